@@ -1,0 +1,104 @@
+"""Make the demo's data, tokenizer and untrained model: `python -m demo.make --output output/demo`."""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from demo.rule import animal_of, make_answer, make_pair, make_prompt
+
+NUM_TRAIN_PROMPTS = 3600
+NUM_TEST_PROMPTS = 600
+NUM_DOCUMENTS = 1500
+VOCABULARY = 640
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def distinct_prompts(count: int, random: Random) -> list[str]:
+    prompts: dict[str, None] = {}
+    while len(prompts) < count:
+        prompts.setdefault(make_prompt(random))
+    return list(prompts)
+
+
+def make_data(folder: Path, *, seed: int) -> None:
+    """`data/train.jsonl` and `data/test.jsonl` (pairs; no prompt in both), and `text.jsonl` for the base model."""
+    random = Random(seed)
+    prompts = distinct_prompts(NUM_TRAIN_PROMPTS + NUM_TEST_PROMPTS, random)
+    rows = []
+    for prompt in prompts:
+        chosen, rejected = make_pair(prompt, random)
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    write_lines(folder / "data" / "train.jsonl", rows[:NUM_TRAIN_PROMPTS])
+    write_lines(folder / "data" / "test.jsonl", rows[NUM_TRAIN_PROMPTS:])
+    write_lines(folder / "text.jsonl", ({"text": make_document(random)} for _ in range(NUM_DOCUMENTS)))
+
+
+def make_document(random: Random) -> str:
+    """Plain text without the dialogue's form: what the base model knows of the world's words."""
+    prompts = [make_prompt(random) for _ in range(3)]
+    return " ".join(f"{prompt} {make_answer(animal_of(prompt), random)}" for prompt in prompts)
+
+
+def make_tokenizer(folder: Path) -> Any:
+    """A byte-level BPE tokenizer trained on the demo's own text, with OPT's special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text(encoding="utf-8").splitlines()]
+    tokenizer.train_from_iterator([*texts, "\n\nHuman: \n\nAssistant: "], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    special = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def make_model(folder: Path, *, seed: int) -> None:
+    """`untrained/`: an OPT of two layers with random weights, and the tokenizer."""
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM
+
+    tokenizer = make_tokenizer(folder)
+    torch.manual_seed(seed)
+    config = OPTConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=512,
+        word_embed_proj_dim=128,
+        max_position_embeddings=128,
+        bos_token_id=2,
+        eos_token_id=2,
+        pad_token_id=1,
+    )
+    OPTForCausalLM(config).save_pretrained(folder / "untrained")
+    tokenizer.save_pretrained(folder / "untrained")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", default="output/demo", help="folder to write to")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of data and weights")
+    options = parser.parse_args()
+    folder = Path(options.output)
+    make_data(folder, seed=options.seed)
+    make_model(folder, seed=options.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# _run.sh DEPLOYMENT [deepspeed launcher flags] STEP [stage flags]: becomes DeepSpeed's launcher for one stage.
+# Works from any folder: relative paths in the flags are those of the caller.
+set -euo pipefail
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+deployment="$1"
+shift
+usage="usage: bash launch/$deployment.sh [deepspeed launcher flags] STEP [stage flags]
+  STEP: 1 (SFT), 2 (reward model), 3 (PPO); stage flags: bash launch/$deployment.sh STEP --help"
+
+fail() {
+    printf 'error: %s\n%s\n' "$1" "$usage" >&2
+    exit 2
+}
+
+has_gpu() {
+    [[ -e /dev/nvidiactl || -e /dev/kfd ]] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1
+}
+
+# --- the launcher's flags end at STEP, which is the first word that is neither a flag nor a flag's value -----------
+launcher=() num_gpus="" chosen="" port="" step="" backend=pdsh
+while (($#)); do
+    word="$1"
+    shift
+    case "$word" in
+        1 | 2 | 3) step="$word" && break ;;
+        --module | --no_python | --no_local_rank | --no_ssh | --no_ssh_check | --force_multi | --save_pid | \
+            --bind_cores_to_rank | -q | --quiet)
+            launcher+=("$word")
+            continue
+            ;;
+        --*=*) name="${word%%=*}" value="${word#*=}" ;;
+        -*)
+            (($#)) || fail "$word: found no value"
+            name="$word" value="$1"
+            shift
+            ;;
+        *) fail "STEP: found '$word', wanted 1, 2 or 3" ;;
+    esac
+    case "$name" in
+        --num_gpus | --num_accelerators) num_gpus="$value" && continue ;;
+        --include | -i | --exclude | -e) chosen=yes ;;
+        --master_port) port="$value" ;;
+        --launcher) backend="$value" ;;
+    esac
+    launcher+=("$name" "$value")
+done
+case "$step" in
+    1) module=step1_sft.main ;;
+    2) module=step2_reward.main ;;
+    3) module=step3_ppo.main ;;
+    *) fail "STEP: found none, wanted 1, 2 or 3" ;;
+esac
+
+# --- the Python of the environment ----------------------------------------------------------------------------------
+PYTHON="${PYTHON:-$(command -v python || command -v python3)}"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# Libraries announce what will change in their next version; nobody who runs a stage can act on it.
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning}"
+
+# --- devices --------------------------------------------------------------------------------------------------------
+[[ $deployment != single_gpu || -n $num_gpus$chosen ]] || num_gpus=1
+if [[ $deployment != multi_node ]]; then
+    # A host file at the launcher's default place would turn this into a run on several machines.
+    launcher=(--hostfile /dev/null "${launcher[@]}")
+    [[ -n $port ]] || launcher+=(--master_port "$("$PYTHON" -c \
+        'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')")
+    if ! has_gpu; then
+        export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
+        # The devices are processes then: share the cores, and let no GPU number hide them.
+        ranks="${num_gpus:-1}"
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((ranks < $(nproc) ? $(nproc) / ranks : 1))}"
+        unset CUDA_VISIBLE_DEVICES
+    elif [[ -n $num_gpus && -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+        # The launcher takes GPUs 0 to N-1 for --num_gpus N, whatever CUDA_VISIBLE_DEVICES says.
+        launcher+=(--include "localhost:$(cut -d, -f"1-$num_gpus" <<<"$CUDA_VISIBLE_DEVICES")")
+        num_gpus=""
+    fi
+fi
+[[ -z $num_gpus ]] || launcher+=(--num_gpus "$num_gpus")
+
+# --- several machines: pdsh hands the words to a shell, and DeepSpeed quotes only those with a space ------------------
+if [[ $deployment == multi_node && ${backend,,} == pdsh ]]; then
+    words=()
+    for word in "$@"; do
+        if [[ $word == *" "* ]]; then
+            # DeepSpeed puts "..." around it and a backslash before each " in it.
+            words+=("$(sed 's/[\\$`]/\\&/g' <<<"$word")")
+        else
+            words+=("$(printf %q "$word")")
+        fi
+    done
+    # Quoted words are right for pdsh only: with a single host the launcher would not use it.
+    [[ ${words[*]} == "$*" ]] || launcher+=(--force_multi)
+    set -- ${words[@]+"${words[@]}"}
+fi
+
+# The rank comes from the environment, so the stage gets exactly the flags that stand here.
+exec "$PYTHON" -m deepspeed.launcher.runner "${launcher[@]}" --no_local_rank --module "$module" "$@"

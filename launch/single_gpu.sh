@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# One GPU of this machine (or one process on its CPU): bash launch/single_gpu.sh 1 --data_path my.jsonl ...
+exec bash "$(dirname -- "${BASH_SOURCE[0]}")/_run.sh" single_gpu "$@"

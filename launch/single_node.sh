@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# All GPUs of this machine, or --num_gpus N of them: bash launch/single_node.sh --num_gpus 4 2 --zero_stage 2 ...
+exec bash "$(dirname -- "${BASH_SOURCE[0]}")/_run.sh" single_node "$@"

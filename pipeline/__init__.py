@@ -1,0 +1,1 @@
+"""The shared layer: leaves that the three stages use; no training loop lives here."""

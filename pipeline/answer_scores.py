@@ -1,0 +1,62 @@
+"""Scores of a reward model for answers that are given as text, whichever model they come from.
+
+Each answer is encoded afresh with the reward model's own tokenizer and template, as in its training. B rows, S tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.modeling import default_device
+from pipeline.reward_model import TokenValueModel, last_token_scores, load_reward_model
+from pipeline.templates import encode_conversation, set_template
+from pipeline.tensor_ops import lengths_to_mask, pad_rows
+from pipeline.tokenizers import load_tokenizer, pad_policy
+from pipeline.turns import Message, Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A reward model with its tokenizer."""
+
+    model: TokenValueModel
+    tokenizer: PreTrainedTokenizerBase
+    pad_id: int
+
+    @property
+    def num_positions(self) -> int | None:
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
+    """Load a reward model onto the default device. Raises InputError where `path` holds none."""
+    tokenizer = load_tokenizer(path)
+    set_template(tokenizer, "auto")
+    model = load_reward_model(path, dtype=dtype).to(default_device()).eval()
+    return Judge(model, tokenizer, pad_policy(tokenizer).pad_id)
+
+
+def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:
+    """Prompt and answer as the reward model reads them; only an answer that its model ended has an end token.
+
+    What exceeds the positions is cut off on the left, as in training: the answer's end is what is scored.
+    """
+    ids = encode_conversation(judge.tokenizer, [*prompt, Message("assistant", text)], "last").ids
+    ids = ids if finished else ids[:-1]
+    return ids[-judge.num_positions :] if judge.num_positions is not None else ids
+
+
+@torch.inference_mode()
+def score_rows(judge: Judge, rows: Sequence[Sequence[int]], *, batch_size: int) -> list[float]:
+    """The raw score of each row of ids, read at its last token."""
+    device = default_device()
+    scores: list[float] = []
+    for start in range(0, len(rows), batch_size):
+        batch = [torch.tensor(row, dtype=torch.int64) for row in rows[start : start + batch_size]]
+        lengths = torch.tensor([len(row) for row in batch]).to(device)  # (B,)
+        input_ids = pad_rows(batch, judge.pad_id).to(device)  # (B, S)
+        values = judge.model(input_ids, lengths_to_mask(lengths, input_ids.shape[1]))  # (B, S)
+        scores += last_token_scores(values, lengths).tolist()
+    return scores

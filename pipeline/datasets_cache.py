@@ -1,0 +1,184 @@
+"""Build the tokenised, memory-mapped data set of a stage once, and load it from the cache ever after."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from pipeline.counts import Counts
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.formats import Record
+from pipeline.samples import SampleOptions, SFTSample, pair_samples, prompt_samples, sft_samples, text_blocks
+from pipeline.selection import STEPS, DataOptions, Stage, select_records
+from pipeline.sources import fingerprint, parse_path
+from pipeline.templates import set_template
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+# Part of every key: raise it when the same input gives other samples.
+FORMAT_VERSION = 1
+ROWS_PER_WRITE = 1000
+Columns = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Training and evaluation samples, memory-mapped, and what was dropped or repaired on the way."""
+
+    train: "Dataset"
+    eval: "Dataset"
+    counts: Counts
+
+
+def build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> Built:
+    """The samples of a stage ('sft', 'reward', 'ppo', or 'text' for plain blocks) in their order in the sources.
+
+    Columns: sft and text: ids, trained, num_tokens, num_trained. reward: chosen_ids, rejected_ids, prompt_length,
+    margin, num_tokens (both sides). ppo: prompt_ids, prompt_id, messages (JSON), num_tokens. options.template is put
+    into the tokenizer first. One process builds, the others wait for its file lock. Raises InputError where no training
+    sample is left.
+    """
+    set_template(tokenizer, options.template)
+    cache = cache_folder(options.cache_dir)
+    folder = cache / f"{stage}-{cache_key(stage, options, tokenizer)[:32]}"
+    if not folder.is_dir():
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():
+                _build_folder(folder, stage, options, tokenizer)
+    return _load(folder)
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """The cache directory: the option, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache. Created with mode 0700."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(f"cache directory {folder}: {error.strerror}; --cache_dir names another") from error
+    return folder
+
+
+def cache_key(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 over what the samples depend on: contents of the sources, tokenizer, template, all options, version."""
+    facts = asdict(options)
+    del facts["cache_dir"]
+    paths = [*options.data_path, *options.eval_data_path, *options.sft_only_data_path]
+    facts |= {
+        "stage": stage,
+        "version": FORMAT_VERSION,
+        "sources": [fingerprint(parse_path(path).path) for path in paths],
+        "tokenizer": tokenizer_content(tokenizer),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 over vocabulary, merges, special tokens and chat template of a tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    content = json.dumps([type(tokenizer).__name__, vocabulary, special, tokenizer.chat_template], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Write the samples beside `folder`, then rename: a folder that exists is complete."""
+    counts = Counts()
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(mode=0o700)
+    records = select_records(stage, options, counts)
+    try:
+        num_train = _write(partial / "train.arrow", stage, _rows(stage, records.train, options, tokenizer, counts))
+        _write(partial / "eval.arrow", stage, _rows(stage, records.eval, options, tokenizer, counts))
+        (partial / "counts.json").write_text(json.dumps(counts.to_json(), indent=1), encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"{partial}: cannot be written ({error.strerror or error})") from error
+    if not num_train:
+        found = "; ".join(counts.lines()) or "no row"
+        raise InputError(f"step {STEPS[stage] + 1} ({stage}): no training sample is left: {found}")
+    partial.rename(folder)
+
+
+def _rows(
+    stage: Stage,
+    records: list[Record],
+    options: DataOptions,
+    tokenizer: "PreTrainedTokenizerBase",
+    counts: Counts,
+) -> Iterator[Columns]:
+    """The samples of a stage as rows of its columns."""
+    limits = SampleOptions(
+        max_seq_len=options.max_seq_len,
+        max_prompt_seq_len=options.max_prompt_seq_len,
+        train_on_prompt=options.train_on_prompt,
+        train_turns=options.train_turns,
+        long_pairs=options.long_pairs,
+        long_prompts=options.long_prompts,
+    )
+    if stage == "reward":
+        for pair in pair_samples(records, tokenizer, limits, counts):
+            yield {**asdict(pair), "num_tokens": len(pair.chosen_ids) + len(pair.rejected_ids)}
+    elif stage == "ppo":
+        for prompt in prompt_samples(records, tokenizer, limits, counts):
+            yield {**asdict(prompt), "num_tokens": len(prompt.prompt_ids)}
+    else:
+        for sample in _language_samples(stage, records, limits, tokenizer, counts):
+            yield {**asdict(sample), "num_tokens": len(sample.ids), "num_trained": sum(sample.trained)}
+
+
+def _language_samples(
+    stage: Stage,
+    records: list[Record],
+    limits: SampleOptions,
+    tokenizer: "PreTrainedTokenizerBase",
+    counts: Counts,
+) -> Iterator[SFTSample]:
+    if stage == "text":
+        return text_blocks(records, tokenizer, limits.max_seq_len, counts)
+    return sft_samples(records, tokenizer, limits, counts)
+
+
+def _schema(stage: Stage) -> Any:
+    """The stage's Arrow columns; 32-bit ids hold every vocabulary."""
+    import pyarrow as pa
+
+    ids, number = pa.list_(pa.int32()), pa.int32()
+    if stage == "reward":
+        columns = {"chosen_ids": ids, "rejected_ids": ids, "prompt_length": number, "margin": pa.float32()}
+    elif stage == "ppo":
+        columns = {"prompt_ids": ids, "prompt_id": pa.int64(), "messages": pa.large_string()}
+    else:
+        columns = {"ids": ids, "trained": pa.list_(pa.bool_()), "num_trained": number}
+    return pa.schema([*columns.items(), ("num_tokens", number)])
+
+
+def _write(path: Path, stage: Stage, rows: Iterator[Columns]) -> int:
+    """Write an Arrow stream file a thousand rows at a time; returns the number of rows."""
+    import pyarrow as pa
+
+    schema = _schema(stage)
+    num_rows = 0
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        while chunk := list(itertools.islice(rows, ROWS_PER_WRITE)):
+            writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema=schema))
+            num_rows += len(chunk)
+    return num_rows
+
+
+def _load(folder: Path) -> Built:
+    from datasets import Dataset
+
+    counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
+    train, evaluation = (Dataset.from_file(str(folder / f"{split}.arrow")) for split in ("train", "eval"))
+    return Built(train, evaluation, counts)

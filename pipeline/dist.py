@@ -1,0 +1,146 @@
+"""The only file that imports torch.distributed: process group, ranks, and the few collectives that the loops use.
+
+Every function here is called the same number of times on every rank whatever the data (docs/design.md, section 8).
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipeline.errors import EnvironmentFault, RunError
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Where this process stands: global rank, number of ranks, rank on this node, and its device."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def read_environment() -> tuple[int, int, int]:
+    """(rank, world size, local rank) from the launcher's environment; a plain `python -m` run is a world of one."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The rank's own CUDA device, or the CPU. Raises EnvironmentFault where there are fewer devices than ranks."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise EnvironmentFault(
+            f"local rank {local_rank}: this machine has {torch.cuda.device_count()} GPUs; start at most as many ranks"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def start(*, timeout_s: int) -> World:
+    """Join the process group (nccl on GPUs, gloo on CPUs) and share the CPU's cores among the ranks of this node."""
+    rank, size, local_rank = read_environment()
+    device = pick_device(local_rank)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            reason = str(error).splitlines()[0]
+            raise EnvironmentFault(
+                f"cannot join {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}"
+            ) from error
+    return World(rank, size, local_rank, device)
+
+
+def finish() -> None:
+    """Leave the process group. Without the barrier, a rank that ends first aborts the others."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Element-wise sum over ranks, as a new tensor of the same shape."""
+    total = values.clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """The largest of the ranks' numbers."""
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """(n, ...) of every rank, equal shapes everywhere -> (ranks * n, ...) in rank order on every rank."""
+    if world_size() == 1:
+        return rows
+    # gloo and nccl do not gather booleans alike; bytes work on both.
+    sent = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+    parts = [torch.empty_like(sent) for _ in range(world_size())]
+    dist.all_gather(parts, sent.contiguous())
+    return torch.cat(parts).to(rows.dtype)
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 alone; its result, or its error, reaches every rank."""
+    if world_size() == 1:
+        return work()
+    outcome: list[Any] = [None, None]
+    if is_main():
+        try:
+            outcome[0] = work()
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of any error
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1] if isinstance(outcome[1], RunError) else RuntimeError("rank 0 failed") from outcome[1]
+    return outcome[0]

@@ -1,0 +1,199 @@
+"""A model under DeepSpeed, with the few operations that the loops need. Imports deepspeed at once;
+partitions.py does so lazily; no other file does.
+
+A loop decides where an accumulation ends and whether a step is taken: `backward(loss, last=...)`, then
+`gradient_norm()`, then `step()` or `discard()`. Losses are scaled by the loop; DeepSpeed divides by nothing but the
+number of ranks.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.utils import logger as deepspeed_logger
+from torch import nn
+
+from pipeline.partitions import gathered
+
+
+def start_deepspeed() -> None:
+    """Attach DeepSpeed to the process group that exists, quietly and without compiling anything."""
+    deepspeed_logger.setLevel(logging.WARNING)
+    if get_accelerator().device_name() == "cpu":
+        # Used by inference kernels only; building it takes a compiler and 50 s.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+
+
+@contextmanager
+def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
+    """While it is open, `from_pretrained` puts weights straight into ZeRO-3 partitions; nothing happens below stage 3."""
+    if config["zero_optimization"]["stage"] < 3:
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    keep_alive = HfDeepSpeedConfig(config)
+    try:
+        yield
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
+
+
+class FrozenEngine:
+    """A model that is only read: a ZeRO-3 engine when `config` says stage 3, else the plain model on its device."""
+
+    def __init__(self, module: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+        module.requires_grad_(False)
+        self.module = module.eval()
+        self._forward: Any = module.to(device) if config["zero_optimization"]["stage"] < 3 else None
+        if self._forward is None:
+            self._forward = deepspeed.initialize(model=module, config=config)[0]
+            self._forward.eval()
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+class TrainingEngine:
+    """A model, its AdamW and its gradients under DeepSpeed (ZeRO 0 to 3)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[dict[str, Any]],
+        config: dict[str, Any],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self.module = module
+        optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
+        trainable = [parameter for group in groups for parameter in group["params"]]
+        self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, model_parameters=trainable, config=config
+        )
+        self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.zero_stage: int = self.deepspeed.zero_optimization_stage()
+        self.last_gradient_norm = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.deepspeed(*args, **kwargs)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def partitions_weights(self) -> bool:
+        return self.zero_stage == 3
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss` (a scalar). `last` closes the accumulation: gradients are averaged over ranks."""
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
+
+    def gradient_norm(self) -> float:
+        """The global L2 norm of the averaged gradients before clipping; inf where any of them is not finite.
+
+        A collective under ZeRO. To be called after the last `backward` and before `step` or `discard`.
+        """
+        optimizer = self.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            norms = torch.stack([torch.as_tensor(norm).cpu() for norm in optimizer._get_norm_groups()])
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            norms = torch.as_tensor(optimizer.scaled_global_norm()).reshape(1).cpu()
+        else:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norms = torch.nn.utils.get_total_norm(grads).reshape(1).cpu()
+        # DeepSpeed writes -1 for a norm that is not finite.
+        if not torch.isfinite(norms).all() or (norms < 0).any():
+            return float("inf")
+        return norms.double().norm().item() / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
+
+    def step(self, rate_factor: float) -> None:
+        """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients."""
+        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = peak * rate_factor
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.deepspeed.step()
+
+    def discard(self) -> None:
+        """Drop the gradients of this accumulation without a step, as DeepSpeed does after an overflow."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            optimizer._overflow_clean_up(optimizer.loss_scale)
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+            if optimizer.cpu_offload:
+                optimizer.reset_cpu_buffers()
+            for group in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[group] = None
+                optimizer.all_grad_tensors[group] = None
+        else:
+            self.deepspeed.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and loss scale as DeepSpeed shards. A collective."""
+        client = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+        self.deepspeed.save_checkpoint(str(folder), tag="state", client_state=client, exclude_frozen_parameters=True)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, with the same number of ranks and the same stage. A collective."""
+        self.deepspeed.load_checkpoint(str(folder), tag="state", load_module_strict=False)
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Weights are whole and forward passes are plain inside: what a sampling loop needs.
+
+        Under ZeRO-3 the weights are gathered once and DeepSpeed's hooks are taken off, so that ranks may run different
+        numbers of forward passes; with the hooks on, uneven lengths hang.
+        """
+        self.deepspeed.eval()
+        try:
+            if not self.partitions_weights:
+                yield
+                return
+            parameters = list(self.module.parameters())
+            with gathered(parameters):
+                offload = self.optimizer.parameter_offload
+                self._remove_hooks(offload, parameters)
+                yield
+            offload._register_deepspeed_module(offload.module)
+        finally:
+            self.deepspeed.train()
+
+    @staticmethod
+    def _remove_hooks(offload: Any, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.ds_active_sub_modules.clear()
+        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+
+
+def step_together(engines: Sequence[TrainingEngine], rate_factor: float) -> bool:
+    """Step all engines, or none: where any gradient of any of them is not finite, all gradients are dropped.
+
+    Norms are global, so that every rank decides alike. Each engine keeps its norm as `last_gradient_norm`.
+    """
+    for engine in engines:
+        engine.last_gradient_norm = engine.gradient_norm()
+    if not all(math.isfinite(engine.last_gradient_norm) for engine in engines):
+        for engine in engines:
+            engine.discard()
+        return False
+    for engine in engines:
+        engine.step(rate_factor)
+    return True

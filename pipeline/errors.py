@@ -1,0 +1,45 @@
+"""What a run can end with: exit codes and the errors that carry them."""
+
+EXIT_DONE = 0
+EXIT_FAULT = 1
+EXIT_INPUT = 2
+EXIT_ENVIRONMENT = 3
+EXIT_DIVERGED = 4
+EXIT_NO_CHECKPOINT = 5
+EXIT_STOPPED = 75
+
+
+class RunError(Exception):
+    """An expected end of a run: printed as one line without a traceback, then the process exits with `code`."""
+
+    code = EXIT_FAULT
+
+
+class InputError(RunError):
+    """Bad data, flags or files. The message names the file, row or flag, what was found, and what would be right."""
+
+    code = EXIT_INPUT
+
+
+class EnvironmentFault(RunError):
+    """The machine does not offer what was asked for: port, GPU count, disk space, host, network."""
+
+    code = EXIT_ENVIRONMENT
+
+
+class DivergedError(RunError):
+    """Training produced non-finite numbers too many times in a row."""
+
+    code = EXIT_DIVERGED
+
+
+class CheckpointError(RunError):
+    """No usable checkpoint where one is needed."""
+
+    code = EXIT_NO_CHECKPOINT
+
+
+class StoppedRun(RunError):
+    """Stopped on request with everything saved; the same command resumes."""
+
+    code = EXIT_STOPPED

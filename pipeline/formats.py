@@ -1,0 +1,284 @@
+"""Recognise the format of rows by their columns and turn them into records; bad rows are counted, not raised."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.counts import Counts, Origin
+from pipeline.errors import InputError
+from pipeline.nearest import nearest
+from pipeline.sources import Row, Split, split_of
+from pipeline.turns import (
+    BadRowError,
+    Message,
+    Turns,
+    check_turns,
+    is_transcript,
+    parse_transcript,
+    parse_turns,
+    prompt_hash,
+)
+
+Values = Mapping[str, Any]
+RESPONSE_COLUMNS = ("response", "completion", "output")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One usable row.
+
+    messages: the prompt's turns, ending in a user turn; empty for a plain text document. chosen, rejected: responses,
+    None where the row has none. text: a plain text document. margin: how much better chosen is, if the row says so.
+    all_turns: the prompt and the chosen response as one conversation. prompt_id: 63-bit hash of the prompt (of the text
+    for a document). split: 'train' or 'test' if the source says so.
+    """
+
+    messages: Turns
+    chosen: str | None
+    rejected: str | None
+    text: str | None
+    margin: float | None
+    prompt_id: int
+    origin: Origin
+    split: Split | None
+
+    @property
+    def all_turns(self) -> Turns:
+        """The whole conversation, for SFT: the prompt's turns and, where there is one, the chosen response."""
+        return self.messages if self.chosen is None else (*self.messages, Message("assistant", self.chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a row says, before it is checked."""
+
+    messages: Turns = ()
+    chosen: str | None = None
+    rejected: str | None = None
+    text: str | None = None
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A layout of columns: all of `needed`, and one of `any_of` if there are any."""
+
+    name: str
+    needed: tuple[str, ...]
+    any_of: tuple[str, ...]
+    parse: Callable[[Values], _Content]
+
+    def fits(self, columns: Iterable[str]) -> bool:
+        """True if rows of these columns can be read in this format."""
+        present = set(columns)
+        return present.issuperset(self.needed) and (not self.any_of or not present.isdisjoint(self.any_of))
+
+
+def read_records(
+    rows: Iterable[Row], counts: Counts, *, column_map: Mapping[str, str] | None = None
+) -> Iterator[Record]:
+    """Yield the usable records of one source; the others are counted in `counts` by kind with the first example.
+
+    column_map: our column name -> the source's ({"prompt": "question"}). Raises InputError if the first row's columns
+    fit no format, a mapped column is missing there, or no usable record is left at the end.
+    """
+    found = dropped = 0
+    for row in rows:
+        try:
+            record = _record(row, column_map or {})
+        except BadRowError as error:
+            counts.add(str(error), row.origin)
+            dropped += 1
+            continue
+        except UnknownColumnsError as error:
+            # Whole files in a wrong layout are refused; a stray row among good ones is one more bad row.
+            if not found + dropped:
+                raise InputError(str(error)) from error
+            counts.add("columns fit no format", row.origin)
+            dropped += 1
+            continue
+        found += 1
+        yield record
+    if not found:
+        kinds = "; ".join(counts.lines()) or "it has no rows"
+        raise InputError(f"{row.origin.file if dropped else 'data'}: no usable row: {kinds}")
+
+
+class UnknownColumnsError(ValueError):
+    """Columns that fit no format; the message names them and what would be right."""
+
+
+def _record(row: Row, column_map: Mapping[str, str]) -> Record:
+    values = _renamed(row, column_map)
+    content = _format_of(values, row.origin).parse(values)
+    if content.text is None:
+        check_turns(content.messages)
+        if content.messages[-1].role != "user":
+            raise BadRowError("prompt does not end in a user turn")
+    if content.chosen is not None and content.chosen == content.rejected:
+        raise BadRowError("chosen equals rejected")
+    hashed = content.messages or (Message("text", content.text or ""),)
+    return Record(
+        messages=content.messages,
+        chosen=content.chosen,
+        rejected=content.rejected,
+        text=content.text,
+        margin=content.margin,
+        prompt_id=prompt_hash(hashed),
+        origin=row.origin,
+        split=row.split or _own_split(values),
+    )
+
+
+def _renamed(row: Row, column_map: Mapping[str, str]) -> Values:
+    present = {ours: theirs for ours, theirs in column_map.items() if theirs in row.values}
+    for ours, theirs in column_map.items():
+        # A source that already has our column needs no mapping: one map may serve several sources.
+        if theirs not in row.values and ours not in row.values:
+            found = ", ".join(row.values) + nearest(theirs, row.values)
+            raise UnknownColumnsError(f"{row.origin}: no column {theirs!r} (column_map {ours}={theirs}), only {found}")
+    return {**row.values, **{ours: row.values[theirs] for ours, theirs in present.items()}}
+
+
+def _format_of(values: Values, origin: Origin) -> Format:
+    # datasets fills columns that a row lacks with None: null columns count only where nothing fits without them.
+    for columns in ([name for name in values if values[name] is not None], list(values)):
+        for candidate in FORMATS:
+            if candidate.fits(columns):
+                return candidate
+    raise UnknownColumnsError(f"{origin}: {_unknown_columns(list(values))}")
+
+
+def _unknown_columns(columns: list[str]) -> str:
+    known = sorted({name for layout in FORMATS for name in (*layout.needed, *layout.any_of)})
+    matches = ((name, difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)) for name in columns)
+    near = ", ".join(f"{close[0]}={name}" for name, close in matches if close and close[0] != name)
+    layouts = "; ".join(layout.name for layout in FORMATS)
+    hint = f"; nearest: --column_map {near}" if near else "; name them with --column_map prompt=..."
+    return f"columns {', '.join(columns) or '(none)'} fit no known format ({layouts}){hint}"
+
+
+def _own_split(values: Values) -> Split | None:
+    return split_of(values["split"]) if isinstance(values.get("split"), str) else None
+
+
+def _text_of(values: Values, column: str) -> str:
+    value = values[column]
+    if value is None:
+        raise BadRowError(f"{column} is null")
+    if not isinstance(value, str):
+        raise BadRowError(f"{column} is no text but {type(value).__name__}")
+    return value
+
+
+def _response(values: Values, column: str) -> str:
+    text = _text_of(values, column).strip()
+    if not text:
+        raise BadRowError(f"{column} is empty")
+    return text
+
+
+def _prompt_turns(values: Values) -> Turns:
+    """The prompt from `messages`, `conversations` or `prompt`, the first that is there."""
+    for column in ("messages", "conversations"):
+        if values.get(column):
+            turns = parse_turns(values[column], column)
+            # Some sets keep the whole chosen conversation here.
+            return turns[:-1] if turns[-1].role == "assistant" else turns
+    if "prompt" not in values:
+        raise BadRowError("no prompt: chosen is neither a transcript nor a list of messages")
+    return _turns_of_prompt(values, "prompt")
+
+
+def _turns_of_prompt(values: Values, column: str) -> Turns:
+    if isinstance(values[column], list):
+        return parse_turns(values[column], column)
+    text = _text_of(values, column)
+    return parse_transcript(text) if is_transcript(text) else (Message("user", text.strip()),)
+
+
+def _parse_pair(values: Values) -> _Content:
+    chosen, rejected = _side(values, "chosen"), _side(values, "rejected")
+    if chosen[:-1] != rejected[:-1]:
+        raise BadRowError("chosen and rejected have different prompts")
+    messages = chosen[:-1] or _prompt_turns(values)
+    return _Content(messages, chosen[-1].content, rejected[-1].content, margin=_margin(values))
+
+
+def _side(values: Values, column: str) -> Turns:
+    """One side of a pair as turns: only the response, or the whole conversation; it ends in an assistant turn."""
+    if isinstance(values[column], list | Mapping):
+        turns = parse_turns(values[column], column)
+    elif isinstance(values[column], str) and is_transcript(values[column]):
+        turns = parse_transcript(values[column])
+    else:
+        return (Message("assistant", _response(values, column)),)
+    if not turns or turns[-1].role != "assistant":
+        raise BadRowError(f"{column} does not end in an assistant turn")
+    if not turns[-1].content:
+        raise BadRowError(f"{column} is empty")
+    return turns
+
+
+def _margin(values: Values) -> float | None:
+    if values.get("margin") in (None, ""):
+        return None
+    try:
+        margin = float(values["margin"])
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise BadRowError("margin is no finite number")
+    return margin
+
+
+def _parse_prompt_response(values: Values) -> _Content:
+    return _Content(_turns_of_prompt(values, "prompt"), _response(values, _response_column(values)))
+
+
+def _response_column(values: Values) -> str:
+    present = [column for column in RESPONSE_COLUMNS if column in values]
+    return next((column for column in present if values[column] is not None), present[0])
+
+
+def _conversation(turns: Turns) -> _Content:
+    if len(turns) > 1 and turns[-1].role == "assistant":
+        if not turns[-1].content:
+            raise BadRowError("last assistant turn is empty")
+        return _Content(turns[:-1], turns[-1].content)
+    return _Content(turns)
+
+
+def _parse_alpaca(values: Values) -> _Content:
+    instruction = _text_of(values, "instruction").strip()
+    extra = _text_of(values, "input").strip() if values.get("input") else ""
+    prompt = f"{instruction}\n\n{extra}" if extra else instruction
+    return _Content((Message("user", prompt),), _response(values, _response_column(values)))
+
+
+def _parse_text(values: Values) -> _Content:
+    text = _text_of(values, "text")
+    if is_transcript(text):
+        return _conversation(parse_transcript(text))
+    if not text.strip():
+        raise BadRowError("text is empty")
+    return _Content(text=text)
+
+
+# In order of preference: where several fit, the first is taken.
+FORMATS: tuple[Format, ...] = (
+    Format("prompt/chosen/rejected", ("chosen", "rejected"), (), _parse_pair),
+    Format("instruction/input/output", ("instruction",), RESPONSE_COLUMNS, _parse_alpaca),
+    Format("prompt/response", ("prompt",), RESPONSE_COLUMNS, _parse_prompt_response),
+    Format("messages", ("messages",), (), lambda values: _conversation(parse_turns(values["messages"], "messages"))),
+    Format(
+        "conversations",
+        ("conversations",),
+        (),
+        lambda values: _conversation(parse_turns(values["conversations"], "conversations")),
+    ),
+    Format("text", ("text",), (), _parse_text),
+    Format("prompt", ("prompt",), (), lambda values: _Content(_turns_of_prompt(values, "prompt"))),
+)

@@ -1,0 +1,193 @@
+"""Sampling responses: the eager rung of the hybrid engine, and the data that any rung returns.
+
+N rows (prompts x samples), P longest prompt, V vocabulary. Every random number is a function of (seed, purpose, epoch,
+prompt id, sample index, position), so a rollout does not depend on the batch it is made in, on ranks or on restarts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.random_numbers import uniforms
+from pipeline.tensor_ops import lengths_to_mask, pad_rows, position_ids_from_mask
+
+# Finished rows are taken out of the batch when at least this share of it has finished.
+COMPACT_ABOVE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. `max_new_tokens` counts the EOS; top_p 1 and top_k 0 switch truncation off."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RandomKey:
+    """What the uniforms of a generation are a function of, besides prompt, sample and position."""
+
+    seed: int
+    purpose: str
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of a prompt and the hash of its content, which keys its random numbers."""
+
+    ids: Sequence[int]
+    prompt_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Sampled responses, ragged; row n belongs to prompt n // num_samples, sample n % num_samples.
+
+    prompts, responses: N int64 tensors (P_n,), (T_n,); a response includes its EOS.
+    log_probs: N fp32 tensors (T_n,): log-probabilities of the sampled tokens at the sampling temperature under the
+        untruncated distribution.
+    finished: (N,) bool, True = ended with an EOS; False = cut at max_new_tokens.
+    prompt_ids, sample_index: (N,) int64, the keys of the row's random numbers.
+    """
+
+    prompts: list[torch.Tensor]
+    responses: list[torch.Tensor]
+    log_probs: list[torch.Tensor]
+    finished: torch.Tensor
+    prompt_ids: torch.Tensor
+    sample_index: torch.Tensor
+
+
+class GenerationStopped(Exception):
+    """Raised between two decode steps when the caller asked to stop; nothing of the rollout is kept."""
+
+
+def truncate(logits: torch.Tensor, *, top_p: float, top_k: int) -> torch.Tensor:
+    """(N, V) logits with everything outside the top_k tokens and the top_p nucleus at -inf.
+
+    The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al. 2020).
+    """
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+        outside = ordered.cumsum(-1) - ordered >= top_p
+        logits = logits.masked_fill(outside.scatter(1, order, outside), float("-inf"))
+    return logits
+
+
+def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Invert the cumulative distribution: (N, V) logits and (N,) uniforms in (0, 1) -> (N,) int64 tokens."""
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    threshold = uniform.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+
+
+class Decoder:
+    """The rows still being generated: their cache, masks and positions; finished rows leave the batch."""
+
+    def __init__(self, model: Any, prompts: list[torch.Tensor], pad_id: int) -> None:
+        self.model = model
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=prompts[0].device)
+        ids = pad_rows(prompts, pad_id, side="left")  # (N, P)
+        self.mask = lengths_to_mask(lengths, ids.shape[1]).flip(1)
+        self.rows = torch.arange(len(prompts), device=ids.device)
+        self.cache: Any = None
+        self.logits = self._forward(ids, position_ids_from_mask(self.mask))
+        self.positions = lengths
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        outputs = self.model(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache = outputs.past_key_values
+        return outputs.logits[:, -1].float()  # (N, V)
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Append one token to every row and compute the logits of the next."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        self.logits = self._forward(tokens.unsqueeze(1), self.positions.unsqueeze(1))
+        self.positions = self.positions + 1
+
+    def keep(self, alive: torch.Tensor) -> None:
+        """Take the rows that are not alive out of the batch."""
+        kept = alive.nonzero().squeeze(1)
+        self.cache.batch_select_indices(kept)
+        self.mask, self.rows, self.positions = self.mask[kept], self.rows[kept], self.positions[kept]
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    prompts: Sequence[Prompt],
+    *,
+    num_samples: int,
+    sampling: Sampling,
+    key: RandomKey,
+    eos_ids: frozenset[int],
+    pad_id: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Rollout:
+    """Sample `num_samples` responses to each prompt with the model's own forward and a key-value cache.
+
+    Raises:
+        GenerationStopped: `should_stop` answered True between two decode steps.
+    """
+    device = next(model.parameters()).device
+    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+    rows = [torch.as_tensor(prompt.ids, dtype=torch.int64, device=device) for prompt in repeated]
+    prompt_ids = torch.tensor([prompt.prompt_id for prompt in repeated], dtype=torch.int64, device=device)
+    sample_index = torch.arange(len(rows), device=device) % num_samples
+    eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
+    decoder = Decoder(model, rows, pad_id)
+    tokens = torch.full((len(rows), sampling.max_new_tokens), pad_id, dtype=torch.int64, device=device)
+    log_probs = torch.zeros(len(rows), sampling.max_new_tokens, device=device)
+    lengths = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    for position in range(sampling.max_new_tokens):
+        if should_stop():
+            raise GenerationStopped
+        active = decoder.rows
+        scaled = decoder.logits / sampling.temperature
+        uniform = uniforms(
+            seed=key.seed,
+            purpose=key.purpose,
+            epoch=key.epoch,
+            prompt_ids=prompt_ids[active],
+            sample_index=sample_index[active],
+            position=position,
+        )
+        drawn = draw(truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), uniform)
+        alive = ~finished[active]
+        writes = active[alive]
+        tokens[writes, position] = drawn[alive]
+        log_probs[writes, position] = scaled.log_softmax(-1).gather(1, drawn.unsqueeze(1)).squeeze(1)[alive]
+        lengths[writes] += 1
+        finished[writes] = torch.isin(drawn[alive], eos)
+        still = ~finished[active]
+        if position + 1 == sampling.max_new_tokens or not still.any():
+            break
+        if (~still).float().mean() >= COMPACT_ABOVE:
+            decoder.keep(still)
+            drawn = drawn[still]
+        decoder.advance(drawn)
+    cut = lengths.tolist()
+    return Rollout(
+        prompts=rows,
+        responses=[row[:length] for row, length in zip(tokens, cut, strict=True)],
+        log_probs=[row[:length] for row, length in zip(log_probs, cut, strict=True)],
+        finished=finished,
+        prompt_ids=prompt_ids,
+        sample_index=sample_index,
+    )

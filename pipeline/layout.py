@@ -1,0 +1,23 @@
+"""Where a run keeps its files. Imports no torch, so that train.py knows the same places as the stages."""
+
+from pathlib import Path
+
+from pipeline.config import RunConfig
+
+
+def run_folder(run: RunConfig, stage: str) -> Path:
+    """<run_dir>, or by design: <parent of output>/runs/<name> for steps 1 and 2, <output>/runs/ppo for step 3."""
+    if run.run_dir:
+        return Path(run.run_dir)
+    output = Path(run.output_dir)
+    return output / "runs" / "ppo" if stage == "ppo" else output.parent / "runs" / output.name
+
+
+def outcome_file(run_dir: Path, rank: int) -> Path:
+    """What a rank says about its end: code (null while it runs), message, pid, host."""
+    return run_dir / "outcome" / f"rank-{rank}.json"
+
+
+def done_file(run_dir: Path) -> Path:
+    """Written last by a stage that came to its end."""
+    return run_dir / "done.json"

@@ -1,0 +1,82 @@
+"""LoRA by peft: which layers get it, what stays trainable, and the merged weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.errors import InputError
+
+
+def linear_names(model: Any, pattern: str) -> list[str]:
+    """Names of the linear layers that get LoRA: those whose name contains `pattern`; all-linear: all. Never the head.
+
+    Raises:
+        InputError: no layer matches.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.split(".")[-1] != "score"
+    }
+    chosen = [name for name in linear if pattern == "all-linear" or pattern in name]
+    if not chosen:
+        examples = ", ".join(list(linear)[:3])
+        raise InputError(f"--lora_module_name {pattern}: matches no linear layer; the model has {examples}, ...")
+    return chosen
+
+
+def add_lora(
+    model: Any, *, dim: int, alpha: float, dropout: float, module_name: str, only_lora: bool, task: str
+) -> Any:
+    """Wrap `model` with LoRA layers whose B is zero, so that step 0 equals the base model.
+
+    Args:
+        only_lora: freeze all other weights but a reward head; else train what LoRA does not cover as well.
+        task: peft's task type, CAUSAL_LM or SEQ_CLS (whose head `score` is trained and saved with the adapter).
+    """
+    config = LoraConfig(
+        r=dim,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=linear_names(model, module_name),
+        modules_to_save=["score"] if task == "SEQ_CLS" else None,
+        task_type=task,
+    )
+    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    if not only_lora:
+        train_the_rest(wrapped)
+    return wrapped
+
+
+def train_the_rest(model: nn.Module) -> None:
+    """Let all parameters learn but the weights that LoRA layers stand for and the originals of saved modules."""
+    frozen = {id(module.get_base_layer().weight) for module in model.modules() if isinstance(module, LoraLayer)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in frozen and "original_module" not in name:
+            parameter.requires_grad_(True)
+
+
+def is_lora(model: Any) -> bool:
+    return hasattr(model, "peft_config")
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """The base model's function inside the context: the reference policy of a LoRA actor."""
+    with model.disable_adapter():
+        yield
+
+
+@torch.no_grad()
+def merged_weight(layer: LoraLayer, adapter: str = "default") -> torch.Tensor:
+    """W + scale * B A in fp32, then W's type; `layer`'s own weights are not touched (and must be whole)."""
+    weight = layer.get_base_layer().weight
+    delta = layer.get_delta_weight(adapter)
+    return (weight.float() + delta.float()).to(weight.dtype)

@@ -1,0 +1,25 @@
+"""Whole values of partitioned parameters, for code that must not need deepspeed to be imported."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 holds this parameter in pieces."""
+    return hasattr(parameter, "ds_id")
+
+
+def gathered(parameters: Iterable[nn.Parameter], *, writer: bool = False) -> AbstractContextManager[Any]:
+    """Whole values of ZeRO-3 parameters inside the context; with `writer`, what rank 0 writes reaches every rank.
+
+    A collective: every rank enters it for the same parameters. Without partitioned parameters nothing happens.
+    """
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    if not partitioned:
+        return nullcontext()
+    import deepspeed  # a parameter that is partitioned has loaded it already
+
+    return deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if writer else None)

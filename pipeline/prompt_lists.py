@@ -1,0 +1,75 @@
+"""The prompts of prompt_eval.py: the bundled ones by language, or the user's own file."""
+
+import json
+from pathlib import Path
+
+from pipeline.errors import InputError
+from pipeline.readers import data_suffix, read_file
+from pipeline.terminal_text import valid_unicode
+from pipeline.turns import BadRowError, Message, Turns, check_turns, is_transcript, parse_transcript, parse_turns
+
+BUNDLED = Path(__file__).with_name("prompts.json")
+SUFFIXES = (".txt", ".json", ".jsonl")
+
+
+def bundled_prompts(language: str) -> list[Turns]:
+    """The eight questions of one language."""
+    return [(Message("user", text),) for text in json.loads(BUNDLED.read_text(encoding="utf-8"))[language]]
+
+
+def read_prompts(path: str) -> list[Turns]:
+    """The prompts of a .txt file, one a line, or of the `prompt` column of a .json or .jsonl file.
+
+    A prompt is a text, a Human/Assistant transcript or a list of messages. Raises InputError that names file and row.
+    """
+    file = Path(path).expanduser()
+    suffix = file.suffix.lower() if file.suffix.lower() == ".txt" else data_suffix(file)
+    if not file.is_file():
+        raise InputError(f"--prompts: {path}: no such file")
+    if suffix not in SUFFIXES:
+        raise InputError(f"--prompts: {path}: {', '.join(SUFFIXES)} are right")
+    values = text_lines(file) if suffix == ".txt" else prompt_column(file)
+    prompts = [prompt_turns(value, f"{path}:{number}") for number, value in values]
+    if not prompts:
+        raise InputError(f"--prompts: {path}: no prompt in it")
+    return prompts
+
+
+def text_lines(file: Path) -> list[tuple[int, object]]:
+    """(line number, line) of the lines that are not empty."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts: {file}: cannot be read as UTF-8 text: {error}") from None
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def prompt_column(file: Path) -> list[tuple[int, object]]:
+    rows = []
+    for number, values in read_file(file):
+        if "prompt" not in values:
+            raise InputError(f"{file}:{number}: no `prompt` among the columns {', '.join(values)}")
+        rows.append((number, values["prompt"]))
+    return rows
+
+
+def prompt_turns(value: object, where: str) -> Turns:
+    """A prompt as turns that end with the user's."""
+    try:
+        if not isinstance(value, str):
+            turns = parse_turns(value, "prompt")
+        else:
+            turns = parse_transcript(value) if is_transcript(value) else (Message("user", value.strip()),)
+        check_turns(turns)
+    except BadRowError as error:
+        raise InputError(f"{where}: {error}") from None
+    if turns[-1].role != "user":
+        raise InputError(f"{where}: the prompt ends with an answer, not with a question")
+    return tuple(Message(turn.role, valid_unicode(turn.content)) for turn in turns)
+
+
+def shown_prompt(turns: Turns) -> str:
+    """The prompt as a person reads it: the question alone, or every turn with its role."""
+    if len(turns) == 1:
+        return turns[0].content
+    return "\n".join(f"{turn.role}: {turn.content}" for turn in turns)

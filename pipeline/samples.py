@@ -1,0 +1,270 @@
+"""Records -> tokenised samples for the three steps, pure given the tokenizer. What is cut or left out is counted."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.counts import Counts
+from pipeline.errors import InputError
+from pipeline.formats import Record
+from pipeline.templates import (
+    Encoded,
+    RefusedTurnsError,
+    TrainTurns,
+    encode_conversation,
+    encode_prompt,
+    encode_text,
+    end_token_ids,
+)
+from pipeline.turns import Message, Turns, turns_to_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LongRows = Literal["drop", "truncate_left"]
+
+# A pair whose response alone fills the limit keeps this share of the limit for the end of its prompt.
+MIN_PROMPT_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOptions:
+    """Limits in tokens, and what happens to rows beyond them."""
+
+    max_seq_len: int
+    max_prompt_seq_len: int
+    train_on_prompt: bool = False
+    train_turns: TrainTurns = "all"
+    long_pairs: LongRows = "drop"
+    long_prompts: LongRows = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class SFTSample:
+    """S token ids, S <= max_seq_len, and S flags: True = a target of the loss. The first token never is one."""
+
+    ids: list[int]
+    trained: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class PairSample:
+    """Two conversations whose first `prompt_length` ids are the same; each is at most max_seq_len ids long."""
+
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+    prompt_length: int
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSample:
+    """A prompt up to and with the generation prompt. messages: its turns as JSON, for a reward model's own template."""
+
+    prompt_ids: list[int]
+    prompt_id: int
+    messages: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """The tokenizer with what is asked of it for every row, and where to count."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    ends: frozenset[int]
+    special_tokens: tuple[str, ...]
+    counts: Counts
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", counts: Counts) -> "_Encoder":
+        return cls(tokenizer, end_token_ids(tokenizer), tuple(tokenizer.all_special_tokens), counts)
+
+    def conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> Encoded | None:
+        """The turns encoded, or None and counted."""
+        if not self._is_plain(record, turns):
+            return None
+        try:
+            encoded = encode_conversation(self.tokenizer, turns, train_turns, self.ends)
+        except RefusedTurnsError:
+            self.counts.add("turns refused by the chat template", record.origin)
+            return None
+        if encoded.num_boundaries:
+            self.counts.add("tokens would merge across the prompt's end: pieces encoded apart", record.origin)
+        return encoded
+
+    def prompt(self, record: Record) -> list[int] | None:
+        """The prompt's ids, or None and counted."""
+        if not self._is_plain(record, record.messages):
+            return None
+        try:
+            return encode_prompt(self.tokenizer, record.messages)
+        except RefusedTurnsError:
+            self.counts.add("turns refused by the chat template", record.origin)
+            return None
+
+    def _is_plain(self, record: Record, turns: Turns) -> bool:
+        """False, and counted, for text like '</s>': it would become the real token, a forged end of turn."""
+        if not any(token in turn.content for turn in turns for token in self.special_tokens):
+            return True
+        self.counts.add("text contains a special token", record.origin)
+        return False
+
+
+def sft_samples(
+    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: SampleOptions, counts: Counts
+) -> Iterator[SFTSample]:
+    """One sample a conversation; plain text documents are joined into blocks of max_seq_len and come last.
+
+    A conversation beyond max_seq_len loses its end, without an EOS in its place ('truncated'); if no trained token is
+    left it is dropped.
+    """
+    encoder = _Encoder.of(tokenizer, counts)
+    documents = []
+    for record in records:
+        if record.text is not None:
+            documents.append(record)
+        elif record.chosen is None:
+            counts.add("no response to train on", record.origin)
+        elif sample := _sft_sample(record, encoder, options):
+            yield sample
+    if documents:
+        yield from text_blocks(documents, tokenizer, options.max_seq_len, counts)
+
+
+def pair_samples(
+    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: SampleOptions, counts: Counts
+) -> Iterator[PairSample]:
+    """One sample for each record with a chosen and a rejected response.
+
+    A pair beyond max_seq_len is dropped, or with long_pairs='truncate_left' loses the start of its prompt (the BOS
+    stays), the same for both sides; a response that does not fit even then loses its end. Both are counted.
+    """
+    encoder = _Encoder.of(tokenizer, counts)
+    for record in records:
+        if record.chosen is None or record.rejected is None:
+            counts.add("no pair of responses", record.origin)
+        elif (pair := _encoded_pair(record, encoder)) and (fitted := _fitted(pair, record, encoder, options)):
+            yield fitted
+
+
+def prompt_samples(
+    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: SampleOptions, counts: Counts
+) -> Iterator[PromptSample]:
+    """One sample for each distinct prompt. One beyond max_prompt_seq_len is dropped, or loses its start (BOS stays)."""
+    encoder = _Encoder.of(tokenizer, counts)
+    seen: set[int] = set()
+    for record in records:
+        if not record.messages:
+            counts.add("no prompt", record.origin)
+        elif record.prompt_id in seen:
+            # Random numbers are keyed by the prompt's id: a repetition would give the same rollouts again.
+            counts.add("prompt repeated", record.origin)
+        else:
+            seen.add(record.prompt_id)
+            ids = _fitted_prompt(record, encoder, options)
+            if ids is not None:
+                yield PromptSample(ids, record.prompt_id, turns_to_json(record.messages))
+
+
+def text_blocks(
+    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", block_len: int, counts: Counts
+) -> Iterator[SFTSample]:
+    """Documents joined with EOS after each and cut into blocks of block_len ids; the last block may be shorter.
+
+    All tokens but each block's first are trained. Raises InputError if the tokenizer has no EOS.
+    """
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{tokenizer.name_or_path}: plain text needs a tokenizer with an EOS token")
+    special_tokens = tokenizer.all_special_tokens
+    rest: list[int] = []
+    for record in records:
+        if record.text is None:
+            counts.add("no plain text", record.origin)
+        elif any(token in record.text for token in special_tokens):
+            counts.add("text contains a special token", record.origin)
+        else:
+            rest += [*encode_text(tokenizer, record.text), tokenizer.eos_token_id]
+        num_full = len(rest) // block_len * block_len
+        yield from (_all_trained(rest[start : start + block_len]) for start in range(0, num_full, block_len))
+        rest = rest[num_full:]
+    if len(rest) > 1:
+        yield _all_trained(rest)
+
+
+def _all_trained(ids: list[int]) -> SFTSample:
+    return SFTSample(ids, [False] + [True] * (len(ids) - 1))
+
+
+def _sft_sample(record: Record, encoder: _Encoder, options: SampleOptions) -> SFTSample | None:
+    encoded = encoder.conversation(record, record.all_turns, options.train_turns)
+    if encoded is None:
+        return None
+    ids, limit = encoded.ids, options.max_seq_len
+    if len(ids) > limit:
+        encoder.counts.add("truncated", record.origin)
+    # Nothing predicts the first token, so it is no target.
+    wanted = [True] * len(ids) if options.train_on_prompt else encoded.trained
+    sample = SFTSample(ids[:limit], [False, *wanted[1:limit]])
+    if any(sample.trained):
+        return sample
+    encoder.counts.add("no trained token left after truncation", record.origin)
+    return None
+
+
+def _encoded_pair(record: Record, encoder: _Encoder) -> PairSample | None:
+    sides = []
+    for response in (record.chosen, record.rejected):
+        turns = (*record.messages, Message("assistant", response or ""))
+        encoded = encoder.conversation(record, turns, "last")
+        if encoded is None:
+            return None
+        sides.append(encoded)
+    # With only the last turn trained, the tokens before the first trained one are exactly the prompt's.
+    prompt_length = sides[0].trained.index(True)
+    return PairSample(sides[0].ids, sides[1].ids, prompt_length, record.margin or 0.0)
+
+
+def _fitted(pair: PairSample, record: Record, encoder: _Encoder, options: SampleOptions) -> PairSample | None:
+    """The pair within max_seq_len, or None and counted."""
+    counts, limit = encoder.counts, options.max_seq_len
+    if max(len(pair.chosen_ids), len(pair.rejected_ids)) > limit:
+        if options.long_pairs == "drop":
+            counts.add("pair longer than max_seq_len", record.origin)
+            return None
+        counts.add("pair truncated", record.origin)
+        pair, is_response_cut = _truncated_pair(pair, limit, encoder.tokenizer.bos_token_id)
+        if is_response_cut:
+            counts.add("response truncated", record.origin)
+    if pair.chosen_ids == pair.rejected_ids:
+        counts.add("chosen and rejected have the same tokens", record.origin)
+        return None
+    return pair
+
+
+def _truncated_pair(pair: PairSample, limit: int, bos_id: int | None) -> tuple[PairSample, bool]:
+    """The pair within `limit` tokens a side: a shorter prompt, then shorter responses; and if a response was cut."""
+    old = pair.prompt_length
+    longest_response = max(len(pair.chosen_ids), len(pair.rejected_ids)) - old
+    new = min(old, max(limit - longest_response, int(limit * MIN_PROMPT_SHARE), 1))
+    prompt = _without_start(pair.chosen_ids[:old], new, bos_id)
+    chosen, rejected = ((prompt + ids[old:])[:limit] for ids in (pair.chosen_ids, pair.rejected_ids))
+    shorter = replace(pair, chosen_ids=chosen, rejected_ids=rejected, prompt_length=new)
+    return shorter, longest_response > limit - new
+
+
+def _fitted_prompt(record: Record, encoder: _Encoder, options: SampleOptions) -> list[int] | None:
+    ids, limit = encoder.prompt(record), options.max_prompt_seq_len
+    if ids is None or len(ids) <= limit:
+        return ids
+    if options.long_prompts == "drop":
+        encoder.counts.add("prompt longer than max_prompt_seq_len", record.origin)
+        return None
+    encoder.counts.add("prompt truncated", record.origin)
+    return _without_start(ids, limit, encoder.tokenizer.bos_token_id)
+
+
+def _without_start(ids: list[int], num_kept: int, bos_id: int | None) -> list[int]:
+    """The last `num_kept` ids; a BOS at the head stays there."""
+    if ids[0] == bos_id and 1 < num_kept < len(ids):
+        return [ids[0], *ids[len(ids) - num_kept + 1 :]]
+    return ids[len(ids) - num_kept :]

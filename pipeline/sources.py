@@ -1,0 +1,194 @@
+"""Open one data path, local or on the hub, and yield its raw rows with their origin and split."""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.counts import Origin
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.known_sets import KNOWN_SETS
+from pipeline.nearest import nearest
+from pipeline.readers import READERS, data_suffix, read_file
+
+Split = Literal["train", "test"]
+EVAL_NAMES = ("test", "validation", "valid", "val", "eval", "evaluation", "dev")
+
+
+@dataclass(frozen=True, slots=True)
+class DataPath:
+    """A data path and the share of its rows to keep, 0 < weight <= 1."""
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One raw row: columns to values, where it came from, and its split if the source itself says so."""
+
+    values: dict[str, Any]
+    origin: Origin
+    split: Split | None
+
+
+def parse_path(text: str) -> DataPath:
+    """'a.jsonl:0.7' -> DataPath('a.jsonl', 0.7); no weight means 1. Raises InputError for a weight outside (0, 1]."""
+    path, colon, tail = text.rpartition(":")
+    if not colon or Path(text).expanduser().exists():
+        return DataPath(text)
+    try:
+        weight = float(tail)
+    except ValueError:
+        weight = float("nan")
+    if not path or not 0 < weight <= 1:
+        raise InputError(
+            f"data path {text!r}: {tail!r} is no weight; a share above 0 up to 1 is right, like {path}:0.5"
+        )
+    return DataPath(path, weight)
+
+
+def split_of(name: object) -> Split | None:
+    """'train' or 'test' for a split's or file's name ('train-00000-of-00002', 'validation', 'test_sft'), else None."""
+    head = re.split(r"[^a-z]", str(name).lower(), maxsplit=1)[0]
+    if head in ("train", "training"):
+        return "train"
+    return "test" if head in EVAL_NAMES else None
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """Yield the rows of a local file, a folder of data files, a `save_to_disk` folder, or a hub data set.
+
+    Raises InputError for what is missing or broken (a path that looks local is never tried on the hub),
+    EnvironmentFault where the hub cannot be reached.
+    """
+    local = _local_path(path)
+    if local is None:
+        yield from _hub_rows(path)
+    elif _is_saved_dataset(local):
+        yield from _dataset_rows(_load_saved(local), str(local), eval_split=None)
+    else:
+        for file in _data_files(local):
+            split = split_of(file.name) if local.is_dir() else None
+            for number, values in read_file(file):
+                yield Row(values, Origin(str(file), number), split)
+
+
+def fingerprint(path: str) -> str:
+    """A hash of the content behind a data path: of the files' bytes, or the hub data set's own fingerprint."""
+    local = _local_path(path)
+    if local is None:
+        splits = _load_hub(path)
+        return _digest(f"{name}={splits[name]._fingerprint}" for name in sorted(splits))
+    if _is_saved_dataset(local):
+        files = sorted(file for file in local.rglob("*") if file.is_file())
+    else:
+        files = _data_files(local)
+    return _digest(f"{file.relative_to(local)}={_file_digest(file)}" for file in files)
+
+
+def _digest(parts: Iterator[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _local_path(path: str) -> Path | None:
+    """The existing local file or folder, or None for a hub id. Raises InputError if it looks local and is missing."""
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
+    if looks_local(path):
+        raise InputError(f"data path {path!r}: no such file or folder{_nearest(local)}")
+    return None
+
+
+def looks_local(path: str) -> bool:
+    """True if this is a file path and no hub id: by its first character, suffix, depth or an existing parent."""
+    if path.startswith((".", "/", "~")) or data_suffix(Path(path)) or path.count("/") > 1:
+        return True
+    return "/" in path and Path(path).parent.is_dir()
+
+
+def _nearest(missing: Path) -> str:
+    """A proposal from the deepest folder on the way that exists."""
+    child, parent = missing, missing.parent
+    while not parent.is_dir() and parent != parent.parent:
+        child, parent = parent, parent.parent
+    names = sorted(entry.name for entry in parent.iterdir()) if os.access(parent, os.R_OK) else []
+    return nearest(child.name, names) or f"; {parent.resolve()} has no name like {child.name}"
+
+
+def _data_files(local: Path) -> list[Path]:
+    """The data files of a path: itself, or all below the folder in sorted order."""
+    if local.is_file():
+        files = [local] if data_suffix(local) else []
+    else:
+        found = (file for file in sorted(local.rglob("*")) if file.is_file() and data_suffix(file))
+        files = [file for file in found if not any(part.startswith(".") for part in file.relative_to(local).parts)]
+    if not files:
+        raise InputError(f"{local}: no data file; {', '.join(READERS)} are read, each also with .gz")
+    return files
+
+
+def _is_saved_dataset(local: Path) -> bool:
+    return (local / "dataset_dict.json").is_file() or (local / "dataset_info.json").is_file()
+
+
+def _load_saved(local: Path) -> dict[str, Any]:
+    """Split name -> Dataset; the name is '' for a folder that holds a single data set."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(local))
+    except Exception as error:
+        raise InputError(f"{local}: not readable as a datasets.save_to_disk folder ({_one_line(error)})") from error
+    return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
+
+
+def _hub_rows(path: str) -> Iterator[Row]:
+    known = KNOWN_SETS.get(path)
+    rows = _dataset_rows(_load_hub(path), path, eval_split=known.eval_split if known else None)
+    for row in rows:
+        yield Row(known.convert(row.values), row.origin, row.split) if known else row
+
+
+def _load_hub(path: str) -> dict[str, Any]:
+    import datasets
+
+    known = KNOWN_SETS.get(path)
+    try:
+        return dict(datasets.load_dataset(path, revision=known.revision if known else None))
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise InputError(f"data path {path!r}: neither a local path nor a data set on the hub (private?)") from error
+    except (OSError, ConnectionError) as error:
+        hint = f"run `hf download --repo-type dataset {path}` where there is a network, or give a local file"
+        raise EnvironmentFault(f"data path {path!r}: the hub cannot be reached ({_one_line(error)}); {hint}") from error
+    except Exception as error:
+        raise InputError(f"data path {path!r}: datasets cannot load it ({_one_line(error)})") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _dataset_rows(splits: dict[str, Any], file: str, *, eval_split: str | None) -> Iterator[Row]:
+    """The rows of the training and evaluation splits; of several evaluation splits only one is read."""
+    evaluation = eval_split or _first_eval_split(splits)
+    for name, dataset in splits.items():
+        split = split_of(name)
+        if split == "test" and name != evaluation:
+            continue
+        origin = f"{file}[{name}]" if name else file
+        for index, values in enumerate(dataset):
+            yield Row(values, Origin(origin, index + 1), split)
+
+
+def _first_eval_split(splits: dict[str, Any]) -> str | None:
+    return next((name for wanted in EVAL_NAMES for name in splits if split_of(name) and name.startswith(wanted)), None)

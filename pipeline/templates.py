@@ -1,0 +1,195 @@
+"""Chat templates: which one is used, and token sequences whose prompt is an exact token prefix of the conversation.
+
+Everything is rendered by transformers' own (sandboxed) `apply_chat_template` and encoded without added special tokens:
+the template carries the BOS. Training, rollouts and chat.py take their prompts from `encode_prompt`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pipeline.errors import InputError
+from pipeline.turns import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TrainTurns = Literal["all", "last"]
+
+HUMAN_ASSISTANT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'user' -%}{{ '\\n\\nHuman: ' + message['content'] }}"
+    "{%- elif message['role'] == 'assistant' -%}{{ '\\n\\nAssistant: ' + message['content'] + eos_token }}"
+    "{%- elif loop.first -%}{{ message['content'] }}"
+    "{%- else -%}{{ raise_exception('a system turn must come first') }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '\\n\\nAssistant:' }}{%- endif -%}"
+)
+# Prepended for tokenizers whose own encode starts with BOS.
+BOS_PREFIX = "{{- bos_token -}}"
+
+
+class RefusedTurnsError(InputError):
+    """The template refuses these turns (a system turn, say); another row may do."""
+
+
+class Encoded(NamedTuple):
+    """A tokenised conversation of S tokens.
+
+    ids: S token ids, ending in the end-of-turn token of the last turn. trained: S flags, True = the loss counts this
+    token as a target. num_boundaries: how many pieces had to be encoded on their own to keep a prefix exact.
+    """
+
+    ids: list[int]
+    trained: list[bool]
+    num_boundaries: int
+
+
+def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+    """Put the template to use into `tokenizer.chat_template`.
+
+    name: 'tokenizer' (its own), 'human_assistant', or 'auto' (its own if it has one). Raises InputError for another
+    name, 'tokenizer' without one, and 'human_assistant' for a tokenizer without an EOS token.
+    """
+    if name not in ("auto", "tokenizer", "human_assistant"):
+        raise InputError(f"template {name!r}: auto, tokenizer or human_assistant are right")
+    own = _own_template(tokenizer)
+    if name == "tokenizer" and own is None:
+        raise InputError(
+            f"template tokenizer: {_name(tokenizer)} has no chat template; auto or human_assistant are right"
+        )
+    if name != "human_assistant" and own is not None:
+        tokenizer.chat_template = own
+        return
+    if tokenizer.eos_token is None:
+        raise InputError(f"template human_assistant: {_name(tokenizer)} has no EOS token to end a turn with")
+    tokenizer.chat_template = (BOS_PREFIX if _adds_bos(tokenizer) else "") + HUMAN_ASSISTANT_TEMPLATE
+
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], add_generation_prompt: bool = False
+) -> str:
+    """The conversation as text. Raises RefusedTurnsError where the template does not accept the turns."""
+    import jinja2
+
+    turns = [asdict(message) for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except jinja2.TemplateError as error:
+        raise RefusedTurnsError(f"the chat template of {_name(tokenizer)} refuses a conversation: {error}") from error
+    return str(text)
+
+
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Token ids of text, with no special token added."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def encode_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[int]:
+    """Token ids of the prompt up to and with the generation prompt: what a model is given to answer."""
+    return encode_text(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+
+
+def encode_conversation(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    train_turns: TrainTurns = "all",
+    ends: frozenset[int] | None = None,
+) -> Encoded:
+    """Encode turns that end in an assistant turn; the prompt before each trained turn is an exact token prefix.
+
+    Trained are the content of the assistant turns ('all', or the 'last' one only) and the token that ends each turn.
+    The ids end with the last turn's end token; if the template puts none there, EOS is appended. `ends` is
+    end_token_ids(tokenizer), to be given by callers with many conversations. Raises InputError if the template rewrites
+    earlier turns, so that a prompt is no prefix of the whole.
+    """
+    targets = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if not targets or targets[-1] != len(messages) - 1:
+        raise ValueError("a conversation to train on ends in an assistant turn")
+    pieces = _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:])
+    ends = end_token_ids(tokenizer) if ends is None else ends
+    text, ids, trained, num_boundaries = "", list[int](), list[bool](), 0
+    for piece, is_response in pieces:
+        text += piece
+        new, is_joined = _continuation(tokenizer, ids, text, piece)
+        num_boundaries += not is_joined
+        length = _trained_length(new, ends) if is_response else 0
+        ids += new
+        trained += [True] * length + [False] * (len(new) - length)
+    return _ended(tokenizer, Encoded(ids, trained, num_boundaries), ends)
+
+
+def end_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """Ids that end an assistant turn: EOS, and the special token that the template puts after a response (if any)."""
+    ends = {tokenizer.eos_token_id} - {None}
+    question, marker = Message("user", "a"), "response"
+    if tokenizer.chat_template is not None:
+        tail = render(tokenizer, [question, Message("assistant", marker)]).rpartition(marker)[2]
+        special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        ends.update([token for token in encode_text(tokenizer, tail) if token in special][:1])
+    return frozenset(ends)
+
+
+def _pieces(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int]
+) -> list[tuple[str, bool]]:
+    """The rendered text cut at each target turn: (text, is it a response with what the template puts after it)."""
+    whole = render(tokenizer, messages)
+    pieces: list[tuple[str, bool]] = []
+    start = 0
+    for index in targets:
+        prompt = render(tokenizer, messages[:index], add_generation_prompt=True)
+        turn = whole if index == len(messages) - 1 else render(tokenizer, messages[: index + 1])
+        if not (whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= start):
+            raise InputError(
+                f"the chat template of {_name(tokenizer)} rewrites earlier turns, so that no prompt is a prefix of its "
+                "conversation; --train_turns last or --template human_assistant are right"
+            )
+        pieces += [(whole[start : len(prompt)], False), (whole[len(prompt) : len(turn)], True)]
+        start = len(turn)
+    return pieces
+
+
+def _continuation(
+    tokenizer: "PreTrainedTokenizerBase", prefix: Sequence[int], text: str, piece: str
+) -> tuple[list[int], bool]:
+    """The ids that `piece`, the end of `text`, adds after `prefix`; and whether text as a whole gives them."""
+    whole = encode_text(tokenizer, text)
+    if whole[: len(prefix)] == list(prefix):
+        return whole[len(prefix) :], True
+    # The tokenizer merges across the boundary. A model that is given the prompt cannot, so the piece stands alone.
+    return encode_text(tokenizer, piece), False
+
+
+def _trained_length(response: Sequence[int], ends: frozenset[int]) -> int:
+    """How many of a response's tokens are trained: up to its end token; all if the template gives it none."""
+    positions = [position for position, token in enumerate(response) if token in ends]
+    return positions[-1] + 1 if positions else len(response)
+
+
+def _ended(tokenizer: "PreTrainedTokenizerBase", encoded: Encoded, ends: frozenset[int]) -> Encoded:
+    """The conversation cut behind its last trained token; EOS, trained, is appended if that is no end token."""
+    length = max((position + 1 for position, is_trained in enumerate(encoded.trained) if is_trained), default=0)
+    ids, trained = encoded.ids[:length], encoded.trained[:length]
+    if not ids or ids[-1] not in ends:
+        if tokenizer.eos_token_id is None:
+            raise InputError(
+                f"{_name(tokenizer)}: neither its chat template nor the tokenizer has an end-of-turn token"
+            )
+        ids.append(tokenizer.eos_token_id)
+        trained.append(True)
+    return Encoded(ids, trained, encoded.num_boundaries)
+
+
+def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    first = list(tokenizer("a")["input_ids"])[:1]
+    return tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+
+
+def _name(tokenizer: "PreTrainedTokenizerBase") -> str:
+    return str(tokenizer.name_or_path) or type(tokenizer).__name__

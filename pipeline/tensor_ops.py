@@ -1,0 +1,97 @@
+"""Pure tensor helpers: masked statistics, padding, position ids, log-probabilities of given tokens.
+
+Shapes: N rows, T positions, V vocabulary. A mask is bool, has the shape of the values, and True means "counts".
+Entries where a mask is False are never read into a result: NaN or Inf there changes neither values nor gradients.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of the values that count, over everything or over `dim`; 0 where none counts."""
+    assert mask.dtype == torch.bool and mask.shape == values.shape, (mask.dtype, mask.shape, values.shape)
+    return torch.where(mask, values, 0).sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of the values that count; 0 where none counts, so that a padding row of weight zero stays harmless."""
+    return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Population variance (divided by the count, not count - 1) of the values that count; 0 where none counts."""
+    mean = masked_mean(values, mask, dim)
+    centred = values - (mean if dim is None else mean.unsqueeze(dim))
+    return masked_mean(centred.square(), mask, dim)
+
+
+def moments(values: Tensor, mask: Tensor) -> Tensor:
+    """(count, sum, sum of squares) of the values that count, as one float64 tensor (3,).
+
+    Moments of separate batches add up: sum them over micro-batches or ranks, then call `finish_moments`.
+    """
+    values = values.detach().double()
+    return torch.stack([mask.sum().double(), masked_sum(values, mask), masked_sum(values.square(), mask)])
+
+
+def finish_moments(summed: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance, two float64 scalars, of everything whose `moments` were added into `summed`."""
+    assert summed.shape == (3,) and summed.dtype == torch.float64, (summed.shape, summed.dtype)
+    count, total, total_of_squares = summed.unbind()
+    mean = total / count.clamp(min=1)
+    variance = total_of_squares / count.clamp(min=1) - mean.square()
+    return mean, variance.clamp(min=0)  # rounding can leave a constant batch a hair below zero
+
+
+def whiten(
+    values: Tensor, mask: Tensor, *, mean: Tensor, var: Tensor, shift_mean: bool = True, eps: float = 1e-8
+) -> Tensor:
+    """(values - mean) / sqrt(var + eps) where the mask counts, 0 elsewhere; `shift_mean=False` adds the mean back.
+
+    `mean` and `var` are scalars from `finish_moments`, taken over all ranks: statistics of one rank alone would make
+    the result depend on the number of ranks.
+    """
+    assert mask.dtype == torch.bool and mask.shape == values.shape, (mask.dtype, mask.shape, values.shape)
+    assert mean.dim() == 0 and var.dim() == 0, (mean.shape, var.shape)
+    whitened = (values - mean) * torch.rsqrt(var + eps)
+    return torch.where(mask, whitened if shift_mean else whitened + mean, 0)
+
+
+def pad_rows(
+    rows: list[Tensor], value: float, *, side: Literal["left", "right"] = "right", length: int | None = None
+) -> Tensor:
+    """Stack 1-D rows into (N, T), filled up with `value` on `side`; T is the longest row, or `length` if given."""
+    assert rows and all(row.dim() == 1 and row.dtype == rows[0].dtype for row in rows), "rows: 1-D, of one dtype"
+    longest = max(len(row) for row in rows)
+    width = longest if length is None else length
+    if longest > width:
+        raise ValueError(f"a row has {longest} entries, more than the length {width} to pad to")
+    padded = rows[0].new_full((len(rows), width), value)
+    for index, row in enumerate(rows):
+        start = 0 if side == "right" else width - len(row)
+        padded[index, start : start + len(row)] = row
+    return padded
+
+
+def lengths_to_mask(lengths: Tensor, length: int) -> Tensor:
+    """(N, length) mask of right-padded rows: True at the first `lengths[i]` positions of row i."""
+    assert lengths.dim() == 1 and lengths.dtype == torch.int64, (lengths.shape, lengths.dtype)
+    return torch.arange(length, device=lengths.device) < lengths.unsqueeze(1)
+
+
+def position_ids_from_mask(mask: Tensor) -> Tensor:
+    """(N, T) int64 positions that count real tokens only, whatever the padding side; 0 on padding before the first."""
+    assert mask.dim() == 2 and mask.dtype == torch.bool, (mask.shape, mask.dtype)
+    return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def gather_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-softmax of `logits` (..., V), computed in fp32 whatever their dtype, at the ids `targets` (...).
+
+    The logits at position t predict the target at position t: the caller shifts. It also divides by the temperature.
+    """
+    assert logits.shape[:-1] == targets.shape and targets.dtype == torch.int64, (logits.shape, targets.shape)
+    return logits.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,105 @@
+"""Turns of a conversation: the type, and reading them from lists of messages and from Human/Assistant transcripts."""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+
+
+class BadRowError(ValueError):
+    """A row that cannot be used; the message is the kind under which it is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. role: 'system', 'user' or 'assistant'; content: its text without surrounding white space."""
+
+    role: str
+    content: str
+
+
+Turns = tuple[Message, ...]
+
+
+def turns_to_json(turns: Sequence[Message]) -> str:
+    """The turns as a JSON list of {"role", "content"}."""
+    return json.dumps([asdict(turn) for turn in turns], ensure_ascii=False)
+
+
+def turns_from_json(text: str) -> Turns:
+    """The inverse of `turns_to_json`."""
+    return tuple(Message(**turn) for turn in json.loads(text))
+
+
+def prompt_hash(turns: Sequence[Message]) -> int:
+    """63-bit hash of the turns' roles and contents, blind to white space and Unicode composition; same everywhere."""
+    normal = [[turn.role, " ".join(unicodedata.normalize("NFC", turn.content).split())] for turn in turns]
+    # backslashreplace: JSON files may hold lone surrogates, which are no UTF-8.
+    content = json.dumps(normal, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+
+
+def is_transcript(text: str) -> bool:
+    r"""True for text like '\n\nHuman: ...\n\nAssistant: ...', which must not be wrapped in a template again."""
+    if text.startswith("\n\nHuman:"):
+        return True
+    return text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
+
+
+def parse_transcript(text: str) -> Turns:
+    """The turns of a transcript; an empty assistant turn at its end is the place to answer and is left out."""
+    _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + text.strip())
+    turns = [
+        Message(ROLES[name.lower()], content.strip()) for name, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    if turns and turns[-1] == Message("assistant", ""):
+        turns.pop()
+    return tuple(turns)
+
+
+def parse_turns(value: Any, column: str) -> Turns:
+    """Turns from a list of {"role", "content"} or {"from", "value"} (also mixed), or one such object.
+
+    Raises BadRowError for another type, an unknown role or content that is no text.
+    """
+    items = [value] if isinstance(value, Mapping) else value
+    if not isinstance(items, list) or not items or not all(isinstance(item, Mapping) for item in items):
+        raise BadRowError(f"{column} is no list of messages")
+    return tuple(_parse_turn(item, column) for item in items)
+
+
+def _parse_turn(item: Mapping[str, Any], column: str) -> Message:
+    role = item.get("role", item.get("from"))
+    content = item.get("content", item.get("value"))
+    if not isinstance(content, str):
+        raise BadRowError(f"{column} has a turn without text")
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise BadRowError(f"{column} has a turn whose role is not system, user or assistant")
+    return Message(ROLES[role.lower()], content.strip())
+
+
+def check_turns(turns: Turns) -> None:
+    """Raise BadRowError unless, after one optional system turn, non-empty user and assistant turns alternate."""
+    spoken = turns[1:] if turns and turns[0].role == "system" else turns
+    if not spoken:
+        raise BadRowError("empty prompt")
+    if any(not turn.content for turn in spoken):
+        raise BadRowError("empty prompt" if len(spoken) == 1 else "empty turn")
+    for index, turn in enumerate(spoken):
+        if turn.role != ("user", "assistant")[index % 2]:
+            raise BadRowError("turns do not alternate user, assistant")

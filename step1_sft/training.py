@@ -1,0 +1,230 @@
+"""Step 1's loop: build, resume, evaluate, train, save; readable from top to bottom."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import checkpoint, dist
+from pipeline.batching import SFTBatch, pack_rows, packed_sft_batch
+from pipeline.causal_lm import CausalLM
+from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
+from pipeline.errors import DivergedError, InputError, StoppedRun
+from pipeline.loader import Step, StepLoader, evaluation_batches, to_device
+from pipeline.metrics import Recorder
+from pipeline.modeling import DTYPES, load_causal_lm
+from pipeline.prepare import (
+    compute_dtype,
+    deepspeed_json,
+    model_documents,
+    prepare_data,
+    prepare_tokenizer,
+    training_engine,
+    with_lora,
+)
+from pipeline.run import Run, write_done
+from pipeline.saving import save_model
+from pipeline.schedule import rate_factor
+from step1_sft.config import SFTConfig
+from step1_sft.eval import evaluate, forward_log_probs
+from step1_sft.loss import token_sum_loss
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class State:
+    """Everything of step 1 that evolves, besides the engine."""
+
+    step: int = 0
+    num_tokens: int = 0
+    skipped_updates: int = 0
+    bad_in_a_row: int = 0
+    best_eval_loss: float | None = None
+
+
+def train(run: Run, config: SFTConfig) -> None:
+    """Fine-tune, and leave the model in `--output_dir`.
+
+    Raises:
+        StoppedRun: asked to stop; the checkpoint is written.
+        DivergedError: too many steps in a row were not finite.
+    """
+    start_deepspeed()
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    loader, held_out = make_batches(run, config, tokenizer)
+    engine = make_engine(run, config)
+    total_steps = loader.total_steps(config.run.num_train_epochs, config.run.max_steps)
+    rate = rate_factor(
+        config.optimizer.lr_scheduler_type,
+        num_warmup_steps=config.optimizer.num_warmup_steps,
+        num_training_steps=total_steps,
+        floor=config.optimizer.min_learning_rate_ratio,
+    )
+    resumed = checkpoint.load(run.folder, config.run.resume, {"model": engine})
+    state = State(**resumed.state["sft"]) if resumed else State()
+    recorder = Recorder(run, config.run, start_step=state.step, total_steps=total_steps)
+
+    def measure() -> None:
+        engine.module.eval()
+        measured = evaluate(engine, held_out, run.world.device)
+        engine.module.train()
+        recorder.write(state.step, measured)
+        keep_if_best(measured.get("eval_loss"))
+
+    def keep_if_best(loss: float | None) -> None:
+        if loss is not None and (state.best_eval_loss is None or loss < state.best_eval_loss) and state.step:
+            state.best_eval_loss = loss
+            if config.keep_best:
+                save(run, config, engine, tokenizer)
+
+    def save_everything() -> None:
+        save_checkpoint(run, config, engine, state)
+        if not config.keep_best or state.best_eval_loss is None:
+            save(run, config, engine, tokenizer)
+
+    if state.step == 0:
+        measure()
+    while state.step < total_steps:
+        started = time.monotonic()
+        step = loader.step(state.step)
+        loss = train_step(run, config, engine, step, rate(state.step), state)
+        recorder.write_training(
+            state.step,
+            {
+                "loss": loss,
+                "grad_norm": engine.last_gradient_norm,
+                "learning_rate": engine.learning_rate,
+                "epoch": loader.epoch_of(state.step),
+                "num_tokens": state.num_tokens,
+                "skipped_updates": state.skipped_updates,
+            },
+            seconds=time.monotonic() - started,
+            num_tokens=step.num_tokens,
+            num_rows=step.num_rows,
+        )
+        if config.run.eval_interval and state.step % config.run.eval_interval == 0 and state.step < total_steps:
+            measure()
+        if run.stop.anywhere(run.world):
+            save_checkpoint(run, config, engine, state)
+            raise StoppedRun(f"stopped at step {state.step} of {total_steps}; the same command resumes")
+        if config.run.save_steps and state.step % config.run.save_steps == 0 and state.step < total_steps:
+            save_everything()
+    measure()
+    save_everything()
+    write_done(run, steps=state.step)
+
+
+def make_batches(
+    run: Run, config: SFTConfig, tokenizer: Any
+) -> tuple[StepLoader[SFTBatch], list[Callable[[], SFTBatch]]]:
+    """Training steps, and evaluation batches, of this rank."""
+    data, optimizer, world = config.data, config.optimizer, run.world
+    built = prepare_data(
+        "sft",
+        data,
+        seed=config.run.seed,
+        tokenizer=tokenizer,
+        max_seq_len=data.max_seq_len,
+        train_on_prompt=data.train_on_prompt,
+        train_turns=data.train_turns,
+        sft_only_data_path=tuple(data.sft_only_data_path),
+    )
+    pad_id = tokenizer.pad_token_id
+    units = (
+        pack_rows(built.train["num_tokens"], data.max_seq_len)
+        if data.packing
+        else [[i] for i in range(len(built.train))]
+    )
+    loader = StepLoader(
+        built.train,
+        units,
+        lambda packs: packed_sft_batch(packs, pad_id=pad_id),
+        micro_batch_size=optimizer.per_device_train_batch_size,
+        accumulation=optimizer.gradient_accumulation_steps,
+        world_size=world.size,
+        rank=world.rank,
+        seed=config.run.seed,
+    )
+    held_out = evaluation_batches(
+        built.eval,
+        lambda packs: packed_sft_batch(packs, pad_id=pad_id),
+        batch_size=optimizer.per_device_eval_batch_size,
+        world_size=world.size,
+        rank=world.rank,
+        max_batches=config.run.eval_iters,
+    )
+    return loader, held_out
+
+
+def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
+    """The model under DeepSpeed, with LoRA where asked."""
+    ds_json = deepspeed_json(
+        run,
+        config.deepspeed,
+        config.optimizer,
+        zero_stage=config.model.zero_stage,
+        accumulation=config.optimizer.gradient_accumulation_steps,
+    )
+    dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
+    with partitioned_loading(ds_json):
+        model = load_causal_lm(
+            config.model.model_name_or_path, dtype=dtype, attn_implementation=config.model.attn_implementation
+        )
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and config.data.max_seq_len > limit:
+        raise InputError(f"--max_seq_len {config.data.max_seq_len}: the model has {limit} positions")
+    model = with_lora(model, config.model, config.deepspeed, task="CAUSAL_LM")
+    return training_engine(CausalLM(model), config.model, config.optimizer, ds_json)
+
+
+def train_step(
+    run: Run, config: SFTConfig, engine: TrainingEngine, step: Step[SFTBatch], rate: float, state: State
+) -> float:
+    """One optimizer step; returns the loss per trained token over all ranks. Non-finite gradients change nothing."""
+    if step.num_trained == 0:
+        raise InputError(f"step {state.step + 1}: no trained token in {step.num_rows} rows")
+    loss_sum = 0.0
+    for index, cpu_batch in enumerate(step.micro_batches):
+        batch = to_device(cpu_batch, run.world.device)
+        log_probs, trained = forward_log_probs(engine, batch, packed=config.data.packing)
+        loss = token_sum_loss(log_probs, trained)
+        # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
+        engine.backward(loss * (run.world.size / step.num_trained), last=index + 1 == len(step.micro_batches))
+        loss_sum = loss_sum + loss.detach().double()
+    stepped = step_together([engine], rate)
+    state.step += 1
+    state.num_tokens += step.num_tokens
+    state.skipped_updates += not stepped
+    state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
+    if state.bad_in_a_row >= config.optimizer.max_bad_steps:
+        raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite: lower --learning_rate or use bf16")
+    return dist.sum_over_ranks(loss_sum).item() / step.num_trained
+
+
+def save(run: Run, config: SFTConfig, engine: TrainingEngine, tokenizer: Any) -> None:
+    """The model folder."""
+    dtype = (
+        config.run.save_dtype if config.run.save_dtype != "auto" else compute_dtype(config.deepspeed, run.world.device)
+    )
+    save_model(
+        engine.module.model,
+        tokenizer,
+        Path(config.run.output_dir),
+        dtype=DTYPES[dtype],
+        documents=model_documents(run, base=config.model.model_name_or_path, kind="Supervised fine-tuned model"),
+        merged=not config.deepspeed.save_adapter_only,
+    )
+
+
+def save_checkpoint(run: Run, config: SFTConfig, engine: TrainingEngine, state: State) -> None:
+    checkpoint.save(
+        run.folder,
+        step=state.step,
+        engines={"model": engine},
+        state={"sft": asdict(state)},
+        tensors={},
+        keep=config.run.keep_checkpoints,
+    )

@@ -1,0 +1,31 @@
+"""Flags of step 2."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.config import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
+
+
+class PairDataConfig(DataConfig):
+    """Data"""
+
+    max_seq_len: int = Field(512, ge=8, description="Tokens of prompt and response together")
+    long_pairs: Literal["drop", "truncate_left"] = Field(
+        "drop", description="Pairs above max_seq_len: dropped, or the prompt cut on its left"
+    )
+
+
+class RewardConfig(Group):
+    """Step 2: a reward model from pairs of responses."""
+
+    model: ModelConfig = ModelConfig(learning_rate=5e-5, weight_decay=0.1)
+    data: PairDataConfig = PairDataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    run: RunConfig = RunConfig(output_dir="output/reward")
+    reward_loss: Literal["last_token", "per_token"] = Field(
+        "last_token", description="Bradley-Terry on the score of the last token, or DeepSpeed-Chat's mean over tokens"
+    )
+    centering_coef: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
+    keep_best: bool = Field(False, description="Keep the weights with the best accuracy instead of the last ones")

@@ -1,0 +1,149 @@
+"""What the scores of a set of pairs say about a reward model: pure functions on numbers and texts, no torch.
+
+`chosen` and `rejected` are the scores of the two answers of each pair, in the same order. A pair whose scores are equal
+counts as half a success everywhere.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+CALIBRATION_BINS = 10
+SIMILAR_LENGTH = 0.1  # two answers are of similar length up to this share of the longer one
+LENGTH_BUCKETS = ("shorter_wins", "similar", "longer_wins")
+# Chinese and Japanese are written without spaces: there every character counts as a word.
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over `count` pairs; `standard_error` is None for fewer than two."""
+
+    mean: float
+    standard_error: float | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationBin:
+    """Comparisons whose predicted probability lies in [low, high); the means are None where there is none."""
+
+    low: float
+    high: float
+    count: int
+    predicted: float | None
+    observed: float | None
+
+    @property
+    def error(self) -> float:
+        return 0.0 if self.predicted is None or self.observed is None else abs(self.predicted - self.observed)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`expected_error` is the mean of |predicted - observed| over the bins, weighted by their counts."""
+
+    bins: tuple[CalibrationBin, ...]
+    expected_error: float
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and its standard error, from the sample variance (divided by n - 1)."""
+    if not values:
+        raise ValueError("no pairs: nothing to estimate from")
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Estimate(mean, None, count)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return Estimate(mean, math.sqrt(variance / count), count)
+
+
+def success(first: float, second: float) -> float:
+    """1 if the first is larger, 0.5 on a tie, else 0."""
+    return 0.5 + 0.5 * ((first > second) - (first < second))
+
+
+def accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> Estimate:
+    """Share of pairs whose chosen answer scores higher."""
+    return estimate([success(c, r) for c, r in zip(chosen, rejected, strict=True)])
+
+
+def mean_margin(chosen: Sequence[float], rejected: Sequence[float]) -> Estimate:
+    """Mean of score(chosen) - score(rejected)."""
+    return estimate([c - r for c, r in zip(chosen, rejected, strict=True)])
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def calibration(chosen: Sequence[float], rejected: Sequence[float], *, num_bins: int = CALIBRATION_BINS) -> Calibration:
+    """Predicted P(first answer wins) = sigmoid(margin) against how often it did, in bins of equal width.
+
+    Every pair is entered in both orders, as (p, won) and (1 - p, lost): with the chosen answer always first, the
+    observed rate would be 1 in every bin.
+    """
+    if not chosen:
+        raise ValueError("no pairs: nothing to calibrate")
+    members: list[list[tuple[float, int]]] = [[] for _ in range(num_bins)]
+    for c, r in zip(chosen, rejected, strict=True):
+        for predicted, won in ((sigmoid(c - r), 1), (sigmoid(r - c), 0)):
+            members[min(int(predicted * num_bins), num_bins - 1)].append((predicted, won))
+    bins = tuple(calibration_bin(index, num_bins, points) for index, points in enumerate(members))
+    return Calibration(bins, math.fsum(row.count * row.error for row in bins) / (2 * len(chosen)))
+
+
+def calibration_bin(index: int, num_bins: int, points: Sequence[tuple[float, int]]) -> CalibrationBin:
+    low, high, count = index / num_bins, (index + 1) / num_bins, len(points)
+    if not count:
+        return CalibrationBin(low, high, 0, None, None)
+    predicted = math.fsum(p for p, _ in points) / count
+    return CalibrationBin(low, high, count, predicted, sum(won for _, won in points) / count)
+
+
+def length_bucket(chosen_length: int, rejected_length: int, similar: float = SIMILAR_LENGTH) -> str:
+    """Which of LENGTH_BUCKETS a pair belongs to: by whether people preferred its shorter or its longer answer."""
+    difference = chosen_length - rejected_length
+    if abs(difference) <= similar * max(chosen_length, rejected_length):
+        return "similar"
+    return "longer_wins" if difference > 0 else "shorter_wins"
+
+
+def accuracy_by_length(
+    chosen: Sequence[float],
+    rejected: Sequence[float],
+    chosen_lengths: Sequence[int],
+    rejected_lengths: Sequence[int],
+    *,
+    similar: float = SIMILAR_LENGTH,
+) -> dict[str, Estimate]:
+    """Accuracy in each non-empty length bucket; a model that reads only the length is near 0 in 'shorter_wins'.
+
+    Args:
+        chosen_lengths, rejected_lengths: of the answers alone, in any one unit.
+    """
+    groups: dict[str, list[float]] = {name: [] for name in LENGTH_BUCKETS}
+    for c, r, c_length, r_length in zip(chosen, rejected, chosen_lengths, rejected_lengths, strict=True):
+        groups[length_bucket(c_length, r_length, similar)].append(success(c, r))
+    return {name: estimate(values) for name, values in groups.items() if values}
+
+
+def num_distinct_words(text: str) -> int:
+    return len({word.lower() for word in WORD.findall(text)})
+
+
+TRIVIAL_RULES: dict[str, Callable[[str], float]] = {
+    "longer wins": len,
+    "shorter wins": lambda text: -len(text),
+    "more distinct words": num_distinct_words,
+}
+
+
+def trivial_rules(chosen_texts: Sequence[str], rejected_texts: Sequence[str]) -> dict[str, Estimate]:
+    """Accuracy of each rule that a reward model must beat; texts are the answers alone, lengths are in characters."""
+    return {
+        name: accuracy([rule(text) for text in chosen_texts], [rule(text) for text in rejected_texts])
+        for name, rule in TRIVIAL_RULES.items()
+    }

@@ -1,0 +1,244 @@
+"""The mathematics of PPO for language models: pure functions of tensors, coefficients as keyword-only numbers.
+
+Shapes: B sequences, T response tokens, right-padded. Tensors are fp32, (B, T) per token or (B,) per sequence.
+`response_mask` (B, T) is True on the response's tokens, its EOS included, and nowhere after. What stands where it is
+False, NaN included, changes no result and no gradient; results are 0 there.
+
+Losses and statistics are sums over tokens. The caller divides by the global count of response tokens, so that any
+number of ranks and any micro-batch size give the same gradient.
+
+Sources: Ziegler et al. 2019, arXiv 1909.08593; Schulman et al. 2016 (GAE), arXiv 1506.02438; Schulman et al. 2017
+(PPO), arXiv 1707.06347; Schulman 2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.tensor_ops import finish_moments, masked_sum
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+# exp(20) is 5e8: far beyond any ratio of a healthy run, and its square is still finite in fp32.
+LOG_RATIO_LIMIT = 20.0
+
+# Ziegler et al. 2019, section 2.2: the controller never reacts to more than a 20 % error.
+ADAPTIVE_KL_ERROR_LIMIT = 0.2
+
+
+class PolicyStats(NamedTuple):
+    """Sums over the response tokens of one batch, detached scalars: add them up over batches and ranks, but take the
+    maximum of the two `_max` fields."""
+
+    ratio_sum: Tensor  # of new probability / old probability
+    ratio_max: Tensor
+    abs_log_ratio_max: Tensor  # before any clamp; 0 on the first update of a rollout
+    clipped_count: Tensor  # tokens where the clipped objective is the smaller one: they have no gradient
+    approx_kl_sum: Tensor  # k3 estimate of KL(old policy || new policy): unbiased and never negative
+
+
+# ---------------------------------------------------------------------------------------------------- KL divergence
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstimator) -> Tensor:
+    """KL(policy || ref) estimated at each token sampled from the policy, (B, T); Schulman 2020.
+
+    With d = log_probs - ref_log_probs: k1 = d (unbiased, signed), k2 = d**2 / 2 (biased, low variance),
+    k3 = exp(-d) - 1 + d (unbiased, never negative).
+    """
+    _check_tokens(log_probs, ref_log_probs)
+    difference = log_probs - ref_log_probs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    if estimator == "k3":
+        # Clamped before exp: clamping its infinity afterwards would leave 0 * inf = NaN in the gradient.
+        negated = (-difference).clamp(max=LOG_RATIO_LIMIT)
+        return torch.expm1(negated) - negated
+    raise ValueError(f"unknown KL estimator {estimator!r}: use k1, k2 or k3")
+
+
+def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, *, estimator: KlEstimator) -> Tensor:
+    """KL(policy || ref) to minimise, summed over the response tokens; its gradient is that of k2 for k2 and for k3.
+
+    For tokens a drawn from the policy p, with d = log p(a) - log ref(a):
+        grad KL = sum_a p (d + 1) grad log p = E[d * grad log p] = E[grad k2], since E[grad log p] = 0.
+    k1 would give E[grad log p] = 0, pure noise, and is refused. k3 alone would give E[(1 - ref/p) grad log p], the
+    gradient of the opposite divergence KL(ref || p). So "k3" reports k3's value and passes k2's gradient.
+    """
+    if estimator == "k1":
+        raise ValueError("the KL estimator k1 has no gradient in expectation: use k2 or k3 in a loss")
+    _check_tokens(log_probs, ref_log_probs, mask=response_mask)
+    log_probs, ref_log_probs = _zero_outside(response_mask, log_probs, ref_log_probs)
+    k2 = kl_estimate(log_probs, ref_log_probs, estimator="k2")
+    if estimator == "k2":
+        return k2.sum()
+    value = kl_estimate(log_probs.detach(), ref_log_probs, estimator=estimator)
+    return (value + (k2 - k2.detach())).sum()
+
+
+def next_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: float, num_sequences: int) -> float:
+    """Proportional controller of the KL coefficient; Ziegler et al. 2019, section 2.2.
+
+    e = clip((observed - target) / target, -0.2, 0.2);  coef * (1 + e * num_sequences / horizon)
+    `observed_kl` is the mean k1 per sequence over all ranks of the `num_sequences` seen since the last call.
+    """
+    if math.isnan(observed_kl):
+        raise ValueError("the observed KL is NaN: skip the update of the KL coefficient for this rollout")
+    error = (observed_kl - target) / target
+    error = min(max(error, -ADAPTIVE_KL_ERROR_LIMIT), ADAPTIVE_KL_ERROR_LIMIT)
+    return kl_coef * (1 + error * num_sequences / horizon)
+
+
+# ---------------------------------------------------------------------------------------------------------- rewards
+
+
+def normalise_scores(scores: Tensor, *, mean: float, std: float) -> Tensor:
+    """(scores - mean) / std with the reward model's constants, measured once in step 2."""
+    assert std > 0, std
+    return (scores - mean) / std
+
+
+def clip_scores(scores: Tensor, *, limit: float | None) -> Tensor:
+    """Scores confined to [-limit, limit]; None leaves them as they are."""
+    return scores if limit is None else scores.clamp(-limit, limit)
+
+
+def missing_eos(scores: Tensor, finished: Tensor, *, penalty: float) -> Tensor:
+    """Subtract `penalty` from the responses that were cut off: `finished` (B,) is True where one ended with EOS."""
+    assert finished.dtype == torch.bool and finished.shape == scores.shape, (finished.dtype, finished.shape)
+    return torch.where(finished, scores, scores - penalty)
+
+
+def shape_scores(
+    scores: Tensor,
+    finished: Tensor,
+    *,
+    score_mean: float,
+    score_std: float,
+    reward_clip: float | None,
+    missing_eos_penalty: float,
+) -> Tensor:
+    """Raw scores (B,) -> sequence rewards (B,): normalise, clip, then the penalty, so that the clip cannot hide it."""
+    _check_sequences(scores)
+    normalised = normalise_scores(scores, mean=score_mean, std=score_std)
+    return missing_eos(clip_scores(normalised, limit=reward_clip), finished, penalty=missing_eos_penalty)
+
+
+def token_rewards(sequence_rewards: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:
+    """r_t = -kl_coef * kl_t, plus the sequence reward at the last response token (index length - 1); (B, T).
+
+    Ziegler et al. 2019, section 2.2, R = r - coef * log(policy / ref), spread over the tokens. A row without tokens,
+    which only fills a batch, gets no reward.
+    """
+    _check_tokens(kl, mask=response_mask)
+    _check_sequences(sequence_rewards, num_sequences=len(kl))
+    last_index = response_mask.sum(1, keepdim=True) - 1  # (B, 1)
+    is_last = torch.arange(kl.shape[1], device=kl.device) == last_index  # (B, T)
+    penalties = torch.where(response_mask, -kl_coef * kl, 0)
+    return penalties + torch.where(is_last, sequence_rewards.unsqueeze(1), 0)
+
+
+# ------------------------------------------------------------------------------------------------------- advantages
+
+
+def gae(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation; Schulman et al. 2016, section 3, equation 16. Returns (advantages, returns).
+
+    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1};  returns_t = A_t + V_t
+    V_t is the value before token t is chosen. After the last token, V = 0 and A = 0, also for a response that was cut
+    off: such a response is penalised in its score, not continued by the critic's guess.
+    """
+    _check_tokens(rewards, values, mask=response_mask)
+    rewards, values = _zero_outside(response_mask, rewards, values)
+    advantages = torch.zeros_like(values)
+    next_advantage = next_value = torch.zeros_like(values[:, 0])  # (B,)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = delta + gamma * gae_lambda * next_advantage
+        next_value = values[:, t]
+        advantages[:, t] = next_advantage
+    return advantages, advantages + values
+
+
+def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
+    """1 - Var[returns - values] / Var[returns], a float64 scalar; NaN where the returns do not vary.
+
+    Takes `moments` of the returns and of returns - values, which add up over micro-batches and ranks.
+    """
+    return_variance = finish_moments(return_moments)[1]
+    error_variance = finish_moments(error_moments)[1]
+    return torch.where(return_variance > 0, 1 - error_variance / return_variance, torch.nan)
+
+
+# ----------------------------------------------------------------------------------------------------------- losses
+
+
+def policy_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, policy_clip: float
+) -> tuple[Tensor, PolicyStats]:
+    """-sum_t min(ratio_t * A_t, clip(ratio_t, 1 - policy_clip, 1 + policy_clip) * A_t); Schulman et al. 2017, eq. 7.
+
+    ratio_t = exp(log_probs - old_log_probs), the difference clamped before exp so that one token cannot make it Inf.
+    """
+    _check_tokens(log_probs, old_log_probs, advantages, mask=response_mask)
+    log_probs, old_log_probs, advantages = _zero_outside(response_mask, log_probs, old_log_probs, advantages)
+    ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - policy_clip, 1 + policy_clip)
+    loss = masked_sum(torch.maximum(unclipped, clipped), response_mask)
+    return loss, _policy_stats(log_probs.detach(), old_log_probs, ratio.detach(), clipped > unclipped, response_mask)
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, *, value_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """sum_t 0.5 * max((V_t - R_t)**2, (clip(V_t, V_old_t - c, V_old_t + c) - R_t)**2) with c = `value_clip`.
+
+    After the code of Ziegler et al. 2019 (lm-human-preferences, train_policy.py). None turns the clip off. Returns
+    (loss, clipped count): the count is of the tokens whose clipped error is the larger one.
+    """
+    _check_tokens(values, old_values, returns, mask=response_mask)
+    values, old_values, returns = _zero_outside(response_mask, values, old_values, returns)
+    unclipped = (values - returns).square()
+    if value_clip is None:
+        return 0.5 * unclipped.sum(), values.new_zeros(())
+    near_old = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    clipped = (near_old - returns).square()
+    return 0.5 * torch.maximum(unclipped, clipped).sum(), (clipped > unclipped).float().sum()
+
+
+def _policy_stats(
+    log_probs: Tensor, old_log_probs: Tensor, ratio: Tensor, is_clipped: Tensor, response_mask: Tensor
+) -> PolicyStats:
+    return PolicyStats(
+        ratio_sum=masked_sum(ratio, response_mask),
+        ratio_max=torch.where(response_mask, ratio, 0).max(),
+        abs_log_ratio_max=(log_probs - old_log_probs).abs().max(),
+        clipped_count=masked_sum(is_clipped.float(), response_mask),
+        approx_kl_sum=kl_estimate(old_log_probs, log_probs, estimator="k3").sum(),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_tokens(*tensors: Tensor, mask: Tensor | None = None) -> None:
+    shape = tensors[0].shape
+    assert len(shape) == 2, f"expected (B, T), got {tuple(shape)}"
+    assert all(t.shape == shape and t.dtype == torch.float32 for t in tensors), [(t.shape, t.dtype) for t in tensors]
+    assert mask is None or (mask.shape == shape and mask.dtype == torch.bool), (mask.shape, mask.dtype)
+
+
+def _check_sequences(tensor: Tensor, num_sequences: int | None = None) -> None:
+    assert tensor.dim() == 1 and tensor.dtype == torch.float32, (tensor.shape, tensor.dtype)
+    assert num_sequences is None or len(tensor) == num_sequences, (tensor.shape, num_sequences)
+
+
+def _zero_outside(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [torch.where(mask, tensor, 0) for tensor in tensors]

@@ -1,0 +1,195 @@
+"""Local files of every kind give the same rows; what is broken or missing is named with file, line and remedy."""
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.known_sets import KNOWN_SETS, after_assistant, as_shipped, shp, webgpt
+from pipeline.sources import DataPath, fingerprint, looks_local, parse_path, read_rows, split_of
+
+ROWS = [{"prompt": "p1", "chosen": "c1"}, {"prompt": "p, 2\nzwei", "chosen": "é"}]
+
+
+def write(path: Path, content: bytes) -> str:
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+def contents(suffix: str, tmp_path: Path) -> bytes:
+    if suffix == ".jsonl":
+        return "\n".join(json.dumps(row) for row in ROWS).encode()
+    if suffix == ".json":
+        return json.dumps(ROWS, indent=2).encode()
+    if suffix == ".csv":
+        return 'prompt,chosen\np1,c1\n"p, 2\nzwei",é\n'.encode()
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "made.parquet")
+    return (tmp_path / "made.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_file_kind_gives_the_same_rows(tmp_path, suffix, packed):
+    path = write(tmp_path / f"data{suffix}{packed}", contents(suffix, tmp_path))
+    rows = list(read_rows(path))
+    assert [row.values for row in rows] == ROWS
+    assert all(row.split is None and row.origin.file == path for row in rows)
+
+
+def test_text_file_gives_one_document_per_block(tmp_path):
+    path = write(tmp_path / "a.txt", b"\n\none\ntwo\n  \n\nthree\r\n")
+    rows = list(read_rows(path))
+    assert [(row.values["text"], row.origin.row) for row in rows] == [("one\ntwo", 3), ("three", 7)]
+
+
+def test_bom_crlf_and_blank_lines_are_tolerated(tmp_path):
+    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert [(row.values["prompt"], row.origin.row) for row in read_rows(path)] == [("a", 1), ("b", 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where", "what"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": 2\n', ":2", "broken JSON"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', ":2", "JSON list"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2", "not UTF-8"),
+        ("a.jsonl", b"", "a.jsonl", "no rows"),
+        ("a.jsonl", b"\n \n", "a.jsonl", "no rows"),
+        ("a.json", b'[{"a": 1}, 2]', "row 2", "JSON int"),
+        ("a.json", b'[{"a": 1}', "a.json", "broken JSON"),
+        ("a.json", b"[]", "a.json", "no rows"),
+        ("a.csv", b"a,b\n1,2\n3\n", ":3", "2 columns"),
+        ("a.csv", b"a,b\n1,2,3\n", ":2", "2 columns"),
+        ("a.csv", b"a\n\xff\n", "a.csv", "UTF-8"),
+        ("a.parquet", b"PAR1 nonsense", "a.parquet", "broken parquet"),
+    ],
+)
+def test_broken_files_are_named_with_their_line(tmp_path, name, content, where, what):
+    path = write(tmp_path / name, content)
+    with pytest.raises(InputError) as error:
+        list(read_rows(path))
+    message = str(error.value)
+    assert where in message and what in message and path in message
+    assert "\n" not in message
+
+
+def test_damaged_gzip_is_named(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-20])
+    with pytest.raises(InputError, match="damaged gzip"):
+        list(read_rows(str(tmp_path / "a.jsonl.gz")))
+
+
+def test_missing_file_is_named_with_the_nearest_name_and_never_sought_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("the hub was asked"))
+    write(tmp_path / "prefs.jsonl", b"{}")
+    with pytest.raises(InputError, match="did you mean prefs.jsonl"):
+        list(read_rows(str(tmp_path / "pref.jsonl")))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for path in ("pref.jsonl", "./x", "~/no/such", "data/missing", "a/b/c"):
+        assert looks_local(path)
+        with pytest.raises(InputError, match="no such file or folder"):
+            list(read_rows(path))
+    assert not looks_local("Dahoas/rm-static")
+    assert not looks_local("imdb")
+
+
+def test_folder_of_files_gives_splits_by_name(tmp_path):
+    for name in ("train.jsonl", "test-00000-of-00001.jsonl", "eval.csv", "other.json", ".hidden.jsonl", "README.md"):
+        content = b"prompt\nx\n" if name.endswith("csv") else b'{"prompt": "x"}'
+        write(tmp_path / name, content)
+    found = {Path(row.origin.file).name: row.split for row in read_rows(str(tmp_path))}
+    expected = {"train.jsonl": "train", "test-00000-of-00001.jsonl": "test", "eval.csv": "test", "other.json": None}
+    assert found == expected
+
+
+def test_folder_without_data_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("x")
+    with pytest.raises(InputError, match=r"no data file; .jsonl"):
+        list(read_rows(str(tmp_path)))
+
+
+def test_saved_dataset_folder_gives_its_splits(tmp_path):
+    parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    assert [row.split for row in read_rows(str(tmp_path / "both"))] == ["train", "train", "test"]
+    assert [row.values for row in read_rows(str(tmp_path / "one"))] == ROWS
+
+
+def test_hub_rows_are_converted_and_one_evaluation_split_is_read(monkeypatch):
+    shipped = {"history": "h", "human_ref_A": "a", "human_ref_B": "b", "labels": 0}
+    splits = {name: datasets.Dataset.from_list([shipped]) for name in ("train", "validation", "test")}
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, revision: splits)
+    rows = list(read_rows("stanfordnlp/SHP"))
+    assert [row.values for row in rows] == [{"prompt": "h", "chosen": "b", "rejected": "a"}] * 2
+    assert [(str(row.origin), row.split) for row in rows] == [
+        ("stanfordnlp/SHP[train]:1", "train"),
+        ("stanfordnlp/SHP[validation]:1", "test"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "text"),
+    [
+        (ConnectionError("offline"), EnvironmentFault, "hf download --repo-type dataset some/set"),
+        (datasets.exceptions.DatasetNotFoundError("x"), InputError, "neither a local path nor"),
+        (RuntimeError("Dataset scripts are no longer supported"), InputError, "no longer supported"),
+    ],
+)
+def test_hub_failures_end_in_one_line(monkeypatch, raised, expected, text):
+    def fail(path, revision):
+        raise raised
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(expected) as error:
+        list(read_rows("some/set"))
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights(tmp_path, monkeypatch):
+    assert parse_path("a.jsonl:0.7") == DataPath("a.jsonl", 0.7)
+    assert parse_path("Dahoas/rm-static") == DataPath("Dahoas/rm-static", 1.0)
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "odd:0.5", b"")
+    assert parse_path("odd:0.5") == DataPath("odd:0.5", 1.0)
+    for text in ("a.jsonl:0", "a.jsonl:1.5", "a.jsonl:-1", "a.jsonl:nan", "a.jsonl:x", ":0.5"):
+        with pytest.raises(InputError, match="no weight"):
+            parse_path(text)
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+    first = write(tmp_path / "a.jsonl", b'{"a": 1}')
+    before = fingerprint(first)
+    assert fingerprint(first) == before
+    write(tmp_path / "a.jsonl", b'{"a": 2}')
+    assert fingerprint(first) != before
+    before = fingerprint(str(tmp_path))
+    write(tmp_path / "b.jsonl", b'{"a": 2}')
+    assert fingerprint(str(tmp_path)) != before
+
+
+def test_split_names():
+    assert [split_of(n) for n in ("train", "test", "validation", "dev", "test_sft", "eval.jsonl")] == ["train"] + ["test"] * 5
+    assert [split_of(n) for n in ("testimony", "other", "", None)] == [None] * 4
+
+
+def test_converters_of_known_sets():
+    row = {"prompt": "\n\nHuman: hi \n\n", "chosen": "Assistant: yes", "rejected": "x Assistant: no", "extra": 1}
+    prompt = "\n\nHuman: hi\n\nAssistant:"
+    assert after_assistant(row) == {"prompt": prompt, "chosen": " yes", "rejected": " no"}
+    assert as_shipped({"chosen": "a", "rejected": "b", "response": "c"}) == {"chosen": "a", "rejected": "b"}
+    answers = {"question": {"full_text": "q"}, "answer_0": "zero [1]. [2, 3]", "answer_1": "one", "score_1": 0.5}
+    assert webgpt({**answers, "score_0": -0.5}) == {"prompt": "q", "chosen": "one", "rejected": "zero."}
+    assert webgpt({**answers, "score_0": 1.0}) == {"prompt": "q", "chosen": "zero.", "rejected": "one"}
+    assert webgpt({**answers, "score_0": 0.5})["chosen"] is None
+    shown = {"history": "h", "human_ref_A": "a", "human_ref_B": "b"}
+    assert shp({**shown, "labels": 1}) == {"prompt": "h", "chosen": "a", "rejected": "b"}
+
+
+def test_the_seven_known_sets_are_there():
+    assert len(KNOWN_SETS) == 7
+    assert KNOWN_SETS["stanfordnlp/SHP"].eval_split == "validation"
