@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, ValidationError
 
 from pipeline.answer_settings import ReplySettings
+from pipeline.command import run_command
 from pipeline.config import Dtype, Group
-from pipeline.errors import EXIT_DONE, InputError, RunError
+from pipeline.errors import InputError
 from pipeline.flags import nearest, parse, stage_arguments
 from pipeline.model_paths import check_language_model
 from pipeline.terminal_text import printable
@@ -18,7 +19,6 @@ from pipeline.terminal_text import printable
 if TYPE_CHECKING:
     from pipeline.chat_session import Conversation, Reply
 
-EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
 MAX_SEED = 2**31
 
 
@@ -35,24 +35,24 @@ class ChatConfig(Group):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        config = parse(ChatConfig, stage_arguments(argv), section="chat", prog="chat.py").config
-        if not config.path:
-            raise InputError("--path: missing; name a model's folder, for example --path output/actor")
-        check_language_model(config.path, "--path")
-        question = single_question(config)
-        conversation = open_conversation(config)
-        if question is None:
-            Shell(conversation).run()
-        else:
-            conversation.say(question, show)
-            print()
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return EXIT_DONE
+    return run_command(lambda: run(stage_arguments(argv)))
+
+
+def run(argv: list[str]) -> None:
+    """Check the command line, then answer one question or talk."""
+    config = parse(ChatConfig, argv, section="chat", prog="chat.py").config
+    if not config.path:
+        raise InputError("--path: missing; name a model's folder, for example --path output/actor")
+    check_language_model(config.path, "--path")
+    question = single_question(config)
+    conversation = open_conversation(config)
+    if question is None:
+        Shell(conversation).run()
+        return
+    reply = conversation.say(question, show)
+    print()
+    if reply.ending == "stopped":
+        raise KeyboardInterrupt
 
 
 def single_question(config: ChatConfig) -> str | None:
@@ -89,7 +89,7 @@ class Shell:
         from rich.console import Console
 
         self.conversation = conversation
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=True, highlight=False)
         self.commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/help": (self.help, "this list"),
             "/clear": (self.clear, "forget the conversation"),

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from pipeline.answer_settings import AnswerSettings
+from pipeline.command import run_command
 from pipeline.comparison import AnswerRow, Contestant, to_json
 from pipeline.comparison_report import markdown, print_comparison
 from pipeline.config import Dtype, Group
-from pipeline.errors import EXIT_DONE, InputError, RunError
+from pipeline.errors import InputError
 from pipeline.flags import flat_items, parse, stage_arguments
 from pipeline.model_paths import check_language_model, check_model_path
 from pipeline.prompt_lists import bundled_prompts, read_prompts, shown_prompt
@@ -23,7 +24,6 @@ from pipeline.turns import Turns
 if TYPE_CHECKING:
     from pipeline.answers import Speaker
 
-EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -45,18 +45,12 @@ class PromptEvalConfig(Group):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        run(parse(PromptEvalConfig, stage_arguments(argv), section="prompt_eval", prog="prompt_eval.py").config)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return EXIT_DONE
+    return run_command(lambda: run(stage_arguments(argv)))
 
 
-def run(config: PromptEvalConfig) -> None:
+def run(argv: list[str]) -> None:
     """Check everything, answer, score, print, write."""
+    config = parse(PromptEvalConfig, argv, section="prompt_eval", prog="prompt_eval.py").config
     paths = model_paths(config)
     for path in paths:
         check_language_model(path, "--models")
@@ -147,9 +141,9 @@ def scored(config: PromptEvalConfig, contestants: list[Contestant], prompts: lis
 
 
 def write_files(prefix: Path, config: PromptEvalConfig, texts: list[str], contestants: list[Contestant]) -> None:
-    settings = {name: value for name, value in flat_items(config) if name not in ("models", "output")}
-    content = to_json(texts, contestants, settings, config.reward_model)
-    line = "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items() if value != "") + "."
+    settings = {name: value for name, value in flat_items(config) if value != "" and name not in ("models", "output")}
+    content = to_json(texts, contestants, settings)
+    line = "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + "."
     # with_name, not with_suffix: a prefix such as run-0.5 has a point of its own.
     json_file, markdown_file = (prefix.with_name(prefix.name + suffix) for suffix in (".json", ".md"))
     json_file.write_text(json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -59,11 +59,16 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # Libraries announce what will change in their next version; nobody who runs a stage can act on it.
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning}"
 
+for word in "$@"; do
+    # Help needs no ranks.
+    [[ $word != --help && $word != -h ]] || exec "$PYTHON" -m "$module" --help
+done
+
 # --- devices --------------------------------------------------------------------------------------------------------
 [[ $deployment != single_gpu || -n $num_gpus$chosen ]] || num_gpus=1
 if [[ $deployment != multi_node ]]; then
     # A host file at the launcher's default place would turn this into a run on several machines.
-    launcher=(--hostfile /dev/null "${launcher[@]}")
+    launcher=(--hostfile /dev/null ${launcher[@]+"${launcher[@]}"})
     [[ -n $port ]] || launcher+=(--master_port "$("$PYTHON" -c \
         'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')")
     if ! has_gpu; then
@@ -97,4 +102,4 @@ if [[ $deployment == multi_node && ${backend,,} == pdsh ]]; then
 fi
 
 # The rank comes from the environment, so the stage gets exactly the flags that stand here.
-exec "$PYTHON" -m deepspeed.launcher.runner "${launcher[@]}" --no_local_rank --module "$module" "$@"
+exec "$PYTHON" -m deepspeed.launcher.runner --log_level error ${launcher[@]+"${launcher[@]}"} --no_local_rank --module "$module" "$@"

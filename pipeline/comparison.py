@@ -123,9 +123,7 @@ def summary(contestant: Contestant, first: Contestant | None) -> Summary:
     )
 
 
-def to_json(
-    prompts: Sequence[str], contestants: Sequence[Contestant], settings: dict[str, Any], reward_model: str
-) -> dict[str, Any]:
+def to_json(prompts: Sequence[str], contestants: Sequence[Contestant], settings: dict[str, Any]) -> dict[str, Any]:
     """Everything of a comparison as one JSON object."""
     models = [
         {"label": contestant.label, "path": contestant.path, **asdict(found)}
@@ -137,7 +135,6 @@ def to_json(
     ]
     return {
         "settings": settings,
-        "reward_model": reward_model or None,
         "models": models,
         "prompts": [{"prompt": text, "answers": each} for text, each in zip(prompts, answers, strict=True)],
     }

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.comparison import Against, AnswerRow, Contestant, Interval, Summary, summarise
@@ -25,7 +26,7 @@ def print_comparison(console: "Console", prompts: Sequence[str], contestants: Se
             console.print(block)
     console.print()
     for contestant in contestants:
-        console.print(Text(f"{contestant.label} = {printable(contestant.path)}"))
+        console.print(Text(f"{contestant.label} = {printable(contestant.path)}"), soft_wrap=True)
     for block in figures(summarise(contestants), [contestant.label for contestant in contestants]):
         console.print(block)
 
@@ -38,11 +39,16 @@ def columns(contestants: Sequence[Contestant], index: int) -> list["RenderableTy
 
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1), pad_edge=False)
     for contestant in contestants:
-        table.add_column(Text(contestant.label), ratio=1, overflow="fold")
+        table.add_column(Text(heading(contestant)), ratio=1, overflow="fold")
     for rows in zip(*(contestant.answers[index] for contestant in contestants), strict=True):
         table.add_row(*(Text(printable(row.text)) for row in rows))
         table.add_row(*(Text(remark(row), style="dim") for row in rows))
     return [table]
+
+
+def heading(contestant: Contestant) -> str:
+    """'A  output/sft': the label and the end of the path."""
+    return f"{contestant.label}  {printable('/'.join(Path(contestant.path).parts[-2:]))}"
 
 
 def stacked(contestants: Sequence[Contestant], index: int) -> list["RenderableType"]:
@@ -50,7 +56,7 @@ def stacked(contestants: Sequence[Contestant], index: int) -> list["RenderableTy
     from rich.text import Text
 
     return [
-        Text.assemble((f"{contestant.label}: ", "bold"), printable(row.text), "  ", (remark(row), "dim"))
+        Text.assemble((f"{heading(contestant)}\n", "bold"), f"{printable(row.text)}\n", (remark(row), "dim"), "\n")
         for contestant in contestants
         for row in contestant.answers[index]
     ]

@@ -94,20 +94,23 @@ def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> str:
 def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Write the samples beside `folder`, then rename: a folder that exists is complete."""
     counts = Counts()
+    records = select_records(stage, options, counts)
+    # What a killed build left there goes first; the lock says that nobody else is at it.
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(mode=0o700)
-    records = select_records(stage, options, counts)
     try:
+        partial.mkdir(mode=0o700)
         num_train = _write(partial / "train.arrow", stage, _rows(stage, records.train, options, tokenizer, counts))
         _write(partial / "eval.arrow", stage, _rows(stage, records.eval, options, tokenizer, counts))
+        if not num_train:
+            found = "; ".join(counts.lines()) or "no row"
+            raise InputError(f"step {STEPS[stage] + 1} ({stage}): no training sample is left: {found}")
         (partial / "counts.json").write_text(json.dumps(counts.to_json(), indent=1), encoding="utf-8")
+        partial.rename(folder)
     except OSError as error:
         raise EnvironmentFault(f"{partial}: cannot be written ({error.strerror or error})") from error
-    if not num_train:
-        found = "; ".join(counts.lines()) or "no row"
-        raise InputError(f"step {STEPS[stage] + 1} ({stage}): no training sample is left: {found}")
-    partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _rows(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from pipeline.errors import EnvironmentFault, RunError
 
-
 T = TypeVar("T")
 
 
@@ -138,7 +137,7 @@ def on_main(work: Callable[[], T]) -> T:
     if is_main():
         try:
             outcome[0] = work()
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of any error
+        except Exception as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:

@@ -113,6 +113,7 @@ class UnknownColumnsError(ValueError):
 def _record(row: Row, column_map: Mapping[str, str]) -> Record:
     values = _renamed(row, column_map)
     content = _format_of(values, row.origin).parse(values)
+    _check_unicode(content)
     if content.text is None:
         check_turns(content.messages)
         if content.messages[-1].role != "user":
@@ -130,6 +131,15 @@ def _record(row: Row, column_map: Mapping[str, str]) -> Record:
         origin=row.origin,
         split=row.split or _own_split(values),
     )
+
+
+def _check_unicode(content: _Content) -> None:
+    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    texts = [turn.content for turn in content.messages] + [content.chosen, content.rejected, content.text]
+    try:
+        "".join(text for text in texts if text is not None).encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError("text is no valid Unicode") from error
 
 
 def _renamed(row: Row, column_map: Mapping[str, str]) -> Values:

@@ -90,7 +90,7 @@ class MetricsWriter:
     def _add_sink(self, name: str, make: Any) -> None:
         try:
             self._sinks.append(make())
-        except Exception as error:  # noqa: BLE001 - curves are not worth a run
+        except Exception as error:
             log.warning("%s: not available, training goes on without it: %s", name, error)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -105,7 +105,7 @@ class MetricsWriter:
         for sink in list(self._sinks):
             try:
                 sink(step, {name: value for name, value in clean.items() if value is not None})
-            except Exception as error:  # noqa: BLE001 - see above
+            except Exception as error:
                 self._sinks.remove(sink)
                 log.warning("a metrics sink failed and is left out from here on: %s", error)
 

@@ -1,9 +1,10 @@
-"""Whole values of partitioned parameters, for code that must not need deepspeed to be imported."""
+"""Parameters that ZeRO-3 may hold in pieces, for code that must not need deepspeed to be imported."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -23,3 +24,14 @@ def gathered(parameters: Iterable[nn.Parameter], *, writer: bool = False) -> Abs
     import deepspeed  # a parameter that is partitioned has loaded it already
 
     return deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if writer else None)
+
+
+def local_share(parameter: Any) -> torch.Tensor:
+    """This rank's values of a parameter: its ZeRO-3 shard (flat, maybe padded), or all of it."""
+    return parameter.ds_tensor.data if is_partitioned(parameter) else parameter.data
+
+
+def drop_whole_copy(parameter: Any) -> None:
+    """Forget the gathered values of a ZeRO-3 parameter, so that the next gather reads the shards (small ones stay whole)."""
+    if is_partitioned(parameter) and parameter.ds_status.name == "AVAILABLE":
+        parameter.partition()

@@ -10,7 +10,7 @@ from torch import nn
 from pipeline import dist
 from pipeline.config import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.datasets_cache import Built, build
-from pipeline.ds_config import frozen_config, merge_user_json, read_user_json, training_config
+from pipeline.ds_config import frozen_config, read_user_json, training_config
 from pipeline.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.lora import add_lora
@@ -82,7 +82,7 @@ def deepspeed_json(
 ) -> dict[str, Any]:
     """The DeepSpeed configuration of a trained model, the user's own JSON merged in."""
     user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else None
-    built = training_config(
+    return training_config(
         settings,
         zero_stage=zero_stage,
         dtype=compute_dtype(settings, run.world.device),  # type: ignore[arg-type]
@@ -90,10 +90,11 @@ def deepspeed_json(
         gradient_accumulation_steps=accumulation,
         world_size=run.world.size,
         max_grad_norm=optimizer.max_grad_norm,
-        run_dir=str(run.folder),
+        run_dir=run.folder,
         device=run.world.device.type,  # type: ignore[arg-type]
+        user_json=user,
+        origins=run.resolved.origins,
     )
-    return merge_user_json(built, user, run.resolved.origins) if user else built
 
 
 def frozen_json(run: Run, settings: DeepSpeedConfig, *, zero_stage: int, offload: bool) -> dict[str, Any]:

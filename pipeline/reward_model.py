@@ -3,7 +3,6 @@
 B rows, S positions. Saved as transformers' sequence classification class (`num_labels=1`, head `score`, no bias).
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 
-from pipeline.partitions import gathered
 from pipeline.errors import InputError
 from pipeline.modeling import backbone, base_model, load_pretrained
+from pipeline.partitions import gathered
 from pipeline.tensor_ops import position_ids_from_mask
+from pipeline.tokenizers import pad_policy
 
 
 class FloatLinear(nn.Linear):
@@ -100,3 +100,9 @@ def initialise_head(head: nn.Linear, *, seed: int) -> None:
         std = (head.in_features + 1) ** -0.5
         drawn = torch.randn(head.out_features, head.in_features, generator=generator) * std
         head.weight.data.copy_(drawn) if head.weight.numel() else None
+
+
+def pad_id_for_pooling(tokenizer: Any) -> int | None:
+    """The pad id for a saved reward model: transformers scores the rightmost id that differs from it, so never an EOS."""
+    policy = pad_policy(tokenizer)
+    return None if policy.source == "eos" else policy.pad_id

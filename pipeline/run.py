@@ -163,7 +163,7 @@ def run_stage(resolved: Resolved, *, stage: str, train: Callable[[], Callable[[R
     except RunError as error:
         code, message = error.code, str(error)
         report(message, rank, with_traceback=run_config.debug)
-    except Exception as error:  # noqa: BLE001 - the border where a fault of ours becomes exit code 1
+    except Exception as error:
         code, message = EXIT_FAULT, f"rank {rank}: {type(error).__name__}: {error}"
         log.exception("fault")
         report(

@@ -4,13 +4,13 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.counts import Origin
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.known_sets import KNOWN_SETS
+from pipeline.known_sets import KNOWN_SETS, KnownSet
 from pipeline.nearest import nearest
 from pipeline.readers import READERS, data_suffix, read_file
 
@@ -156,7 +156,15 @@ def _hub_rows(path: str) -> Iterator[Row]:
     known = KNOWN_SETS.get(path)
     rows = _dataset_rows(_load_hub(path), path, eval_split=known.eval_split if known else None)
     for row in rows:
-        yield Row(known.convert(row.values), row.origin, row.split) if known else row
+        yield _converted(row, known) if known else row
+
+
+def _converted(row: Row, known: KnownSet) -> Row:
+    try:
+        return replace(row, values=known.convert(row.values))
+    except (KeyError, TypeError, AttributeError) as error:
+        columns = ", ".join(row.values)
+        raise InputError(f"{row.origin}: not the columns known for this set ({columns}); see known_sets.py") from error
 
 
 def _load_hub(path: str) -> dict[str, Any]:
@@ -168,7 +176,7 @@ def _load_hub(path: str) -> dict[str, Any]:
     except datasets.exceptions.DatasetNotFoundError as error:
         raise InputError(f"data path {path!r}: neither a local path nor a data set on the hub (private?)") from error
     except (OSError, ConnectionError) as error:
-        hint = f"run `hf download --repo-type dataset {path}` where there is a network, or give a local file"
+        hint = f"run datasets.load_dataset({path!r}) once where there is a network (HF_HOME keeps it), or give a file"
         raise EnvironmentFault(f"data path {path!r}: the hub cannot be reached ({_one_line(error)}); {hint}") from error
     except Exception as error:
         raise InputError(f"data path {path!r}: datasets cannot load it ({_one_line(error)})") from error

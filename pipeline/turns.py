@@ -49,9 +49,8 @@ def turns_from_json(text: str) -> Turns:
 def prompt_hash(turns: Sequence[Message]) -> int:
     """63-bit hash of the turns' roles and contents, blind to white space and Unicode composition; same everywhere."""
     normal = [[turn.role, " ".join(unicodedata.normalize("NFC", turn.content).split())] for turn in turns]
-    # backslashreplace: JSON files may hold lone surrogates, which are no UTF-8.
-    content = json.dumps(normal, ensure_ascii=False).encode("utf-8", "backslashreplace")
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+    content = json.dumps(normal, ensure_ascii=False)
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def is_transcript(text: str) -> bool:

@@ -29,3 +29,15 @@ class RewardConfig(Group):
     )
     centering_coef: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
     keep_best: bool = Field(False, description="Keep the weights with the best accuracy instead of the last ones")
+
+
+class RewardEvalConfig(Group):
+    """Evaluate a reward model on held-out pairs: accuracy, margins, calibration, and what trivial rules reach."""
+
+    path: str = Field("output/reward", description="Reward model: the output of step 2")
+    data_path: list[str] = Field(..., min_length=1, description="Pairs; the held-out rows are scored")
+    eval_fraction: float = Field(0.1, gt=0, lt=1, description="Share held out where a source has no test split")
+    max_seq_len: int = Field(512, ge=8, description="Tokens; longer pairs lose the left of their prompt")
+    batch_size: int = Field(16, ge=1, description="Pairs scored at once")
+    seed: int = Field(1234, ge=0, description="Seed of the run: it chooses the held-out prompts")
+    json_output: bool = Field(False, description="Print one JSON object instead of text")

@@ -39,7 +39,7 @@ class PolicyStats(NamedTuple):
     approx_kl_sum: Tensor  # k3 estimate of KL(old policy || new policy): unbiased and never negative
 
 
-# ---------------------------------------------------------------------------------------------------- KL divergence
+# --- KL divergence ---
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstimator) -> Tensor:
@@ -93,7 +93,7 @@ def next_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: 
     return kl_coef * (1 + error * num_sequences / horizon)
 
 
-# ---------------------------------------------------------------------------------------------------------- rewards
+# --- rewards ---
 
 
 def normalise_scores(scores: Tensor, *, mean: float, std: float) -> Tensor:
@@ -142,7 +142,7 @@ def token_rewards(sequence_rewards: Tensor, kl: Tensor, response_mask: Tensor, *
     return penalties + torch.where(is_last, sequence_rewards.unsqueeze(1), 0)
 
 
-# ------------------------------------------------------------------------------------------------------- advantages
+# --- advantages ---
 
 
 def gae(
@@ -176,7 +176,7 @@ def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
     return torch.where(return_variance > 0, 1 - error_variance / return_variance, torch.nan)
 
 
-# ----------------------------------------------------------------------------------------------------------- losses
+# --- losses ---
 
 
 def policy_loss(
@@ -225,7 +225,7 @@ def _policy_stats(
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- checks
+# --- checks ---
 
 
 def _check_tokens(*tensors: Tensor, mask: Tensor | None = None) -> None:

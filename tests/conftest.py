@@ -1,11 +1,12 @@
 """Fixtures that several test files share: no download, nothing large."""
 
+import importlib.util
 import os
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GPT2TokenizerFast, LlamaTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TRAINING_TEXT = (
     "\n\nHuman: What is the capital of France?\n\nAssistant: The capital of France is Paris.",
@@ -25,7 +26,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved byte-level BPE tokenizer of 400 tokens: <pad> 0, <s> 1, </s> 2, <unk> 3; it adds no BOS, has no template."""
+    """A saved byte-level BPE tokenizer: <pad> 0, <s> 1, </s> 2, <unk> 3, no BOS added, no template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,3 +49,26 @@ def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bpe_tokenizer(bpe_folder: Path) -> PreTrainedTokenizerBase:
     """A fresh copy of the tokenizer in `bpe_folder`, free to be given a template."""
     return PreTrainedTokenizerFast.from_pretrained(bpe_folder)
+
+
+@pytest.fixture(params=["gpt2", "opt", "mistral-v1", "llm-jp-v2.1-50k"])
+def real_tokenizer(request: pytest.FixtureRequest, real_data: Path) -> PreTrainedTokenizerBase:
+    """Each published tokenizer in turn, as its model uses it, free to be given a template."""
+    folder = real_data / "tokenizers" / request.param
+    if request.param == "gpt2":
+        return GPT2TokenizerFast.from_pretrained(folder)
+    if request.param == "opt":
+        return load_opt_tokenizer(folder)
+    if importlib.util.find_spec("sentencepiece") is None:
+        pytest.skip("transformers reads a SentencePiece tokenizer.model only with the sentencepiece package")
+    return LlamaTokenizerFast.from_pretrained(folder)
+
+
+def load_opt_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """OPT's tokenizer: its BOS, put first by encode, is its EOS </s>."""
+    tokenizer = GPT2TokenizerFast.from_pretrained(
+        folder, bos_token="</s>", eos_token="</s>", unk_token="</s>", pad_token="<pad>"
+    )
+    bos_first = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = bos_first
+    return tokenizer

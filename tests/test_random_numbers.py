@@ -1,4 +1,5 @@
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,16 +36,18 @@ def slow_uniform(seed: int, purpose: str, epoch: int, prompt_id: int, sample: in
     return (w0 // 64 * 2**26 + w1 // 64 + 0.5) / 2**52
 
 
-def draw(n: int = 1, **changes) -> torch.Tensor:
+def draw(n: int = 1, **changes: Any) -> torch.Tensor:
     """Uniforms (n,) for prompt ids 0..n-1, with any argument replaced."""
-    arguments = {"seed": 1, "purpose": "rollout", "epoch": 0, "prompt_ids": torch.arange(n), "position": 0}
-    arguments["sample_index"] = torch.zeros(1, dtype=torch.int64)
+    arguments: dict[str, Any] = {"seed": 1, "purpose": "rollout", "epoch": 0, "position": 0}
+    arguments |= {"prompt_ids": torch.arange(n), "sample_index": torch.tensor([0])}
     return uniforms(**(arguments | changes))
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_answers(counter, key, expected):
-    result = philox4x32(tuple(torch.tensor([word]) for word in words(counter)), tuple(words(key)))
+    c0, c1, c2, c3 = (torch.tensor([word]) for word in words(counter))
+    k0, k1 = words(key)
+    result = philox4x32((c0, c1, c2, c3), (k0, k1))
     assert [word.item() for word in result] == words(expected)
     assert slow_philox(words(counter), words(key)) == words(expected)
 
@@ -190,8 +193,8 @@ def test_permutation_is_the_order_of_the_uniforms():
 
 
 def test_permutation_depends_on_seed_purpose_and_epoch():
-    base = {"seed": 7, "purpose": "shuffle", "epoch": 3}
-    changes = [{}, {"seed": 8}, {"purpose": "prompts"}, {"epoch": 4}]
+    base: dict[str, Any] = {"seed": 7, "purpose": "shuffle", "epoch": 3}
+    changes: list[dict[str, Any]] = [{}, {"seed": 8}, {"purpose": "prompts"}, {"epoch": 4}]
     orders = [permutation(50, **(base | change)).tolist() for change in changes]
     assert len({tuple(order) for order in orders}) == 4
     assert all(sorted(order) == list(range(50)) for order in orders)

@@ -132,10 +132,16 @@ def test_hub_rows_are_converted_and_one_evaluation_split_is_read(monkeypatch):
     ]
 
 
+def test_hub_set_whose_columns_changed_is_named(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, revision: {"train": datasets.Dataset.from_list(ROWS)})
+    with pytest.raises(InputError, match=r"openai/webgpt_comparisons\[train\]:1: not the columns .*prompt, chosen"):
+        list(read_rows("openai/webgpt_comparisons"))
+
+
 @pytest.mark.parametrize(
     ("raised", "expected", "text"),
     [
-        (ConnectionError("offline"), EnvironmentFault, "hf download --repo-type dataset some/set"),
+        (ConnectionError("offline"), EnvironmentFault, "datasets.load_dataset('some/set') once"),
         (datasets.exceptions.DatasetNotFoundError("x"), InputError, "neither a local path nor"),
         (RuntimeError("Dataset scripts are no longer supported"), InputError, "no longer supported"),
     ],
@@ -173,7 +179,9 @@ def test_fingerprint_follows_the_content(tmp_path):
 
 
 def test_split_names():
-    assert [split_of(n) for n in ("train", "test", "validation", "dev", "test_sft", "eval.jsonl")] == ["train"] + ["test"] * 5
+    assert [split_of(n) for n in ("train", "test", "validation", "dev", "test_sft", "eval.jsonl")] == ["train"] + [
+        "test"
+    ] * 5
     assert [split_of(n) for n in ("testimony", "other", "", None)] == [None] * 4
 
 

@@ -61,8 +61,8 @@ def test_masked_statistics_equal_numpy(seed):
 
 def test_masked_sum_keeps_nan_out_of_the_gradient():
     values = torch.tensor([2.0, NAN], requires_grad=True)
-    masked_sum(values.square(), torch.tensor([True, False])).backward()
-    assert values.grad.tolist()[0] == 4
+    (gradient,) = torch.autograd.grad(masked_sum(3 * values, torch.tensor([True, False])), values)
+    assert gradient.tolist() == [3, 0]
 
 
 def test_an_empty_mask_gives_zero():
@@ -115,7 +115,7 @@ def test_whitening_of_fake_ranks_equals_numpy_over_all_of_them(shift_mean):
     expected = (everything - everything.mean()) / np.sqrt(everything.var() + 1e-8)
     expected += 0 if shift_mean else everything.mean()
     parts = list(zip(values.tensor_split(3), mask.tensor_split(3), strict=True))
-    mean, var = finish_moments(sum(moments(v, m) for v, m in parts))
+    mean, var = finish_moments(torch.stack([moments(v, m) for v, m in parts]).sum(0))
     whitened = torch.cat([whiten(v, m, mean=mean, var=var, shift_mean=shift_mean) for v, m in parts])
     np.testing.assert_allclose(counted(whitened, mask), expected, rtol=1e-5, atol=1e-6)
     assert whitened.dtype == torch.float32
@@ -177,6 +177,5 @@ def test_gather_log_probs_works_in_fp32(dtype):
 def test_gather_log_probs_is_stable_for_huge_logits():
     logits = torch.tensor([[10000.0, 0.0]], requires_grad=True)
     log_probs = gather_log_probs(logits, torch.tensor([1]))
-    log_probs.sum().backward()
     assert log_probs.item() == -10000
-    assert logits.grad.tolist() == [[-1.0, 1.0]]
+    assert torch.autograd.grad(log_probs.sum(), logits)[0].tolist() == [[-1.0, 1.0]]

@@ -1,0 +1,57 @@
+"""Writes docs/configuration.md from the configuration models: python docs/make_configuration.py"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.flags import reference  # noqa: E402
+from pipeline.train_config import TrainConfig  # noqa: E402
+from step1_sft.config import SFTConfig  # noqa: E402
+from step2_reward.config import RewardConfig  # noqa: E402
+from step3_ppo.config import PPOConfig  # noqa: E402
+
+INTRODUCTION = """# Configuration
+
+Made from the models in `pipeline/config.py`, `stepN/config.py` and `pipeline/train_config.py` by
+`python docs/make_configuration.py`; edit those, not this file.
+
+A value's authority rises in this order: built-in default, DeepSpeed JSON (`--deepspeed_config`), preset (`--preset`),
+YAML file (`--config`), command line. `config.json` in the run's folder holds every value and where it came from;
+`python train.py --dry-run` prints the same. Both `-` and `_` work in flag names. A value that starts with `--` is
+written `--flag=--value`. `true|false` flags need no value to be true. `...` means one or more values.
+
+A YAML file holds `flag: value` lines for one step, or sections:
+
+```yaml
+train: {actor_model: 1.3b, deployment_type: single_node}
+sft: {learning_rate: 2e-5}
+ppo: {kl_coef: 0.05, data_path: [my.jsonl:0.7, Dahoas/rm-static:0.3]}
+```
+
+## The user's DeepSpeed JSON
+
+- Its values become flags where there is one (`zero_optimization.stage` is `--zero_stage`), with the file as their
+  origin. A value that contradicts a flag given in a preset, a YAML file or on the command line is refused, naming both.
+- `"auto"` is filled in from the flags; where there is no flag, DeepSpeed's own default holds.
+- All other values are passed on as they are and win over what we would write.
+- A key that DeepSpeed would silently ignore is refused, with the nearest valid one.
+- `optimizer` and `scheduler` blocks are refused unless they are empty or `"auto"`: both are ours.
+- `train_batch_size`, if given, must be micro-batch x accumulation x ranks.
+"""
+PARTS = (
+    ("`train.py`", TrainConfig),
+    ("Step 1, section `sft`", SFTConfig),
+    ("Step 2, section `reward`", RewardConfig),
+    ("Step 3, section `ppo`", PPOConfig),
+)
+
+
+def whole_reference() -> str:
+    """The text of docs/configuration.md."""
+    return "\n".join([INTRODUCTION, *(f"## {title}\n\n{reference(config_class)}" for title, config_class in PARTS)])
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "configuration.md").write_text(whole_reference(), encoding="utf-8")

@@ -1,0 +1,74 @@
+"""What this machine and the host file offer, found without torch, so that a run is refused before anything starts."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from pipeline.errors import EnvironmentFault, InputError
+
+HOST_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(#.*)?")
+DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that a process started here would see: those of CUDA_VISIBLE_DEVICES where it is set, else all."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    present = sum(line.startswith("GPU ") for line in listed.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    count = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    if not count:
+        raise EnvironmentFault(f"CUDA_VISIBLE_DEVICES={visible!r} hides all {present} GPUs of this machine; unset it")
+    return min(count, present)
+
+
+def check_device_count(wanted: int) -> None:
+    """Raises EnvironmentFault for more ranks than GPUs; without GPUs, for more processes than cores."""
+    if gpus := count_gpus():
+        if wanted > gpus:
+            raise EnvironmentFault(f"--num-gpus: found {wanted}, but {gpus} GPUs are visible here; give at most {gpus}")
+    elif wanted > (cores := len(os.sched_getaffinity(0))):
+        raise EnvironmentFault(
+            f"--num-gpus: found {wanted}, but this machine has no GPU and {cores} cores; give at most {cores} processes"
+        )
+
+
+def check_port(port: int) -> None:
+    """Raises EnvironmentFault where something listens on `port` of this machine."""
+    with socket.socket() as probe:
+        # As torch's own store does: a port that only waits for its last packets is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise EnvironmentFault(
+                f"--master-port: {port}: {error.strerror}; give another one, or leave it out on a single machine"
+            ) from None
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Host -> slots from DeepSpeed's host file. Raises InputError naming the file and the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise InputError(f"--hostfile: {path}: cannot read it: {reason}") from None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = HOST_LINE.fullmatch(line.strip())
+        if not match or not int(match[2]):
+            raise InputError(f"--hostfile: {path}:{number}: found {line.strip()!r}, wanted `name slots=NUMBER`")
+        if match[1] in hosts:
+            raise InputError(f"--hostfile: {path}:{number}: {match[1]} stands twice; add its slots up in one line")
+        hosts[match[1]] = int(match[2])
+    if not hosts:
+        raise InputError(f"--hostfile: {path}: found no host, wanted `name slots=NUMBER` lines")
+    return hosts

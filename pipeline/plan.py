@@ -1,0 +1,189 @@
+"""train.py's plan: for each step its words, its checked configuration and its folders, before anything starts.
+
+The caller says what the steps are, since nothing in pipeline/ imports a stage.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import Group
+from pipeline.errors import InputError
+from pipeline.flags import SECTIONS, Resolved, load_yaml, parse, read_yaml, scan
+from pipeline.layout import run_folder
+from pipeline.train_config import TrainConfig, contradictions, model_size, short_help, split_overrides
+
+PRESETS = Path(__file__).resolve().parent.parent / "launch" / "presets"
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What a step number stands for; `section` is its name in YAML files, overrides and preset names."""
+
+    section: str
+    title: str
+    config_class: type[Group]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step, ready to start: its configuration, its flags as words, and its folders."""
+
+    step: int
+    kind: StepKind
+    resolved: Resolved
+    argv: list[str]
+    model_dir: Path
+    run_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All three steps, also those that are not to run: later ones read what they wrote."""
+
+    config: TrainConfig
+    stages: dict[int, Stage]
+
+    @property
+    def chosen(self) -> list[Stage]:
+        """The steps to run, in order."""
+        return [self.stages[step] for step in sorted(set(self.config.step))]
+
+
+def make_plan(argv: list[str], kinds: Mapping[int, StepKind]) -> Plan:
+    """The plan of `python train.py ARGV`. Exits with 0 after `--help`.
+
+    Raises:
+        InputError: every wrong flag of train.py and of the steps, one a line.
+    """
+    own, overrides = split_overrides(argv, [kind.section for kind in kinds.values()])
+    file = dict(scan(own)).get("config", [""])[-1:]
+    config, errors = train_config(own, file[0] if file else "")
+    stages: dict[int, Stage] = {}
+    for step, kind in kinds.items():
+        try:
+            path = config_file_of(step, config, file[0] if file else "")
+            stages[step] = plan_stage(step, kind, config, path, overrides[kind.section], stages)
+        except InputError as error:
+            errors += [as_override(line, kind.section) for line in str(error).splitlines()]
+    if errors:
+        raise InputError("\n".join(dict.fromkeys(errors)))
+    return Plan(config, stages)
+
+
+def train_config(own: list[str], config_file: str) -> tuple[TrainConfig, list[str]]:
+    """(train.py's configuration, error lines); the defaults where there are errors, so that the steps can be checked.
+
+    Raises:
+        InputError: the --config file is not usable, which would be said again by each step.
+    """
+    if config_file and not has_sections(config_file):
+        own = without_flag(own, "config")
+    errors = []
+    if "preset" in dict(scan(own)):
+        errors.append("--preset: presets follow --actor-model and --reward-model; give --config FILE")
+        own = without_flag(own, "preset")
+    config = TrainConfig()
+    try:
+        config = parse(TrainConfig, own, section="train", prog="train.py", help_maker=short_help).config
+        errors += contradictions(config)
+    except InputError as error:
+        errors += str(error).splitlines()
+    return (TrainConfig() if errors else config), errors
+
+
+def has_sections(config_file: str) -> bool:
+    return any(key in SECTIONS for key in load_yaml(config_file))
+
+
+def config_file_of(step: int, config: TrainConfig, config_file: str) -> str:
+    """The --config file as far as it is for `step`: one without sections is for the only step that runs."""
+    if not config_file or has_sections(config_file):
+        return config_file
+    if len(set(config.step)) > 1:
+        raise InputError(f"{config_file}: found flags without sections; put them below sft:, reward: or ppo:")
+    return config_file if step in config.step else ""
+
+
+def without_flag(argv: Iterable[str], name: str) -> list[str]:
+    """`argv` without the flag `name` and its values."""
+    kept, skipping = [], False
+    for word in argv:
+        if word.startswith("--"):
+            skipping = word[2:].partition("=")[0].replace("-", "_") == name
+        if not skipping:
+            kept.append(word)
+    return kept
+
+
+def plan_stage(
+    step: int,
+    kind: StepKind,
+    config: TrainConfig,
+    config_file: str,
+    override: list[str],
+    before: Mapping[int, Stage],
+) -> Stage:
+    """One step's words and checked configuration; `before` are the steps whose output it may read."""
+    argv = ["--preset", file] if (file := preset_file(step, kind, config)) else []
+    replaceable, fixed = chained_flags(step, config, before), given_flags(step, config)
+    if config_file:
+        argv += ["--config", config_file]
+        said = read_yaml(config_file, kind.section)
+        replaceable = {name: value for name, value in replaceable.items() if name not in said}
+    for name, value in (replaceable | fixed).items():
+        argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
+    argv += override
+    resolved = parse(kind.config_class, argv, section=kind.section)
+    run = resolved.config.run
+    model_dir = Path(run.output_dir) / "actor" if step == 3 else Path(run.output_dir)
+    return Stage(step, kind, resolved, argv, model_dir, run_folder(run, kind.section))
+
+
+def preset_file(step: int, kind: StepKind, config: TrainConfig) -> str:
+    """The preset of a step, as typed from this folder: by the reward model's size for step 2, else by the actor's."""
+    size = model_size(config.reward_model if step == 2 else config.actor_model)
+    file = PRESETS / f"{size}.{kind.section}.yaml"
+    return path_from_here(file) if size and file.is_file() else ""
+
+
+def path_from_here(path: Path) -> str:
+    """`path` as a user in this folder would type it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def chained_flags(step: int, config: TrainConfig, before: Mapping[int, Stage]) -> dict[str, str]:
+    """Folders that follow from the steps before; a --config file or an override may name others."""
+    out = Path(config.output_dir)
+    if step != 3:
+        return {"output_dir": str(out / ("sft" if step == 1 else "reward"))}
+    actor, critic = (before[n].model_dir if n in before else out for n in (1, 2))
+    return {
+        "actor_model_name_or_path": str(actor),
+        "critic_model_name_or_path": str(critic),
+        "output_dir": str(out),
+    }
+
+
+def given_flags(step: int, config: TrainConfig) -> dict[str, str]:
+    """A step's flags that follow from train.py's own; only an override is stronger."""
+    actor, reward = config.actor_zero_stage, config.reward_zero_stage
+    flags: dict[str, str] = {}
+    if step == 3:
+        flags = {"actor_zero_stage": actor, "critic_zero_stage": reward}
+    else:
+        model = config.actor_model if step == 1 else config.reward_model
+        flags = {"zero_stage": actor if step == 1 else reward}
+        if model_size(model) is None:
+            flags["model_name_or_path"] = model
+    flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
+    return {name: value for name, value in flags.items() if value not in ("auto", "false")}
+
+
+def as_override(line: str, section: str) -> str:
+    """A step's error line with its flags named as train.py's user types them."""
+    if not line.startswith("--"):
+        return f"{section}: {line}"
+    return f"--{section}.{line[2:]}".replace("did you mean --", f"did you mean --{section}.")

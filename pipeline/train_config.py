@@ -1,0 +1,114 @@
+"""train.py's own flags: their definition, their help on one screen, and what they rule out."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from pipeline.config import Group
+from pipeline.errors import InputError
+from pipeline.flags import flag_table, nearest
+from pipeline.machine import DEFAULT_HOSTFILE
+
+SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
+OPT = "facebook/opt-"
+
+Step = Annotated[int, Field(ge=1, le=3)]
+ZeroStage = Literal["auto", "0", "1", "2", "3"]
+
+
+class TrainConfig(Group):
+    """Make a chat model: fine-tune (1), train a reward model (2), PPO (3)."""
+
+    step: list[Step] = Field([1, 2, 3], min_length=1, description="which of 1 2 3 to run")
+    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = Field(
+        "single_gpu", description="or single_node, multi_node"
+    )
+    actor_model: str = Field("1.3b", description="tiny, 125m ... 66b, a hub id or a folder")
+    reward_model: str = Field("350m", description="the same, for reward model and critic")
+    actor_zero_stage: ZeroStage = Field("auto", description="0 to 3; auto: as the preset says")
+    reward_zero_stage: ZeroStage = Field("auto", description="0 to 3; auto: as the preset says")
+    output_dir: str = Field("output", description="parent of sft/, reward/, actor/")
+    num_gpus: int = Field(0, ge=0, description="GPUs of each machine; 0: all")
+    hostfile: str = Field("", description="multi_node: lines `name slots=8`")
+    include: str = Field("", description="hosts and GPUs to use: name:0,1@name")
+    exclude: str = Field("", description="hosts and GPUs to leave out")
+    master_addr: str = Field("", description="address of the first machine")
+    master_port: int = Field(0, ge=0, le=65535, description="0: a free one is picked")
+    resume: str = Field("auto", description="auto, never, or a checkpoint folder")
+    overwrite: bool = Field(False, description="run finished steps again")
+    dry_run: bool = Field(False, description="check and show all, start nothing")
+    debug: bool = Field(False, description="show tracebacks")
+
+
+def short_help(config_class: type[BaseModel], prog: str) -> str:
+    """Help on one screen: at most 25 lines of 80 columns."""
+    lines = [
+        f"usage: python {prog} [--FLAG VALUE ...]",
+        (config_class.__doc__ or "").strip(),
+        "  python train.py --actor-model tiny --dry-run",
+        "  python train.py --step 1 3 --deployment-type single_node --ppo.kl_coef 0.05",
+    ]
+    for flag in flag_table(config_class).values():
+        lines.append(f"  --{flag.name.replace('_', '-'):<18}{flag.info.description} [{flag.shown_default}]")
+    lines += [
+        "  --config FILE       YAML with sections train, sft, reward, ppo",
+        "  --sft.FLAG VALUE    any flag of a step; also --reward.FLAG, --ppo.FLAG",
+        "All flags of a step: bash launch/single_gpu.sh STEP --help",
+    ]
+    return "\n".join(lines)
+
+
+def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """(train.py's own words, section -> words of that step): `--sft.seed 1` gives `--seed 1` to section sft."""
+    own: list[str] = []
+    overrides: dict[str, list[str]] = {section: [] for section in sections}
+    target = own
+    for word in argv:
+        if word.startswith("--"):
+            match = re.match(rf"--({'|'.join(overrides)})\.", word)
+            target = overrides[match[1]] if match else own
+            word = f"--{word[match.end() :]}" if match else word
+        target.append(word)
+    return own, overrides
+
+
+def model_size(model: str) -> str | None:
+    """The size that a model's name stands for; None for a hub id or a folder.
+
+    Raises:
+        InputError: what looks like a size is none that has presets.
+    """
+    name = model.removeprefix(OPT)
+    if name in SIZES:
+        return name
+    if re.fullmatch(r"\d+(\.\d+)?[mbMB]|tiny\w*", model) and not Path(model).exists():
+        raise InputError(
+            f"found size {model!r}, wanted {', '.join(SIZES)}, a hub id or a folder{nearest(model, SIZES)}"
+        )
+    return None
+
+
+def contradictions(config: TrainConfig) -> list[str]:
+    """A line for each set of train.py's flags that do not go together."""
+    errors = []
+    if config.deployment_type == "single_gpu" and config.num_gpus > 1:
+        errors.append(f"--num-gpus: found {config.num_gpus} with single_gpu; give --deployment-type single_node")
+    if config.deployment_type != "multi_node" and config.hostfile:
+        errors.append(f"--hostfile: found one with {config.deployment_type}; give --deployment-type multi_node")
+    if config.deployment_type == "multi_node" and not config.hostfile and not DEFAULT_HOSTFILE.is_file():
+        errors.append(
+            f"--hostfile: multi_node needs one, and there is no {DEFAULT_HOSTFILE}; see launch/hostfile.example"
+        )
+    if config.include and config.exclude:
+        errors.append("--include and --exclude: give one of them")
+    if config.num_gpus and (config.include or config.exclude):
+        errors.append("--num-gpus: the launcher takes it alone or --include / --exclude alone")
+    for flag, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
+        try:
+            model_size(model)
+        except InputError as error:
+            errors.append(f"{flag}: {error}")
+    return errors

@@ -1,0 +1,237 @@
+"""Step 2's loop: build, resume, evaluate, train, save; readable from top to bottom."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import checkpoint, dist
+from pipeline.batching import PairBatch
+from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
+from pipeline.errors import DivergedError, InputError, StoppedRun
+from pipeline.loader import Step, StepLoader, evaluation_batches, to_device
+from pipeline.metrics import Recorder
+from pipeline.modeling import DTYPES
+from pipeline.prepare import (
+    compute_dtype,
+    deepspeed_json,
+    model_documents,
+    prepare_data,
+    prepare_tokenizer,
+    training_engine,
+    with_lora,
+)
+from pipeline.reward_model import initialise_head, load_reward_model, pad_id_for_pooling
+from pipeline.run import Run, write_done
+from pipeline.saving import save_model
+from pipeline.schedule import rate_factor
+from step2_reward.config import RewardConfig
+from step2_reward.eval import PairScores, batch_loss, pair_collator, score_pairs, score_statistics, summary
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class State:
+    """Everything of step 2 that evolves, besides the engine."""
+
+    step: int = 0
+    num_tokens: int = 0
+    skipped_updates: int = 0
+    bad_in_a_row: int = 0
+    best_accuracy: float | None = None
+
+
+def train(run: Run, config: RewardConfig) -> None:
+    """Train the reward model, and leave it in `--output_dir` with the mean and std of its scores.
+
+    Raises:
+        StoppedRun: asked to stop; the checkpoint is written.
+        DivergedError: too many steps in a row were not finite.
+    """
+    start_deepspeed()
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    loader, held_out = make_batches(run, config, tokenizer)
+    engine = make_engine(run, config)
+    total_steps = loader.total_steps(config.run.num_train_epochs, config.run.max_steps)
+    rate = rate_factor(
+        config.optimizer.lr_scheduler_type,
+        num_warmup_steps=config.optimizer.num_warmup_steps,
+        num_training_steps=total_steps,
+        floor=config.optimizer.min_learning_rate_ratio,
+    )
+    resumed = checkpoint.load(run.folder, config.run.resume, {"model": engine})
+    state = State(**resumed.state["reward"]) if resumed else State()
+    recorder = Recorder(run, config.run, start_step=state.step, total_steps=total_steps)
+
+    def measure() -> PairScores:
+        engine.module.eval()
+        per_token = config.reward_loss == "per_token"
+        scores = score_pairs(
+            engine, held_out, run.world.device, per_token=per_token, centering_coef=config.centering_coef
+        )
+        engine.module.train()
+        measured = summary(scores)
+        recorder.write(state.step, measured)
+        keep_if_best(scores, measured.get("eval_accuracy"))
+        return scores
+
+    def keep_if_best(scores: PairScores, accuracy: float | None) -> None:
+        if accuracy is not None and (state.best_accuracy is None or accuracy > state.best_accuracy) and state.step:
+            state.best_accuracy = accuracy
+            if config.keep_best:
+                save(run, config, engine, tokenizer, scores)
+
+    def save_everything(scores: PairScores) -> None:
+        save_checkpoint(run, config, engine, state)
+        if not config.keep_best or state.best_accuracy is None:
+            save(run, config, engine, tokenizer, scores)
+
+    if state.step == 0:
+        measure()
+    while state.step < total_steps:
+        started = time.monotonic()
+        step = loader.step(state.step)
+        loss = train_step(run, config, engine, step, rate(state.step), state)
+        recorder.write_training(
+            state.step,
+            {
+                "loss": loss,
+                "grad_norm": engine.last_gradient_norm,
+                "learning_rate": engine.learning_rate,
+                "epoch": loader.epoch_of(state.step),
+                "num_tokens": state.num_tokens,
+                "skipped_updates": state.skipped_updates,
+            },
+            seconds=time.monotonic() - started,
+            num_tokens=step.num_tokens,
+            num_rows=step.num_rows,
+        )
+        if config.run.eval_interval and state.step % config.run.eval_interval == 0 and state.step < total_steps:
+            measure()
+        if run.stop.anywhere(run.world):
+            save_checkpoint(run, config, engine, state)
+            raise StoppedRun(f"stopped at step {state.step} of {total_steps}; the same command resumes")
+        if config.run.save_steps and state.step % config.run.save_steps == 0 and state.step < total_steps:
+            save_everything(measure())
+    save_everything(measure())
+    write_done(run, steps=state.step)
+
+
+def make_batches(
+    run: Run, config: RewardConfig, tokenizer: Any
+) -> tuple[StepLoader[PairBatch], list[Callable[[], PairBatch]]]:
+    """Training steps, and evaluation batches, of this rank."""
+    data, optimizer, world = config.data, config.optimizer, run.world
+    built = prepare_data(
+        "reward",
+        data,
+        seed=config.run.seed,
+        tokenizer=tokenizer,
+        max_seq_len=data.max_seq_len,
+        long_pairs=data.long_pairs,
+    )
+    collate = pair_collator(tokenizer.pad_token_id)
+    loader = StepLoader(
+        built.train,
+        [[row] for row in range(len(built.train))],
+        collate,
+        micro_batch_size=optimizer.per_device_train_batch_size,
+        accumulation=optimizer.gradient_accumulation_steps,
+        world_size=world.size,
+        rank=world.rank,
+        seed=config.run.seed,
+    )
+    held_out = evaluation_batches(
+        built.eval,
+        collate,
+        batch_size=optimizer.per_device_eval_batch_size,
+        world_size=world.size,
+        rank=world.rank,
+        max_batches=config.run.eval_iters,
+    )
+    return loader, held_out
+
+
+def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:
+    """The base model with a fresh scalar head under DeepSpeed, with LoRA where asked."""
+    ds_json = deepspeed_json(
+        run,
+        config.deepspeed,
+        config.optimizer,
+        zero_stage=config.model.zero_stage,
+        accumulation=config.optimizer.gradient_accumulation_steps,
+    )
+    dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
+    with partitioned_loading(ds_json):
+        reward = load_reward_model(
+            config.model.model_name_or_path,
+            dtype=dtype,
+            attn_implementation=config.model.attn_implementation,
+            new_head=True,
+        )
+    limit = getattr(reward.config, "max_position_embeddings", None)
+    if limit is not None and config.data.max_seq_len > limit:
+        raise InputError(f"--max_seq_len {config.data.max_seq_len}: the model has {limit} positions")
+    initialise_head(reward.model.score, seed=config.run.seed)
+    reward.model = with_lora(reward.model, config.model, config.deepspeed, task="SEQ_CLS")
+    return training_engine(reward, config.model, config.optimizer, ds_json)
+
+
+def train_step(
+    run: Run, config: RewardConfig, engine: TrainingEngine, step: Step[PairBatch], rate: float, state: State
+) -> float:
+    """One optimizer step; returns the loss per pair over all ranks. Non-finite gradients change nothing."""
+    loss_sum = 0.0
+    for index, cpu_batch in enumerate(step.micro_batches):
+        batch = to_device(cpu_batch, run.world.device)
+        values = engine(batch.input_ids, batch.attention_mask, batch.position_ids)
+        loss = batch_loss(
+            values, batch, per_token=config.reward_loss == "per_token", centering_coef=config.centering_coef
+        )
+        # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
+        engine.backward(loss * (run.world.size / step.num_rows), last=index + 1 == len(step.micro_batches))
+        loss_sum = loss_sum + loss.detach().double()
+    stepped = step_together([engine], rate)
+    state.step += 1
+    state.num_tokens += step.num_tokens
+    state.skipped_updates += not stepped
+    state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
+    if state.bad_in_a_row >= config.optimizer.max_bad_steps:
+        raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite: lower --learning_rate or use bf16")
+    return dist.sum_over_ranks(loss_sum).item() / step.num_rows
+
+
+def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any, scores: PairScores) -> None:
+    """The model folder, with the constants that normalise its scores."""
+    dtype = (
+        config.run.save_dtype if config.run.save_dtype != "auto" else compute_dtype(config.deepspeed, run.world.device)
+    )
+    mean, std = score_statistics(scores)
+    save_model(
+        engine.module.model,
+        tokenizer,
+        Path(config.run.output_dir),
+        dtype=DTYPES[dtype],
+        documents=model_documents(run, base=config.model.model_name_or_path, kind="Reward model"),
+        config_changes={
+            "num_labels": 1,
+            "pad_token_id": pad_id_for_pooling(tokenizer),
+            "score_mean": mean,
+            "score_std": std,
+        },
+        merged=not config.deepspeed.save_adapter_only,
+    )
+
+
+def save_checkpoint(run: Run, config: RewardConfig, engine: TrainingEngine, state: State) -> None:
+    checkpoint.save(
+        run.folder,
+        step=state.step,
+        engines={"model": engine},
+        state={"reward": asdict(state)},
+        tensors={},
+        keep=config.run.keep_checkpoints,
+    )

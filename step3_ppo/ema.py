@@ -1,0 +1,54 @@
+"""An exponential moving average of the actor, in fp32 and in the shards that ZeRO-3 has, so that nothing is gathered."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pipeline.partitions import drop_whole_copy, local_share
+
+
+class MovingAverage:
+    """Averages of the trainable parameters: average = decay * average + (1 - decay) * parameter, on each rank's share.
+
+    In 16 bits such an average would hardly move: one step changes a weight by less than its rounding.
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float) -> None:
+        self.model = model
+        self.decay = decay
+        self.averages = {name: values.float().clone() for name, values in self._shares()}
+
+    def _shares(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield name, local_share(parameter)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an optimizer step."""
+        for name, values in self._shares():
+            self.averages[name].lerp_(values.float(), 1.0 - self.decay)
+
+    def load(self, averages: dict[str, torch.Tensor]) -> None:
+        """Restore what a checkpoint holds of this rank."""
+        for name, average in self.averages.items():
+            average.copy_(averages[name])
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self) -> Iterator[None]:
+        """The model has the averaged weights inside the context, and exactly its own again after it."""
+        own = {name: values.clone() for name, values in self._shares()}
+        try:
+            self._write(self.averages)
+            yield
+        finally:
+            self._write(own)
+
+    def _write(self, values: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in values:
+                drop_whole_copy(parameter)
+                local_share(parameter).copy_(values[name])

@@ -1,0 +1,152 @@
+"""What PPO knows of a set of sampled responses: frozen, one row a sequence, the same on every rank.
+
+N sequences, S longest sequence, T longest response. Rows are padded on the right; response token t of row n stands at
+position prompt_lengths[n] + t of its sequence and is predicted at the position before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pipeline import dist
+from pipeline.generate import Rollout
+from pipeline.tensor_ops import lengths_to_mask, pad_rows
+
+
+class Rows:
+    """Frozen dataclasses whose tensors all have one row a sequence."""
+
+    def select(self, index: Tensor) -> Self:
+        """The rows of `index` (n,) int64, in its order."""
+        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Responses(Rows):
+    """Prompts and sampled responses.
+
+    sequences: (N, S) int64, prompt and response in one row.
+    prompt_lengths, response_lengths: (N,) int64; a response includes its EOS.
+    sampler_log_probs: (N, T) fp32, as the sampler saw them.
+    finished: (N,) bool, True = ended with an EOS.
+    valid: (N,) bool, True = counts; False fills the last batch of an epoch, or had a number that is not finite.
+    row_index: (N,) int64, the prompt's row in the data set.
+    order: (N,) int64, the row's place in the rollout, whatever the number of ranks.
+    """
+
+    sequences: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    sampler_log_probs: Tensor
+    finished: Tensor
+    valid: Tensor
+    row_index: Tensor
+    order: Tensor
+
+    @property
+    def response_mask(self) -> Tensor:
+        """(N, T) bool, True = a token of a response that counts, its EOS included."""
+        width = self.sampler_log_probs.shape[1]
+        return lengths_to_mask(self.response_lengths, width) & self.valid.unsqueeze(1)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """(N, S) bool, True = real token."""
+        return lengths_to_mask(self.prompt_lengths + self.response_lengths, self.sequences.shape[1])
+
+    @property
+    def predicts_response(self) -> Tensor:
+        """(N, S - 1) bool, True = the next token belongs to the response."""
+        positions = torch.arange(self.sequences.shape[1] - 1, device=self.sequences.device)
+        first = self.prompt_lengths.unsqueeze(1) - 1
+        return (positions >= first) & (positions < first + self.response_lengths.unsqueeze(1))
+
+    def in_response_space(self, per_position: Tensor) -> Tensor:
+        """(N, >= S - 1) values at the positions that predict -> (N, T) values of response tokens, 0 after the end."""
+        width = self.sampler_log_probs.shape[1]
+        index = (self.prompt_lengths - 1).unsqueeze(1) + torch.arange(width, device=per_position.device)
+        taken = per_position.gather(1, index.clamp(max=per_position.shape[1] - 1))
+        return torch.where(lengths_to_mask(self.response_lengths, width), taken, 0.0)
+
+    def trimmed(self) -> "Responses":
+        """Without the columns that are padding in every row."""
+        length = int((self.prompt_lengths + self.response_lengths).max())
+        width = int(self.response_lengths.max())
+        return replace(self, sequences=self.sequences[:, :length], sampler_log_probs=self.sampler_log_probs[:, :width])
+
+
+@dataclass(frozen=True, slots=True)
+class Scores(Rows):
+    """What the four models say about `Responses`, raw: no penalty, no normalisation.
+
+    log_probs, ref_log_probs, entropy, values: (N, T) fp32, 0 after the end; log_probs are those of the policy before
+    the update ("old"). values are on the normalised reward scale.
+    scores: (N,) fp32, the reward model's score of the sequence's last token.
+    """
+
+    log_probs: Tensor
+    ref_log_probs: Tensor
+    entropy: Tensor
+    values: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Experience(Rows):
+    """What a minibatch needs: (N, T) fp32 tensors in response space, 0 where response_mask is False."""
+
+    response_mask: Tensor
+    log_probs: Tensor
+    ref_log_probs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    def narrowed(self, width: int) -> "Experience":
+        """The first `width` response positions."""
+        return Experience(**{f.name: getattr(self, f.name)[:, :width] for f in fields(self)})
+
+
+def pack_responses(
+    rollout: Rollout,
+    *,
+    pad_id: int,
+    max_sequence: int,
+    max_response: int,
+    valid: Tensor,
+    row_index: Tensor,
+    order: Tensor,
+) -> Responses:
+    """One rank's rollout as rows of fixed width, so that ranks can exchange them."""
+    pairs = zip(rollout.prompts, rollout.responses, strict=True)
+    device = rollout.finished.device
+    return Responses(
+        sequences=pad_rows([torch.cat(pair) for pair in pairs], pad_id, length=max_sequence),
+        prompt_lengths=torch.tensor([len(prompt) for prompt in rollout.prompts], device=device),
+        response_lengths=torch.tensor([len(response) for response in rollout.responses], device=device),
+        sampler_log_probs=pad_rows(rollout.log_probs, 0.0, length=max_response),
+        finished=rollout.finished,
+        valid=valid,
+        row_index=row_index,
+        order=order,
+    )
+
+
+def gather_responses(parts: Sequence[Responses]) -> Responses:
+    """All rows of all ranks in the rollout's order, on every rank. A collective."""
+    joined = [torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Responses)]
+    everywhere = Responses(*(dist.gather_rows(tensor) for tensor in joined))
+    return everywhere.select(everywhere.order.argsort()).trimmed()
+
+
+def gather_scores(parts: Sequence[Scores], order: Tensor, *, width: int) -> Scores:
+    """Scores of all rows in the rollout's order, on every rank; `order` (n,) holds this rank's places. A collective."""
+    columns = []
+    for f in fields(Scores):
+        rows = [getattr(part, f.name) for part in parts]
+        rows = [torch.nn.functional.pad(row, (0, width - row.shape[1])) if row.dim() == 2 else row for row in rows]
+        columns.append(dist.gather_rows(torch.cat(rows)))
+    return Scores(*columns).select(dist.gather_rows(order).argsort())

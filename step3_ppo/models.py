@@ -1,0 +1,161 @@
+"""The four models of step 3: actor and critic under training engines, reference and reward as frozen ones."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.causal_lm import CausalLM, TokenStatistics
+from pipeline.engine import FrozenEngine, TrainingEngine, partitioned_loading
+from pipeline.errors import InputError
+from pipeline.lora import adapters_off
+from pipeline.modeling import DTYPES, load_causal_lm, load_config
+from pipeline.prepare import compute_dtype, deepspeed_json, frozen_json, prepare_tokenizer, training_engine, with_lora
+from pipeline.reward_model import load_reward_model, score_constants
+from pipeline.run import Run
+from pipeline.tokenizers import load_tokenizer
+from step3_ppo.config import PPOConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The engines of step 3.
+
+    reference: None where the actor without its adapters is the reference.
+    reward_tokenizer: None where the reward model reads the actor's own tokens.
+    score_mean, score_std: normalise the reward model's scores.
+    """
+
+    tokenizer: Any
+    actor: TrainingEngine
+    critic: TrainingEngine
+    reference: FrozenEngine | None
+    reward: FrozenEngine
+    reward_tokenizer: Any
+    score_mean: float
+    score_std: float
+
+    @contextmanager
+    def reference_policy(self) -> Iterator[Any]:
+        """What gives reference log-probabilities: a model of its own, or the actor with its adapters off."""
+        if self.reference is not None:
+            yield self.reference
+        else:
+            with adapters_off(self.actor.module.model):
+                yield self.actor
+
+
+def same_tokens(first: Any, second: Any) -> bool:
+    """Whether two tokenizers map text to the same ids."""
+    return first.get_vocab() == second.get_vocab()
+
+
+def make_models(run: Run, config: PPOConfig) -> Models:
+    """Load and wrap the four models.
+
+    Raises:
+        InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
+    """
+    tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
+    reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
+    reward_tokenizer = check_inputs(config, tokenizer, reward_path)
+    dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
+    mean, std = score_constants(load_config(reward_path)) if config.ppo.normalise_scores else (0.0, 1.0)
+    return Models(
+        tokenizer=tokenizer,
+        actor=make_actor(run, config, dtype),
+        critic=make_critic(run, config, dtype),
+        reference=make_reference(run, config, dtype),
+        reward=make_reward(run, config, reward_path, dtype),
+        reward_tokenizer=reward_tokenizer,
+        score_mean=mean,
+        score_std=std,
+    )
+
+
+def check_inputs(config: PPOConfig, tokenizer: Any, reward_path: str) -> Any:
+    """The reward model's own tokenizer where it differs from the actor's, else None; refuse what cannot work."""
+    if not same_tokens(tokenizer, load_tokenizer(config.critic.model_name_or_path)):
+        raise InputError(
+            f"--critic_model_name_or_path {config.critic.model_name_or_path}: its tokenizer is not that of "
+            f"{config.actor.model_name_or_path}; a critic reads the actor's tokens. Start the critic from a model of the "
+            "actor's family and give this one as --reward_model_name_or_path"
+        )
+    longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
+    for flag, path in (("actor", config.actor.model_name_or_path), ("critic", config.critic.model_name_or_path)):
+        limit = getattr(load_config(path), "max_position_embeddings", None)
+        if limit is not None and longest > limit:
+            raise InputError(
+                f"--max_prompt_seq_len + --max_answer_seq_len = {longest}: the {flag} {path} has {limit} positions"
+            )
+    reward_tokenizer = load_tokenizer(reward_path)
+    return None if same_tokens(tokenizer, reward_tokenizer) else reward_tokenizer
+
+
+def make_actor(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngine:
+    """The policy; with ptx text, an accumulation holds twice the micro-batches."""
+    accumulation = config.optimizer.gradient_accumulation_steps * (2 if config.data.unsupervised_data_path else 1)
+    ds_json = deepspeed_json(
+        run, config.deepspeed, config.optimizer, zero_stage=config.actor.zero_stage, accumulation=accumulation
+    )
+    with partitioned_loading(ds_json):
+        model = load_causal_lm(
+            config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
+        )
+    model = with_lora(model, config.actor, config.deepspeed, task="CAUSAL_LM")
+    return training_engine(CausalLM(model), config.actor, config.optimizer, ds_json)
+
+
+def make_critic(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngine:
+    """The value function: starts as the reward model, on the scale of the normalised reward."""
+    ds_json = deepspeed_json(
+        run,
+        config.deepspeed,
+        config.optimizer,
+        zero_stage=config.critic.zero_stage,
+        accumulation=config.optimizer.gradient_accumulation_steps,
+    )
+    with partitioned_loading(ds_json):
+        critic = load_reward_model(
+            config.critic.model_name_or_path, dtype=dtype, attn_implementation=config.critic.attn_implementation
+        )
+    if config.ppo.normalise_scores:
+        critic.score_mean, critic.score_std = score_constants(critic.model.source_config)
+    critic.model = with_lora(critic.model, config.critic, config.deepspeed, task="SEQ_CLS")
+    return training_engine(critic, config.critic, config.optimizer, ds_json)
+
+
+def make_reference(run: Run, config: PPOConfig, dtype: torch.dtype) -> FrozenEngine | None:
+    """The policy before PPO; none where switching the adapters off gives it."""
+    if config.actor.lora_dim and config.deepspeed.only_optimize_lora:
+        return None
+    ds_json = frozen_json(
+        run, config.deepspeed, zero_stage=config.actor.zero_stage, offload=config.offload_reference_model
+    )
+    with partitioned_loading(ds_json):
+        model = load_causal_lm(
+            config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
+        )
+    return FrozenEngine(CausalLM(model), ds_json, run.world.device)
+
+
+def make_reward(run: Run, config: PPOConfig, path: str, dtype: torch.dtype) -> FrozenEngine:
+    """The reward model, giving raw scores."""
+    ds_json = frozen_json(
+        run, config.deepspeed, zero_stage=config.critic.zero_stage, offload=config.offload_reward_model
+    )
+    with partitioned_loading(ds_json):
+        model = load_reward_model(path, dtype=dtype, attn_implementation=config.critic.attn_implementation)
+    return FrozenEngine(model, ds_json, run.world.device)
+
+
+def log_probs_of(
+    policy: Any, sequences: torch.Tensor, *, mask: torch.Tensor, selected: torch.Tensor, temperature: float
+) -> TokenStatistics:
+    """Log-probabilities and entropies (B, S - 1) of selected tokens at the rollout's temperature."""
+    return policy(sequences, attention_mask=mask, selected=selected, temperature=temperature, with_entropy=True)

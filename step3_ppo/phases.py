@@ -1,0 +1,223 @@
+"""The phases of a PPO iteration: collect a rollout, update both models on it, evaluate."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.batching import SFTBatch
+from pipeline.datasets_cache import Built
+from pipeline.errors import DivergedError
+from pipeline.generate import RandomKey, Sampling
+from pipeline.loader import StepLoader
+from pipeline.metrics import Recorder
+from pipeline.run import Run
+from pipeline.tokenizers import eos_ids
+from step3_ppo.config import PPOConfig
+from step3_ppo.ema import MovingAverage
+from step3_ppo.eval import append_samples, evaluation_metrics, rollout_metrics
+from step3_ppo.experience import Responses
+from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.models import Models
+from step3_ppo.plan import Plan
+from step3_ppo.ppo_math import next_kl_coef
+from step3_ppo.rollout import Rewarded, Sampler, micro_batches, reward, score
+from step3_ppo.trainer import Updater, should_stop_early
+
+
+@dataclass(slots=True)
+class State:
+    """Everything of step 3 that evolves, besides the engines and the moving average."""
+
+    step: int = 0
+    rollout: int = 0
+    kl_coef: float = 0.0
+    num_tokens: int = 0
+    skipped_updates: int = 0
+    bad_in_a_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A rollout ready for updates, with its metrics."""
+
+    responses: Responses
+    rewarded: Rewarded
+    metrics: dict[str, float]
+
+
+class Phases:
+    """What the loop calls; holds everything that stays, and the state that evolves."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: PPOConfig,
+        models: Models,
+        prompts: Built,
+        text: StepLoader[SFTBatch] | None,
+        plan: Plan,
+        rate: Callable[[int], float],
+        average: MovingAverage | None,
+        recorder: Recorder,
+        state: State,
+    ) -> None:
+        self.run, self.config, self.models, self.prompts, self.text = run, config, models, prompts, text
+        self.plan, self.rate, self.average, self.recorder, self.state = plan, rate, average, recorder, state
+        tokenizer = models.tokenizer
+        generation_config = models.actor.module.model.generation_config
+        self.hybrid = HybridEngine(
+            models.actor, eos_ids=eos_ids(tokenizer, generation_config), pad_id=tokenizer.pad_token_id
+        )
+        self.updater = Updater(
+            actor=models.actor,
+            critic=models.critic,
+            world=run.world,
+            ppo=config.ppo,
+            temperature=config.sampling.temperature,
+            rows_per_step=plan.rows_per_step,
+            micro_batch_size=config.optimizer.per_device_train_batch_size,
+            unsup_coef=config.data.unsup_coef,
+            seed=config.run.seed,
+        )
+
+    def sampler(self, rows: object, *, num_samples: int, batch_size: int) -> Sampler:
+        sampling = self.config.sampling
+        return Sampler(
+            hybrid=self.hybrid,
+            rows=rows,
+            world=self.run.world,
+            sampling=Sampling(sampling.max_answer_seq_len, sampling.temperature, sampling.top_p, sampling.top_k),
+            num_samples=num_samples,
+            batch_size=batch_size,
+            max_prompt=self.config.data.max_prompt_seq_len,
+        )
+
+    def collect(self) -> Collected:
+        """Sample responses to the next prompts, score them, and compute advantages. A collective."""
+        config, state = self.config, self.state
+        started = time.monotonic()
+        epoch, planned = self.plan.prompts(
+            seed=config.run.seed, rollout=state.rollout, num_prompts=len(self.prompts.train)
+        )
+        sampler = self.sampler(
+            self.prompts.train,
+            num_samples=config.sampling.num_samples_per_prompt,
+            batch_size=config.sampling.per_device_generation_batch_size,
+        )
+        responses = sampler.sample(planned, RandomKey(config.run.seed, "rollout", epoch))
+        sampled = time.monotonic()
+        batches = [batch for step in self.updater.plan(len(responses.order), rollout=0, epoch=0) for batch in step]
+        rewarded, metrics = self._reward(responses, batches, self.prompts.train)
+        num_response_tokens = int(responses.response_mask.sum())
+        state.num_tokens += int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
+        metrics |= {
+            "objective/kl_coef": state.kl_coef,
+            "time/generate_s": sampled - started,
+            "time/score_s": time.monotonic() - sampled,
+            "generate_tokens_per_s": num_response_tokens / (sampled - started),
+            "epoch": (state.rollout + 1) / self.plan.rollouts_per_epoch,
+            "num_tokens": state.num_tokens,
+        }
+        return Collected(responses, rewarded, metrics)
+
+    def _reward(
+        self, responses: Responses, batches: list[list[int]], rows: object
+    ) -> tuple[Rewarded, dict[str, float]]:
+        models, temperature = self.models, self.config.sampling.temperature
+        scores = score(models, responses, batches, rows=rows, temperature=temperature)
+        rewarded = reward(
+            responses,
+            scores,
+            self.config.ppo,
+            kl_coef=self.state.kl_coef,
+            score_mean=models.score_mean,
+            score_std=models.score_std,
+        )
+        self._last_scores = scores
+        return rewarded, rollout_metrics(responses, scores, rewarded, kl_coef=self.state.kl_coef)
+
+    def update(self, collected: Collected) -> None:
+        """All optimizer steps on a rollout; one line of metrics a step, the rollout's own on its first step."""
+        config, state = self.config, self.state
+        num_rows = len(collected.responses.order)
+        rollout_values = collected.metrics
+        first_error: float | None = None
+        for _, batches in self.updater.updates(num_rows, rollout=state.rollout):
+            if state.step >= self.plan.total_steps:
+                break
+            started = time.monotonic()
+            metrics, stepped = self.updater.update(
+                collected.responses,
+                collected.rewarded.experience,
+                batches,
+                kl_coef=state.kl_coef,
+                rate_factor=self.rate(state.step),
+                train_actor=state.step >= config.ppo.critic_warmup_steps,
+                text=self.text.step(state.step) if self.text else None,
+            )
+            first_error = metrics["policy/first_ratio_error"] if first_error is None else first_error
+            self._count(stepped)
+            seconds = time.monotonic() - started
+            metrics |= rollout_values | {
+                "policy/first_ratio_error": first_error,
+                "time/train_s": seconds,
+                "skipped_updates": state.skipped_updates,
+            }
+            total = seconds + rollout_values.get("time/generate_s", 0.0) + rollout_values.get("time/score_s", 0.0)
+            num_tokens = int(collected.responses.attention_mask.sum()) * self.plan.rows_per_step // num_rows
+            self.recorder.write_training(
+                state.step, metrics, seconds=total, num_tokens=num_tokens, num_rows=self.plan.rows_per_step
+            )
+            rollout_values = {}
+            if should_stop_early(metrics, config.ppo.approx_kl_stop):
+                break
+        self._adapt_kl(collected.metrics["objective/kl"], num_rows)
+        state.rollout += 1
+
+    def _count(self, stepped: bool) -> None:
+        state = self.state
+        state.step += 1
+        state.skipped_updates += not stepped
+        state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
+        if stepped and self.average is not None:
+            self.average.update()
+        if state.bad_in_a_row >= self.config.optimizer.max_bad_steps:
+            raise DivergedError(
+                f"{state.bad_in_a_row} updates in a row were not finite: lower --actor_learning_rate, or use bf16"
+            )
+
+    def _adapt_kl(self, observed: float, num_rows: int) -> None:
+        ppo = self.config.ppo
+        if ppo.kl_target and math.isfinite(observed):
+            self.state.kl_coef = next_kl_coef(
+                self.state.kl_coef, observed, target=ppo.kl_target, horizon=ppo.kl_horizon, num_sequences=num_rows
+            )
+
+    def evaluate(self) -> None:
+        """Sample and score held-out prompts with the same random numbers each time. A collective."""
+        rows, limit = self.prompts.eval, self.config.run.eval_iters
+        count = min(len(rows), limit) if limit else len(rows)
+        if not count:
+            return
+        size = self.config.optimizer.per_device_eval_batch_size
+        planned = list(range(count))
+        sampler = self.sampler(rows, num_samples=1, batch_size=size)
+        responses = sampler.sample(planned, RandomKey(self.config.run.seed, "eval"))
+        whole = micro_batches(
+            list(range(len(responses.order))),
+            rows_per_step=size * self.run.world.size,
+            world=self.run.world,
+            size=size,
+        )
+        rewarded, metrics = self._reward(responses, [batch for step in whole for batch in step], rows)
+        self.recorder.write(self.state.step, evaluation_metrics(metrics))
+        if self.run.world.is_main:
+            append_samples(
+                self.run.folder / "samples.jsonl",
+                step=self.state.step,
+                responses=responses,
+                scores=self._last_scores,
+                rewarded=rewarded,
+                tokenizer=self.models.tokenizer,
+            )

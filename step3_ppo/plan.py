@@ -1,0 +1,44 @@
+"""The arithmetic of a PPO run: prompts, rows, optimizer steps."""
+
+import math
+from dataclasses import dataclass
+
+from pipeline.batching import num_steps, plan_step
+from pipeline.errors import InputError
+from step3_ppo.config import PPOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Counts over all ranks. A row is a sampled response."""
+
+    prompts_per_rollout: int
+    rows_per_step: int
+    steps_per_rollout: int
+    rollouts_per_epoch: int
+    total_steps: int
+
+    def prompts(self, *, seed: int, rollout: int, num_prompts: int) -> tuple[int, list[int | None]]:
+        """(epoch, prompt rows) of a rollout; None fills up the last one of an epoch."""
+        epoch, within = divmod(rollout, self.rollouts_per_epoch)
+        return epoch, plan_step(seed, epoch, within, num_prompts, self.prompts_per_rollout)
+
+
+def make_plan(config: PPOConfig, *, num_prompts: int, world_size: int) -> Plan:
+    """Raises InputError where a rollout does not divide into whole optimizer steps."""
+    sampling, optimizer = config.sampling, config.optimizer
+    prompts = sampling.per_device_generation_batch_size * sampling.generation_batches * world_size
+    rows = prompts * sampling.num_samples_per_prompt
+    per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * world_size
+    if rows % per_step:
+        fitting = per_step // math.gcd(per_step, rows) * sampling.per_device_generation_batch_size
+        raise InputError(
+            f"a rollout has {rows} rows ({sampling.per_device_generation_batch_size} prompts x "
+            f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples x {world_size} "
+            f"ranks), an optimizer step {per_step} (per_device_train_batch_size x gradient_accumulation_steps x ranks); "
+            f"rows must be a multiple: --per_device_generation_batch_size {fitting} is one"
+        )
+    steps = rows // per_step * config.ppo.ppo_epochs
+    per_epoch = num_steps(num_prompts, prompts)
+    total = config.run.max_steps or max(1, math.ceil(config.run.num_train_epochs * per_epoch)) * steps
+    return Plan(prompts, per_step, steps, per_epoch, total)

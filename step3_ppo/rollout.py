@@ -1,0 +1,193 @@
+"""From prompts to experience: sample, exchange, score, and turn scores into advantages."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline import dist
+from pipeline.batching import rank_slices
+from pipeline.generate import Prompt, RandomKey, Sampling
+from pipeline.reward_model import last_token_scores
+from pipeline.templates import encode_conversation
+from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, whiten
+from pipeline.turns import Message
+from step3_ppo.config import PPOCoefficients
+from step3_ppo.experience import (
+    Experience,
+    Responses,
+    Scores,
+    gather_responses,
+    gather_scores,
+    pack_responses,
+)
+from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.models import Models, log_probs_of
+from step3_ppo.ppo_math import gae, kl_estimate, shape_scores, token_rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Samples responses to rows of a prompt data set on all ranks.
+
+    batch_size: prompts generated at once on one rank. max_prompt: tokens of the longest prompt.
+    """
+
+    hybrid: HybridEngine
+    rows: Any
+    world: dist.World
+    sampling: Sampling
+    num_samples: int
+    batch_size: int
+    max_prompt: int
+
+    def sample(self, planned: Sequence[int | None], key: RandomKey) -> Responses:
+        """Responses to the planned rows (None fills up), `num_samples` each, the same on every rank. A collective."""
+        places = rank_slices(list(range(len(planned))), self.world.size, self.world.rank, self.batch_size)
+        with self.hybrid.generation():
+            parts = [self._sample_batch(planned, batch, key) for batch in places]
+        return gather_responses(parts)
+
+    def _sample_batch(self, planned: Sequence[int | None], places: Sequence[int | None], key: RandomKey) -> Responses:
+        rows = [None if place is None else planned[place] for place in places]
+        prompts = [self._prompt(row or 0) for row in rows]
+        rollout = self.hybrid.generate(prompts, num_samples=self.num_samples, sampling=self.sampling, key=key)
+        device = rollout.finished.device
+        # Places beyond the plan come from rounding up to whole batches; they sort to the end.
+        last = len(planned)
+        order = torch.tensor([last if place is None else place for place in places], device=device)
+        samples = torch.arange(self.num_samples, device=device)
+        return pack_responses(
+            rollout,
+            pad_id=self.hybrid.pad_id,
+            max_sequence=self.max_prompt + self.sampling.max_new_tokens,
+            max_response=self.sampling.max_new_tokens,
+            valid=torch.tensor([row is not None for row in rows], device=device).repeat_interleave(self.num_samples),
+            row_index=torch.tensor([row or 0 for row in rows], device=device).repeat_interleave(self.num_samples),
+            order=(order.unsqueeze(1) * self.num_samples + samples).flatten(),
+        )
+
+    def _prompt(self, row: int) -> Prompt:
+        found = self.rows[row]
+        return Prompt(found["prompt_ids"], found["prompt_id"])
+
+
+def micro_batches(rows: Sequence[int], *, rows_per_step: int, world: dist.World, size: int) -> list[list[list[int]]]:
+    """This rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start)."""
+    steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
+    slices = [rank_slices(step, world.size, world.rank, size) for step in steps]
+    return [[[row for row in part if row is not None] for part in step] for step in slices]
+
+
+@torch.no_grad()
+def score(
+    models: Models, responses: Responses, batches: Sequence[Sequence[int]], *, rows: Any, temperature: float
+) -> Scores:
+    """All four models on all responses, each rank its own micro-batches; the same on every rank. A collective.
+
+    Args:
+        batches: this rank's micro-batches, in the very shapes of the first epoch's updates: in 16 bits a forward pass
+            depends on its batch shape, and the first ratio must be 1.
+    """
+    parts, order = [], []
+    for batch in batches:
+        index = torch.tensor(batch, device=responses.sequences.device)
+        parts.append(score_batch(models, responses.select(index).trimmed(), rows, temperature))
+        order.append(index)
+    return gather_scores(parts, torch.cat(order), width=responses.sampler_log_probs.shape[1])
+
+
+def score_batch(models: Models, responses: Responses, rows: Any, temperature: float) -> Scores:
+    mask, selected = responses.attention_mask, responses.predicts_response
+    policy = log_probs_of(models.actor, responses.sequences, mask=mask, selected=selected, temperature=temperature)
+    with models.reference_policy() as reference:
+        ref = log_probs_of(reference, responses.sequences, mask=mask, selected=selected, temperature=temperature)
+    values = models.critic(responses.sequences, mask)
+    assert policy.entropy is not None
+    return Scores(
+        log_probs=responses.in_response_space(policy.log_probs),
+        ref_log_probs=responses.in_response_space(ref.log_probs),
+        entropy=responses.in_response_space(policy.entropy),
+        values=responses.in_response_space(values),
+        scores=sequence_scores(models, responses, rows),
+    )
+
+
+def sequence_scores(models: Models, responses: Responses, rows: Any) -> torch.Tensor:
+    """(n,) raw scores of the reward model at the last real token; re-encoded where it has a tokenizer of its own."""
+    sequences, mask = responses.sequences, responses.attention_mask
+    if models.reward_tokenizer is not None:
+        encoded = [torch.tensor(ids, device=sequences.device) for ids in reward_ids(models, responses, rows)]
+        lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
+        sequences = pad_rows(encoded, models.reward_tokenizer.pad_token_id or 0)
+        mask = lengths_to_mask(lengths, sequences.shape[1])
+    return last_token_scores(models.reward(sequences, mask), mask.sum(1))
+
+
+def reward_ids(models: Models, responses: Responses, rows: Any) -> list[list[int]]:
+    """Conversations in the reward model's own tokens and template, from text; without an end where there was none."""
+    found = []
+    for n in range(len(responses.sequences)):
+        start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])
+        text = models.tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True)
+        turns = [Message(**turn) for turn in json.loads(rows[int(responses.row_index[n])]["messages"])]
+        encoded = encode_conversation(models.reward_tokenizer, [*turns, Message("assistant", text.strip())], "last")
+        ends = models.reward_tokenizer.all_special_ids
+        ids = list(encoded.ids)
+        while not responses.finished[n] and ids and ids[-1] in ends:
+            ids.pop()
+        found.append(ids)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """Experience, and what is logged about it (sequence_rewards (N,) before the KL penalty, kl (N, T) by k1)."""
+
+    experience: Experience
+    valid: torch.Tensor
+    sequence_rewards: torch.Tensor
+    kl: torch.Tensor
+    kl_k3: torch.Tensor
+    advantage_mean: float
+    advantage_std: float
+
+
+def reward(
+    responses: Responses, scores: Scores, ppo: PPOCoefficients, *, kl_coef: float, score_mean: float, score_std: float
+) -> Rewarded:
+    """Rewards, advantages and returns of a whole rollout; whitening sees all ranks because every rank has all rows.
+
+    Rows with a number that is not finite are masked before anything is averaged.
+    """
+    finite = torch.stack([row.isfinite().reshape(len(row), -1).all(1) for row in (scores.scores, scores.log_probs,
+                          scores.ref_log_probs, scores.values)]).all(0)  # fmt: skip
+    valid = responses.valid & finite
+    mask = responses.response_mask & valid.unsqueeze(1)
+    log_probs, ref_log_probs, values = (
+        torch.where(mask, tensor, 0.0) for tensor in (scores.log_probs, scores.ref_log_probs, scores.values)
+    )
+    shaped = shape_scores(
+        torch.where(valid, scores.scores, 0.0),
+        responses.finished,
+        score_mean=score_mean,
+        score_std=score_std,
+        reward_clip=ppo.reward_clip,
+        missing_eos_penalty=ppo.missing_eos_penalty,
+    )
+    penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
+    rewards = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
+    advantages, returns = gae(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
+    mean, variance = finish_moments(moments(advantages, mask))
+    used = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
+    return Rewarded(
+        experience=Experience(mask, log_probs, ref_log_probs, values, used, returns),
+        valid=valid,
+        sequence_rewards=shaped,
+        kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
+        kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
+        advantage_mean=mean.item(),
+        advantage_std=variance.sqrt().item(),
+    )

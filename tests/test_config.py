@@ -1,0 +1,105 @@
+"""The configuration models, the presets that fill them, and the reference that is made from them."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.flags import flag_table, flat_items, load_yaml, parse
+from pipeline.train_config import SIZES, TrainConfig
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = ROOT / "launch" / "presets"
+STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+ALL = {**STAGES, "train": TrainConfig}
+
+
+@pytest.mark.parametrize("section", ALL)
+def test_every_flag_has_a_meaning_and_a_valid_default(section):
+    for name, flag in flag_table(ALL[section]).items():
+        assert flag.info.description, name
+    config = parse(ALL[section], [], section=section).config
+    assert type(config).model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("section", STAGES)
+def test_dropout_is_off_and_no_dtype_is_forced(section):
+    values = dict(flat_items(parse(STAGES[section], [], section=section).config))
+    assert values["dtype"] == "auto"
+    assert {value for name, value in values.items() if name.endswith("lora_dropout")} == {0.0}
+
+
+def test_configurations_are_frozen_and_closed():
+    config = parse(SFTConfig, [], section="sft").config
+    with pytest.raises(ValidationError):
+        config.keep_best = True
+    with pytest.raises(ValidationError):
+        SFTConfig(keep_bst=True)
+    changed = config.run.replace(max_steps=3)
+    assert (changed.max_steps, config.run.max_steps) == (3, 0)
+    with pytest.raises(ValidationError):
+        config.run.replace(max_steps=-1)
+
+
+# --- presets --------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_preset_for_each_size_and_stage():
+    names = {file.name for file in PRESETS.iterdir()}
+    assert names == {f"{size}.{section}.yaml" for size in SIZES for section in STAGES}
+
+
+@pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
+def test_presets_parse_and_fit(file):
+    section = file.name.split(".")[-2]
+    resolved = parse(STAGES[section], ["--preset", str(file)], section=section)
+    values = dict(flat_items(resolved.config))
+    assert {name for name, origin in resolved.origins.items() if origin == str(file)} == set(load_yaml(str(file)))
+    if section == "ppo":
+        samples = values["per_device_generation_batch_size"] * values["generation_batches"]
+        rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+        assert samples * values["num_samples_per_prompt"] % rows == 0, "whole steps from one update phase"
+    else:
+        size = file.name.removesuffix(f".{section}.yaml")
+        assert values["model_name_or_path"] == ("output/demo/base" if size == "tiny" else f"facebook/opt-{size}")
+
+
+@pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
+def test_presets_are_short_and_say_what_they_are(file):
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("# Step ") and len(lines) <= 30 and max(map(len, lines)) <= 120
+
+
+# --- borders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["pipeline.config", "pipeline.flags", "pipeline.ds_config", "pipeline.plan", "pipeline.launcher", "train"],
+)
+def test_configuration_imports_neither_torch_nor_deepspeed(module):
+    code = f"import sys, {module}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_reference_is_up_to_date():
+    maker = ROOT / "docs" / "make_configuration.py"
+    text = runpy.run_path(str(maker))["whole_reference"]()
+    assert (ROOT / "docs" / "configuration.md").read_text() == text, f"run: python {maker}"
+
+
+def test_run_folders_are_those_of_the_stages():
+    """train.py looks for outcomes where the stages write them."""
+    from pipeline import layout, run
+    from pipeline.config import RunConfig
+
+    for stage, config in (("sft", RunConfig(output_dir="o/sft")), ("ppo", RunConfig(output_dir="o"))):
+        assert run.run_folder(config, stage) == layout.run_folder(config, stage)
+    folder = Path("x")
+    assert run.outcome_file(folder, 3) == layout.outcome_file(folder, 3)

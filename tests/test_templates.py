@@ -1,0 +1,204 @@
+"""What is rendered, what is trained, and that a prompt's tokens are a prefix of its conversation's."""
+
+import itertools
+
+import pytest
+from tokenizers import processors
+
+from pipeline.counts import Counts
+from pipeline.errors import InputError
+from pipeline.formats import read_records
+from pipeline.sources import read_rows
+from pipeline.templates import (
+    HUMAN_ASSISTANT_TEMPLATE,
+    RefusedTurnsError,
+    encode_conversation,
+    encode_prompt,
+    encode_text,
+    end_token_ids,
+    render,
+    set_template,
+)
+from pipeline.turns import Message
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Nothing ends a turn, as in some Alpaca-like templates.
+NO_END = (
+    "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\n{% else %}A: {{ m.content }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+# Drops all but the last question, as thinking templates drop earlier reasoning.
+FORGETFUL = (
+    "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.content }}]{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+# The generation prompt ends in a space, which byte-level BPE puts before the next word's token.
+OPEN_SPACE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} A: {% else %}{{ m.content }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+QUESTION = Message("user", "How do I make tea?")
+ANSWER = Message("assistant", "Boil water.")
+LONGER = (QUESTION, ANSWER, Message("user", "How long?"), Message("assistant", "four minutes"))
+
+
+@pytest.fixture
+def chatml(bpe_tokenizer):
+    bpe_tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    bpe_tokenizer.chat_template = CHATML
+    return bpe_tokenizer
+
+
+def spans(tokenizer, encoded) -> list[str]:
+    """The trained runs of tokens as text."""
+    runs = itertools.groupby(zip(encoded.ids, encoded.trained, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in run]) for is_trained, run in runs if is_trained]
+
+
+def test_human_assistant_text(bpe_tokenizer):
+    set_template(bpe_tokenizer, "auto")
+    turns = (Message("system", "Be brief."), *LONGER)
+    assert render(bpe_tokenizer, turns) == (
+        "Be brief.\n\nHuman: How do I make tea?\n\nAssistant: Boil water.</s>"
+        "\n\nHuman: How long?\n\nAssistant: four minutes</s>"
+    )
+    assert render(bpe_tokenizer, turns[:2], add_generation_prompt=True) == (
+        "Be brief.\n\nHuman: How do I make tea?\n\nAssistant:"
+    )
+
+
+def test_bos_comes_first_only_where_encode_puts_it(bpe_tokenizer):
+    set_template(bpe_tokenizer, "human_assistant")
+    assert encode_prompt(bpe_tokenizer, [QUESTION])[0] != BOS
+    adding = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    bpe_tokenizer.backend_tokenizer.post_processor = adding
+    set_template(bpe_tokenizer, "human_assistant")
+    assert encode_prompt(bpe_tokenizer, [QUESTION]).count(BOS) == 1
+    assert encode_prompt(bpe_tokenizer, [QUESTION])[0] == BOS
+    assert (
+        encode_prompt(bpe_tokenizer, [QUESTION])
+        == bpe_tokenizer("\n\nHuman: How do I make tea?\n\nAssistant:").input_ids
+    )
+
+
+def test_template_choice(bpe_tokenizer):
+    with pytest.raises(InputError, match="auto, tokenizer or human_assistant"):
+        set_template(bpe_tokenizer, "chatml")
+    with pytest.raises(InputError, match="no chat template"):
+        set_template(bpe_tokenizer, "tokenizer")
+    bpe_tokenizer.chat_template = NO_END
+    for name in ("auto", "tokenizer"):
+        set_template(bpe_tokenizer, name)
+        assert bpe_tokenizer.chat_template == NO_END
+    set_template(bpe_tokenizer, "human_assistant")
+    assert bpe_tokenizer.chat_template == HUMAN_ASSISTANT_TEMPLATE
+    bpe_tokenizer.chat_template = {"default": CHATML, "tool_use": "x"}
+    set_template(bpe_tokenizer, "auto")
+    assert bpe_tokenizer.chat_template == CHATML
+    bpe_tokenizer.eos_token = None
+    with pytest.raises(InputError, match="no EOS token"):
+        set_template(bpe_tokenizer, "human_assistant")
+
+
+def test_the_template_is_saved_with_the_tokenizer(bpe_tokenizer, tmp_path):
+    set_template(bpe_tokenizer, "auto")
+    bpe_tokenizer.save_pretrained(tmp_path)
+    again = type(bpe_tokenizer).from_pretrained(tmp_path)
+    assert again.chat_template == HUMAN_ASSISTANT_TEMPLATE
+    assert encode_prompt(again, [QUESTION]) == encode_prompt(bpe_tokenizer, [QUESTION])
+
+
+def test_trained_span_is_the_content_and_its_end(bpe_tokenizer):
+    set_template(bpe_tokenizer, "auto")
+    encoded = encode_conversation(bpe_tokenizer, LONGER)
+    assert spans(bpe_tokenizer, encoded) == [" Boil water.</s>", " four minutes</s>"]
+    last = encode_conversation(bpe_tokenizer, LONGER, "last")
+    assert spans(bpe_tokenizer, last) == [" four minutes</s>"]
+    assert last.ids == encoded.ids
+    assert encoded.ids[-1] == EOS and encoded.num_boundaries == 0
+
+
+def test_what_follows_the_end_token_is_neither_trained_nor_kept_at_the_end(chatml):
+    im_end = chatml.convert_tokens_to_ids("<|im_end|>")
+    encoded = encode_conversation(chatml, LONGER)
+    assert spans(chatml, encoded) == ["Boil water.<|im_end|>", "four minutes<|im_end|>"]
+    assert encoded.ids[-1] == im_end
+    assert end_token_ids(chatml) == {EOS, im_end}
+
+
+def test_eos_is_appended_where_the_template_ends_no_turn(bpe_tokenizer):
+    bpe_tokenizer.chat_template = NO_END
+    encoded = encode_conversation(bpe_tokenizer, LONGER)
+    assert spans(bpe_tokenizer, encoded) == [" Boil water.\n", " four minutes\n</s>"]
+    assert end_token_ids(bpe_tokenizer) == {EOS}
+
+
+def test_template_that_rewrites_earlier_turns_is_refused_by_name(bpe_tokenizer):
+    bpe_tokenizer.chat_template = FORGETFUL
+    with pytest.raises(InputError, match="rewrites earlier turns.*--train_turns last"):
+        encode_conversation(bpe_tokenizer, LONGER)
+
+
+def test_generation_prompt_that_no_turn_begins_with_is_refused(bpe_tokenizer):
+    bpe_tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    with pytest.raises(InputError, match="no prompt is a prefix"):
+        encode_conversation(bpe_tokenizer, LONGER[:2])
+
+
+def test_refused_turns_have_their_own_error(bpe_tokenizer):
+    bpe_tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(RefusedTurnsError, match="System role not supported"):
+        encode_prompt(bpe_tokenizer, [QUESTION])
+
+
+def test_tokens_that_merge_across_the_prompts_end_are_kept_apart_and_counted(bpe_tokenizer):
+    bpe_tokenizer.chat_template = OPEN_SPACE
+    turns = (Message("user", "x"), Message("assistant", "the capital"))
+    prompt = encode_prompt(bpe_tokenizer, turns[:1])
+    whole = encode_text(bpe_tokenizer, render(bpe_tokenizer, turns))
+    assert whole[: len(prompt)] != prompt, "the case must be one where the tokenizer merges"
+    encoded = encode_conversation(bpe_tokenizer, turns)
+    assert encoded.ids[: len(prompt)] == prompt
+    assert encoded.num_boundaries == 1
+    assert spans(bpe_tokenizer, encoded) == ["the capital</s>"]
+
+
+def test_a_conversation_must_end_in_an_answer(bpe_tokenizer):
+    set_template(bpe_tokenizer, "auto")
+    with pytest.raises(ValueError, match="ends in an assistant turn"):
+        encode_conversation(bpe_tokenizer, LONGER[:3])
+
+
+@pytest.mark.parametrize("name", ["hh_harmless", "dpo_zh_demo", "dpo_en_demo", "ja_vicuna_gpt4", "oasst_en_100"])
+def test_prompts_are_token_prefixes_on_real_rows(real_data, real_tokenizer, name):
+    set_template(real_tokenizer, "auto")
+    eos = real_tokenizer.eos_token_id
+    path = real_data / "preference" / f"{name}.jsonl.gz"
+    for record in itertools.islice(read_records(read_rows(str(path)), Counts()), 40):
+        prompt = encode_prompt(real_tokenizer, record.messages)
+        encoded = encode_conversation(real_tokenizer, record.all_turns, "last")
+        is_prefix = encoded.ids[: len(prompt)] == prompt
+        is_rest_trained = encoded.trained == [False] * len(prompt) + [True] * (len(encoded.ids) - len(prompt))
+        is_ended_once = encoded.ids[-1] == eos and eos not in encoded.ids[len(prompt) : -1]
+        says_the_same = real_tokenizer.decode(encoded.ids[len(prompt) : -1]).strip() == record.chosen.strip()
+        assert is_prefix and is_rest_trained and is_ended_once and says_the_same, record.origin
+        assert encoded.num_boundaries == 0, record.origin
+
+
+def test_all_turns_and_last_turn_encode_alike_on_real_transcripts(real_data, real_tokenizer):
+    set_template(real_tokenizer, "auto")
+    path = real_data / "preference" / "hh_harmless.jsonl.gz"
+    for record in itertools.islice(read_records(read_rows(str(path)), Counts()), 60):
+        every = encode_conversation(real_tokenizer, record.all_turns, "all")
+        last = encode_conversation(real_tokenizer, record.all_turns, "last")
+        num_answers = sum(turn.role == "assistant" for turn in record.all_turns)
+        num_ends = sum(t and i == real_tokenizer.eos_token_id for i, t in zip(every.ids, every.trained, strict=True))
+        is_same = every.ids == last.ids
+        assert is_same and num_ends == num_answers, record.origin

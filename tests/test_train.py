@@ -1,0 +1,386 @@
+"""train.py as a real process: plans, commands, chaining, exit codes, signals. Launchers are stubs (launch_stub.py)."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch_stub import stub_environment
+
+from pipeline.errors import InputError
+from pipeline.launcher import Outcome, final_code
+from pipeline.machine import check_device_count, read_hostfile
+from pipeline.train_config import model_size, split_overrides
+from train import STEPS, duration
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = ROOT / "launch" / "presets"
+TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
+
+
+def train(folder: Path, *words: str, gpus: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
+    """The finished process of `python train.py WORDS`, run in `folder`."""
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    environment = stub_environment(folder, gpus=gpus, **more)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def started(folder: Path) -> list[list[str]]:
+    """The words of each launcher that was started; a picked port is cut out."""
+    log = folder / "log.jsonl"
+    calls = [json.loads(line)["argv"] for line in log.read_text().splitlines()] if log.exists() else []
+    return [words[words.index("--num_gpus") if "--num_gpus" in words else 0 :] for words in calls]
+
+
+def make_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("")
+
+
+# --- commands and chaining ------------------------------------------------------------------------------------------
+
+
+def test_three_steps_in_order_with_chained_folders(tmp_path):
+    done = train(tmp_path, *TINY, "--output-dir", "my out", STUB_OUTCOMES="0,0")
+    assert done.returncode == 0, done.stderr
+    common = ["--num_gpus", "1", "--no_local_rank", "--module"]
+    assert started(tmp_path) == [
+        [*common, "step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output_dir", "my out/sft"],
+        [*common, "step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output_dir", "my out/reward"],
+        [*common, "step3_ppo.main", "--preset", f"{PRESETS}/tiny.ppo.yaml",
+         "--actor_model_name_or_path", "my out/sft", "--critic_model_name_or_path", "my out/reward",
+         "--output_dir", "my out"],
+    ]  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "next: python chat.py --path 'my out/actor'"
+    assert "== step 2: reward model" in done.stdout and "== step 3: done in" in done.stdout
+
+
+def test_flags_reach_their_step(tmp_path):
+    done = train(
+        tmp_path, *TINY, "--deployment-type", "single_node", "--num_gpus", "2", "--actor-zero-stage", "2",
+        "--reward_zero_stage=1", "--overwrite", "--sft.data_path", "a b.jsonl", "c'd", "--ppo.kl-coef=0.2",
+        "--reward.column_map", "two\nlines", STUB_OUTCOMES="0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sft, reward, ppo = started(tmp_path)
+    assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", "--overwrite", "--data_path", "a b.jsonl", "c'd"]
+    assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", "--overwrite", "--column_map", "two\nlines"]
+    assert ppo[ppo.index("--actor_zero_stage") :] == [
+        "--actor_zero_stage", "2", "--critic_zero_stage", "1", "--overwrite", "--kl-coef=0.2"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "preset"),
+    [
+        ("350m", [], "350m"),
+        ("facebook/opt-1.3b", [], "1.3b"),
+        ("org/model-7b", ["--model_name_or_path", "org/model-7b"], None),
+    ],
+)
+def test_models(tmp_path, given, flags, preset):
+    done = train(tmp_path, "--step", "1", "--actor-model", given, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("$ ")))
+    expected = ["--preset", str(PRESETS / f"{preset}.sft.yaml")] if preset else []
+    assert words[4:] == [*expected, "--output_dir", "output/sft", *flags]
+    assert ("no preset" in done.stdout) == (preset is None)
+
+
+def test_config_file_replaces_chained_folders_and_keeps_origins(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "train: {step: [1, 3], actor_model: tiny}\n"
+        "sft: {output_dir: elsewhere/tuned, learning_rate: 2e-5}\nppo: {critic_model_name_or_path: org/critic}\n"
+    )
+    done = train(tmp_path, "--config", "run.yaml", "--sft.max_steps", "7", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["learning_rate", "2e-05", "run.yaml"] in rows
+    assert ["output_dir", "elsewhere/tuned", "run.yaml"] in rows
+    assert ["max_steps", "7", "command", "line"] in rows
+    assert ["per_device_train_batch_size", "16", f"{PRESETS}/tiny.sft.yaml"] in rows
+    assert ["seed", "1234", "default"] in rows
+    assert ["actor_model_name_or_path", "elsewhere/tuned", "command", "line"] in rows
+    assert ["critic_model_name_or_path", "org/critic", "run.yaml"] in rows
+
+
+def test_config_file_without_sections_is_for_one_step(tmp_path):
+    (tmp_path / "flat.yaml").write_text("max_steps: 3\n")
+    one = train(tmp_path, "--config", "flat.yaml", "--step", "1", "--dry-run")
+    assert (
+        one.returncode == 0
+        and "max_steps                          3                              flat.yaml" in one.stdout
+    )
+    three = train(tmp_path, "--config", "flat.yaml", "--dry-run")
+    assert three.returncode == 2 and "flags without sections" in three.stderr
+
+
+def test_dry_run_starts_nothing(tmp_path):
+    done = train(tmp_path, "--dry-run")
+    assert done.returncode == 0 and done.stdout.endswith("dry run: nothing was started\n")
+    assert started(tmp_path) == [] and not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("deployment", ["single_gpu", "single_node", "multi_node"])
+@pytest.mark.parametrize("size", ["tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b"])
+def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, size):
+    from train import check_engines, command_of, make_plan
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=8\n")
+    hostfile = ["--hostfile", "hosts"] if deployment == "multi_node" else []
+    words = ["--deployment-type", deployment, "--actor-model", size, "--reward-model", size, *hostfile]
+    plan = make_plan(words, STEPS)
+    for stage in plan.chosen:
+        check_engines(stage, 8, "cuda")
+        command = command_of(stage, plan.config)
+        assert command[:2] == ["bash", str(ROOT / "launch" / f"{deployment}.sh")]
+        at = 2 + len(hostfile)
+        assert command[2:at] == hostfile
+        assert command[at : at + 3] == [str(stage.step), "--preset", f"{PRESETS}/{size}.{stage.kind.section}.yaml"]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_all_errors_of_all_steps_at_once(tmp_path):
+    done = train(
+        tmp_path, "--step", "1", "--sft.learning_rat", "1", "--reward.seed", "x", "--ppo.kl_coeff", "1", "--stp"
+    )
+    assert done.returncode == 2 and started(tmp_path) == []
+    lines = done.stderr.splitlines()
+    assert lines == [
+        "error: --stp: unknown flag; did you mean --step?",
+        "error: --sft.learning_rat: unknown flag; did you mean --sft.learning_rate?",
+        "error: --reward.seed: found 'x' (command line): Input should be a valid integer, "
+        "unable to parse string as an integer",
+        "error: --ppo.kl_coeff: unknown flag; did you mean --ppo.kl_coef?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--actor-model", "7b"), 2, "--actor-model: found size '7b'"),
+        (("--num-gpus", "2"), 2, "--num-gpus: found 2 with single_gpu"),
+        (("--deployment-type", "multi_node", "--hostfile", "none"), 2, "--hostfile: none: cannot read it"),
+        (("--deployment-type", "multi_nod"), 2, "did you mean multi_node?"),
+        (("--hostfile", "hosts"), 2, "--hostfile: found one with single_gpu"),
+        (("--include", "localhost:0", "--exclude", "localhost:1"), 2, "--include and --exclude"),
+        (("--deployment-type", "single_node", "--num-gpus", "3"), 3, "found 3, but 2 GPUs are visible here"),
+        (("--step", "4"), 2, "--step: found '4'"),
+        (("--sft.offload",), 2, "sft: --offload: needs ZeRO stage 1, 2 or 3, found stage 0"),
+        (("--preset", "x"), 2, "--preset: presets follow --actor-model"),
+        (("--config", "none.yaml"), 2, "none.yaml: cannot read it: No such file"),
+        (("1", "2"), 2, "found 3 values (tiny 1 2), wanted one"),
+    ],
+)
+def test_refused_in_one_line(tmp_path, words, code, message):
+    done = train(tmp_path, *(() if "--actor-model" in words else TINY), *words)
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and message in done.stderr
+    assert started(tmp_path) == []
+
+
+def test_port_in_use(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        done = train(tmp_path, "--master-port", str(taken.getsockname()[1]))
+    assert done.returncode == 3 and "Address already in use" in done.stderr
+
+
+def test_step_3_needs_the_models_of_1_and_2(tmp_path):
+    done = train(tmp_path, *TINY, "--step", "3")
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first.startswith("error: --ppo.actor_model_name_or_path: output/sft: found no config.json")
+    assert first.endswith("python train.py --step 1 --actor-model tiny --reward-model tiny")
+    assert "output/reward" in second and "--step 2" in second
+    make_model(tmp_path / "output" / "sft")
+    make_model(tmp_path / "output" / "reward")
+    assert train(tmp_path, *TINY, "--step", "3", STUB_OUTCOMES="0").returncode == 0
+
+
+def test_batch_arithmetic_of_the_users_json(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}}')
+    words = ("--step", "1", "--actor-model", "tiny", "--sft.deepspeed_config", "ds.json", "--dry-run")
+    node = ("--deployment-type", "single_node", "--num-gpus", "2")
+    good = train(tmp_path, *words, *node)
+    assert good.returncode == 0, good.stderr
+    assert ["zero_stage", "2", "ds.json"] in [line.split() for line in good.stdout.splitlines()]
+    bad = train(tmp_path, *words)
+    assert bad.returncode == 2 and "train_batch_size: found 32" in bad.stderr and "x 1 ranks = 16" in bad.stderr
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "launcher_code", "code"),
+    [
+        ("0,0", "0", 0),
+        ("0,0", "1", 0),  # torn down with an abort after all work was done
+        ("4,1", "1", 4),
+        ("1,2", "1", 2),
+        ("75,75", "1", 75),
+        ("0,null", "1", 1),
+        ("1,0", "0", 1),
+        ("", "3", 3),
+        ("", "0", 1),
+        ("", "250", 1),
+    ],
+)
+def test_exit_code_is_derived_from_the_ranks(tmp_path, outcomes, launcher_code, code):
+    done = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES=outcomes, STUB_CODE=launcher_code)
+    assert done.returncode == code
+    if code:
+        assert f"step 1 ended with {code} (" in done.stderr and "output/runs/sft/log.txt" in done.stderr
+
+
+def test_a_failed_step_ends_the_run(tmp_path):
+    assert train(tmp_path, *TINY, STUB_OUTCOMES="4").returncode == 4
+    assert len(started(tmp_path)) == 1
+
+
+def test_old_outcomes_are_not_read(tmp_path):
+    folder = tmp_path / "output/runs/sft/outcome"
+    folder.mkdir(parents=True)
+    (folder / "rank-7.json").write_text(json.dumps({"code": 4, "message": "", "pid": 1, "host": "x"}))
+    assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
+
+
+def test_informative_codes_come_first():
+    def code(*codes: int | None) -> int:
+        return final_code([Outcome(each, "", 1, "h") for each in codes], 1)
+
+    assert code(1, 3) == 3 and code(None, 75) == 75 and code(75, 4) == 4 and code(139, 0) == 1 and code(None) == 1
+
+
+def test_finished_steps_are_skipped(tmp_path):
+    assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
+    again = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0")
+    assert again.returncode == 0 and "step 1: finished already (output/sft)" in again.stdout
+    assert len(started(tmp_path)) == 1
+    train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "10", STUB_OUTCOMES="0")
+    assert len(started(tmp_path)) == 1, "the stub's run had 10 steps"
+    train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "11", STUB_OUTCOMES="0")
+    assert len(started(tmp_path)) == 2, "more steps extend the run"
+    train(tmp_path, *TINY, "--step", "1", "--overwrite", STUB_OUTCOMES="0")
+    assert len(started(tmp_path)) == 3
+
+
+def wait_until_running(folder: Path) -> int:
+    """The stub rank's process id, once it is there."""
+    file = folder / "output/runs/sft/outcome/rank-0.json"
+    for _ in range(200):
+        if file.exists() and file.read_text():
+            return json.loads(file.read_text())["pid"]
+        time.sleep(0.05)
+    raise AssertionError("the stub rank did not start")
+
+
+def start_and_signal(folder: Path, mode: str, *pauses_s: float) -> tuple[int, str, int]:
+    """(exit code, stderr, rank's pid) of a run that gets SIGINT after each pause."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *TINY, "--step", "1"],
+        cwd=folder, env=stub_environment(folder, STUB_OUTCOMES=mode), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    rank = wait_until_running(folder)
+    for pause in pauses_s:
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    return process.returncode, stderr, rank
+
+
+def test_a_signal_reaches_the_ranks_once(tmp_path):
+    code, stderr, _ = start_and_signal(tmp_path, "wait", 0.0, 0.1)
+    assert code == 75 and "a second signal kills at once" in stderr and "killing" not in stderr
+
+
+def test_a_second_signal_kills(tmp_path):
+    code, stderr, rank = start_and_signal(tmp_path, "wait-deaf", 0.0, 0.3, 2.0)
+    assert code == 1 and stderr.count("second signal: killing") == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_one_fast_screen():
+    code = (
+        "import sys, train\ntry: train.main(['--help'])\nfinally: assert 'torch' not in sys.modules, 'torch imported'"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert time.monotonic() - start < 1.0
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 80
+    assert all(f"--{name}" in done.stdout for name in ("actor-model", "dry-run", "sft.FLAG", "config FILE"))
+
+
+def test_split_overrides():
+    own, overrides = split_overrides(["--step", "1", "--sft.a", "b", "-1", "--x", "--ppo.c=d"], ["sft", "ppo"])
+    assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}
+
+
+def test_model_size(tmp_path, monkeypatch):
+    assert model_size("facebook/opt-6.7b") == "6.7b" and model_size("tiny") == "tiny"
+    assert model_size("facebook/opt-iml-1.3b") is None and model_size("gpt2") is None
+    with pytest.raises(InputError, match="did you mean 1.3b"):
+        model_size("1.2b")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "7b").mkdir()
+    assert model_size("7b") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=8\nb slot=8\n", r"hosts:2: found 'b slot=8', wanted `name slots=NUMBER`"),
+        ("a slots=8\n\n# c\na slots=1\n", r"hosts:4: a stands twice"),
+        ("a slots=0\n", r"hosts:1: found"),
+        ("# nothing\n", r"found no host"),
+    ],
+)
+def test_wrong_hostfile(tmp_path, text, message):
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_hostfile(tmp_path / "hosts")
+
+
+def test_example_hostfile():
+    assert read_hostfile(ROOT / "launch" / "hostfile.example") == {"worker-0": 8, "worker-1": 8}
+
+
+def test_device_counts(tmp_path, monkeypatch):
+    from pipeline.errors import EnvironmentFault
+
+    for gpus, visible, allowed in ((4, None, 4), (4, "1,2", 2)):
+        for name, value in stub_environment(tmp_path / str(visible), gpus=gpus).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        check_device_count(allowed)
+        with pytest.raises(EnvironmentFault, match=f"give at most {allowed}"):
+            check_device_count(allowed + 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(EnvironmentFault, match="hides all 4 GPUs"):
+        check_device_count(1)
+    monkeypatch.setenv("PATH", stub_environment(tmp_path / "none")["PATH"])
+    with pytest.raises(EnvironmentFault, match="no GPU"):
+        check_device_count(10_000)
+
+
+def test_durations():
+    assert [duration(s) for s in (6.6, 185, 3725)] == ["7s", "3m 05s", "1h 02m"]

@@ -1,0 +1,232 @@
+"""Run steps 1 (SFT), 2 (reward model) and 3 (PPO), each as one launch script, with output folders chained.
+
+Every step's whole configuration is checked before the first one starts. Imports neither torch nor deepspeed.
+"""
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.ds_config import read_user_json, training_config
+from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError
+from pipeline.flags import flat_items
+from pipeline.launcher import run_launcher
+from pipeline.layout import done_file
+from pipeline.machine import DEFAULT_HOSTFILE, check_device_count, check_port, count_gpus, read_hostfile
+from pipeline.model_paths import has_config
+from pipeline.plan import Plan, Stage, StepKind, make_plan, path_from_here, without_flag
+from pipeline.train_config import TrainConfig, model_size
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig
+
+ROOT = Path(__file__).resolve().parent
+STEPS = {
+    1: StepKind("sft", "supervised fine-tuning", SFTConfig),
+    2: StepKind("reward", "reward model", RewardConfig),
+    3: StepKind("ppo", "PPO", PPOConfig),
+}
+LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
+MEANING = {
+    1: "a fault of ours",
+    2: "bad input",
+    3: "the machine does not offer what was asked for",
+    4: "training diverged",
+    5: "no usable checkpoint",
+    75: "stopped and saved; the same command resumes",
+}
+
+
+def command_of(stage: Stage, config: TrainConfig) -> list[str]:
+    """`bash launch/<deployment>.sh [launcher flags] STEP [stage flags]`, as words."""
+    given = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
+    launcher = [word for name, value in given if value for word in (f"--{name}", str(value))]
+    script = path_from_here(ROOT / "launch" / f"{config.deployment_type}.sh")
+    return ["bash", script, *launcher, str(stage.step), *stage.argv]
+
+
+def num_ranks(config: TrainConfig, gpus: int) -> int | None:
+    """Ranks of a run, or None where --include or --exclude decide."""
+    if config.include or config.exclude:
+        return None
+    if config.deployment_type == "single_gpu":
+        return 1
+    if config.deployment_type == "single_node":
+        return config.num_gpus or gpus or 1
+    slots = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE)).values()
+    return sum(config.num_gpus or here for here in slots)
+
+
+def check_machine(config: TrainConfig) -> None:
+    """Raises EnvironmentFault or InputError where the machine or the host file does not fit the flags."""
+    if config.deployment_type == "multi_node":
+        read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE))
+        return
+    if config.num_gpus:
+        check_device_count(config.num_gpus)
+    if config.master_port:
+        check_port(config.master_port)
+
+
+def check_engines(stage: Stage, ranks: int | None, device: Any) -> None:
+    """Build the DeepSpeed JSON of each trained model, for the errors that this finds. Raises InputError."""
+    config = stage.resolved.config
+    user = read_user_json(config.deepspeed.deepspeed_config) if config.deepspeed.deepspeed_config else None
+    if user and ranks is None:
+        user.pop("train_batch_size", None)
+    dtype = config.deepspeed.dtype
+    for model in (config.actor, config.critic) if stage.step == 3 else (config.model,):
+        training_config(
+            config.deepspeed,
+            zero_stage=model.zero_stage,
+            dtype=("bf16" if device == "cuda" else "fp32") if dtype == "auto" else dtype,
+            micro_batch_size=config.optimizer.per_device_train_batch_size,
+            gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
+            world_size=ranks or 1,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            run_dir=stage.run_dir,
+            device=device,
+            user_json=user,
+            origins=stage.resolved.origins,
+        )
+
+
+def check_steps(plan: Plan) -> None:
+    """Raises InputError with a line for each step whose DeepSpeed settings do not go together."""
+    gpus = count_gpus()
+    ranks = num_ranks(plan.config, gpus)
+    errors: list[str] = []
+    for stage in plan.chosen:
+        try:
+            check_engines(stage, ranks, "cuda" if gpus else "cpu")
+        except InputError as error:
+            errors += [f"{stage.kind.section}: {line}" for line in str(error).splitlines()]
+    if errors:
+        raise InputError("\n".join(errors))
+
+
+def check_inputs(stage: Stage, plan: Plan, argv: list[str]) -> None:
+    """Raises InputError where step 3 needs a model that no step of this run makes and that is not there."""
+    if stage.step != 3:
+        return
+    flags = {1: "actor_model_name_or_path", 2: "critic_model_name_or_path"}
+    values, errors = dict(flat_items(stage.resolved.config)), []
+    for step, flag in flags.items():
+        folder = plan.stages[step].model_dir
+        if values[flag] != str(folder) or step in plan.config.step or holds_model(folder):
+            continue
+        rest = without_flag(without_flag(argv, "step"), "dry_run")
+        make = shlex.join(["python", "train.py", "--step", str(step), *rest])
+        errors.append(f"--ppo.{flag}: {folder}: found no config.json and *.safetensors; make them: {make}")
+    if errors:
+        raise InputError("\n".join(errors))
+
+
+def holds_model(folder: Path) -> bool:
+    return has_config(folder) and any(folder.rglob("*.safetensors"))
+
+
+def is_finished(stage: Stage) -> bool:
+    """Whether the step came to its end, and --max_steps asks for no more than it did."""
+    done = done_file(stage.run_dir)
+    if stage.resolved.config.run.overwrite or not has_config(stage.model_dir) or not done.is_file():
+        return False
+    try:
+        return stage.resolved.config.run.max_steps <= json.loads(done.read_text(encoding="utf-8"))["steps"]
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def show_plan(plan: Plan) -> None:
+    """Commands, and every flag with its value and where that came from."""
+    for stage in plan.chosen:
+        print(header(stage, plan.config))
+        rows = [(name, str(value), stage.resolved.origins[name]) for name, value in flat_items(stage.resolved.config)]
+        for name, value, origin in rows:
+            print(f"  {name:<34} {value:<30} {origin}")
+    print("dry run: nothing was started")
+
+
+def header(stage: Stage, config: TrainConfig) -> str:
+    return f"== step {stage.step}: {stage.kind.title}\n$ {shlex.join(command_of(stage, config))}"
+
+
+def notes(config: TrainConfig) -> Iterator[str]:
+    """What a user should know about models without a preset."""
+    for flag, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
+        if model_size(model) is None:
+            yield f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing"
+
+
+def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str]) -> int:
+    """Start one step, wait for its end, say how it went. Returns its exit code."""
+    print(header(stage, config), flush=True)
+    start = time.monotonic()
+    code = run_launcher(command_of(stage, config), stage.run_dir, environment)
+    took = duration(time.monotonic() - start)
+    if code == EXIT_DONE:
+        print(f"== step {stage.step}: done in {took}; model: {stage.model_dir}", flush=True)
+    else:
+        kind = "stopped" if code == EXIT_STOPPED else "error"
+        where = f"log: {stage.run_dir / 'log.txt'}"
+        print(f"{kind}: step {stage.step} ended with {code} ({MEANING[code]}) after {took}; {where}", file=sys.stderr)
+    return code
+
+
+def duration(seconds: float) -> str:
+    """`1h 02m`, `3m 05s` or `7s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+
+
+def next_command(last: Stage) -> str:
+    """What a user does after the last step of this run."""
+    if last.step == 2:
+        return "python train.py --step 3"
+    return f"python chat.py --path {shlex.quote(str(last.model_dir))}"
+
+
+def run(argv: list[str]) -> int:
+    """train.py for `argv`. Returns the exit code; raises RunError for what is wrong before a step starts."""
+    plan = make_plan(argv, STEPS)
+    check_steps(plan)
+    for stage in plan.chosen:
+        check_inputs(stage, plan, argv)
+    check_machine(plan.config)
+    for note in notes(plan.config):
+        print(note)
+    if plan.config.dry_run:
+        show_plan(plan)
+        return EXIT_DONE
+    # The launch scripts start the Python that runs here, whatever `python` means in their shell.
+    environment = {"PYTHON": sys.executable, **os.environ}
+    for stage in plan.chosen:
+        if is_finished(stage):
+            print(f"== step {stage.step}: finished already ({stage.model_dir}); --overwrite runs it again")
+        elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
+            return code
+    print(f"next: {next_command(plan.chosen[-1])}")
+    return EXIT_DONE
+
+
+def main(argv: list[str]) -> int:
+    try:
+        return run(argv)
+    except RunError as error:
+        if "--debug" in argv:
+            raise
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
