@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from pipeline.ds_config import read_user_json, training_config
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError
 from pipeline.flags import flat_items
 from pipeline.launcher import run_launcher
 from pipeline.layout import done_file
-from pipeline.machine import DEFAULT_HOSTFILE, check_device_count, check_port, count_gpus, read_hostfile
+from pipeline.machine import DEFAULT_HOSTFILE, check_device_count, check_port, count_gpus, device_kind, read_hostfile
 from pipeline.model_paths import has_config
 from pipeline.plan import Plan, Stage, StepKind, make_plan, path_from_here, without_flag
 from pipeline.train_config import TrainConfig, model_size
@@ -73,7 +73,7 @@ def check_machine(config: TrainConfig) -> None:
         check_port(config.master_port)
 
 
-def check_engines(stage: Stage, ranks: int | None, device: Any) -> None:
+def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"]) -> None:
     """Build the DeepSpeed JSON of each trained model, for the errors that this finds. Raises InputError."""
     config = stage.resolved.config
     user = read_user_json(config.deepspeed.deepspeed_config) if config.deepspeed.deepspeed_config else None
@@ -98,12 +98,11 @@ def check_engines(stage: Stage, ranks: int | None, device: Any) -> None:
 
 def check_steps(plan: Plan) -> None:
     """Raises InputError with a line for each step whose DeepSpeed settings do not go together."""
-    gpus = count_gpus()
-    ranks = num_ranks(plan.config, gpus)
+    ranks = num_ranks(plan.config, count_gpus())
     errors: list[str] = []
     for stage in plan.chosen:
         try:
-            check_engines(stage, ranks, "cuda" if gpus else "cpu")
+            check_engines(stage, ranks, device_kind())
         except InputError as error:
             errors += [f"{stage.kind.section}: {line}" for line in str(error).splitlines()]
     if errors:
@@ -220,6 +219,10 @@ def run(argv: list[str]) -> int:
 def main(argv: list[str]) -> int:
     try:
         return run(argv)
+    except KeyboardInterrupt:
+        # Outside a step, where nothing can be lost; inside, the launcher's handler takes the signal.
+        print("stopped between two steps; the same command goes on", file=sys.stderr)
+        return EXIT_STOPPED
     except RunError as error:
         if "--debug" in argv:
             raise

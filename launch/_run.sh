@@ -53,6 +53,8 @@ case "$step" in
     *) fail "STEP: found none, wanted 1, 2 or 3" ;;
 esac
 
+[[ $num_gpus =~ ^([1-9][0-9]*)?$ ]] || fail "--num_gpus: found '$num_gpus', wanted a number from 1 on"
+
 # --- the Python of the environment ----------------------------------------------------------------------------------
 PYTHON="${PYTHON:-$(command -v python || command -v python3)}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

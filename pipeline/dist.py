@@ -50,6 +50,7 @@ def read_environment() -> tuple[int, int, int]:
 def pick_device(local_rank: int) -> torch.device:
     """The rank's own CUDA device, or the CPU. Raises EnvironmentFault where there are fewer devices than ranks."""
     if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise EnvironmentFault(

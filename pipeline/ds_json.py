@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.ds_keys import check_keys
+from pipeline.ds_keys import MODEL_BLOCKS, check_keys
 from pipeline.errors import InputError
 
 Json = dict[str, Any]
@@ -38,15 +38,18 @@ FLAG_OF_KEY = {
     "csv_monitor.enabled": "deepspeed_monitor",
     "wandb.enabled": "deepspeed_monitor",
 }
+# What stands for a block that is not there.
+NO_OFFLOAD = {"zero_optimization.offload_optimizer.device": "none", "zero_optimization.offload_param.device": "none"}
 # Two keys make one flag, or the flag is a list: flags_from_json treats them apart, or not at all.
 NOT_ONE_TO_ONE = ("dtype", "offload", "offload_parameters", "deepspeed_monitor")
 
 
 def read_user_json(path: str | Path) -> Json:
-    """The user's DeepSpeed JSON with its keys checked, `bfloat16` spelt `bf16`.
+    """The user's DeepSpeed JSON with its keys checked and under their usual names.
 
     Raises:
-        InputError: no such file, not JSON (with the line), a key that stands twice, not an object, unknown keys.
+        InputError: no such file, not JSON (with the line), a key that stands twice, not an object, unknown keys,
+            an optimizer or scheduler, bf16 and fp16 together.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
@@ -60,9 +63,20 @@ def read_user_json(path: str | Path) -> Json:
         raise InputError(f"--deepspeed_config: {path}: found a {type(content).__name__}, wanted an object {{...}}")
     check_keys(content, str(path))
     refuse_optimizer(content, str(path))
-    if "bfloat16" in content:
-        content["bf16"] = content.pop("bfloat16")
+    content = usual_names(content)
+    if all(dict(leaves(content)).get(f"{dtype}.enabled") is True for dtype in ("bf16", "fp16")):
+        raise InputError(f"--deepspeed_config: {path}: bf16 and fp16: both are enabled, wanted one")
     return content
+
+
+def usual_names(content: Json) -> Json:
+    """`bfloat16` as `bf16`, and ZeRO's fields that have a `stage3_` name under that one, as we write them."""
+    result = {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
+    zero, known = result.get("zero_optimization"), MODEL_BLOCKS["zero_optimization"]
+    if isinstance(zero, dict):
+        named = ((f"stage3_{key}" if f"stage3_{key}" in known else key, value) for key, value in zero.items())
+        result["zero_optimization"] = dict(named)
+    return result
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> Json:
@@ -128,11 +142,11 @@ def merge_user_json(
         InputError: one line for each value that rules 3 and 4 refuse.
     """
     refuse_optimizer(user, source)
-    ours, origins = dict(leaves(built)), origins or {}
+    ours, origins = NO_OFFLOAD | dict(leaves(built)), origins or {}
     errors = []
     for key, value in leaves(user):
         flag = FLAG_OF_KEY.get(key, "")
-        if value == "auto" or not flag or value == ours.get(key, {"device": "none"}.get(key.rpartition(".")[2])):
+        if value == "auto" or not flag or value == ours.get(key):
             continue
         given = [
             f"--{name} ({origin})" for name, origin in origins.items() if is_flag(name, flag) and origin != "default"

@@ -35,7 +35,7 @@ def start_deepspeed() -> None:
 
 @contextmanager
 def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
-    """While it is open, `from_pretrained` puts weights straight into ZeRO-3 partitions; nothing happens below stage 3."""
+    """While open, `from_pretrained` puts weights straight into ZeRO-3 partitions; below stage 3 nothing happens."""
     if config["zero_optimization"]["stage"] < 3:
         yield
         return

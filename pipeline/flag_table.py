@@ -3,7 +3,7 @@
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -28,18 +28,22 @@ class Flag:
         return self.info.annotation is bool
 
     @property
+    def value_type(self) -> Any:
+        """The type of the value, or of a list's items, without its checks."""
+        inner = typing.get_args(self.info.annotation)[0] if self.is_list else self.info.annotation
+        return typing.get_args(inner)[0] if typing.get_origin(inner) is Annotated else inner
+
+    @property
     def choices(self) -> tuple[Any, ...]:
         """The words of a Literal, or of a list of Literals."""
-        inner = typing.get_args(self.info.annotation)[0] if self.is_list else self.info.annotation
-        return typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+        return typing.get_args(self.value_type) if typing.get_origin(self.value_type) is Literal else ()
 
     @property
     def type_name(self) -> str:
         """What a value looks like, for help and reference: `int`, `true|false`, `bf16|fp16`, `str ...` for a list."""
         if self.is_bool:
             return "true|false"
-        inner = typing.get_args(self.info.annotation)[0] if self.is_list else self.info.annotation
-        name = "|".join(map(str, self.choices)) or getattr(inner, "__name__", "int")
+        name = "|".join(map(str, self.choices)) or self.value_type.__name__
         return f"{name} ..." if self.is_list else name
 
     @property

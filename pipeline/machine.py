@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 from pipeline.errors import EnvironmentFault, InputError
 
@@ -26,6 +27,11 @@ def count_gpus() -> int:
     if not count:
         raise EnvironmentFault(f"CUDA_VISIBLE_DEVICES={visible!r} hides all {present} GPUs of this machine; unset it")
     return min(count, present)
+
+
+def device_kind() -> Literal["cpu", "cuda"]:
+    """What torch will call the devices here; AMD's GPUs are cuda to it too."""
+    return "cuda" if count_gpus() or Path("/dev/kfd").exists() else "cpu"
 
 
 def check_device_count(wanted: int) -> None:

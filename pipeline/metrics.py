@@ -1,4 +1,4 @@
-"""Metrics: their names and units, and where they go (JSONL always; TensorBoard, CSV and W&B by flag; progress lines)."""
+"""Metrics: their names and units, and where they go: JSONL always, TensorBoard, CSV and W&B by flag, progress lines."""
 
 import csv
 import json

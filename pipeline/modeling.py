@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pipeline.errors import InputError
-from pipeline.flags import nearest
-from pipeline.sources import looks_local
+from pipeline.model_paths import check_model_path
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +31,6 @@ def dropout_names(config: PretrainedConfig) -> list[str]:
     """Config fields that make forward passes random: dropouts (OPT's are functional) and layer drop."""
     words = ("dropout", "pdrop", "layerdrop")
     return [name for name, value in vars(config).items() if isinstance(value, float) and name.endswith(words)]
-
-
-def check_model_path(path: str) -> None:
-    """Refuse a path that looks local and holds no model, in one line with the nearest folder; a hub id passes."""
-    folder = Path(path)
-    if not path:
-        raise InputError("--model_name_or_path: nothing given; wanted a hub id or a folder with config.json")
-    if not looks_local(path) and not folder.exists():
-        return
-    if not folder.is_dir():
-        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise InputError(f"{path}: no such model folder{nearest(folder.name, siblings)}")
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise InputError(f"{path}: holds no config.json; wanted a model folder as written by save_pretrained")
 
 
 def load_config(path: str) -> PretrainedConfig:

@@ -32,6 +32,6 @@ def local_share(parameter: Any) -> torch.Tensor:
 
 
 def drop_whole_copy(parameter: Any) -> None:
-    """Forget the gathered values of a ZeRO-3 parameter, so that the next gather reads the shards (small ones stay whole)."""
+    """Forget the gathered values of a ZeRO-3 parameter (small ones stay whole): the next gather reads the shards."""
     if is_partitioned(parameter) and parameter.ds_status.name == "AVAILABLE":
         parameter.partition()

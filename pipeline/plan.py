@@ -58,13 +58,13 @@ def make_plan(argv: list[str], kinds: Mapping[int, StepKind]) -> Plan:
         InputError: every wrong flag of train.py and of the steps, one a line.
     """
     own, overrides = split_overrides(argv, [kind.section for kind in kinds.values()])
-    file = dict(scan(own)).get("config", [""])[-1:]
-    config, errors = train_config(own, file[0] if file else "")
+    config_file = "".join(dict(scan(own)).get("config", [])[-1:])
+    config, errors = train_config(own, config_file)
     stages: dict[int, Stage] = {}
     for step, kind in kinds.items():
         try:
-            path = config_file_of(step, config, file[0] if file else "")
-            stages[step] = plan_stage(step, kind, config, path, overrides[kind.section], stages)
+            file = config_file_of(step, config, config_file)
+            stages[step] = plan_stage(step, kind, config, file, overrides[kind.section], stages)
         except InputError as error:
             errors += [as_override(line, kind.section) for line in str(error).splitlines()]
     if errors:

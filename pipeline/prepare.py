@@ -14,7 +14,7 @@ from pipeline.ds_config import frozen_config, read_user_json, training_config
 from pipeline.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.lora import add_lora
-from pipeline.modeling import base_model, default_dtype, use_gradient_checkpointing
+from pipeline.modeling import DTYPES, base_model, default_dtype, use_gradient_checkpointing
 from pipeline.parameter_groups import parameter_groups
 from pipeline.run import Run
 from pipeline.selection import DataOptions, Stage
@@ -75,6 +75,13 @@ def compute_dtype(settings: DeepSpeedConfig, device: torch.device) -> str:
     if settings.dtype != "auto":
         return settings.dtype
     return "bf16" if default_dtype(device) == torch.bfloat16 else "fp32"
+
+
+def saved_dtype(run: Run) -> torch.dtype:
+    """`--save_dtype`, or that of training."""
+    config = run.resolved.config
+    name = config.run.save_dtype
+    return DTYPES[compute_dtype(config.deepspeed, run.world.device) if name == "auto" else name]
 
 
 def deepspeed_json(

@@ -103,6 +103,6 @@ def initialise_head(head: nn.Linear, *, seed: int) -> None:
 
 
 def pad_id_for_pooling(tokenizer: Any) -> int | None:
-    """The pad id for a saved reward model: transformers scores the rightmost id that differs from it, so never an EOS."""
+    """The pad id of a saved reward model: transformers scores the rightmost other id, so it is never an EOS."""
     policy = pad_policy(tokenizer)
     return None if policy.source == "eos" else policy.pad_id

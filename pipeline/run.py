@@ -75,6 +75,8 @@ def write_outcome(run_dir: Path, rank: int, code: int | None, message: str) -> N
 
 def start_logging(run_dir: Path, rank: int) -> None:
     """Every rank logs to log/rank-<r>.txt; rank 0 also to log.txt and, without timestamps, to stderr."""
+    import transformers
+
     (run_dir / "log").mkdir(parents=True, exist_ok=True)
     files = [run_dir / "log" / f"rank-{rank}.txt"] + ([run_dir / "log.txt"] if rank == 0 else [])
     handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8") for file in files]
@@ -87,6 +89,7 @@ def start_logging(run_dir: Path, rank: int) -> None:
     root = logging.getLogger()
     root.handlers = handlers
     root.setLevel(logging.INFO)
+    transformers.utils.logging.disable_progress_bar()
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR if rank else logging.WARNING)
 
@@ -187,7 +190,7 @@ def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
 
 
 def finished_steps(run: Run) -> int | None:
-    """Steps of the finished run in this folder, if it stays as it is; `--overwrite` clears it, `--max_steps` extends it."""
+    """Steps of the finished run here, if it stays as it is; `--overwrite` clears it, `--max_steps` extends it."""
     config: RunConfig = run.resolved.config.run
     if config.overwrite:
         for name in ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json"):

@@ -11,10 +11,12 @@ from pipeline.templates import (
     Encoded,
     RefusedTurnsError,
     TrainTurns,
+    broken_up,
     encode_conversation,
     encode_prompt,
     encode_text,
     end_token_ids,
+    special_texts,
 )
 from pipeline.turns import Message, Turns, turns_to_json
 
@@ -25,6 +27,7 @@ LongRows = Literal["drop", "truncate_left"]
 
 # A pair whose response alone fills the limit keeps this share of the limit for the end of its prompt.
 MIN_PROMPT_SHARE = 0.25
+SPECIAL_BROKEN = "text that spells a special token (broken up)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +80,11 @@ class _Encoder:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase", counts: Counts) -> "_Encoder":
-        return cls(tokenizer, end_token_ids(tokenizer), tuple(tokenizer.all_special_tokens), counts)
+        return cls(tokenizer, end_token_ids(tokenizer), special_texts(tokenizer), counts)
 
     def conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> Encoded | None:
         """The turns encoded, or None and counted."""
-        if not self._is_plain(record, turns):
-            return None
+        self._count_special(record, turns)
         try:
             encoded = encode_conversation(self.tokenizer, turns, train_turns, self.ends)
         except RefusedTurnsError:
@@ -94,20 +96,16 @@ class _Encoder:
 
     def prompt(self, record: Record) -> list[int] | None:
         """The prompt's ids, or None and counted."""
-        if not self._is_plain(record, record.messages):
-            return None
+        self._count_special(record, record.messages)
         try:
             return encode_prompt(self.tokenizer, record.messages)
         except RefusedTurnsError:
             self.counts.add("turns refused by the chat template", record.origin)
             return None
 
-    def _is_plain(self, record: Record, turns: Turns) -> bool:
-        """False, and counted, for text like '</s>': it would become the real token, a forged end of turn."""
-        if not any(token in turn.content for turn in turns for token in self.special_tokens):
-            return True
-        self.counts.add("text contains a special token", record.origin)
-        return False
+    def _count_special(self, record: Record, turns: Turns) -> None:
+        if any(token in turn.content for turn in turns for token in self.special_tokens):
+            self.counts.add(SPECIAL_BROKEN, record.origin)
 
 
 def sft_samples(
@@ -175,15 +173,15 @@ def text_blocks(
     """
     if tokenizer.eos_token_id is None:
         raise InputError(f"{tokenizer.name_or_path}: plain text needs a tokenizer with an EOS token")
-    special_tokens = tokenizer.all_special_tokens
+    special = special_texts(tokenizer)
     rest: list[int] = []
     for record in records:
         if record.text is None:
             counts.add("no plain text", record.origin)
-        elif any(token in record.text for token in special_tokens):
-            counts.add("text contains a special token", record.origin)
         else:
-            rest += [*encode_text(tokenizer, record.text), tokenizer.eos_token_id]
+            if any(token in record.text for token in special):
+                counts.add(SPECIAL_BROKEN, record.origin)
+            rest += [*encode_text(tokenizer, broken_up(record.text, special)), tokenizer.eos_token_id]
         num_full = len(rest) // block_len * block_len
         yield from (_all_trained(rest[start : start + block_len]) for start in range(0, num_full, block_len))
         rest = rest[num_full:]

@@ -133,7 +133,7 @@ def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) ->
 
 
 def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a temporary folder beside `folder`, flush it to disk, and rename it into place; nothing half-written stays."""
+    """Fill a temporary folder beside `folder`, flush it to disk, rename it into place; nothing half-written stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.parent / f".{folder.name}.writing"
     shutil.rmtree(fresh, ignore_errors=True)

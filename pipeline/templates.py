@@ -85,9 +85,32 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """The texts that the tokenizer encodes as special tokens, longest first."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(sorted({*tokenizer.all_special_tokens, *added} - {""}, key=lambda text: (-len(text), text)))
+
+
+def broken_up(text: str, special: Sequence[str]) -> str:
+    """`text` with a space inside whatever spells a special token: '</s>' -> '< /s>'.
+
+    Encoded as it stands, it would become the real token: a forged end of turn, from a file or from a chat's user.
+    """
+    for token in special:
+        if token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+def plain_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[Message]:
+    """The turns, none of whose contents spells a special token."""
+    special = special_texts(tokenizer)
+    return [Message(message.role, broken_up(message.content, special)) for message in messages]
+
+
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[int]:
     """Token ids of the prompt up to and with the generation prompt: what a model is given to answer."""
-    return encode_text(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+    return encode_text(tokenizer, render(tokenizer, plain_turns(tokenizer, messages), add_generation_prompt=True))
 
 
 def encode_conversation(
@@ -106,6 +129,7 @@ def encode_conversation(
     targets = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not targets or targets[-1] != len(messages) - 1:
         raise ValueError("a conversation to train on ends in an assistant turn")
+    messages = plain_turns(tokenizer, messages)
     pieces = _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:])
     ends = end_token_ids(tokenizer) if ends is None else ends
     text, ids, trained, num_boundaries = "", list[int](), list[bool](), 0

@@ -11,6 +11,7 @@ from pipeline.config import Group
 from pipeline.errors import InputError
 from pipeline.flags import flag_table, nearest
 from pipeline.machine import DEFAULT_HOSTFILE
+from pipeline.model_paths import check_model_path
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 OPT = "facebook/opt-"
@@ -106,9 +107,12 @@ def contradictions(config: TrainConfig) -> list[str]:
         errors.append("--include and --exclude: give one of them")
     if config.num_gpus and (config.include or config.exclude):
         errors.append("--num-gpus: the launcher takes it alone or --include / --exclude alone")
+    if config.resume not in ("auto", "never") and len(set(config.step)) > 1:
+        errors.append(f"--resume: {config.resume}: a checkpoint is one step's; give one --step, or --SECTION.resume")
     for flag, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
         try:
-            model_size(model)
+            if model_size(model) is None:
+                check_model_path(model)
         except InputError as error:
             errors.append(f"{flag}: {error}")
     return errors

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline import checkpoint, dist
 from pipeline.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.causal_lm import CausalLM
@@ -21,6 +23,7 @@ from pipeline.prepare import (
     model_documents,
     prepare_data,
     prepare_tokenizer,
+    saved_dtype,
     training_engine,
     with_lora,
 )
@@ -186,14 +189,14 @@ def train_step(
     """One optimizer step; returns the loss per trained token over all ranks. Non-finite gradients change nothing."""
     if step.num_trained == 0:
         raise InputError(f"step {state.step + 1}: no trained token in {step.num_rows} rows")
-    loss_sum = 0.0
+    loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
     for index, cpu_batch in enumerate(step.micro_batches):
         batch = to_device(cpu_batch, run.world.device)
         log_probs, trained = forward_log_probs(engine, batch, packed=config.data.packing)
         loss = token_sum_loss(log_probs, trained)
         # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
         engine.backward(loss * (run.world.size / step.num_trained), last=index + 1 == len(step.micro_batches))
-        loss_sum = loss_sum + loss.detach().double()
+        loss_sum += loss.detach()
     stepped = step_together([engine], rate)
     state.step += 1
     state.num_tokens += step.num_tokens
@@ -206,14 +209,11 @@ def train_step(
 
 def save(run: Run, config: SFTConfig, engine: TrainingEngine, tokenizer: Any) -> None:
     """The model folder."""
-    dtype = (
-        config.run.save_dtype if config.run.save_dtype != "auto" else compute_dtype(config.deepspeed, run.world.device)
-    )
     save_model(
         engine.module.model,
         tokenizer,
         Path(config.run.output_dir),
-        dtype=DTYPES[dtype],
+        dtype=saved_dtype(run),
         documents=model_documents(run, base=config.model.model_name_or_path, kind="Supervised fine-tuned model"),
         merged=not config.deepspeed.save_adapter_only,
     )

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline import checkpoint, dist
 from pipeline.batching import PairBatch
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
@@ -20,6 +22,7 @@ from pipeline.prepare import (
     model_documents,
     prepare_data,
     prepare_tokenizer,
+    saved_dtype,
     training_engine,
     with_lora,
 )
@@ -184,7 +187,7 @@ def train_step(
     run: Run, config: RewardConfig, engine: TrainingEngine, step: Step[PairBatch], rate: float, state: State
 ) -> float:
     """One optimizer step; returns the loss per pair over all ranks. Non-finite gradients change nothing."""
-    loss_sum = 0.0
+    loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
     for index, cpu_batch in enumerate(step.micro_batches):
         batch = to_device(cpu_batch, run.world.device)
         values = engine(batch.input_ids, batch.attention_mask, batch.position_ids)
@@ -193,7 +196,7 @@ def train_step(
         )
         # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
         engine.backward(loss * (run.world.size / step.num_rows), last=index + 1 == len(step.micro_batches))
-        loss_sum = loss_sum + loss.detach().double()
+        loss_sum += loss.detach()
     stepped = step_together([engine], rate)
     state.step += 1
     state.num_tokens += step.num_tokens
@@ -206,15 +209,12 @@ def train_step(
 
 def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any, scores: PairScores) -> None:
     """The model folder, with the constants that normalise its scores."""
-    dtype = (
-        config.run.save_dtype if config.run.save_dtype != "auto" else compute_dtype(config.deepspeed, run.world.device)
-    )
     mean, std = score_statistics(scores)
     save_model(
         engine.module.model,
         tokenizer,
         Path(config.run.output_dir),
-        dtype=DTYPES[dtype],
+        dtype=saved_dtype(run),
         documents=model_documents(run, base=config.model.model_name_or_path, kind="Reward model"),
         config_changes={
             "num_labels": 1,

@@ -1,4 +1,4 @@
-"""An exponential moving average of the actor, in fp32 and in the shards that ZeRO-3 has, so that nothing is gathered."""
+"""An exponential moving average of the actor, in fp32 and in ZeRO-3's own shards, so that nothing is gathered."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -45,7 +45,7 @@ class HybridEngine:
         key: RandomKey,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Rollout:
-        """Sample responses; only inside `generation()`. LoRA layers are used as they are, so nothing is rounded away."""
+        """Sample responses; only inside `generation()`. LoRA layers are used as they are: nothing is rounded away."""
         if not self._open:
             raise RuntimeError("generate() outside generation(): the weights may be partitioned")
         model: Any = base_model(self.engine.module.model)

@@ -83,8 +83,8 @@ def check_inputs(config: PPOConfig, tokenizer: Any, reward_path: str) -> Any:
     if not same_tokens(tokenizer, load_tokenizer(config.critic.model_name_or_path)):
         raise InputError(
             f"--critic_model_name_or_path {config.critic.model_name_or_path}: its tokenizer is not that of "
-            f"{config.actor.model_name_or_path}; a critic reads the actor's tokens. Start the critic from a model of the "
-            "actor's family and give this one as --reward_model_name_or_path"
+            f"{config.actor.model_name_or_path}; a critic reads the actor's tokens. Start the critic from a model of "
+            "the actor's family and give this one as --reward_model_name_or_path"
         )
     longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
     for flag, path in (("actor", config.actor.model_name_or_path), ("critic", config.critic.model_name_or_path)):

@@ -34,9 +34,10 @@ def make_plan(config: PPOConfig, *, num_prompts: int, world_size: int) -> Plan:
         fitting = per_step // math.gcd(per_step, rows) * sampling.per_device_generation_batch_size
         raise InputError(
             f"a rollout has {rows} rows ({sampling.per_device_generation_batch_size} prompts x "
-            f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples x {world_size} "
-            f"ranks), an optimizer step {per_step} (per_device_train_batch_size x gradient_accumulation_steps x ranks); "
-            f"rows must be a multiple: --per_device_generation_batch_size {fitting} is one"
+            f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples x "
+            f"{world_size} ranks), an optimizer step {per_step} (per_device_train_batch_size x "
+            f"gradient_accumulation_steps x ranks); rows must be a multiple of it: "
+            f"--per_device_generation_batch_size {fitting} is one"
         )
     steps = rows // per_step * config.ppo.ppo_epochs
     per_epoch = num_steps(num_prompts, prompts)

@@ -4,8 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline import checkpoint
-from pipeline.modeling import DTYPES
-from pipeline.prepare import compute_dtype, model_documents
+from pipeline.prepare import model_documents, saved_dtype
 from pipeline.reward_model import pad_id_for_pooling
 from pipeline.run import Run
 from pipeline.saving import save_model
@@ -27,7 +26,7 @@ def save_models(run: Run, config: PPOConfig, models: Models, average: MovingAver
         critic.model,
         models.tokenizer,
         output / "critic",
-        dtype=DTYPES[saved_dtype(run, config)],
+        dtype=saved_dtype(run),
         documents=model_documents(run, base=config.critic.model_name_or_path, kind="PPO critic"),
         config_changes={
             "num_labels": 1,
@@ -44,16 +43,9 @@ def save_actor(run: Run, config: PPOConfig, models: Models, folder: Path, *, kin
         models.actor.module.model,
         models.tokenizer,
         folder,
-        dtype=DTYPES[saved_dtype(run, config)],
+        dtype=saved_dtype(run),
         documents=model_documents(run, base=config.actor.model_name_or_path, kind=kind),
         merged=not config.deepspeed.save_adapter_only,
-    )
-
-
-def saved_dtype(run: Run, config: PPOConfig) -> str:
-    """`--save_dtype`, or that of training."""
-    return (
-        config.run.save_dtype if config.run.save_dtype != "auto" else compute_dtype(config.deepspeed, run.world.device)
     )
 
 

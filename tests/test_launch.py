@@ -144,6 +144,7 @@ def test_works_from_a_folder_with_spaces(tmp_path):
         (("4",), "STEP: found '4', wanted 1, 2 or 3"),
         (("--num_gpus", "1"), "STEP: found none"),
         (("--num_gpus",), "--num_gpus: found no value"),
+        (("--num_gpus", "0", "1"), "--num_gpus: found '0', wanted a number from 1 on"),
         (("sft", "--seed", "1"), "STEP: found 'sft'"),
     ],
 )

@@ -169,6 +169,12 @@ def test_all_errors_of_all_steps_at_once(tmp_path):
     ("words", "code", "message"),
     [
         (("--actor-model", "7b"), 2, "--actor-model: found size '7b'"),
+        (("--actor-model", "./none/model"), 2, "--actor-model: ./none/model: no such folder"),
+        (
+            ("--resume", "output/runs/sft/checkpoints/step-3"),
+            2,
+            "--resume: output/runs/sft/checkpoints/step-3: a checkp",
+        ),
         (("--num-gpus", "2"), 2, "--num-gpus: found 2 with single_gpu"),
         (("--deployment-type", "multi_node", "--hostfile", "none"), 2, "--hostfile: none: cannot read it"),
         (("--deployment-type", "multi_nod"), 2, "did you mean multi_node?"),
