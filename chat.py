@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from pipeline.answer_settings import ReplySettings
+from pipeline.inference.answer_settings import ReplySettings
 from pipeline.command import run_command
 from pipeline.config import Dtype, Group
 from pipeline.errors import InputError
 from pipeline.flags import nearest, parse, stage_arguments
 from pipeline.model_paths import check_language_model
-from pipeline.terminal_text import printable
+from pipeline.inference.terminal_text import printable
 
 if TYPE_CHECKING:
-    from pipeline.chat_session import Conversation, Reply
+    from pipeline.inference.chat_session import Conversation, Reply
 
 MAX_SEED = 2**31
 
@@ -68,8 +68,8 @@ def single_question(config: ChatConfig) -> str | None:
 
 
 def open_conversation(config: ChatConfig) -> "Conversation":
-    from pipeline.answers import load_speaker, resolve_dtype
-    from pipeline.chat_session import Conversation
+    from pipeline.inference.answers import load_speaker, resolve_dtype
+    from pipeline.inference.chat_session import Conversation
 
     seed = secrets.randbelow(MAX_SEED) if config.seed < 0 else config.seed
     speaker = load_speaker(config.path, dtype=resolve_dtype(config.dtype))

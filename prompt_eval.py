@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from pipeline.answer_settings import AnswerSettings
+from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.command import run_command
-from pipeline.comparison import AnswerRow, Contestant, to_json
-from pipeline.comparison_report import markdown, print_comparison
+from pipeline.inference.comparison import AnswerRow, Contestant, to_json
+from pipeline.inference.comparison_report import markdown, print_comparison
 from pipeline.config import Dtype, Group
 from pipeline.errors import InputError
 from pipeline.flags import flat_items, parse, stage_arguments
 from pipeline.model_paths import check_language_model, check_model_path
-from pipeline.prompt_lists import bundled_prompts, read_prompts, shown_prompt
-from pipeline.turns import Turns
+from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
+from pipeline.data.turns import Turns
 
 if TYPE_CHECKING:
-    from pipeline.answers import Speaker
+    from pipeline.inference.answers import Speaker
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -97,7 +97,7 @@ def output_prefix(output: str) -> Path | None:
 
 def answered(config: PromptEvalConfig, label: str, path: str, prompts: list[Turns]) -> Contestant:
     """One model's answers; the model is loaded for this and let go."""
-    from pipeline.answers import load_speaker, resolve_dtype
+    from pipeline.inference.answers import load_speaker, resolve_dtype
 
     start = time.perf_counter()
     answers = answer_all(config, load_speaker(path, dtype=resolve_dtype(config.dtype)), prompts)
@@ -107,8 +107,8 @@ def answered(config: PromptEvalConfig, label: str, path: str, prompts: list[Turn
 
 
 def answer_all(config: PromptEvalConfig, speaker: "Speaker", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
-    from pipeline.answers import check_prompt, generate_answers
-    from pipeline.templates import encode_prompt
+    from pipeline.inference.answers import check_prompt, generate_answers
+    from pipeline.data.templates import encode_prompt
 
     encoded = [encode_prompt(speaker.tokenizer, turns) for turns in prompts]
     for ids in encoded:
@@ -123,8 +123,8 @@ def answer_all(config: PromptEvalConfig, speaker: "Speaker", prompts: list[Turns
 
 def scored(config: PromptEvalConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
     """The contestants with the reward model's score of every answer."""
-    from pipeline.answer_scores import encode_answer, load_judge, score_rows
-    from pipeline.answers import resolve_dtype
+    from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+    from pipeline.inference.answers import resolve_dtype
 
     judge = load_judge(config.reward_model, dtype=resolve_dtype(config.dtype))
     result = []

@@ -26,9 +26,9 @@ class TokenStatistics(NamedTuple):
 class CausalLM(nn.Module):
     """A causal language model seen as a map from token ids to log-probabilities of those tokens."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
 
     @property
     def config(self) -> Any:

@@ -77,7 +77,7 @@ class TrainingEngine:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        self.module = module
+        self.module: Any = module
         optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
         trainable = [parameter for group in groups for parameter in group["params"]]
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
@@ -175,7 +175,7 @@ class TrainingEngine:
             self.deepspeed.train()
 
     @staticmethod
-    def _remove_hooks(offload: Any, parameters: Iterable[nn.Parameter]) -> None:
+    def _remove_hooks(offload: Any, parameters: Iterable[Any]) -> None:
         for parameter in parameters:
             parameter.ds_active_sub_modules.clear()
         for hook in [*offload.forward_hooks, *offload.backward_hooks]:

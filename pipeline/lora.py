@@ -43,7 +43,7 @@ def add_lora(
     """
     config = LoraConfig(
         r=dim,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft scales by any number
         lora_dropout=dropout,
         target_modules=linear_names(model, module_name),
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
@@ -75,7 +75,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merged_weight(layer: LoraLayer, adapter: str = "default") -> torch.Tensor:
+def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
     """W + scale * B A in fp32, then W's type; `layer`'s own weights are not touched (and must be whole)."""
     weight = layer.get_base_layer().weight
     delta = layer.get_delta_weight(adapter)

@@ -98,12 +98,12 @@ def use_gradient_checkpointing(model: Any) -> None:
     model.enable_input_require_grads()
 
 
-def base_model(model: nn.Module) -> Any:
+def base_model(model: Any) -> Any:
     """The transformers model inside a peft wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def backbone(model: nn.Module) -> nn.Module:
+def backbone(model: Any) -> nn.Module:
     """The transformer without its head: input ids -> `last_hidden_state` (B, S, H)."""
     inner = base_model(model)
     return getattr(inner, inner.base_model_prefix)

@@ -5,20 +5,21 @@ import logging
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline import dist
+from pipeline.causal_lm import CausalLM
 from pipeline.config import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
-from pipeline.datasets_cache import Built, build
+from pipeline.data.datasets_cache import Built, build
+from pipeline.data.selection import DataOptions, Stage
+from pipeline.data.templates import set_template
 from pipeline.ds_config import frozen_config, read_user_json, training_config
 from pipeline.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.lora import add_lora
 from pipeline.modeling import DTYPES, base_model, default_dtype, use_gradient_checkpointing
 from pipeline.parameter_groups import parameter_groups
+from pipeline.reward_model import TokenValueModel
 from pipeline.run import Run
-from pipeline.selection import DataOptions, Stage
-from pipeline.templates import set_template
 from pipeline.tokenizers import load_tokenizer, pad_policy
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def with_lora(model: Any, config: ModelConfig, settings: DeepSpeedConfig, *, tas
 
 
 def training_engine(
-    module: nn.Module, config: ModelConfig, optimizer: OptimizerConfig, ds_json: dict[str, Any]
+    module: CausalLM | TokenValueModel, config: ModelConfig, optimizer: OptimizerConfig, ds_json: dict[str, Any]
 ) -> TrainingEngine:
     """`module` (a CausalLM or TokenValueModel) under DeepSpeed with its parameter groups."""
     if config.gradient_checkpointing:

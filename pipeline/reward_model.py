@@ -30,7 +30,7 @@ class TokenValueModel(nn.Module):
 
     def __init__(self, model: Any, *, score_mean: float = 0.0, score_std: float = 1.0) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.score_mean = score_mean
         self.score_std = score_std
 
@@ -93,7 +93,7 @@ def as_float_linear(head: nn.Linear) -> FloatLinear:
     return replaced
 
 
-def initialise_head(head: nn.Linear, *, seed: int) -> None:
+def initialise_head(head: Any, *, seed: int) -> None:
     """Draw the head's weight from N(0, 1 / (H + 1)) with a generator of its own, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     with gathered([head.weight], writer=True):

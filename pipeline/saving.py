@@ -48,7 +48,7 @@ def plain_name(name: str) -> str:
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name, whole value on rank 0 or None) for parameters and saved buffers, one gathered module at a time."""
     main = dist.is_main()
-    lora = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    lora: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for layer_name, layer in lora.items():
         with gathered(layer.parameters()):
             yield f"{layer_name}.weight", merged_weight(layer) if main else None

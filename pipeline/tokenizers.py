@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pipeline.data.templates import end_token_ids
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.model_paths import may_be_hub_id, nearest_folder
-from pipeline.templates import end_token_ids
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

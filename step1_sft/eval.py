@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from pipeline import dist
-from pipeline.batching import SFTBatch, block_diagonal_mask
-from pipeline.loader import to_device
+from pipeline.data.batching import SFTBatch, block_diagonal_mask
+from pipeline.data.loader import to_device
 from step1_sft.loss import token_sum_loss
 
 

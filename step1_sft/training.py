@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from pipeline import checkpoint, dist
-from pipeline.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.causal_lm import CausalLM
+from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
+from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
 from pipeline.errors import DivergedError, InputError, StoppedRun
-from pipeline.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.metrics import Recorder
 from pipeline.modeling import DTYPES, load_causal_lm
 from pipeline.prepare import (

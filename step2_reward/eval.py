@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from pipeline import dist
-from pipeline.batching import PairBatch, pair_batch
 from pipeline.command import run_command
-from pipeline.datasets_cache import build
+from pipeline.data.batching import PairBatch, pair_batch
+from pipeline.data.datasets_cache import build
+from pipeline.data.loader import evaluation_batches, to_device
+from pipeline.data.selection import DataOptions
 from pipeline.errors import InputError
 from pipeline.flags import parse
-from pipeline.loader import evaluation_batches, to_device
 from pipeline.modeling import default_device
 from pipeline.reward_model import last_token_scores, load_reward_model
-from pipeline.selection import DataOptions
 from pipeline.tokenizers import load_tokenizer, pad_policy
 from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pipeline import checkpoint, dist
-from pipeline.batching import PairBatch
+from pipeline.data.batching import PairBatch
+from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
 from pipeline.errors import DivergedError, InputError, StoppedRun
-from pipeline.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.metrics import Recorder
 from pipeline.modeling import DTYPES
 from pipeline.prepare import (

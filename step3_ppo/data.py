@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from pipeline.batching import SFTBatch, packed_sft_batch
 from pipeline.config import DataConfig
-from pipeline.datasets_cache import Built
-from pipeline.loader import StepLoader
+from pipeline.data.batching import SFTBatch, packed_sft_batch
+from pipeline.data.datasets_cache import Built
+from pipeline.data.loader import StepLoader
 from pipeline.prepare import prepare_data
 from pipeline.run import Run
 from step3_ppo.config import PPOConfig

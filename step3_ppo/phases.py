@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.batching import SFTBatch
-from pipeline.datasets_cache import Built
+from pipeline.data.batching import SFTBatch
+from pipeline.data.datasets_cache import Built
+from pipeline.data.loader import StepLoader
 from pipeline.errors import DivergedError
 from pipeline.generate import RandomKey, Sampling
-from pipeline.loader import StepLoader
 from pipeline.metrics import Recorder
 from pipeline.run import Run
 from pipeline.tokenizers import eos_ids

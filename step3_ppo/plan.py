@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from pipeline.batching import num_steps, plan_step
+from pipeline.data.batching import num_steps, plan_step
 from pipeline.errors import InputError
 from step3_ppo.config import PPOConfig
 

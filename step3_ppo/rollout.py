@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from pipeline import dist
-from pipeline.batching import rank_slices
+from pipeline.data.batching import rank_slices
+from pipeline.data.templates import encode_conversation
+from pipeline.data.turns import Message
 from pipeline.generate import Prompt, RandomKey, Sampling
 from pipeline.reward_model import last_token_scores
-from pipeline.templates import encode_conversation
 from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, whiten
-from pipeline.turns import Message
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import (
     Experience,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from pipeline import dist
-from pipeline.batching import SFTBatch
+from pipeline.data.batching import SFTBatch
+from pipeline.data.loader import Step, to_device
 from pipeline.engine import TrainingEngine, step_together
-from pipeline.loader import Step, to_device
 from pipeline.random_numbers import permutation
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Experience, Responses

@@ -1,8 +1,13 @@
 """Stand-ins for the programs that launch scripts start: a Python that plays DeepSpeed's launcher, and nvidia-smi."""
 
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
 
 # Plays `python -m deepspeed.launcher.runner`: notes its words, then what $STUB_OUTCOMES wants: "0,0" are two ranks that
 # write these codes ("null": none), "wait" is one rank that runs until SIGTERM. Everything else goes to the real Python.
@@ -73,3 +78,23 @@ def stub_environment(folder: Path, *, gpus: int = 0, **more: str) -> dict[str, s
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     path = f"{bin_dir}:{os.environ['PATH']}"
     return {**kept, "PATH": path, "PYTHON": str(python), "STUB_LOG": str(folder / "log.jsonl"), **more}
+
+
+def train(folder: Path, *words: str, gpus: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
+    """The finished process of `python train.py WORDS`, run in `folder`."""
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    environment = stub_environment(folder, gpus=gpus, **more)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def started(folder: Path) -> list[list[str]]:
+    """The words of each launcher that was started; a picked port is cut out."""
+    log = folder / "log.jsonl"
+    calls = [json.loads(line)["argv"] for line in log.read_text().splitlines()] if log.exists() else []
+    return [words[words.index("--num_gpus") if "--num_gpus" in words else 0 :] for words in calls]
+
+
+def make_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("")

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.templates import set_template
+from pipeline.data.templates import set_template
 
 NUM_TOKENS = 400  # of the tokenizer in conftest.bpe_folder
 

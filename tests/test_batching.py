@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.batching import (
+from pipeline.data.batching import (
     block_diagonal_mask,
     epoch_order,
     num_steps,

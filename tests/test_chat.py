@@ -17,12 +17,12 @@ from scripted_model import random_model, scripted_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import chat
-from pipeline.answer_settings import ReplySettings
-from pipeline.answers import AnswerStreamer, generate_answers, load_speaker
-from pipeline.chat_session import Conversation
+from pipeline.data.templates import encode_prompt
+from pipeline.data.turns import Message
 from pipeline.errors import InputError
-from pipeline.templates import encode_prompt
-from pipeline.turns import Message
+from pipeline.inference.answer_settings import ReplySettings
+from pipeline.inference.answers import AnswerStreamer, generate_answers, load_speaker
+from pipeline.inference.chat_session import Conversation
 
 ROOT = Path(__file__).parent.parent
 TEXT = " Hé!\x1b[31mx"  # one character of two tokens, and an escape sequence

@@ -1,6 +1,6 @@
 """Counts keep a number and the first place for each kind."""
 
-from pipeline.counts import Counts, Origin
+from pipeline.data.counts import Counts, Origin
 
 
 def test_first_place_and_number_of_each_kind_are_kept():

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import datasets_cache
-from pipeline.datasets_cache import build, cache_folder, cache_key
+from pipeline.data import datasets_cache
+from pipeline.data.datasets_cache import build, cache_folder, cache_key
+from pipeline.data.selection import DataOptions
+from pipeline.data.turns import turns_from_json
 from pipeline.errors import InputError
-from pipeline.selection import DataOptions
 from pipeline.tokenizers import load_tokenizer
-from pipeline.turns import turns_from_json
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:

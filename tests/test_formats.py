@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from pipeline.counts import Counts, Origin
+from pipeline.data.counts import Counts, Origin
+from pipeline.data.formats import read_records
+from pipeline.data.sources import Row, read_rows
+from pipeline.data.turns import Message, is_transcript, parse_transcript, prompt_hash, turns_from_json, turns_to_json
 from pipeline.errors import InputError
-from pipeline.formats import read_records
-from pipeline.sources import Row, read_rows
-from pipeline.turns import Message, is_transcript, parse_transcript, prompt_hash, turns_from_json, turns_to_json
 
 GOOD = {"prompt": "fine?", "chosen": "yes", "rejected": "no", "messages": None}
 

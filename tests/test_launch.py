@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_stub import stub_environment, write_program
+from launch_stub import ROOT, stub_environment, write_program
 
-ROOT = Path(__file__).resolve().parent.parent
 MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main"}
 HARD_WORDS = ["a b", 'say "yes"', "it's", "two\nlines", "$HOME `id` \\", "", "*", "a;b", "--flag=x y"]
 

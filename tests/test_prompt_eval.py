@@ -12,13 +12,13 @@ from scripted_model import random_model, save, scripted_model, tiny_config
 from transformers import LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
 import prompt_eval
-from pipeline.answer_scores import encode_answer, load_judge, score_rows
-from pipeline.comparison import AnswerRow, Contestant, compare, mean_interval, summarise, wilson
-from pipeline.comparison_report import fenced, markdown
+from pipeline.data.templates import encode_conversation
+from pipeline.data.turns import Message
 from pipeline.errors import InputError
-from pipeline.prompt_lists import bundled_prompts, read_prompts, shown_prompt
-from pipeline.templates import encode_conversation
-from pipeline.turns import Message
+from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+from pipeline.inference.comparison import AnswerRow, Contestant, compare, mean_interval, summarise, wilson
+from pipeline.inference.comparison_report import fenced, markdown
+from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 
 ROOT = Path(__file__).parent.parent
 QUESTIONS = "one\ntwo\n\nthree\n"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.counts import Counts, Origin
-from pipeline.formats import Record
-from pipeline.samples import (
+from pipeline.data.counts import Counts, Origin
+from pipeline.data.formats import Record
+from pipeline.data.samples import (
     PairSample,
     SampleOptions,
     SFTSample,
@@ -13,8 +13,8 @@ from pipeline.samples import (
     sft_samples,
     text_blocks,
 )
-from pipeline.templates import encode_text, set_template
-from pipeline.turns import Message, prompt_hash, turns_from_json
+from pipeline.data.templates import encode_text, set_template
+from pipeline.data.turns import Message, prompt_hash, turns_from_json
 
 BOS, EOS = 1, 2
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import datasets
 import pytest
 
+from pipeline.data.known_sets import KNOWN_SETS, after_assistant, as_shipped, shp, webgpt
+from pipeline.data.sources import DataPath, fingerprint, looks_local, parse_path, read_rows, split_of
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.known_sets import KNOWN_SETS, after_assistant, as_shipped, shp, webgpt
-from pipeline.sources import DataPath, fingerprint, looks_local, parse_path, read_rows, split_of
 
 ROWS = [{"prompt": "p1", "chosen": "c1"}, {"prompt": "p, 2\nzwei", "chosen": "é"}]
 

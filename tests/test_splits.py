@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.data.splits import is_eval, is_kept, parse_shares, step_of
 from pipeline.errors import InputError
-from pipeline.splits import is_eval, is_kept, parse_shares, step_of
 
 IDS = st.integers(min_value=0, max_value=2**63 - 1)
 

@@ -5,11 +5,10 @@ import itertools
 import pytest
 from tokenizers import processors
 
-from pipeline.counts import Counts
-from pipeline.errors import InputError
-from pipeline.formats import read_records
-from pipeline.sources import read_rows
-from pipeline.templates import (
+from pipeline.data.counts import Counts
+from pipeline.data.formats import read_records
+from pipeline.data.sources import read_rows
+from pipeline.data.templates import (
     HUMAN_ASSISTANT_TEMPLATE,
     RefusedTurnsError,
     encode_conversation,
@@ -19,7 +18,8 @@ from pipeline.templates import (
     render,
     set_template,
 )
-from pipeline.turns import Message
+from pipeline.data.turns import Message
+from pipeline.errors import InputError
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 

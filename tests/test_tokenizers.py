@@ -3,8 +3,8 @@
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.templates import set_template
 from pipeline.tokenizers import PadPolicy, eos_ids, load_tokenizer, pad_policy
 
 PAD, EOS, UNK = 0, 2, 3

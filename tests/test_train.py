@@ -1,47 +1,19 @@
-"""train.py as a real process: plans, commands, chaining, exit codes, signals. Launchers are stubs (launch_stub.py)."""
+"""train.py as a real process: plans, commands, chaining, refusals. Launchers are stubs (launch_stub.py)."""
 
-import json
-import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from launch_stub import stub_environment
+from launch_stub import ROOT, TINY, make_model, started, train
 
 from pipeline.errors import InputError
-from pipeline.launcher import Outcome, final_code
-from pipeline.machine import check_device_count, read_hostfile
 from pipeline.train_config import model_size, split_overrides
 from train import STEPS, duration
 
-ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ROOT / "launch" / "presets"
-TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
-
-
-def train(folder: Path, *words: str, gpus: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
-    """The finished process of `python train.py WORDS`, run in `folder`."""
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    environment = stub_environment(folder, gpus=gpus, **more)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
-
-
-def started(folder: Path) -> list[list[str]]:
-    """The words of each launcher that was started; a picked port is cut out."""
-    log = folder / "log.jsonl"
-    calls = [json.loads(line)["argv"] for line in log.read_text().splitlines()] if log.exists() else []
-    return [words[words.index("--num_gpus") if "--num_gpus" in words else 0 :] for words in calls]
-
-
-def make_model(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_text("")
 
 
 # --- commands and chaining ------------------------------------------------------------------------------------------
@@ -226,99 +198,6 @@ def test_batch_arithmetic_of_the_users_json(tmp_path):
     assert bad.returncode == 2 and "train_batch_size: found 32" in bad.stderr and "x 1 ranks = 16" in bad.stderr
 
 
-# --- ends -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "launcher_code", "code"),
-    [
-        ("0,0", "0", 0),
-        ("0,0", "1", 0),  # torn down with an abort after all work was done
-        ("4,1", "1", 4),
-        ("1,2", "1", 2),
-        ("75,75", "1", 75),
-        ("0,null", "1", 1),
-        ("1,0", "0", 1),
-        ("", "3", 3),
-        ("", "0", 1),
-        ("", "250", 1),
-    ],
-)
-def test_exit_code_is_derived_from_the_ranks(tmp_path, outcomes, launcher_code, code):
-    done = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES=outcomes, STUB_CODE=launcher_code)
-    assert done.returncode == code
-    if code:
-        assert f"step 1 ended with {code} (" in done.stderr and "output/runs/sft/log.txt" in done.stderr
-
-
-def test_a_failed_step_ends_the_run(tmp_path):
-    assert train(tmp_path, *TINY, STUB_OUTCOMES="4").returncode == 4
-    assert len(started(tmp_path)) == 1
-
-
-def test_old_outcomes_are_not_read(tmp_path):
-    folder = tmp_path / "output/runs/sft/outcome"
-    folder.mkdir(parents=True)
-    (folder / "rank-7.json").write_text(json.dumps({"code": 4, "message": "", "pid": 1, "host": "x"}))
-    assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
-
-
-def test_informative_codes_come_first():
-    def code(*codes: int | None) -> int:
-        return final_code([Outcome(each, "", 1, "h") for each in codes], 1)
-
-    assert code(1, 3) == 3 and code(None, 75) == 75 and code(75, 4) == 4 and code(139, 0) == 1 and code(None) == 1
-
-
-def test_finished_steps_are_skipped(tmp_path):
-    assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
-    again = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0")
-    assert again.returncode == 0 and "step 1: finished already (output/sft)" in again.stdout
-    assert len(started(tmp_path)) == 1
-    train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "10", STUB_OUTCOMES="0")
-    assert len(started(tmp_path)) == 1, "the stub's run had 10 steps"
-    train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "11", STUB_OUTCOMES="0")
-    assert len(started(tmp_path)) == 2, "more steps extend the run"
-    train(tmp_path, *TINY, "--step", "1", "--overwrite", STUB_OUTCOMES="0")
-    assert len(started(tmp_path)) == 3
-
-
-def wait_until_running(folder: Path) -> int:
-    """The stub rank's process id, once it is there."""
-    file = folder / "output/runs/sft/outcome/rank-0.json"
-    for _ in range(200):
-        if file.exists() and file.read_text():
-            return json.loads(file.read_text())["pid"]
-        time.sleep(0.05)
-    raise AssertionError("the stub rank did not start")
-
-
-def start_and_signal(folder: Path, mode: str, *pauses_s: float) -> tuple[int, str, int]:
-    """(exit code, stderr, rank's pid) of a run that gets SIGINT after each pause."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *TINY, "--step", "1"],
-        cwd=folder, env=stub_environment(folder, STUB_OUTCOMES=mode), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    rank = wait_until_running(folder)
-    for pause in pauses_s:
-        time.sleep(pause)
-        process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    return process.returncode, stderr, rank
-
-
-def test_a_signal_reaches_the_ranks_once(tmp_path):
-    code, stderr, _ = start_and_signal(tmp_path, "wait", 0.0, 0.1)
-    assert code == 75 and "a second signal kills at once" in stderr and "killing" not in stderr
-
-
-def test_a_second_signal_kills(tmp_path):
-    code, stderr, rank = start_and_signal(tmp_path, "wait-deaf", 0.0, 0.3, 2.0)
-    assert code == 1 and stderr.count("second signal: killing") == 1
-    with pytest.raises(ProcessLookupError):
-        os.kill(rank, 0)
-
-
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
@@ -347,45 +226,6 @@ def test_model_size(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "7b").mkdir()
     assert model_size("7b") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a slots=8\nb slot=8\n", r"hosts:2: found 'b slot=8', wanted `name slots=NUMBER`"),
-        ("a slots=8\n\n# c\na slots=1\n", r"hosts:4: a stands twice"),
-        ("a slots=0\n", r"hosts:1: found"),
-        ("# nothing\n", r"found no host"),
-    ],
-)
-def test_wrong_hostfile(tmp_path, text, message):
-    (tmp_path / "hosts").write_text(text)
-    with pytest.raises(InputError, match=message):
-        read_hostfile(tmp_path / "hosts")
-
-
-def test_example_hostfile():
-    assert read_hostfile(ROOT / "launch" / "hostfile.example") == {"worker-0": 8, "worker-1": 8}
-
-
-def test_device_counts(tmp_path, monkeypatch):
-    from pipeline.errors import EnvironmentFault
-
-    for gpus, visible, allowed in ((4, None, 4), (4, "1,2", 2)):
-        for name, value in stub_environment(tmp_path / str(visible), gpus=gpus).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        check_device_count(allowed)
-        with pytest.raises(EnvironmentFault, match=f"give at most {allowed}"):
-            check_device_count(allowed + 1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    with pytest.raises(EnvironmentFault, match="hides all 4 GPUs"):
-        check_device_count(1)
-    monkeypatch.setenv("PATH", stub_environment(tmp_path / "none")["PATH"])
-    with pytest.raises(EnvironmentFault, match="no GPU"):
-        check_device_count(10_000)
 
 
 def test_durations():

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.comparison import Against, AnswerRow, Contestant, Interval, Summary, summarise
-from pipeline.terminal_text import printable
+from pipeline.inference.comparison import Against, AnswerRow, Contestant, Interval, Summary, summarise
+from pipeline.inference.terminal_text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.counts import Origin
+from pipeline.data.counts import Origin
+from pipeline.data.known_sets import KNOWN_SETS, KnownSet
+from pipeline.data.readers import READERS, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.known_sets import KNOWN_SETS, KnownSet
 from pipeline.nearest import nearest
-from pipeline.readers import READERS, data_suffix, read_file
 
 Split = Literal["train", "test"]
 EVAL_NAMES = ("test", "validation", "valid", "val", "eval", "evaluation", "dev")

@@ -14,10 +14,10 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from pipeline.answer_settings import AnswerSettings, ReplySettings
+from pipeline.data.templates import set_template
 from pipeline.errors import InputError
+from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
 from pipeline.modeling import DTYPES, adapter_base, default_device, default_dtype, load_causal_lm
-from pipeline.templates import set_template
 from pipeline.tensor_ops import pad_rows
 from pipeline.tokenizers import eos_ids, load_tokenizer, pad_policy
 

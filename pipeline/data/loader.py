@@ -6,11 +6,12 @@ A step is a function of (seed, epoch, step) alone; ranks take slices of it, so t
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from pipeline.batching import num_steps, plan_step, rank_slices
+from pipeline.data.batching import num_steps, plan_step, rank_slices
 
 B = TypeVar("B")
 Unit = Sequence[int]  # the rows that share a sequence: one row, or several packed ones
@@ -85,7 +86,11 @@ def evaluation_batches(
     """
     slices = rank_slices(list(range(len(rows))), world_size, rank, batch_size)
     chosen = slices[:max_batches] if max_batches else slices
-    return [lambda part=part: collate([None if row is None else [rows[row]] for row in part]) for part in chosen]
+
+    def make(part: list[int | None]) -> B:
+        return collate([None if row is None else [rows[row]] for row in part])
+
+    return [partial(make, part) for part in chosen]
 
 
 def to_device(batch: B, device: torch.device) -> B:

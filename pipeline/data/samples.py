@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.counts import Counts
-from pipeline.errors import InputError
-from pipeline.formats import Record
-from pipeline.templates import (
+from pipeline.data.counts import Counts
+from pipeline.data.formats import Record
+from pipeline.data.templates import (
     Encoded,
     RefusedTurnsError,
     TrainTurns,
@@ -18,7 +17,8 @@ from pipeline.templates import (
     end_token_ids,
     special_texts,
 )
-from pipeline.turns import Message, Turns, turns_to_json
+from pipeline.data.turns import Message, Turns, turns_to_json
+from pipeline.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

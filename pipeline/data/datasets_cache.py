@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from pipeline.counts import Counts
+from pipeline.data.counts import Counts
+from pipeline.data.formats import Record
+from pipeline.data.samples import SampleOptions, SFTSample, pair_samples, prompt_samples, sft_samples, text_blocks
+from pipeline.data.selection import STEPS, DataOptions, Stage, select_records
+from pipeline.data.sources import fingerprint, parse_path
+from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.formats import Record
-from pipeline.samples import SampleOptions, SFTSample, pair_samples, prompt_samples, sft_samples, text_blocks
-from pipeline.selection import STEPS, DataOptions, Stage, select_records
-from pipeline.sources import fingerprint, parse_path
-from pipeline.templates import set_template
 
 if TYPE_CHECKING:
     from datasets import Dataset

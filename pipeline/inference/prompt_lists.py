@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
+from pipeline.data.readers import data_suffix, read_file
+from pipeline.data.turns import BadRowError, Message, Turns, check_turns, is_transcript, parse_transcript, parse_turns
 from pipeline.errors import InputError
-from pipeline.readers import data_suffix, read_file
-from pipeline.terminal_text import valid_unicode
-from pipeline.turns import BadRowError, Message, Turns, check_turns, is_transcript, parse_transcript, parse_turns
+from pipeline.inference.terminal_text import valid_unicode
 
 BUNDLED = Path(__file__).with_name("prompts.json")
 SUFFIXES = (".txt", ".json", ".jsonl")

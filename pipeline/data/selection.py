@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.counts import Counts
+from pipeline.data.counts import Counts
+from pipeline.data.formats import Record, read_records
+from pipeline.data.samples import LongRows
+from pipeline.data.sources import parse_path, read_rows
+from pipeline.data.splits import Shares, is_eval, is_kept, parse_shares, step_of
+from pipeline.data.templates import TrainTurns
 from pipeline.errors import InputError
-from pipeline.formats import Record, read_records
-from pipeline.samples import LongRows
-from pipeline.sources import parse_path, read_rows
-from pipeline.splits import Shares, is_eval, is_kept, parse_shares, step_of
-from pipeline.templates import TrainTurns
 
 Stage = Literal["sft", "reward", "ppo", "text"]
 # The share of data_split that a stage takes; 'text' (the ptx loss of step 3) takes all rows of its own files.

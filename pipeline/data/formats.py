@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.counts import Counts, Origin
-from pipeline.errors import InputError
-from pipeline.nearest import nearest
-from pipeline.sources import Row, Split, split_of
-from pipeline.turns import (
+from pipeline.data.counts import Counts, Origin
+from pipeline.data.sources import Row, Split, split_of
+from pipeline.data.turns import (
     BadRowError,
     Message,
     Turns,
@@ -20,6 +18,8 @@ from pipeline.turns import (
     parse_turns,
     prompt_hash,
 )
+from pipeline.errors import InputError
+from pipeline.nearest import nearest
 
 Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")

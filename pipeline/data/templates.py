@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from pipeline.data.turns import Message
 from pipeline.errors import InputError
-from pipeline.turns import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

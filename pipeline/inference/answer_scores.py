@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.data.templates import encode_conversation, set_template
+from pipeline.data.turns import Message, Turns
 from pipeline.modeling import default_device
 from pipeline.reward_model import TokenValueModel, last_token_scores, load_reward_model
-from pipeline.templates import encode_conversation, set_template
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 from pipeline.tokenizers import load_tokenizer, pad_policy
-from pipeline.turns import Message, Turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.answer_settings import ReplySettings
-from pipeline.answers import AnswerStreamer, Speaker, decode, generate_answers
+from pipeline.data.templates import encode_prompt
+from pipeline.data.turns import Message
 from pipeline.errors import InputError
-from pipeline.templates import encode_prompt
-from pipeline.terminal_text import valid_unicode
-from pipeline.turns import Message
+from pipeline.inference.answer_settings import ReplySettings
+from pipeline.inference.answers import AnswerStreamer, Speaker, decode, generate_answers
+from pipeline.inference.terminal_text import valid_unicode
 
 Emit = Callable[[str], None]
 Ending = Literal["end", "limit", "stopped"]  # the model's end token, the token limit, the user

@@ -1,0 +1,1 @@
+"""Answers of finished models: chat, and the same prompts through several models."""
