@@ -56,8 +56,9 @@ class CausalLM(nn.Module):
         if position_ids is None:
             position_ids = position_ids_from_mask(attention_mask)
         outputs = backbone(self.model)(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        )
+            input_ids=input_ids, attention_mask=self._for_attention(attention_mask), position_ids=position_ids,
+            use_cache=False,
+        )  # fmt: skip
         hidden = outputs.last_hidden_state[:, :-1][selected]  # (M, H)
         targets = input_ids[:, 1:][selected]  # (M,)
         log_probs, entropy = self._by_chunks(hidden, targets, temperature, chunks=self._num_chunks(len(input_ids)))
@@ -66,6 +67,13 @@ class CausalLM(nn.Module):
             for values in (log_probs, entropy)
         ]
         return TokenStatistics(scattered[0], scattered[1] if with_entropy else None)
+
+    def _for_attention(self, mask: torch.Tensor) -> torch.Tensor:
+        # Eager attention adds a 4-D mask to its scores: True and False would become 1 and 0, and nothing be hidden.
+        if mask.dim() == 2 or self.config._attn_implementation != "eager":
+            return mask
+        dtype = next(self.model.parameters()).dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     def _num_chunks(self, rows: int) -> int:
         # A function of the configuration alone: under ZeRO-3 every rank must call the head equally often.

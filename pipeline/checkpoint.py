@@ -44,13 +44,15 @@ def save(
     state: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     keep: int,
-) -> Path:
-    """Write a checkpoint of `step` and delete all but the newest `keep`; a collective.
+) -> None:
+    """Write a checkpoint of `step` and delete all but the newest `keep` (0: write none); a collective.
 
     Args:
         state: counters, as JSON.
         tensors: of this rank (each rank writes its own file).
     """
+    if keep == 0:
+        return
     final = run_dir / "checkpoints" / f"step-{step}"
     fresh = final.with_name(f".step-{step}.writing")
     dist.on_main(lambda: prepare(fresh))
@@ -61,7 +63,6 @@ def save(
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, rank_file)
     dist.barrier()
     dist.on_main(lambda: commit(fresh, final, {"step": step, "world_size": dist.world_size(), **state}, keep))
-    return final
 
 
 def prepare(fresh: Path) -> None:

@@ -34,7 +34,7 @@ class RunConfig(Group):
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training rows; may be fractional")
     max_steps: int = Field(0, ge=0, description="Stop after this many optimizer steps; 0: whole epochs")
     save_steps: int = Field(0, ge=0, description="Steps between resume checkpoints; 0: only at the end or on a signal")
-    keep_checkpoints: int = Field(2, ge=1, description="Resume checkpoints kept; older ones are deleted")
+    keep_checkpoints: int = Field(2, ge=0, description="Resume checkpoints kept; older ones are deleted; 0: none")
     resume: str = Field(
         "auto", description="auto: newest valid checkpoint; never: start afresh; or a checkpoint folder"
     )

@@ -5,6 +5,7 @@ Every function here is called the same number of times on every rank whatever th
 
 import os
 import socket
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,6 +63,8 @@ def pick_device(local_rank: int) -> torch.device:
 
 def start(*, timeout_s: int) -> World:
     """Join the process group (nccl on GPUs, gloo on CPUs) and share the CPU's cores among the ranks of this node."""
+    # DeepSpeed calls collectives by their old names, thousands of times.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     rank, size, local_rank = read_environment()
     device = pick_device(local_rank)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:

@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from deepspeed.utils import logger as deepspeed_logger
@@ -83,6 +84,10 @@ class TrainingEngine:
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=trainable, config=config
         )
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            # It took a step with zero gradients to allocate its states: Adam would count from 2, and weights decayed.
+            self.optimizer.state.clear()
+            self.optimizer.refresh_fp32_params()
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.zero_stage: int = self.deepspeed.zero_optimization_stage()
         self.last_gradient_norm = 0.0
@@ -115,7 +120,7 @@ class TrainingEngine:
             norms = torch.as_tensor(optimizer.scaled_global_norm()).reshape(1).cpu()
         else:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norms = torch.nn.utils.get_total_norm(grads).reshape(1).cpu()
+            norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).cpu()
         # DeepSpeed writes -1 for a norm that is not finite.
         if not torch.isfinite(norms).all() or (norms < 0).any():
             return float("inf")
@@ -131,6 +136,8 @@ class TrainingEngine:
     def discard(self) -> None:
         """Drop the gradients of this accumulation without a step, as DeepSpeed does after an overflow."""
         optimizer = self.optimizer
+        if not math.isfinite(self.last_gradient_norm) and hasattr(optimizer, "_update_scale"):
+            optimizer._update_scale(True)  # fp16: else the next steps would overflow too
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             optimizer._overflow_clean_up(optimizer.loss_scale)
         elif isinstance(optimizer, DeepSpeedZeroOptimizer):

@@ -127,6 +127,28 @@ class Decoder:
         self.mask, self.rows, self.positions = self.mask[kept], self.rows[kept], self.positions[kept]
 
 
+class Drawn:
+    """The tokens drawn so far, one row a response: written by place, read out ragged at the end."""
+
+    def __init__(self, num_rows: int, width: int, *, pad_id: int, device: torch.device) -> None:
+        self.tokens = torch.full((num_rows, width), pad_id, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(num_rows, width, device=device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    def write(self, rows: torch.Tensor, position: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
+        """Add one token to each of `rows`."""
+        self.tokens[rows, position] = tokens
+        self.log_probs[rows, position] = log_probs
+        self.lengths[rows] += 1
+
+    def responses(self) -> list[torch.Tensor]:
+        return [row[:length] for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
+
+    def ragged_log_probs(self) -> list[torch.Tensor]:
+        return [row[:length] for row, length in zip(self.log_probs, self.lengths.tolist(), strict=True)]
+
+
 @torch.no_grad()
 def generate(
     model: Any,
@@ -149,45 +171,44 @@ def generate(
     rows = [torch.as_tensor(prompt.ids, dtype=torch.int64, device=device) for prompt in repeated]
     prompt_ids = torch.tensor([prompt.prompt_id for prompt in repeated], dtype=torch.int64, device=device)
     sample_index = torch.arange(len(rows), device=device) % num_samples
+    uniform = uniforms(
+        seed=key.seed,
+        purpose=key.purpose,
+        epoch=key.epoch,
+        prompt_ids=prompt_ids.unsqueeze(1),
+        sample_index=sample_index.unsqueeze(1),
+        position=torch.arange(sampling.max_new_tokens, device=device),
+    )  # (N, T)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
+    drawn = Drawn(len(rows), sampling.max_new_tokens, pad_id=pad_id, device=device)
     decoder = Decoder(model, rows, pad_id)
-    tokens = torch.full((len(rows), sampling.max_new_tokens), pad_id, dtype=torch.int64, device=device)
-    log_probs = torch.zeros(len(rows), sampling.max_new_tokens, device=device)
-    lengths = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for position in range(sampling.max_new_tokens):
         if should_stop():
             raise GenerationStopped
-        active = decoder.rows
-        scaled = decoder.logits / sampling.temperature
-        uniform = uniforms(
-            seed=key.seed,
-            purpose=key.purpose,
-            epoch=key.epoch,
-            prompt_ids=prompt_ids[active],
-            sample_index=sample_index[active],
-            position=position,
-        )
-        drawn = draw(truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), uniform)
-        alive = ~finished[active]
-        writes = active[alive]
-        tokens[writes, position] = drawn[alive]
-        log_probs[writes, position] = scaled.log_softmax(-1).gather(1, drawn.unsqueeze(1)).squeeze(1)[alive]
-        lengths[writes] += 1
-        finished[writes] = torch.isin(drawn[alive], eos)
-        still = ~finished[active]
-        if position + 1 == sampling.max_new_tokens or not still.any():
+        decode_one(decoder, drawn, position, uniform[:, position], eos, sampling)
+        if not len(decoder.rows):
             break
-        if (~still).float().mean() >= COMPACT_ABOVE:
-            decoder.keep(still)
-            drawn = drawn[still]
-        decoder.advance(drawn)
-    cut = lengths.tolist()
-    return Rollout(
-        prompts=rows,
-        responses=[row[:length] for row, length in zip(tokens, cut, strict=True)],
-        log_probs=[row[:length] for row, length in zip(log_probs, cut, strict=True)],
-        finished=finished,
-        prompt_ids=prompt_ids,
-        sample_index=sample_index,
-    )
+    return Rollout(rows, drawn.responses(), drawn.ragged_log_probs(), drawn.finished, prompt_ids, sample_index)
+
+
+def decode_one(
+    decoder: Decoder, drawn: Drawn, position: int, uniform: torch.Tensor, eos: torch.Tensor, sampling: Sampling
+) -> None:
+    """Draw the token at `position` of every row in the batch, and move the batch on; rows that are done leave it."""
+    scaled = decoder.logits / sampling.temperature
+    rows = decoder.rows
+    tokens = draw(truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), uniform[rows])
+    log_probs = scaled.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    open_rows = ~drawn.finished[rows]
+    drawn.write(rows[open_rows], position, tokens[open_rows], log_probs[open_rows])
+    drawn.finished[rows] |= torch.isin(tokens, eos) & open_rows
+    still = ~drawn.finished[rows]
+    is_last = position + 1 == sampling.max_new_tokens
+    num_done = len(rows) if is_last else int((~still).sum())
+    if num_done == len(rows):
+        decoder.rows = rows[:0]
+        return
+    if num_done >= COMPACT_ABOVE * len(rows):
+        decoder.keep(still)
+        tokens = tokens[still]
+    decoder.advance(tokens)

@@ -33,13 +33,14 @@ def linear_names(model: Any, pattern: str) -> list[str]:
 
 
 def add_lora(
-    model: Any, *, dim: int, alpha: float, dropout: float, module_name: str, only_lora: bool, task: str
+    model: Any, *, dim: int, alpha: float, dropout: float, module_name: str, only_lora: bool, task: str, seed: int
 ) -> Any:
     """Wrap `model` with LoRA layers whose B is zero, so that step 0 equals the base model.
 
     Args:
         only_lora: freeze all other weights but a reward head; else train what LoRA does not cover as well.
         task: peft's task type, CAUSAL_LM or SEQ_CLS (whose head `score` is trained and saved with the adapter).
+        seed: of the first values of A.
     """
     config = LoraConfig(
         r=dim,
@@ -49,7 +50,10 @@ def add_lora(
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
         task_type=task,
     )
-    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with torch.random.fork_rng(devices=[]):
+        # peft draws A from the global generator, on the CPU.
+        torch.manual_seed(seed)
+        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
     if not only_lora:
         train_the_rest(wrapped)
     return wrapped
@@ -78,5 +82,6 @@ def adapters_off(model: Any) -> Iterator[None]:
 def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
     """W + scale * B A in fp32, then W's type; `layer`'s own weights are not touched (and must be whole)."""
     weight = layer.get_base_layer().weight
-    delta = layer.get_delta_weight(adapter)
-    return (weight.float() + delta.float()).to(weight.dtype)
+    # peft's own get_delta_weight multiplies in the weights' type, which rounds a second time.
+    delta = layer.scaling[adapter] * layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
+    return (weight.float() + (delta.T if layer.fan_in_fan_out else delta)).to(weight.dtype)

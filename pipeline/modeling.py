@@ -29,7 +29,7 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 def dropout_names(config: PretrainedConfig) -> list[str]:
     """Config fields that make forward passes random: dropouts (OPT's are functional) and layer drop."""
-    words = ("dropout", "pdrop", "layerdrop")
+    words = ("dropout", "dropout_prob", "pdrop", "layerdrop")
     return [name for name, value in vars(config).items() if isinstance(value, float) and name.endswith(words)]
 
 

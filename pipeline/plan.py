@@ -64,7 +64,9 @@ def make_plan(argv: list[str], kinds: Mapping[int, StepKind]) -> Plan:
     for step, kind in kinds.items():
         try:
             file = config_file_of(step, config, config_file)
-            stages[step] = plan_stage(step, kind, config, file, overrides[kind.section], stages)
+            stages[step] = plan_stage(
+                step, kind, config, config_file=file, override=overrides[kind.section], before=stages
+            )
         except InputError as error:
             errors += [as_override(line, kind.section) for line in str(error).splitlines()]
     if errors:
@@ -121,6 +123,7 @@ def plan_stage(
     step: int,
     kind: StepKind,
     config: TrainConfig,
+    *,
     config_file: str,
     override: list[str],
     before: Mapping[int, Stage],

@@ -117,7 +117,7 @@ def frozen_json(run: Run, settings: DeepSpeedConfig, *, zero_stage: int, offload
     )
 
 
-def with_lora(model: Any, config: ModelConfig, settings: DeepSpeedConfig, *, task: str) -> Any:
+def with_lora(model: Any, config: ModelConfig, settings: DeepSpeedConfig, *, task: str, seed: int) -> Any:
     """`model` with LoRA layers where `lora_dim` asks for them."""
     if config.lora_dim == 0:
         return model
@@ -129,6 +129,7 @@ def with_lora(model: Any, config: ModelConfig, settings: DeepSpeedConfig, *, tas
         module_name=config.lora_module_name,
         only_lora=settings.only_optimize_lora,
         task=task,
+        seed=seed,
     )
 
 

@@ -179,7 +179,7 @@ def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.data.max_seq_len > limit:
         raise InputError(f"--max_seq_len {config.data.max_seq_len}: the model has {limit} positions")
-    model = with_lora(model, config.model, config.deepspeed, task="CAUSAL_LM")
+    model = with_lora(model, config.model, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)
     return training_engine(CausalLM(model), config.model, config.optimizer, ds_json)
 
 

@@ -179,7 +179,7 @@ def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:
     if limit is not None and config.data.max_seq_len > limit:
         raise InputError(f"--max_seq_len {config.data.max_seq_len}: the model has {limit} positions")
     initialise_head(reward.model.score, seed=config.run.seed)
-    reward.model = with_lora(reward.model, config.model, config.deepspeed, task="SEQ_CLS")
+    reward.model = with_lora(reward.model, config.model, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
     return training_engine(reward, config.model, config.optimizer, ds_json)
 
 

@@ -107,7 +107,7 @@ def make_actor(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngin
         model = load_causal_lm(
             config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
         )
-    model = with_lora(model, config.actor, config.deepspeed, task="CAUSAL_LM")
+    model = with_lora(model, config.actor, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)
     return training_engine(CausalLM(model), config.actor, config.optimizer, ds_json)
 
 
@@ -126,7 +126,7 @@ def make_critic(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngi
         )
     if config.ppo.normalise_scores:
         critic.score_mean, critic.score_std = score_constants(critic.model.source_config)
-    critic.model = with_lora(critic.model, config.critic, config.deepspeed, task="SEQ_CLS")
+    critic.model = with_lora(critic.model, config.critic, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
     return training_engine(critic, config.critic, config.optimizer, ds_json)
 
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tiny_models import NAMES, save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2TokenizerFast, LlamaTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -72,3 +73,26 @@ def load_opt_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     bos_first = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
     tokenizer.backend_tokenizer.post_processor = bos_first
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(bpe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name of tiny_models.NAMES -> folder of a causal language model; "<name>-reward" -> of a reward model."""
+    parent = tmp_path_factory.mktemp("tiny")
+    return {
+        f"{name}{kind}": save_tiny(name, bpe_folder, parent / f"{name}{kind}", reward=bool(kind))
+        for name in NAMES
+        for kind in ("", "-reward")
+    }
+
+
+@pytest.fixture(params=NAMES)
+def causal_folder(request: pytest.FixtureRequest, tiny_folders: dict[str, str]) -> str:
+    """The folder of each tiny causal language model in turn."""
+    return tiny_folders[request.param]
+
+
+@pytest.fixture(params=NAMES)
+def reward_folder(request: pytest.FixtureRequest, tiny_folders: dict[str, str]) -> str:
+    """The folder of each tiny reward model in turn."""
+    return tiny_folders[f"{request.param}-reward"]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +48,7 @@ if wanted.startswith("wait"):
     write(0, None)
     while not stop:
         time.sleep(0.05)
+    time.sleep(0.7)
     write(0, 75)
     sys.exit(1)
 codes = json.loads(f"[{{wanted}}]")
@@ -98,3 +100,15 @@ def make_model(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_text("")
+
+
+def fastest_run_s(code: str, tries: int = 3) -> tuple[float, str]:
+    """(seconds of the fastest of a few runs of `python -c CODE` in the project's folder, its output)."""
+    times, output = [], ""
+    for _ in range(tries):
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        times.append(time.monotonic() - start)
+        output = done.stdout
+    return min(times), output

@@ -1,0 +1,142 @@
+"""Step 1 gives the same losses and gradients however a step is cut: micro-batches, ranks, ZeRO stages, offload."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compare import TOLERANCE, apart, numbers_apart
+from group import run_group
+from tiny_run import make_folder, take_lines
+
+ALL_PARTITIONED = "z3 all partitioned"
+SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]
+BF16_TOLERANCE = 0.05
+
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """World size -> rank -> case -> findings."""
+    folder = tmp_path_factory.mktemp("sft")
+    make_folder(folder)
+    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
+    return {size: run_group("worker_sft.py", size, folder / f"world-{size}", folder) for size in (1, 2)}
+
+
+def every_rank(found: Found, case: str) -> list[dict[str, Any]]:
+    return [ranks[case] for size in found for ranks in found[size]]
+
+
+def test_inputs_exist(found: Found) -> None:
+    assert found[1][0]["exact"]["rows"] == 8 and found[1][0]["exact partial"]["rows"] == 4
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("size", "micro"), SHAPES)
+def test_equals_transformers(found: Found, stage: int, size: int, micro: str) -> None:
+    exact = found[1][0]["exact"]
+    for rank in found[size]:
+        case = rank[f"z{stage} {micro}"]
+        assert numbers_apart(case["losses"][:1], exact["losses"]) < TOLERANCE
+        assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("size", "micro"), SHAPES)
+def test_first_steps_are_equal(found: Found, stage: int, size: int, micro: str) -> None:
+    reference = found[1][0]["z0 m8"]
+    assert reference["losses"][0] - reference["losses"][2] > 0.1, "nothing was learned"
+    for rank in found[size]:
+        case = rank[f"z{stage} {micro}"]
+        assert numbers_apart(case["losses"], reference["losses"]) < TOLERANCE
+        assert numbers_apart(case["norms"], reference["norms"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
+    exact = found[1][0]["exact partial"]
+    for case in every_rank(found, f"z{stage} partial"):
+        assert numbers_apart(case["losses"][:1], exact["losses"]) < TOLERANCE
+        assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["z1 offload", "z2 offload", "z3 offload", "z3 offload parameters", ALL_PARTITIONED])
+def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
+    reference = found[1][0]["z0 m2"]
+    for mine in every_rank(found, case):
+        assert apart(mine["gradients"], reference["gradients"]) < TOLERANCE
+        assert numbers_apart(mine["losses"], reference["losses"]) < TOLERANCE
+        assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["z0 recomputed", "z3 recomputed"])
+def test_gradient_checkpointing_changes_nothing(found: Found, case: str) -> None:
+    for mine in every_rank(found, case):
+        assert apart(mine["gradients"], found[1][0]["z0 m2"]["gradients"]) < TOLERANCE
+        assert numbers_apart(mine["losses"], found[1][0]["z0 m2"]["losses"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["z0 lora", "z3 lora", "z0 recomputed lora", "z3 recomputed lora"])
+def test_lora_is_equal(found: Found, case: str) -> None:
+    reference = found[1][0]["z0 lora"]
+    assert all("lora_" in name for name in reference["gradients"])
+    for mine in every_rank(found, case):
+        assert apart(mine["gradients"], reference["gradients"]) < TOLERANCE
+        assert numbers_apart(mine["losses"], reference["losses"]) < TOLERANCE
+        assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["z0 packed", "z3 packed"])
+def test_packing_is_equal(found: Found, case: str) -> None:
+    for mine in every_rank(found, case):
+        assert apart(mine["gradients"], found[1][0]["z0 packed"]["gradients"]) < TOLERANCE
+        assert numbers_apart(mine["losses"], found[1][0]["z0 packed"]["losses"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
+    """Stage 0 has an optimizer of its own in DeepSpeed: it once took a step with zero gradients at its start."""
+    for mine in every_rank(found, f"z{stage} bf16"):
+        assert mine["skipped"] == 0
+        assert numbers_apart(mine["losses"], found[1][0]["z0 m2"]["losses"]) < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("case", [*(f"z{stage} bad" for stage in range(4)), *(f"z{n} offload bad" for n in (1, 2, 3))])
+def test_bad_gradient_of_one_rank_changes_nothing(found: Found, case: str) -> None:
+    clean = found[1][0]["z0 m2"]
+    weights = every_rank(found, case)[0]["weights"]
+    for mine in every_rank(found, case):
+        assert mine["moved"] == 0.0
+        assert mine["counts"] == [1, 1, 1, 0, 2]
+        assert numbers_apart(mine["losses"], clean["losses"][:1]) < TOLERANCE
+        assert numbers_apart(mine["norms"], clean["norms"][:1]) < TOLERANCE
+        assert apart(mine["gradients"], clean["gradients"]) < TOLERANCE
+        assert apart(mine["weights"], weights) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bad_gradient_in_bf16(found: Found, stage: int) -> None:
+    for mine in every_rank(found, f"z{stage} bad bf16"):
+        assert mine["moved"] == 0.0
+        assert mine["counts"] == [1, 1, 1, 0, 2]
+        assert numbers_apart(mine["losses"], found[1][0][f"z{stage} bf16"]["losses"][:1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_new_engine_goes_on_from_a_checkpoint(found: Found, stage: int) -> None:
+    for mine in every_rank(found, f"z{stage} resume"):
+        assert mine["resumed"] == mine["uninterrupted"]
+        assert mine["norms"][0] == mine["norms"][1]
+
+
+@pytest.mark.parametrize("kind", ["saved", "saved lora"])
+@pytest.mark.parametrize("setting", ["z0", "z3", ALL_PARTITIONED])
+def test_saved_models_are_equal(found: Found, setting: str, kind: str) -> None:
+    reference = found[1][0][f"z0 {kind}"]
+    assert bool(reference["adapter"]) == (kind == "saved lora")
+    for mine in every_rank(found, f"{setting} {kind}"):
+        assert mine["problems"] == []
+        assert apart(mine["weights"], reference["weights"]) < TOLERANCE
+        assert not mine["adapter"] or apart(mine["adapter"], reference["adapter"]) < TOLERANCE
+        assert (mine["logits"] - mine["trained_logits"]).abs().max() < TOLERANCE

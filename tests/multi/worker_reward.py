@@ -1,0 +1,138 @@
+"""Step 2 over ranks: what tests/multi/test_ranks_reward.py compares."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from group import run_cases
+from safetensors.torch import load_file
+from stages import make_run, training_rows, watched_steps
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification
+
+from pipeline import dist
+from pipeline.partitions import gathered
+from pipeline.prepare import prepare_tokenizer
+from pipeline.run import Run
+from step2_reward import training
+from step2_reward.config import RewardConfig
+from step2_reward.eval import score_pairs, summary
+
+Words = tuple[object, ...]
+
+ROWS_PER_STEP = 8
+PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
+
+
+def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, Any, Any]:
+    """(run, configuration, loader, held-out batches, engine)."""
+    accumulation = ROWS_PER_STEP // micro // dist.world_size()
+    run = make_run(
+        RewardConfig,
+        "reward",
+        [
+            *("--model_name_or_path", inputs / "base", "--data_path", inputs / "few.jsonl"),
+            *("--eval_data_path", inputs / "test.jsonl", "--per_device_eval_batch_size", 3),
+            *("--data_split", "none", "--data_output_path", inputs / "cache"),
+            *("--max_seq_len", 96, "--learning_rate", 2e-3, "--dtype", "fp32"),
+            *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", accumulation),
+            *words,
+        ],
+    )
+    config = run.resolved.config
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    loader, held_out = training.make_batches(run, config, tokenizer)
+    return run, config, loader, held_out, training.make_engine(run, config)
+
+
+def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count: int = 3) -> dict[str, Any]:
+    """Evaluation before, losses and norms of some steps, all gradients of the first one, and the fresh head."""
+    run, config, loader, held_out, engine = setup(inputs, micro, words)
+    scores = score_pairs(engine, held_out, run.world.device)
+    state = training.State(step=first)
+    seen: list[Any] = []
+    losses, norms = [], []
+    head = next(p for name, p in engine.module.named_parameters() if "score" in name and p.requires_grad)
+    with gathered([head]):
+        fresh_head = head.detach().clone()
+    with watched_steps(training, seen):
+        for _ in range(count):
+            losses.append(training.train_step(run, config, engine, loader.step(state.step), 1.0, state))
+            norms.append(engine.last_gradient_norm)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": seen[0][0],
+        "head": fresh_head,
+        "scores": {"chosen": scores.chosen, "rejected": scores.rejected},
+        "summary": summary(scores),
+    }
+
+
+def exact(inputs: Path, step: int) -> dict[str, Any]:
+    """The mean pair loss of a step by transformers alone, row by row, and its gradients."""
+    _, config, loader, _, engine = setup(inputs, ROWS_PER_STEP // dist.world_size())
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "base", dtype=torch.float32, num_labels=1)
+    model.eval().score.weight.data.copy_(engine.module.model.score.weight)
+    rows = training_rows(loader, step)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        sides = [model(torch.tensor([row[name]])).logits[0, 0] for name in ("chosen_ids", "rejected_ids")]
+        loss = -logsigmoid(sides[0] - sides[1]) / len(rows)
+        loss.backward()
+        total += loss.detach().double()
+    found = {f"model.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"losses": [total.item()], "gradients": found, "rows": len(rows)}
+
+
+def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
+    """What was written after one step, as read from disk."""
+    run, config, loader, held_out, engine = setup(inputs, micro, words)
+    training.train_step(run, config, engine, loader.step(0), 1.0, training.State())
+    scores = score_pairs(engine, held_out, run.world.device)
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    training.save(run, config, engine, tokenizer, scores)
+    folder = Path(config.run.output_dir)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    adapter = folder / "adapter" / "adapter_model.safetensors"
+    return {
+        "weights": dict(model.state_dict()),
+        "adapter": load_file(adapter) if adapter.is_file() else {},
+        "problems": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])),
+        "statistics": [model.config.score_mean, model.config.score_std],
+    }
+
+
+def cases() -> dict[str, Any]:
+    per_rank = ROWS_PER_STEP // dist.read_environment()[1]
+    found: dict[str, Any] = {"exact": partial(exact, step=0), "exact partial": partial(exact, step=PARTIAL_STEP)}
+    for stage in range(4):
+        here = ("--zero_stage", stage)
+        for micro in (per_rank, 2, 1):
+            found[f"z{stage} m{micro}"] = partial(steps, micro=micro, words=here)
+        found[f"z{stage} partial"] = partial(steps, micro=2, words=here, first=PARTIAL_STEP)
+        found[f"z{stage} bf16"] = partial(steps, micro=2, words=(*here, "--dtype", "bf16"))
+    for stage in (0, 3):
+        here = ("--zero_stage", stage)
+        for name, words in {
+            "lora": ("--lora_dim", 4),
+            "recomputed": ("--gradient_checkpointing",),
+            "per token": ("--reward_loss", "per_token", "--centering_coef", 0.01),
+        }.items():
+            found[f"z{stage} {name}"] = partial(steps, micro=2, words=(*here, *words))
+        found[f"z{stage} saved"] = partial(saved, micro=2, words=here)
+        found[f"z{stage} saved lora"] = partial(saved, micro=2, words=(*here, "--lora_dim", 4))
+    small = ("--zero_stage", 3, "--stage3_param_persistence_threshold", 0)
+    found["z3 all partitioned"] = partial(steps, micro=2, words=small)
+    found["z3 all partitioned saved"] = partial(saved, micro=2, words=small)
+    found["z3 all partitioned saved lora"] = partial(saved, micro=2, words=(*small, "--lora_dim", 4))
+    for stage in (1, 2, 3):
+        found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero_stage", stage, "--offload"))
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases())

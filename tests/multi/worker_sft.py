@@ -1,0 +1,181 @@
+"""Step 1 over ranks: what tests/multi/test_ranks_sft.py compares."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from group import run_cases
+from safetensors.torch import load_file
+from stages import current_world, make_run, training_rows, watched_steps, weights
+from transformers import AutoModelForCausalLM
+
+from pipeline import dist
+from pipeline.prepare import prepare_tokenizer
+from pipeline.run import Run
+from step1_sft import training
+from step1_sft.config import SFTConfig
+
+Words = tuple[object, ...]
+
+ROWS_PER_STEP = 8
+PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
+
+
+def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, Any]:
+    """(run, configuration, loader, engine) with `micro` rows a micro-batch and ROWS_PER_STEP rows a step."""
+    accumulation = ROWS_PER_STEP // micro // dist.world_size()
+    run = make_run(
+        SFTConfig,
+        "sft",
+        [
+            *("--model_name_or_path", inputs / "base", "--data_path", inputs / "few.jsonl"),
+            *("--data_split", "none", "--eval_fraction", 0, "--data_output_path", inputs / "cache"),
+            *("--max_seq_len", 96, "--learning_rate", 2e-3, "--dtype", "fp32"),
+            *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", accumulation),
+            *words,
+        ],
+    )
+    config = run.resolved.config
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    loader, _ = training.make_batches(run, config, tokenizer)
+    return run, config, loader, training.make_engine(run, config)
+
+
+def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count: int = 3) -> dict[str, Any]:
+    """Losses and gradient norms of some steps, and all gradients of the first one."""
+    run, config, loader, engine = setup(inputs, micro, words)
+    state = training.State(step=first)
+    seen: list[Any] = []
+    losses, norms = [], []
+    with watched_steps(training, seen):
+        for _ in range(count):
+            losses.append(training.train_step(run, config, engine, loader.step(state.step), 1.0, state))
+            norms.append(engine.last_gradient_norm)
+    return {"losses": losses, "norms": norms, "gradients": seen[0][0], "skipped": state.skipped_updates}
+
+
+def exact(inputs: Path, step: int) -> dict[str, Any]:
+    """The mean over a step's trained tokens by transformers alone, row by row, and its gradients."""
+    _, _, loader, _ = setup(inputs, ROWS_PER_STEP // dist.world_size())
+    model = AutoModelForCausalLM.from_pretrained(inputs / "base", dtype=torch.float32).eval()
+    units = training_rows(loader, step)
+    count = sum(sum(row["trained"]) for row in units)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in units:
+        ids, trained = torch.tensor([row["ids"]]), torch.tensor(row["trained"][1:])
+        log_probs = torch.log_softmax(model(ids).logits[0, :-1], dim=-1)
+        loss = -log_probs.gather(1, ids[0, 1:, None])[:, 0][trained].sum() / count
+        loss.backward()
+        total += loss.detach().double()
+    found = {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    return {"losses": [total.item()], "gradients": found, "rows": len(units)}
+
+
+def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
+    """A NaN in the last rank's gradient: nothing moves, it is counted, and the next step equals that of a clean run."""
+    run, config, loader, engine = setup(inputs, 2, words)
+    state, step = training.State(), loader.step(0)
+    before = weights(engine)
+    poisoned = next(p for name, p in engine.module.named_parameters() if name.endswith("fc1.bias"))
+    if current_world().rank == dist.world_size() - 1:
+        hook = poisoned.register_hook(lambda grad: grad * float("nan"))
+    training.train_step(run, config, engine, step, 1.0, state)
+    if current_world().rank == dist.world_size() - 1:
+        hook.remove()
+    after = weights(engine)
+    moved = max((before[name] - after[name]).abs().max().item() for name in before)
+    skipped, bad = state.skipped_updates, state.bad_in_a_row
+    seen: list[Any] = []
+    with watched_steps(training, seen):
+        loss = training.train_step(run, config, engine, step, 1.0, state)
+    return {
+        "moved": moved,
+        "counts": [skipped, bad, state.skipped_updates, state.bad_in_a_row, state.step],
+        "losses": [loss],
+        "norms": [engine.last_gradient_norm],
+        "gradients": seen[0][0],
+        "weights": weights(engine),
+    }
+
+
+def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
+    """Weights in the folder written after one step, and its adapter, as read from disk on rank 0."""
+    run, config, loader, engine = setup(inputs, micro, words)
+    training.train_step(run, config, engine, loader.step(0), 1.0, training.State())
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    training.save(run, config, engine, tokenizer)
+    folder = Path(config.run.output_dir)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    adapter = folder / "adapter" / "adapter_model.safetensors"
+    ids = torch.arange(3, 43).reshape(2, 20)
+    with torch.no_grad():
+        logits = model.eval()(ids).logits
+    return {
+        "weights": dict(model.state_dict()),
+        "adapter": load_file(adapter) if adapter.is_file() else {},
+        "problems": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])),
+        "logits": logits,
+        "trained_logits": live_logits(engine, ids),
+    }
+
+
+@torch.no_grad()
+def live_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor:
+    with engine.generation():
+        return engine.module.model(ids).logits
+
+
+def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
+    """Three steps; and two, a checkpoint, a new engine that loads it, and the third."""
+    from pipeline import checkpoint
+
+    words = ("--zero_stage", stage)
+    whole = steps(inputs, micro, words)
+    run, config, loader, engine = setup(inputs, micro, words)
+    state = training.State()
+    for _ in range(2):
+        training.train_step(run, config, engine, loader.step(state.step), 1.0, state)
+    training.save_checkpoint(run, config, engine, state)
+    fresh = training.make_engine(run, config)
+    checkpoint.load(run.folder, "auto", {"model": fresh})
+    loss = training.train_step(run, config, fresh, loader.step(state.step), 1.0, state)
+    return {"uninterrupted": whole["losses"][2], "resumed": loss, "norms": [whole["norms"][2], fresh.last_gradient_norm]}
+
+
+def cases() -> dict[str, Any]:
+    size = dist.read_environment()[1]
+    per_rank = ROWS_PER_STEP // size
+    found: dict[str, Any] = {"exact": partial(exact, step=0), "exact partial": partial(exact, step=PARTIAL_STEP)}
+    for stage in range(4):
+        for micro in (per_rank, 2, 1):
+            found[f"z{stage} m{micro}"] = partial(steps, micro=micro, words=("--zero_stage", stage))
+        found[f"z{stage} partial"] = partial(steps, micro=2, words=("--zero_stage", stage), first=PARTIAL_STEP)
+        found[f"z{stage} bad"] = partial(bad_gradient, words=("--zero_stage", stage))
+        found[f"z{stage} bf16"] = partial(steps, micro=2, words=("--zero_stage", stage, "--dtype", "bf16"))
+        found[f"z{stage} bad bf16"] = partial(bad_gradient, words=("--zero_stage", stage, "--dtype", "bf16"))
+        found[f"z{stage} resume"] = partial(checkpointed, stage=stage, micro=2)
+    lora = ("--lora_dim", 4)
+    for stage in (0, 3):
+        here = ("--zero_stage", stage)
+        found[f"z{stage} lora"] = partial(steps, micro=2, words=(*here, *lora))
+        found[f"z{stage} recomputed"] = partial(steps, micro=2, words=(*here, "--gradient_checkpointing"))
+        found[f"z{stage} recomputed lora"] = partial(steps, micro=2, words=(*here, *lora, "--gradient_checkpointing"))
+        found[f"z{stage} saved"] = partial(saved, micro=2, words=here)
+        found[f"z{stage} saved lora"] = partial(saved, micro=2, words=(*here, *lora))
+        found[f"z{stage} packed"] = partial(steps, micro=1, words=(*here, "--packing"))
+    for stage in (1, 2, 3):
+        found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero_stage", stage, "--offload"))
+        found[f"z{stage} offload bad"] = partial(bad_gradient, words=("--zero_stage", stage, "--offload"))
+    small = ("--zero_stage", 3, "--stage3_param_persistence_threshold", 0)
+    found["z3 all partitioned"] = partial(steps, micro=2, words=small)
+    found["z3 all partitioned saved"] = partial(saved, micro=2, words=small)
+    found["z3 all partitioned saved lora"] = partial(saved, micro=2, words=(*small, *lora))
+    found["z3 offload parameters"] = partial(
+        steps, micro=2, words=("--zero_stage", 3, "--offload", "--offload_parameters")
+    )
+    return found
+
+
+if __name__ == "__main__":
+    run_cases(cases())
