@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from pipeline.inference.answer_settings import ReplySettings
 from pipeline.command import run_command
 from pipeline.config import Dtype, Group
 from pipeline.errors import InputError
 from pipeline.flags import nearest, parse, stage_arguments
-from pipeline.model_paths import check_language_model
+from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.terminal_text import printable
+from pipeline.model_paths import check_language_model
 
 if TYPE_CHECKING:
     from pipeline.inference.chat_session import Conversation, Reply

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.command import run_command
-from pipeline.inference.comparison import AnswerRow, Contestant, to_json
-from pipeline.inference.comparison_report import markdown, print_comparison
 from pipeline.config import Dtype, Group
+from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.flags import flat_items, parse, stage_arguments
-from pipeline.model_paths import check_language_model, check_model_path
+from pipeline.inference.answer_settings import AnswerSettings
+from pipeline.inference.comparison import AnswerRow, Contestant, to_json
+from pipeline.inference.comparison_report import markdown, print_comparison
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
-from pipeline.data.turns import Turns
+from pipeline.model_paths import check_language_model, check_model_path
 
 if TYPE_CHECKING:
     from pipeline.inference.answers import Speaker
@@ -107,8 +107,8 @@ def answered(config: PromptEvalConfig, label: str, path: str, prompts: list[Turn
 
 
 def answer_all(config: PromptEvalConfig, speaker: "Speaker", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
-    from pipeline.inference.answers import check_prompt, generate_answers
     from pipeline.data.templates import encode_prompt
+    from pipeline.inference.answers import check_prompt, generate_answers
 
     encoded = [encode_prompt(speaker.tokenizer, turns) for turns in prompts]
     for ids in encoded:

@@ -15,12 +15,19 @@ from typing import Literal
 from pipeline.ds_config import read_user_json, training_config
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError
 from pipeline.flags import flat_items
-from pipeline.launcher import run_launcher
+from pipeline.launching.launcher import run_launcher
+from pipeline.launching.machine import (
+    DEFAULT_HOSTFILE,
+    check_device_count,
+    check_port,
+    count_gpus,
+    device_kind,
+    read_hostfile,
+)
+from pipeline.launching.plan import Plan, Stage, StepKind, make_plan, path_from_here, without_flag
+from pipeline.launching.train_config import TrainConfig, model_size
 from pipeline.layout import done_file
-from pipeline.machine import DEFAULT_HOSTFILE, check_device_count, check_port, count_gpus, device_kind, read_hostfile
 from pipeline.model_paths import has_config
-from pipeline.plan import Plan, Stage, StepKind, make_plan, path_from_here, without_flag
-from pipeline.train_config import TrainConfig, model_size
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig

@@ -132,7 +132,7 @@ class DeepSpeedConfig(Group):
     initial_scale_power: int = Field(16, ge=0, description="fp16: the dynamic scale starts at 2 to this power")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale is doubled")
     hysteresis: int = Field(2, ge=1, description="fp16: overflows before the scale is halved")
-    min_loss_scale: float = Field(1.0, gt=0, description="fp16: lower bound of the scale")
+    min_loss_scale: int = Field(1, ge=1, description="fp16: lower bound of the scale")
     deepspeed_monitor: list[Literal["tensorboard", "csv_monitor", "wandb"]] = Field(
         [], description="DeepSpeed's own monitors, besides the metrics of the run"
     )

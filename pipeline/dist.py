@@ -73,7 +73,11 @@ def start(*, timeout_s: int) -> World:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(
+                backend,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             reason = str(error).splitlines()[0]
             raise EnvironmentFault(

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, *, stage: str, tensorboard: bool, csv_file: bool, wandb: bool, start_step: int):
         self.stage = stage
         self.path = run_dir / "metrics.jsonl"
-        cut_to_step(self.path, start_step)
+        cut_to_step(self.path, start_step, lambda line: json.loads(line)["step"])
+        cut_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
         self._jsonl = self.path.open("a", encoding="utf-8")
         self._csv = (run_dir / "metrics.csv").open("a", encoding="utf-8", newline="") if csv_file else None
         self._sinks: list[Any] = []
@@ -120,12 +121,12 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def cut_to_step(path: Path, step: int) -> None:
-    """Drop the lines after `step`: a resumed run writes them again."""
+def cut_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
+    """Drop the lines after `step`, and all of them at step 0: the run writes them again."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = [line for line in lines if step and line.endswith("\n") and step_of(line) <= step]
     path.write_text("".join(kept), encoding="utf-8")
 
 
@@ -133,7 +134,7 @@ def tensorboard_sink(folder: Path, start_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides what an interrupted run wrote past the checkpoint, so that a curve never goes back.
-    writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+    writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)
 
     def sink(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -22,6 +22,7 @@ from pipeline import dist
 from pipeline.config import RunConfig
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EnvironmentFault, RunError
 from pipeline.flags import Resolved, flat_items
+from pipeline.layout import done_file, outcome_file, run_folder
 from pipeline.saving import write_json
 
 log = logging.getLogger(__name__)
@@ -52,18 +53,6 @@ class StopRequest:
     def anywhere(self, world: dist.World) -> bool:
         """Whether any rank was asked to stop. A collective."""
         return dist.max_over_ranks(float(self.here()), world.device) > 0
-
-
-def run_folder(run: RunConfig, stage: str) -> Path:
-    """<run_dir>, or by design: <parent of output>/runs/<name> for steps 1 and 2, <output>/runs/ppo for step 3."""
-    if run.run_dir:
-        return Path(run.run_dir)
-    output = Path(run.output_dir)
-    return output / "runs" / "ppo" if stage == "ppo" else output.parent / "runs" / output.name
-
-
-def outcome_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "outcome" / f"rank-{rank}.json"
 
 
 def write_outcome(run_dir: Path, rank: int, code: int | None, message: str) -> None:
@@ -195,7 +184,7 @@ def finished_steps(run: Run) -> int | None:
     if config.overwrite:
         for name in ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json"):
             remove(run.folder / name)
-    done = run.folder / "done.json"
+    done = done_file(run.folder)
     if not done.is_file():
         return None
     steps = json.loads(done.read_text(encoding="utf-8"))["steps"]
@@ -215,7 +204,7 @@ def remove(path: Path) -> None:
 def write_done(run: Run, *, steps: int) -> None:
     """Mark the run as finished, on rank 0."""
     if run.world.is_main:
-        write_json(run.folder / "done.json", {"stage": run.stage, "steps": steps, "time": time.time()})
+        write_json(done_file(run.folder), {"stage": run.stage, "steps": steps, "time": time.time()})
 
 
 def report(message: str, rank: int, *, with_traceback: bool) -> None:

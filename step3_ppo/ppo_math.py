@@ -208,7 +208,8 @@ def value_loss(
     unclipped = (values - returns).square()
     if value_clip is None:
         return 0.5 * unclipped.sum(), values.new_zeros(())
-    near_old = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    # Not old + clamp(new - old): that is not exactly `new` inside the range, and rounding would count as clipping.
+    near_old = values.clamp(old_values - value_clip, old_values + value_clip)
     clipped = (near_old - returns).square()
     return 0.5 * torch.maximum(unclipped, clipped).sum(), (clipped > unclipped).float().sum()
 

@@ -88,6 +88,7 @@ class Updater:
         Losses are sums over response tokens divided by their number in the whole step on all ranks.
         """
         device = responses.sequences.device
+        text = text if train_actor else None
         rows = torch.tensor([row for batch in batches for row in batch], device=device)
         num_tokens = dist.sum_over_ranks(experience.response_mask[rows].sum().double()).item()
         scale = self.world.size / max(num_tokens, 1.0)
@@ -101,7 +102,7 @@ class Updater:
                 loss = self._policy_loss(part, wanted, kl_coef, sums)
                 self.actor.backward(loss * scale, last=last and text is None)
             self.critic.backward(self._value_loss(part, wanted, sums) * scale, last=last)
-        if train_actor and text is not None:
+        if text is not None:
             self._ptx_backward(text, sums)
         engines = [self.actor, self.critic] if train_actor else [self.critic]
         stepped = step_together(engines, rate_factor)

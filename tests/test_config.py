@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.flags import flag_table, flat_items, load_yaml, parse
-from pipeline.train_config import SIZES, TrainConfig
+from pipeline.launching.train_config import SIZES, TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -81,7 +81,14 @@ def test_presets_are_short_and_say_what_they_are(file):
 
 @pytest.mark.parametrize(
     "module",
-    ["pipeline.config", "pipeline.flags", "pipeline.ds_config", "pipeline.plan", "pipeline.launcher", "train"],
+    [
+        "pipeline.config",
+        "pipeline.flags",
+        "pipeline.ds_config",
+        "pipeline.launching.plan",
+        "pipeline.launching.launcher",
+        "train",
+    ],
 )
 def test_configuration_imports_neither_torch_nor_deepspeed(module):
     code = f"import sys, {module}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"

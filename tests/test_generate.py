@@ -250,9 +250,9 @@ def test_generation_stops_between_steps_when_asked(llama, after):
 def test_sampler_log_probs_are_the_trainers(causal_folder, temperature):
     """Rows finish at different times (many tokens end a response), so that rows leave the batch meanwhile."""
     model = load_causal_lm(causal_folder, dtype=torch.float32)
-    found = sampled(model, prompts_of(ROWS), num_samples=4, temperature=temperature, ends=range(2, 80))
+    found = sampled(model, prompts_of(ROWS), num_samples=4, temperature=temperature, ends=range(2, 40))
     lengths = torch.tensor([len(row) for row in found.responses])
-    assert len(set(lengths.tolist())) > 5
+    assert len(set(lengths.tolist())) >= 4
     starts = torch.tensor([len(row) for row in found.prompts])
     rows = [torch.cat(pair) for pair in zip(found.prompts, found.responses, strict=True)]
     ids = pad_rows(rows, PAD)

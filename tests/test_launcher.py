@@ -12,8 +12,8 @@ import pytest
 from launch_stub import ROOT, TINY, started, stub_environment, train
 
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.launcher import Outcome, final_code
-from pipeline.machine import check_device_count, read_hostfile
+from pipeline.launching.launcher import Outcome, final_code
+from pipeline.launching.machine import check_device_count, read_hostfile
 
 # --- ends -----------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 from launch_stub import ROOT, TINY, fastest_run_s, make_model, started, train
 
 from pipeline.errors import InputError
-from pipeline.train_config import model_size, split_overrides
+from pipeline.launching.train_config import model_size, split_overrides
 from train import STEPS, duration
 
 PRESETS = ROOT / "launch" / "presets"

@@ -14,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from demo.make import make_data, make_tokenizer  # noqa: E402
-from demo.rule import make_prompt  # noqa: E402
+from demo.make import make_data, make_tokenizer
+from demo.rule import make_prompt
 
 VOCABULARY = 50272
 # Zhang et al. 2022 (OPT), table 1, and the published configurations.

@@ -1,6 +1,5 @@
 """Step 1 gives the same losses and gradients however a step is cut: micro-batches, ranks, ZeRO stages, offload."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -11,10 +11,10 @@ from pathlib import Path
 from pipeline.config import Group
 from pipeline.errors import InputError
 from pipeline.flags import SECTIONS, Resolved, load_yaml, parse, read_yaml, scan
+from pipeline.launching.train_config import TrainConfig, contradictions, model_size, short_help, split_overrides
 from pipeline.layout import run_folder
-from pipeline.train_config import TrainConfig, contradictions, model_size, short_help, split_overrides
 
-PRESETS = Path(__file__).resolve().parent.parent / "launch" / "presets"
+PRESETS = Path(__file__).resolve().parents[2] / "launch" / "presets"
 
 
 @dataclass(frozen=True, slots=True)

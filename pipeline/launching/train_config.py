@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from pipeline.config import Group
 from pipeline.errors import InputError
 from pipeline.flags import flag_table, nearest
-from pipeline.machine import DEFAULT_HOSTFILE
+from pipeline.launching.machine import DEFAULT_HOSTFILE
 from pipeline.model_paths import check_model_path
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")

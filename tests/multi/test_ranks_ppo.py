@@ -1,0 +1,188 @@
+"""Step 3 gives the same rollouts, scores, losses and gradients for 1 and 2 ranks, all micro-batches and ZeRO stages."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from compare import TOLERANCE, apart, numbers_apart
+from group import run_group
+from tiny_run import make_folder, take_lines
+
+# Of one rank: 2 rows of the 4 of an update. Two ranks have 1 row each then, or 2.
+SHAPES = [(1, 0, "m4"), (1, 0, "m1"), (2, 0, "m1"), (2, 0, "m2"), (1, 3, "m4"), (1, 3, "m1"), (2, 3, "m1"), (2, 3, "m2")]
+STAGES_1_AND_2 = [(1, 1, "m2"), (1, 2, "m2"), (2, 1, "m1"), (2, 2, "m1"), (1, 3, "m2")]
+VARIANTS = ["lora", "recomputed", "two samples", "kl in loss", "ptx", "small batches", "partial"]
+BAD = [f"z{stage} bad {engine}" for stage in range(4) for engine in ("actor", "critic")]
+SAVED = [*(f"z{stage} saved" for stage in range(4)), "z3 all partitioned saved"]
+
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """World size -> rank -> case -> findings."""
+    folder = tmp_path_factory.mktemp("ppo")
+    make_folder(folder)
+    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
+    return {size: run_group("worker_ppo.py", size, folder / f"world-{size}", folder) for size in (1, 2)}
+
+
+def every_rank(found: Found, case: str) -> list[dict[str, Any]]:
+    return [ranks[case] for size in found for ranks in found[size]]
+
+
+def assert_equal_rollouts(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    for ours, theirs in zip(mine["rollouts"], reference["rollouts"], strict=True):
+        assert ours["responses"]["sequences"].equal(theirs["responses"]["sequences"])
+        for part in ("responses", "scores", "experience"):
+            assert apart(ours[part], theirs[part]) < TOLERANCE, part
+
+
+def assert_equal_updates(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert apart(mine["actor"], reference["actor"]) < TOLERANCE
+    assert apart(mine["critic"], reference["critic"]) < TOLERANCE
+    for name, values in mine["metrics"].items():
+        assert numbers_apart(values, reference["metrics"][name]) < TOLERANCE, name
+    assert numbers_apart(mine["state"], reference["state"]) < TOLERANCE
+
+
+def test_rollout_is_worth_comparing(found: Found) -> None:
+    reference = found[1][0]["z0 m2"]
+    responses = reference["rollouts"][0]["responses"]
+    lengths = responses["response_lengths"]
+    assert responses["finished"].any() and not responses["finished"].all()
+    halves = lengths[:4].sum(), lengths[4:].sum()
+    assert halves[0] != halves[1], "ranks must have different numbers of tokens"
+    metrics = reference["metrics"]
+    assert len(metrics["loss/policy"]) == 8
+    assert max(metrics["policy/clipfrac"]) > 0.1 and max(metrics["value/clipfrac"]) > 0.1
+    assert reference["state"][2] != 0.1, "the KL coefficient must adapt"
+
+
+def test_scores_equal_transformers(found: Found) -> None:
+    for size in found:
+        for rank in found[size]:
+            reference = found[1][0]["z0 m2"]["rollouts"][0]["scores"]
+            exact = {name: reference[name] for name in rank["plain"]["scores"]}
+            assert apart(rank["plain"]["scores"], exact) < TOLERANCE
+
+
+def test_first_policy_gradient_equals_transformers(found: Found) -> None:
+    assert apart(found[1][0]["plain"]["gradients"], found[1][0]["z0 m2"]["actor"]) < TOLERANCE
+
+
+@pytest.mark.parametrize(("size", "stage", "micro"), [*SHAPES, *STAGES_1_AND_2])
+def test_rollouts_are_equal(found: Found, size: int, stage: int, micro: str) -> None:
+    for rank in found[size]:
+        assert_equal_rollouts(rank[f"z{stage} {micro}"], found[1][0]["z0 m2"])
+
+
+@pytest.mark.parametrize(("size", "stage", "micro"), [*SHAPES, *STAGES_1_AND_2])
+def test_updates_are_equal(found: Found, size: int, stage: int, micro: str) -> None:
+    for rank in found[size]:
+        assert_equal_updates(rank[f"z{stage} {micro}"], found[1][0]["z0 m2"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_variants_are_equal(found: Found, stage: int, variant: str) -> None:
+    for mine in every_rank(found, f"z{stage} {variant}"):
+        assert_equal_rollouts(mine, found[1][0][f"z0 {variant}"])
+        assert_equal_updates(mine, found[1][0][f"z0 {variant}"])
+
+
+@pytest.mark.parametrize("variant", ["recomputed", "small batches"])
+def test_these_variants_change_nothing(found: Found, variant: str) -> None:
+    assert_equal_rollouts(found[1][0][f"z0 {variant}"], found[1][0]["z0 m2"])
+    assert_equal_updates(found[1][0][f"z0 {variant}"], found[1][0]["z0 m2"])
+
+
+@pytest.mark.parametrize("variant", ["lora", "kl in loss", "ptx"])
+def test_these_variants_change_something(found: Found, variant: str) -> None:
+    mine, reference = found[1][0][f"z0 {variant}"]["metrics"], found[1][0]["z0 m2"]["metrics"]
+    assert numbers_apart(mine["actor/grad_norm"], reference["actor/grad_norm"]) > 100 * TOLERANCE
+
+
+def test_last_rollout_of_an_epoch_masks_its_fillers(found: Found) -> None:
+    first = found[1][0]["z0 partial"]["rollouts"][0]
+    assert first["responses"]["valid"].tolist() == [True] * 4 + [False] * 4
+    assert not first["experience"]["response_mask"][4:].any()
+
+
+@pytest.mark.parametrize(
+    "case", ["z1 offload", "z2 offload", "z3 offload", "z3 all partitioned", "z3 actor z0 critic"]
+)
+def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
+    for mine in every_rank(found, case):
+        assert_equal_rollouts(mine, found[1][0]["z0 m2"])
+        assert_equal_updates(mine, found[1][0]["z0 m2"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bf16_is_finite_and_drifts_nowhere(found: Found, stage: int) -> None:
+    for mine in every_rank(found, f"z{stage} bf16"):
+        assert mine["state"][-1] == 0
+        assert all(math.isfinite(value) for values in mine["metrics"].values() for value in values)
+        # The old log-probabilities have the very shapes of the update's forward passes.
+        assert mine["first_ratio_error"][0] == 0.0
+        first, reference = mine["rollouts"][0], found[1][0]["z0 bf16"]["rollouts"][0]
+        assert first["responses"]["sequences"].equal(reference["responses"]["sequences"])
+
+
+@pytest.mark.parametrize("case", [*BAD, "z3 offload bad actor"])
+def test_bad_gradient_of_one_rank_and_one_model_stops_both_models(found: Found, case: str) -> None:
+    clean = found[1][0]["z0 m2"]
+    weights = found[1][0]["z0 bad actor"]
+    for mine in every_rank(found, case):
+        assert mine["moved"] == 0.0 and mine["drifted"] == 0.0
+        assert mine["stepped"] == [False, True]
+        assert mine["counts"] == [2, 1, 0]
+        assert apart(mine["actor"], clean["actor"]) < TOLERANCE
+        assert apart(mine["critic"], clean["critic"]) < TOLERANCE
+        for name, values in mine["metrics"].items():
+            assert numbers_apart(values, clean["metrics"][name][:1]) < TOLERANCE, name
+        for name in ("actor_weights", "critic_weights"):
+            assert apart(mine[name], weights[name]) < TOLERANCE
+
+
+def assert_equal_folders(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert mine["moved"] == 0.0, "writing the average must leave the actor as it is"
+    for name in ("actor", "actor_ema", "critic"):
+        assert mine[f"{name} problems"] == []
+        assert apart(mine[name], reference[name]) < TOLERANCE, name
+    assert apart(mine["actor"], mine["actor_ema"]) > 1e-4
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_saved_models_and_averages_are_equal(found: Found, case: str) -> None:
+    for mine in every_rank(found, case):
+        assert_equal_folders(mine, found[1][0]["z0 saved"])
+
+
+@pytest.mark.parametrize("case", ["z0 saved lora", "z3 saved lora", "z3 all partitioned saved lora"])
+def test_saved_lora_models_are_equal(found: Found, case: str) -> None:
+    for mine in every_rank(found, case):
+        assert_equal_folders(mine, found[1][0]["z0 saved lora"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_new_engines_go_on_from_a_checkpoint(found: Found, stage: int) -> None:
+    for mine in every_rank(found, f"z{stage} resume"):
+        assert len(mine["resumed"]) == 4 and mine["resumed"] == mine["uninterrupted"]
+        assert mine["states"][0] == mine["states"][1]
+        assert apart(*mine["averages"]) == 0.0
+        assert apart(*mine["weights"]) == 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluation_counts_each_prompt_once(found: Found, stage: int) -> None:
+    for mine in every_rank(found, f"z{stage} eval"):
+        assert numbers_apart(list(mine.values()), list(found[1][0]["z0 eval"].values())) < TOLERANCE
+
+
+def test_ranks_agree_bit_for_bit(found: Found) -> None:
+    first, second = (rank["z3 ptx"] for rank in found[2])
+    assert first["metrics"] == second["metrics"] and first["state"] == second["state"]
+    for name, value in first["rollouts"][1]["experience"].items():
+        assert torch.equal(value, second["rollouts"][1]["experience"][name])

@@ -1,0 +1,114 @@
+"""Step 2 gives the same losses, gradients and scores however a step is cut: micro-batches, ranks, ZeRO stages."""
+
+from typing import Any
+
+import pytest
+from compare import TOLERANCE, apart, numbers_apart
+from group import run_group
+from tiny_run import make_folder, take_lines
+
+SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]
+VARIANTS = ["lora", "recomputed", "per token"]
+BF16_TOLERANCE = 0.05
+
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """World size -> rank -> case -> findings."""
+    folder = tmp_path_factory.mktemp("reward")
+    make_folder(folder)
+    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
+    return {size: run_group("worker_reward.py", size, folder / f"world-{size}", folder) for size in (1, 2)}
+
+
+def every_rank(found: Found, case: str) -> list[dict[str, Any]]:
+    return [ranks[case] for size in found for ranks in found[size]]
+
+
+def assert_equal_steps(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert apart(mine["gradients"], reference["gradients"]) < TOLERANCE
+    assert numbers_apart(mine["losses"], reference["losses"]) < TOLERANCE
+    assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("size", "micro"), SHAPES)
+def test_equals_transformers(found: Found, stage: int, size: int, micro: str) -> None:
+    exact = found[1][0]["exact"]
+    assert exact["rows"] == 8
+    for rank in found[size]:
+        case = rank[f"z{stage} {micro}"]
+        assert numbers_apart(case["losses"][:1], exact["losses"]) < TOLERANCE
+        assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("size", "micro"), SHAPES)
+def test_first_steps_are_equal(found: Found, stage: int, size: int, micro: str) -> None:
+    reference = found[1][0]["z0 m8"]
+    assert abs(reference["losses"][0] - reference["losses"][2]) > 1e-3
+    for rank in found[size]:
+        assert_equal_steps(rank[f"z{stage} {micro}"], reference)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
+    exact = found[1][0]["exact partial"]
+    assert exact["rows"] == 4
+    for case in every_rank(found, f"z{stage} partial"):
+        assert numbers_apart(case["losses"][:1], exact["losses"]) < TOLERANCE
+        assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_fresh_head_and_held_out_scores_are_the_same_at_every_stage(found: Found, stage: int) -> None:
+    reference = found[1][0]["z0 m2"]
+    assert reference["head"].abs().min() > 0
+    assert len(reference["scores"]["chosen"]) == 8, "3 rows a batch: the last one is padded"
+    for mine in every_rank(found, f"z{stage} m2"):
+        assert mine["head"].equal(reference["head"])
+        assert apart(mine["scores"], reference["scores"]) < TOLERANCE
+        assert numbers_apart(list(mine["summary"].values()), list(reference["summary"].values())) < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_variants_are_equal(found: Found, stage: int, variant: str) -> None:
+    for mine in every_rank(found, f"z{stage} {variant}"):
+        assert_equal_steps(mine, found[1][0][f"z0 {variant}"])
+
+
+def test_lora_trains_adapters_and_head(found: Found) -> None:
+    names = found[1][0]["z0 lora"]["gradients"]
+    assert any("score" in name for name in names)
+    assert all("lora_" in name or "modules_to_save" in name for name in names)
+
+
+def test_gradient_checkpointing_changes_nothing(found: Found) -> None:
+    assert_equal_steps(found[1][0]["z0 recomputed"], found[1][0]["z0 m2"])
+
+
+@pytest.mark.parametrize("case", ["z1 offload", "z2 offload", "z3 offload", "z3 all partitioned"])
+def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
+    for mine in every_rank(found, case):
+        assert_equal_steps(mine, found[1][0]["z0 m2"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
+    for mine in every_rank(found, f"z{stage} bf16"):
+        assert numbers_apart(mine["losses"], found[1][0]["z0 m2"]["losses"]) < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["saved", "saved lora"])
+@pytest.mark.parametrize("setting", ["z0", "z3", "z3 all partitioned"])
+def test_saved_models_are_equal(found: Found, setting: str, kind: str) -> None:
+    reference = found[1][0][f"z0 {kind}"]
+    assert bool(reference["adapter"]) == (kind == "saved lora")
+    for mine in every_rank(found, f"{setting} {kind}"):
+        assert mine["problems"] == []
+        assert apart(mine["weights"], reference["weights"]) < TOLERANCE
+        assert not mine["adapter"] or apart(mine["adapter"], reference["adapter"]) < TOLERANCE
+        assert numbers_apart(mine["statistics"], reference["statistics"]) < TOLERANCE
