@@ -68,6 +68,7 @@ def single_question(config: ChatConfig) -> str | None:
 
 
 def open_conversation(config: ChatConfig) -> "Conversation":
+    """Load the model and start a conversation with it."""
     from pipeline.inference.answers import load_speaker, resolve_dtype
     from pipeline.inference.chat_session import Conversation
 
@@ -158,6 +159,7 @@ class Shell:
         self.note("a new conversation with this system prompt" if text else "a new conversation, no system prompt")
 
     def set(self, words: str) -> None:
+        """/set NAME VALUE: change a setting of the replies that follow."""
         name, _, value = words.replace("=", " ").partition(" ")
         names = list(ReplySettings.model_fields)
         if name not in names:
@@ -191,6 +193,7 @@ def settings_line(settings: ReplySettings) -> str:
 
 
 def banner(conversation: "Conversation") -> str:
+    """What is loaded, with which settings, and how to get help."""
     speaker = conversation.speaker
     model = speaker.model
     count = sum(parameter.numel() for parameter in model.parameters())

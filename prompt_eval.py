@@ -107,6 +107,7 @@ def answered(config: PromptEvalConfig, label: str, path: str, prompts: list[Turn
 
 
 def answer_all(config: PromptEvalConfig, speaker: "Speaker", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
+    """Every prompt's answers by one model, in the order of the prompts."""
     from pipeline.data.templates import encode_prompt
     from pipeline.inference.answers import check_prompt, generate_answers
 
@@ -141,6 +142,7 @@ def scored(config: PromptEvalConfig, contestants: list[Contestant], prompts: lis
 
 
 def write_files(prefix: Path, config: PromptEvalConfig, texts: list[str], contestants: list[Contestant]) -> None:
+    """Write the comparison as `<prefix>.json` and `<prefix>.md`."""
     settings = {name: value for name, value in flat_items(config) if value != "" and name not in ("models", "output")}
     content = to_json(texts, contestants, settings)
     line = "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + "."

@@ -224,6 +224,7 @@ def run(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
+    """Run the steps; returns the exit code."""
     try:
         return run(argv)
     except KeyboardInterrupt:

@@ -7,11 +7,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from demo.rule import animal_of, make_answer, make_pair, make_prompt
+from demo.rule import make_answer, make_pair, make_prompt
 
 NUM_TRAIN_PROMPTS = 3600
 NUM_TEST_PROMPTS = 600
-NUM_DOCUMENTS = 1500
+NUM_DOCUMENTS = 1200
 VOCABULARY = 640
 
 
@@ -33,7 +33,7 @@ def make_data(folder: Path, *, seed: int) -> None:
     prompts = distinct_prompts(NUM_TRAIN_PROMPTS + NUM_TEST_PROMPTS, random)
     rows = []
     for prompt in prompts:
-        chosen, rejected = make_pair(prompt, random)
+        chosen, rejected = make_pair(random)
         rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     write_lines(folder / "data" / "train.jsonl", rows[:NUM_TRAIN_PROMPTS])
     write_lines(folder / "data" / "test.jsonl", rows[NUM_TRAIN_PROMPTS:])
@@ -43,7 +43,7 @@ def make_data(folder: Path, *, seed: int) -> None:
 def make_document(random: Random) -> str:
     """Plain text without the dialogue's form: what the base model knows of the world's words."""
     prompts = [make_prompt(random) for _ in range(3)]
-    return " ".join(f"{prompt} {make_answer(animal_of(prompt), random)}" for prompt in prompts)
+    return " ".join(f"{prompt} {make_answer(random)}" for prompt in prompts)
 
 
 def make_tokenizer(folder: Path) -> Any:

@@ -173,11 +173,13 @@ class TrainingEngine:
                 yield
                 return
             parameters = list(self.module.parameters())
-            with gathered(parameters):
-                offload = self.optimizer.parameter_offload
-                self._remove_hooks(offload, parameters)
-                yield
-            offload._register_deepspeed_module(offload.module)
+            offload = self.optimizer.parameter_offload
+            try:
+                with gathered(parameters):
+                    self._remove_hooks(offload, parameters)
+                    yield
+            finally:
+                offload._register_deepspeed_module(offload.module)
         finally:
             self.deepspeed.train()
 

@@ -41,6 +41,7 @@ class FlagLoader(yaml.SafeLoader):
     """YAML in which a key may stand once only, and 2e-5 is a number as everywhere else."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As yaml's, but a key that stands twice is an error."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             if key_node.value in seen:

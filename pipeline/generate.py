@@ -185,14 +185,14 @@ def generate(
     for position in range(sampling.max_new_tokens):
         if should_stop():
             raise GenerationStopped
-        decode_one(decoder, drawn, position, uniform[:, position], eos, sampling)
+        decode_one(decoder, drawn, position, uniform[:, position], eos=eos, sampling=sampling)
         if not len(decoder.rows):
             break
     return Rollout(rows, drawn.responses(), drawn.ragged_log_probs(), drawn.finished, prompt_ids, sample_index)
 
 
 def decode_one(
-    decoder: Decoder, drawn: Drawn, position: int, uniform: torch.Tensor, eos: torch.Tensor, sampling: Sampling
+    decoder: Decoder, drawn: Drawn, position: int, uniform: torch.Tensor, *, eos: torch.Tensor, sampling: Sampling
 ) -> None:
     """Draw the token at `position` of every row in the batch, and move the batch on; rows that are done leave it."""
     scaled = decoder.logits / sampling.temperature

@@ -131,6 +131,7 @@ def cut_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
 
 
 def tensorboard_sink(folder: Path, start_step: int) -> Any:
+    """Writes to TensorBoard, from behind `start_step` on."""
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides what an interrupted run wrote past the checkpoint, so that a curve never goes back.

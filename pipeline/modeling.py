@@ -53,11 +53,26 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     return quiet
 
 
-def load_pretrained(auto_class: Any, path: str, *, dtype: torch.dtype, attn_implementation: str, **changes: Any) -> Any:
+def load_pretrained(
+    auto_class: Any,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    may_lack: frozenset[str] = frozenset(),
+    **changes: Any,
+) -> Any:
     """`auto_class.from_pretrained` with dropout off; the untouched configuration is kept as `model.source_config`.
 
     `dtype` is always passed: OPT's hub files are fp16. Weights come from safetensors; a base model that only has
     `.bin` files is read by transformers with weights_only, which says so.
+
+    Args:
+        may_lack: weights that the files need not hold.
+        changes: fields of the configuration to set.
+
+    Raises:
+        InputError: no model there, or weights missing in its files (they would be random).
     """
     check_model_path(path)
     source = load_config(path)
@@ -66,9 +81,13 @@ def load_pretrained(auto_class: Any, path: str, *, dtype: torch.dtype, attn_impl
         setattr(config, name, value)
     attention = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
     try:
-        model = auto_class.from_pretrained(path, config=config, dtype=dtype, **attention)
+        model, info = auto_class.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, **attention
+        )
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"{path}: cannot load the model: {first_line(error)}") from error
+    if missing := sorted(set(info["missing_keys"]) - may_lack):
+        raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
     model.source_config = source
     return model
 

@@ -74,7 +74,12 @@ def load_reward_model(
         InputError: no model at `path`, or no head in it where one is needed.
     """
     model = load_pretrained(
-        AutoModelForSequenceClassification, path, dtype=dtype, attn_implementation=attn_implementation, num_labels=1
+        AutoModelForSequenceClassification,
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        may_lack=frozenset({"score.weight"}) if new_head else frozenset(),
+        num_labels=1,
     )
     if not new_head and not any("SequenceClassification" in name for name in model.source_config.architectures or []):
         raise InputError(f"{path}: {model.source_config.architectures} has no reward head; give the output of step 2")

@@ -80,7 +80,7 @@ def start_logging(run_dir: Path, rank: int) -> None:
     root.setLevel(logging.INFO)
     transformers.utils.logging.disable_progress_bar()
     for name in QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR if rank else logging.WARNING)
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def describe_environment(world: dist.World) -> dict[str, Any]:

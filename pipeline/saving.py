@@ -150,6 +150,7 @@ def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
+    """Rename `fresh` to `folder`; what stood there goes last."""
     old = folder.parent / f".{folder.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

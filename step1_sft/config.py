@@ -1,8 +1,8 @@
 """Flags of step 1."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.config import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
 
@@ -26,3 +26,9 @@ class SFTConfig(Group):
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output/sft")
     keep_best: bool = Field(False, description="Keep the weights with the lowest eval_loss instead of the last ones")
+
+    @model_validator(mode="after")
+    def _packing_needs_a_mask(self) -> Self:
+        if self.data.packing and self.model.attn_implementation == "flash_attention_2":
+            raise ValueError("packing: flash_attention_2 takes no mask that keeps samples apart; use sdpa or eager")
+        return self

@@ -93,7 +93,7 @@ def train(run: Run, config: SFTConfig) -> None:
     while state.step < total_steps:
         started = time.monotonic()
         step = loader.step(state.step)
-        loss = train_step(run, config, engine, step, rate(state.step), state)
+        loss = train_step(run, config, engine, step, rate=rate(state.step), state=state)
         recorder.write_training(
             state.step,
             {
@@ -184,7 +184,7 @@ def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
 
 
 def train_step(
-    run: Run, config: SFTConfig, engine: TrainingEngine, step: Step[SFTBatch], rate: float, state: State
+    run: Run, config: SFTConfig, engine: TrainingEngine, step: Step[SFTBatch], *, rate: float, state: State
 ) -> float:
     """One optimizer step; returns the loss per trained token over all ranks. Non-finite gradients change nothing."""
     if step.num_trained == 0:
@@ -220,6 +220,7 @@ def save(run: Run, config: SFTConfig, engine: TrainingEngine, tokenizer: Any) ->
 
 
 def save_checkpoint(run: Run, config: SFTConfig, engine: TrainingEngine, state: State) -> None:
+    """Everything that evolves. A collective."""
     checkpoint.save(
         run.folder,
         step=state.step,

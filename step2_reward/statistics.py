@@ -96,6 +96,7 @@ def calibration(chosen: Sequence[float], rejected: Sequence[float], *, num_bins:
 
 
 def calibration_bin(index: int, num_bins: int, points: Sequence[tuple[float, int]]) -> CalibrationBin:
+    """The comparisons of one bin: (predicted probability, 1 if it came true)."""
     low, high, count = index / num_bins, (index + 1) / num_bins, len(points)
     if not count:
         return CalibrationBin(low, high, 0, None, None)

@@ -97,7 +97,7 @@ def train(run: Run, config: RewardConfig) -> None:
     while state.step < total_steps:
         started = time.monotonic()
         step = loader.step(state.step)
-        loss = train_step(run, config, engine, step, rate(state.step), state)
+        loss = train_step(run, config, engine, step, rate=rate(state.step), state=state)
         recorder.write_training(
             state.step,
             {
@@ -184,7 +184,7 @@ def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:
 
 
 def train_step(
-    run: Run, config: RewardConfig, engine: TrainingEngine, step: Step[PairBatch], rate: float, state: State
+    run: Run, config: RewardConfig, engine: TrainingEngine, step: Step[PairBatch], *, rate: float, state: State
 ) -> float:
     """One optimizer step; returns the loss per pair over all ranks. Non-finite gradients change nothing."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
@@ -227,6 +227,7 @@ def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any,
 
 
 def save_checkpoint(run: Run, config: RewardConfig, engine: TrainingEngine, state: State) -> None:
+    """Everything that evolves. A collective."""
     checkpoint.save(
         run.folder,
         step=state.step,

@@ -80,3 +80,9 @@ class PPOConfig(Group):
     optimizer: PPOOptimizerConfig = PPOOptimizerConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output")
+
+    @model_validator(mode="after")
+    def _no_dropout(self) -> Self:
+        if self.actor.lora_dropout or self.critic.lora_dropout:
+            raise ValueError("lora_dropout: PPO compares two passes of one model, which must be equal; use 0")
+        return self

@@ -54,6 +54,7 @@ class Phases:
         run: Run,
         config: PPOConfig,
         models: Models,
+        *,
         prompts: Built,
         text: StepLoader[SFTBatch] | None,
         plan: Plan,
@@ -82,6 +83,7 @@ class Phases:
         )
 
     def sampler(self, rows: object, *, num_samples: int, batch_size: int) -> Sampler:
+        """Samples responses to `rows` as the flags say."""
         sampling = self.config.sampling
         return Sampler(
             hybrid=self.hybrid,

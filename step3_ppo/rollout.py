@@ -100,6 +100,7 @@ def score(
 
 
 def score_batch(models: Models, responses: Responses, rows: Any, temperature: float) -> Scores:
+    """One micro-batch of `score`, on this rank."""
     mask, selected = responses.attention_mask, responses.predicts_response
     policy = log_probs_of(models.actor, responses.sequences, mask=mask, selected=selected, temperature=temperature)
     with models.reference_policy() as reference:

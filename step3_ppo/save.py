@@ -39,6 +39,7 @@ def save_models(run: Run, config: PPOConfig, models: Models, average: MovingAver
 
 
 def save_actor(run: Run, config: PPOConfig, models: Models, folder: Path, *, kind: str) -> None:
+    """The actor's folder. A collective."""
     save_model(
         models.actor.module.model,
         models.tokenizer,

@@ -51,7 +51,18 @@ def train(run: Run, config: PPOConfig) -> None:
         total_steps=plan.total_steps,
         shown=("objective/scores", "objective/kl", "policy/approx_kl", "loss/value"),
     )
-    phases = Phases(run, config, models, prompts, text, plan, rate, average, recorder, state)
+    phases = Phases(
+        run,
+        config,
+        models,
+        prompts=prompts,
+        text=text,
+        plan=plan,
+        rate=rate,
+        average=average,
+        recorder=recorder,
+        state=state,
+    )
 
     def save_everything() -> None:
         save_checkpoint(run, config, models, state, average)

@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from pipeline import causal_lm
 from pipeline.causal_lm import CausalLM
+from pipeline.config import ModelConfig
 from pipeline.data.batching import packed_sft_batch, sft_batch
 from pipeline.modeling import load_causal_lm
+from step1_sft.config import SFTConfig, SFTDataConfig
 from step1_sft.eval import evaluate, forward_log_probs
 from step1_sft.loss import token_sum_loss
 
@@ -77,6 +79,13 @@ def test_packed_rows_equal_separate_rows(causal_folder, attention):
     torch.testing.assert_close(packed[0, 5:11], separate[1, :6], **TOLERANCE)
     torch.testing.assert_close(packed[1, :2], separate[2, :2], **TOLERANCE)
     assert packed[0, 4] == 0  # a sample's first token is nobody's target
+
+
+def test_packing_is_refused_where_attention_takes_no_mask():
+    packed = SFTDataConfig(packing=True)
+    with pytest.raises(ValueError, match="packing: flash_attention_2"):
+        SFTConfig(data=packed, model=ModelConfig(attn_implementation="flash_attention_2"))
+    assert SFTConfig(data=packed).data.packing
 
 
 @pytest.mark.parametrize("num_rows", [4, 2])

@@ -13,9 +13,9 @@ TENSOR_MATH = ("step1_sft/loss.py", "step2_reward/loss.py", "step3_ppo/ppo_math.
 # Configuration, flags and DeepSpeed's JSON, and the programs that a user waits for.
 LIGHT = (
     "pipeline.config", "pipeline.flags", "pipeline.flag_table", "pipeline.reference", "pipeline.ds_config",
-    "pipeline.ds_json", "pipeline.ds_keys", "pipeline.plan", "pipeline.train_config", "pipeline.errors",
-    "pipeline.launcher", "pipeline.machine", "pipeline.model_paths", "step1_sft.config", "step2_reward.config",
-    "step3_ppo.config", "step1_sft.main", "step2_reward.main", "step3_ppo.main", "train",
+    "pipeline.ds_json", "pipeline.ds_keys", "pipeline.errors", "pipeline.model_paths", "train", "chat", "prompt_eval",
+    *(f"pipeline.launching.{path.stem}" for path in source_files("pipeline/launching") if path.stem != "__init__"),
+    *(f"{stage}.{name}" for stage in STAGES for name in ("config", "main")),
 )  # fmt: skip
 FORBIDDEN_NAMES = ("eval", "exec", "compile", "__import__")
 FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "marshal", "shelve")
@@ -87,7 +87,8 @@ def findings(tree: ast.Module) -> Iterable[str]:
                 yield "shell"
             if settings.get("trust_remote_code", "False") != "False":
                 yield "trust_remote_code"
-            if name == "yaml.load" and "Loader" not in ast.unparse(node).replace("yaml.Loader", ""):
+            loader = settings.get("Loader", "".join(map(ast.unparse, node.args[1:2])))
+            if name == "yaml.load" and loader in ("", "yaml.Loader", "yaml.FullLoader", "yaml.UnsafeLoader"):
                 yield name
             if name in ("yaml.unsafe_load", "yaml.full_load"):
                 yield name
@@ -99,7 +100,8 @@ def findings(tree: ast.Module) -> Iterable[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "eval('1')", "exec(text)", "os.system('ls')", "run('ls', shell=True)", "import pickle", "from pickle import load",
+        "eval('1')", "exec(text)", "os.system('ls')", "run('ls', shell=True)", "import pickle",
+        "from pickle import load", "yaml.load(text, yaml.Loader)",
         "yaml.load(text)", "yaml.load(text, Loader=yaml.Loader)", "load(path, trust_remote_code=True)",
         "load(path, trust_remote_code=flag)", "torch.load(path)",
     ],
@@ -108,7 +110,9 @@ def test_the_search_finds_what_must_not_be(code):
     assert list(findings(ast.parse(code)))
 
 
-@pytest.mark.parametrize("code", ["model.eval()", "re.compile('a')", "run(x, shell=False)", "yaml.load(t, Loader=FlagLoader)"])
+@pytest.mark.parametrize(
+    "code", ["model.eval()", "re.compile('a')", "run(x, shell=False)", "yaml.load(t, Loader=FlagLoader)"]
+)
 def test_the_search_leaves_what_may_be(code):
     assert not list(findings(ast.parse(code)))
 

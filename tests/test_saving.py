@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors import safe_open
+from safetensors.torch import load_file
 from tiny_models import EOS, NAMES, PAD, padded, random_rows, save_tiny
 from torch import nn
 from transformers import (
@@ -29,6 +29,7 @@ from pipeline.reward_model import (
     pad_id_for_pooling,
 )
 from pipeline.saving import save_model, state_dict, with_new_folder, write_json
+from step3_ppo.ema import MovingAverage
 
 ROW = random_rows(0, (8,))[0].unsqueeze(0)
 EXACT = {"rtol": 0, "atol": 0}
@@ -57,7 +58,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def names_in(folder: Path) -> list[str]:
-    return [name for file in sorted(folder.glob("*.safetensors")) for name in safe_open(file, "pt").keys()]
+    return [name for file in sorted(folder.glob("*.safetensors")) for name in load_file(file)]
 
 
 def with_lora(model: nn.Module, task: str) -> nn.Module:
@@ -127,6 +128,23 @@ def test_other_weights_may_be_given(tiny_folders, bpe_folder, tmp_path):
     model = load_causal_lm(tiny_folders["llama"], dtype=torch.float32)
     folder = save(model, tiny_folders["llama"], tmp_path / "out", weights=weights)
     assert logits(reloaded(AutoModelForCausalLM, folder)).equal(logits(load_causal_lm(other, dtype=torch.float32)))
+
+
+def test_averaged_weights_are_saved_while_swapped_in(tiny_folders, tmp_path):
+    model = load_causal_lm(tiny_folders["opt"], dtype=torch.float32)
+    average = MovingAverage(model, decay=0.75)
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    average.update()
+    expected = logits(model)
+    with average.swapped_in():
+        folder = save(model, tiny_folders["opt"], tmp_path / "actor_ema")
+    saved = reloaded(AutoModelForCausalLM, folder)
+    for name, parameter in saved.named_parameters():  # 0.75 w + 0.25 * 2 w
+        torch.testing.assert_close(parameter.detach(), 1.25 * first[name])
+    assert logits(model).equal(expected)
 
 
 # --- LoRA ---

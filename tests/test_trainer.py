@@ -30,7 +30,7 @@ from pipeline.ds_config import training_config
 from pipeline.engine import TrainingEngine, start_deepspeed, step_together
 from pipeline.errors import DivergedError, InputError
 from pipeline.flags import Resolved
-from pipeline.generate import Prompt, RandomKey, Sampling
+from pipeline.generate import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.metrics import check_name
 from pipeline.modeling import load_causal_lm
 from pipeline.parameter_groups import parameter_groups
@@ -223,7 +223,9 @@ def seen_gradients(monkeypatch):
     return seen
 
 
-def update(updater, responses, experience, batches=SPLITS[1], *, kl_coef=0.3, rate_factor=1.0, train_actor=True, text=None):
+def update(
+    updater, responses, experience, batches=SPLITS[1], *, kl_coef=0.3, rate_factor=1.0, train_actor=True, text=None
+):
     return updater.update(
         responses, experience, batches, kl_coef=kl_coef, rate_factor=rate_factor, train_actor=train_actor, text=text
     )
@@ -398,6 +400,25 @@ def test_sampling_uses_the_trained_weights_and_leaves_the_mode(world, opt):
         hybrid.generate(prompts, **settings)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_training_goes_on_after_generation_was_broken_off(world, opt, zero_stage):
+    """Under ZeRO-3 generation takes DeepSpeed's hooks off: they must be back."""
+    responses = make_responses()
+    experience = make_experience(opt, responses)
+    updater, fresh = (make_updater(world, opt, zero_stage=zero_stage) for _ in range(2))
+    hybrid = HybridEngine(updater.actor, eos_ids=frozenset({EOS}), pad_id=PAD)
+    settings = {"num_samples": 2, "sampling": Sampling(6), "key": RandomKey(1, "rollout")}
+    prompts = [Prompt(row.tolist(), n) for n, row in enumerate(random_rows(3))]
+    with hybrid.generation():
+        expected = hybrid.generate(prompts, **settings)
+    with pytest.raises(GenerationStopped), hybrid.generation():
+        hybrid.generate(prompts, **settings, should_stop=lambda: True)
+    metrics, stepped = update(updater, responses, experience)
+    plain, _ = update(fresh, responses, experience)
+    assert stepped and metrics["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-6)
+    assert len(expected.responses) == 2 * len(prompts)
+
+
 # --- whole phases ---
 
 
@@ -460,7 +481,16 @@ def make_phases(world, folder, config: PPOConfig, *, num_prompts: int = 4, num_e
     plan = replace(plan, total_steps=100)
     state = State(kl_coef=config.ppo.kl_coef)
     return Phases(
-        run, config, make_models(run, config), prompts, None, plan, lambda step: 1.0, None, Recorded(), state
+        run,
+        config,
+        make_models(run, config),
+        prompts=prompts,
+        text=None,
+        plan=plan,
+        rate=lambda step: 1.0,
+        average=None,
+        recorder=Recorded(),
+        state=state,
     )
 
 
@@ -573,6 +603,12 @@ def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_fo
 # --- what is refused before training ---
 
 
+def test_dropout_of_lora_layers_is_refused(trained_folders):
+    """It would be drawn anew in each pass: the first ratio could not be 1."""
+    with pytest.raises(ValueError, match="lora_dropout: .* use 0"):
+        ppo_config(trained_folders, actor={"lora_dim": 4, "lora_dropout": 0.1})
+
+
 def other_tokenizer(source: str, folder) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -581,7 +617,9 @@ def other_tokenizer(source: str, folder) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(saved))
 
 
-def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(world, trained_folders, tmp_path, bpe_folder):
+def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
+    world, trained_folders, tmp_path, bpe_folder
+):
     folder = tmp_path / "other"
     save_tiny("llama", bpe_folder, folder, reward=True)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(trained_folders.actor)

@@ -57,6 +57,7 @@ class StepLoader(Generic[B]):
         return step / self.steps_per_epoch
 
     def step(self, number: int) -> Step[B]:
+        """The `number`-th optimizer step of training."""
         epoch, within = divmod(number, self.steps_per_epoch)
         planned = plan_step(self.seed, epoch, within, len(self.units), self.rows_per_step)
         rows = [row for unit in planned if unit is not None for row in self.units[unit]]

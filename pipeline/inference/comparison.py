@@ -113,6 +113,7 @@ def summarise(contestants: Sequence[Contestant]) -> list[Summary]:
 
 
 def summary(contestant: Contestant, first: Contestant | None) -> Summary:
+    """One model's averages, and its wins against `first`."""
     rows = [row for answers in contestant.answers for row in answers]
     own = scores(contestant)
     return Summary(

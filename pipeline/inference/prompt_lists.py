@@ -45,6 +45,7 @@ def text_lines(file: Path) -> list[tuple[int, object]]:
 
 
 def prompt_column(file: Path) -> list[tuple[int, object]]:
+    """(row number, prompt) of a file of rows."""
     rows = []
     for number, values in read_file(file):
         if "prompt" not in values:

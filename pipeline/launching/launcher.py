@@ -95,6 +95,7 @@ def running_ranks(run_dir: Path) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether a process of this number exists and is ours."""
     try:
         os.kill(pid, 0)
     except OSError:

@@ -15,4 +15,4 @@ def apart(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor])
 
 def numbers_apart(first: Sequence[float], second: Sequence[float]) -> float:
     """The largest absolute difference between numbers in the same places."""
-    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+    return max((abs(a - b) for a, b in zip(first, second, strict=True)), default=0.0)

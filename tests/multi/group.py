@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0
 
 Case = Callable[[Path], Any]
 
@@ -68,7 +68,7 @@ def run_cases(cases: Mapping[str, Case]) -> None:
     from pipeline.entry import leave
 
     folder, inputs = Path(sys.argv[1]), Path(sys.argv[2])
-    world = dist.start(timeout_s=60)
+    world = dist.start(timeout_s=300)
     start_deepspeed()
     found: dict[str, Any] = {}
     for name, case in cases.items():

@@ -68,7 +68,7 @@ def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stag
             *("--actor_model_name_or_path", inputs / "base", "--critic_model_name_or_path", inputs / "scorer"),
             *("--data_path", inputs / "few.jsonl", "--eval_data_path", inputs / "test.jsonl", "--data_split", "none"),
             *("--data_output_path", inputs / "cache", "--max_prompt_seq_len", 48, "--max_answer_seq_len", 12),
-            *("--actor_learning_rate", 1e-3, "--critic_learning_rate", 1e-3, "--dtype", "fp32"),
+            *("--actor_learning_rate", 5e-4, "--critic_learning_rate", 5e-4, "--dtype", "fp32"),
             *("--actor_zero_stage", stage, "--critic_zero_stage", stage),
             *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", ROWS_PER_STEP // micro // size),
             *("--per_device_generation_batch_size", PROMPTS_PER_ROLLOUT // size // batches),
@@ -87,7 +87,10 @@ def make_loop(run: Run, config: PPOConfig) -> Loop:
     plan = make_plan(config, num_prompts=len(prompts.train), world_size=run.world.size)
     average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
     notes, state = Notes(), State(kl_coef=config.ppo.kl_coef)
-    phases = Phases(run, config, models, prompts, text, plan, lambda step: 1.0, average, notes, state)  # type: ignore[arg-type]
+    phases = Phases(
+        run, config, models, prompts=prompts, text=text, plan=plan, rate=lambda step: 1.0, average=average,
+        recorder=notes, state=state,  # type: ignore[arg-type]
+    )  # fmt: skip
     return Loop(run, config, models, phases, average, notes)
 
 

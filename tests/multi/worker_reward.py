@@ -58,7 +58,7 @@ def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count:
         fresh_head = head.detach().clone()
     with watched_steps(training, seen):
         for _ in range(count):
-            losses.append(training.train_step(run, config, engine, loader.step(state.step), 1.0, state))
+            losses.append(training.train_step(run, config, engine, loader.step(state.step), rate=1.0, state=state))
             norms.append(engine.last_gradient_norm)
     return {
         "losses": losses,
@@ -89,7 +89,7 @@ def exact(inputs: Path, step: int) -> dict[str, Any]:
 def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     """What was written after one step, as read from disk."""
     run, config, loader, held_out, engine = setup(inputs, micro, words)
-    training.train_step(run, config, engine, loader.step(0), 1.0, training.State())
+    training.train_step(run, config, engine, loader.step(0), rate=1.0, state=training.State())
     scores = score_pairs(engine, held_out, run.world.device)
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
     training.save(run, config, engine, tokenizer, scores)

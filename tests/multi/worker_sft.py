@@ -50,7 +50,7 @@ def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count:
     losses, norms = [], []
     with watched_steps(training, seen):
         for _ in range(count):
-            losses.append(training.train_step(run, config, engine, loader.step(state.step), 1.0, state))
+            losses.append(training.train_step(run, config, engine, loader.step(state.step), rate=1.0, state=state))
             norms.append(engine.last_gradient_norm)
     return {"losses": losses, "norms": norms, "gradients": seen[0][0], "skipped": state.skipped_updates}
 
@@ -80,7 +80,7 @@ def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
     poisoned = next(p for name, p in engine.module.named_parameters() if name.endswith("fc1.bias"))
     if current_world().rank == dist.world_size() - 1:
         hook = poisoned.register_hook(lambda grad: grad * float("nan"))
-    training.train_step(run, config, engine, step, 1.0, state)
+    training.train_step(run, config, engine, step, rate=1.0, state=state)
     if current_world().rank == dist.world_size() - 1:
         hook.remove()
     after = weights(engine)
@@ -88,7 +88,7 @@ def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
     skipped, bad = state.skipped_updates, state.bad_in_a_row
     seen: list[Any] = []
     with watched_steps(training, seen):
-        loss = training.train_step(run, config, engine, step, 1.0, state)
+        loss = training.train_step(run, config, engine, step, rate=1.0, state=state)
     return {
         "moved": moved,
         "counts": [skipped, bad, state.skipped_updates, state.bad_in_a_row, state.step],
@@ -102,7 +102,7 @@ def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
 def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     """Weights in the folder written after one step, and its adapter, as read from disk on rank 0."""
     run, config, loader, engine = setup(inputs, micro, words)
-    training.train_step(run, config, engine, loader.step(0), 1.0, training.State())
+    training.train_step(run, config, engine, loader.step(0), rate=1.0, state=training.State())
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
     training.save(run, config, engine, tokenizer)
     folder = Path(config.run.output_dir)
@@ -135,11 +135,11 @@ def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
     run, config, loader, engine = setup(inputs, micro, words)
     state = training.State()
     for _ in range(2):
-        training.train_step(run, config, engine, loader.step(state.step), 1.0, state)
+        training.train_step(run, config, engine, loader.step(state.step), rate=1.0, state=state)
     training.save_checkpoint(run, config, engine, state)
     fresh = training.make_engine(run, config)
     checkpoint.load(run.folder, "auto", {"model": fresh})
-    loss = training.train_step(run, config, fresh, loader.step(state.step), 1.0, state)
+    loss = training.train_step(run, config, fresh, loader.step(state.step), rate=1.0, state=state)
     return {"uninterrupted": whole["losses"][2], "resumed": loss, "norms": [whole["norms"][2], fresh.last_gradient_norm]}
 
 

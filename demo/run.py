@@ -1,0 +1,71 @@
+"""The demo from end to end: data, base model, the three steps through train.py, and a report against the rule.
+
+`python -m demo.run` works in the current folder and writes below `output/`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from demo.make import make_data, make_model
+from demo.report import measure, table
+
+ROOT = Path(__file__).resolve().parents[1]
+MADE = Path("output/demo")
+
+
+def call(command: list[str]) -> None:
+    """Run a command of the project as a user would; the demo ends with its exit code where it fails."""
+    environment = os.environ | {"PYTHON": sys.executable}
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def say(text: str) -> None:
+    print(f"\n=== {text}", file=sys.stderr, flush=True)
+
+
+def quiet() -> None:
+    """Libraries' progress bars and notes do not belong into the demo's own output."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+
+
+def run(*, seed: int, overwrite: bool) -> dict[str, float]:
+    """All of the demo with one seed; returns what was measured."""
+    started = time.monotonic()
+    quiet()
+    again = ["--overwrite"] if overwrite else []
+    seeds = [word for stage in ("sft", "reward", "ppo") for word in (f"--{stage}.seed", str(seed))]
+    say(f"data, tokenizer and an untrained model in {MADE}")
+    make_data(MADE, seed=seed)
+    make_model(MADE, seed=seed)
+    say("base model: step 1 on plain text")
+    preset = ROOT / "launch" / "presets" / "tiny.base.yaml"
+    call(["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--preset", str(preset), "--seed", str(seed), *again])
+    train = [sys.executable, str(ROOT / "train.py"), "--step", "1", "2", "3", "--deployment-type", "single_gpu"]
+    call([*train, "--actor-model", "tiny", "--reward-model", "tiny", *seeds, *again])
+    say("sampling answers to prompts that no step has seen")
+    found = measure(Path("output"), seed=seed)
+    found["minutes"] = (time.monotonic() - started) / 60
+    (MADE / "result.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1234, help="seed of data, weights and training [1234]")
+    parser.add_argument("--overwrite", action="store_true", help="start over although output/ holds finished runs")
+    options = parser.parse_args()
+    found = run(seed=options.seed, overwrite=options.overwrite)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

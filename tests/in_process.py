@@ -1,0 +1,38 @@
+"""Call a stage's `main(argv)` inside the test's own process and put back all that it changes there."""
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed
+
+
+@contextmanager
+def undone_afterwards() -> Iterator[None]:
+    """Environment, signal handlers, loggers and the process group are as before when the context ends."""
+    variables = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    root = logging.getLogger()
+    loggers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        for handler in set(root.handlers) - set(loggers):
+            handler.close()
+        root.handlers, root.level = loggers, level
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(variables)
+        leave_group()
+
+
+def leave_group() -> None:
+    """Also DeepSpeed forgets the group, so that the next run in this process joins its own."""
+    if torch.distributed.is_initialized():
+        import deepspeed.comm.comm as deepspeed_comm
+
+        torch.distributed.destroy_process_group()
+        deepspeed_comm.cdb = None
