@@ -47,7 +47,7 @@ def run(*, seed: int, overwrite: bool) -> dict[str, float]:
     make_data(MADE, seed=seed)
     make_model(MADE, seed=seed)
     say("base model: step 1 on plain text")
-    preset = ROOT / "launch" / "presets" / "tiny.base.yaml"
+    preset = ROOT / "demo" / "base.yaml"
     call(["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--preset", str(preset), "--seed", str(seed), *again])
     train = [sys.executable, str(ROOT / "train.py"), "--step", "1", "2", "3", "--deployment-type", "single_gpu"]
     call([*train, "--actor-model", "tiny", "--reward-model", "tiny", *seeds, *again])

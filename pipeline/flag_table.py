@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Flag:
     @property
     def shown_default(self) -> str:
         """The default as a user would type it; `none` for an empty value."""
+        if self.default is PydanticUndefined:
+            return "required"
         if self.is_bool:
             return str(self.default).lower()
         words = map(str, self.default) if isinstance(self.default, list) else [str(self.default)]

@@ -56,7 +56,8 @@ def has_config(folder: Path) -> bool:
 
 
 def may_be_hub_id(path: str) -> bool:
-    if not HUB_ID.fullmatch(path):
+    # Our own output folders are never hub ids, also before they exist.
+    if not HUB_ID.fullmatch(path) or path.startswith("output/"):
         return False
     return "/" not in path or not Path(path).parent.is_dir()
 

@@ -11,7 +11,8 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.errors import InputError
-from pipeline.modeling import backbone, base_model, load_pretrained
+from pipeline.model_paths import check_model_path
+from pipeline.modeling import backbone, base_model, load_config, load_pretrained
 from pipeline.partitions import gathered
 from pipeline.tensor_ops import position_ids_from_mask
 from pipeline.tokenizers import pad_policy
@@ -73,6 +74,8 @@ def load_reward_model(
     Raises:
         InputError: no model at `path`, or no head in it where one is needed.
     """
+    if not new_head:
+        check_has_head(path)
     model = load_pretrained(
         AutoModelForSequenceClassification,
         path,
@@ -81,14 +84,20 @@ def load_reward_model(
         may_lack=frozenset({"score.weight"}) if new_head else frozenset(),
         num_labels=1,
     )
-    if not new_head and not any("SequenceClassification" in name for name in model.source_config.architectures or []):
-        raise InputError(f"{path}: {model.source_config.architectures} has no reward head; give the output of step 2")
     if not hasattr(model, "score") or not isinstance(model.score, nn.Linear):
         raise InputError(
             f"{path}: {type(model).__name__} has no linear head `score`; this architecture is not supported"
         )
     model.score = as_float_linear(model.score)
     return TokenValueModel(model)
+
+
+def check_has_head(path: str) -> None:
+    """Raise InputError where the configuration at `path` is not that of a model with a reward head."""
+    check_model_path(path)
+    architectures = load_config(path).architectures or []
+    if not any("SequenceClassification" in name for name in architectures):
+        raise InputError(f"{path}: {architectures} has no reward head; give the output of step 2")
 
 
 def as_float_linear(head: nn.Linear) -> FloatLinear:

@@ -83,6 +83,8 @@ class PPOConfig(Group):
 
     @model_validator(mode="after")
     def _no_dropout(self) -> Self:
-        if self.actor.lora_dropout or self.critic.lora_dropout:
-            raise ValueError("lora_dropout: PPO compares two passes of one model, which must be equal; use 0")
+        # The ratio of the first update must be 1: forward passes have to be the same each time.
+        for name, model in (("actor", self.actor), ("critic", self.critic)):
+            if model.lora_dropout:
+                raise ValueError(f"{name}_lora_dropout: found {model.lora_dropout}; step 3 has no dropout, wanted 0")
         return self

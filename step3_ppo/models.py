@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pipeline.causal_lm import CausalLM, TokenStatistics
+from pipeline.data.templates import set_template
 from pipeline.engine import FrozenEngine, TrainingEngine, partitioned_loading
 from pipeline.errors import InputError
 from pipeline.lora import adapters_off
@@ -94,7 +95,12 @@ def check_inputs(config: PPOConfig, tokenizer: Any, reward_path: str) -> Any:
                 f"--max_prompt_seq_len + --max_answer_seq_len = {longest}: the {flag} {path} has {limit} positions"
             )
     reward_tokenizer = load_tokenizer(reward_path)
-    return None if same_tokens(tokenizer, reward_tokenizer) else reward_tokenizer
+    if reward_tokenizer.chat_template is None:
+        set_template(reward_tokenizer, config.data.template)
+    same = same_tokens(tokenizer, reward_tokenizer) and tokenizer.chat_template == reward_tokenizer.chat_template
+    if not same:
+        log.info("the reward model reads responses from text: its tokenizer or its template is not the actor's")
+    return None if same else reward_tokenizer
 
 
 def make_actor(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngine:

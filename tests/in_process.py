@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,10 +30,20 @@ def undone_afterwards() -> Iterator[None]:
         leave_group()
 
 
+def error_lines(stderr: str) -> list[str]:
+    """What a user reads, without the counts of rows, and the linker's words, which DeepSpeed hides outside pytest."""
+    noise = r"(sft|reward|ppo|text) rows: |  rows: |/usr/bin/ld: |collect2: "
+    return [line for line in stderr.splitlines() if not re.match(noise, line)]
+
+
 def leave_group() -> None:
     """Also DeepSpeed forgets the group, so that the next run in this process joins its own."""
     if torch.distributed.is_initialized():
         import deepspeed.comm.comm as deepspeed_comm
+        from deepspeed.utils import groups
 
         torch.distributed.destroy_process_group()
         deepspeed_comm.cdb = None
+        for name, value in list(vars(groups).items()):
+            if isinstance(value, torch.distributed.ProcessGroup):
+                setattr(groups, name, None)

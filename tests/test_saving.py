@@ -103,6 +103,13 @@ def test_a_tied_head_is_saved_once_and_an_untied_one_too(bpe_folder, tiny_folder
     assert logits(reloaded(AutoModelForCausalLM, folder)).equal(logits(load_causal_lm(untied, dtype=torch.float32)))
 
 
+def test_collected_weights_hold_a_tied_one_once(tiny_folders):
+    model = load_causal_lm(tiny_folders["opt"], dtype=torch.float32)
+    collected = state_dict(model, dtype=torch.bfloat16)
+    assert set(collected) == {name for name, _ in model.named_parameters()}
+    assert {value.dtype for value in collected.values()} == {torch.bfloat16}
+
+
 def test_above_the_shard_size_there_are_shards_and_an_index(causal_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "SHARD_SIZE", "40KB")
     model = load_causal_lm(causal_folder, dtype=torch.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_run import Ended, run_command
-from in_process import undone_afterwards
+from in_process import error_lines, undone_afterwards
 from tiny_run import make_folder, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -172,6 +172,6 @@ def test_bad_input_is_one_line_and_exit_2(
     argv = [*map(str, words(bad_files, "bad-out/sft", 4, **changes))]
     with undone_afterwards():
         assert main(argv) == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if "rows" not in line]
+    lines = error_lines(capfd.readouterr().err)
     assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
     assert not (bad_files / "bad-out" / "sft").exists()

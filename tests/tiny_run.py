@@ -1,33 +1,68 @@
-"""Data, tokenizer and models that are small enough to train in seconds; made of the demo's own functions."""
+"""Data, tokenizer and models that are small enough to train in seconds."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
-
-from demo.make import distinct_prompts, make_document, make_tokenizer, write_lines
-from demo.rule import make_pair
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification, PreTrainedTokenizerFast
 
 SCORE_MEAN, SCORE_STD = 0.25, 1.5
+VOCABULARY = 400
+
+ANIMALS = "otter badger heron fox hare robin weasel magpie toad beaver lynx marten".split()
+COLOURS = "red grey white brown black golden".split()
+PLACES = "river bridge mill garden harbour forest orchard".split()
+KIND, UNKIND = "gentle brave honest warm calm".split(), "rude cruel lazy bitter nasty".split()
 
 
 def make_folder(folder: Path, *, num_train: int = 64, num_test: int = 8, num_documents: int = 64) -> Path:
     """`train.jsonl` and `test.jsonl` (pairs), `text.jsonl`, and the model folders `base/` and `scorer/`."""
     random = Random(7)
-    rows = []
-    for prompt in distinct_prompts(num_train + num_test, random):
-        chosen, rejected = make_pair(prompt, random)
-        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    write_lines(folder / "train.jsonl", rows[:num_train])
-    write_lines(folder / "test.jsonl", rows[num_train:])
-    write_lines(folder / "text.jsonl", ({"text": make_document(random)} for _ in range(num_documents)))
-    tokenizer = make_tokenizer(folder)
+    pairs = [make_pair(prompt, random) for prompt in make_prompts(num_train + num_test, random)]
+    write_lines(folder / "train.jsonl", pairs[:num_train])
+    write_lines(folder / "test.jsonl", pairs[num_train:])
+    documents = [" ".join(make_pair(prompt, random)["chosen"] for prompt in ANIMALS[:4]) for _ in range(num_documents)]
+    write_lines(folder / "text.jsonl", [{"text": text} for text in documents])
+    tokenizer = make_tokenizer([*documents, *(f"\n\nHuman: {row['prompt']}\n\nAssistant: " for row in pairs)])
     save_base(folder / "base", tokenizer)
     save_scorer(folder / "scorer", tokenizer)
     return folder
+
+
+def make_prompts(count: int, random: Random) -> list[str]:
+    """Different requests; some are longer than others."""
+    names = [f"the {colour} {animal} by the {place}" for colour in COLOURS for animal in ANIMALS for place in PLACES]
+    return [f"{random.choice(['Describe', 'Tell me about'])} {name}." for name in random.sample(names, count)]
+
+
+def make_pair(prompt: str, random: Random) -> dict[str, str]:
+    kind, unkind = (" and ".join(random.choice(words) for _ in range(random.randint(1, 4))) for words in (KIND, UNKIND))
+    return {"prompt": prompt, "chosen": f"It was {kind}.", "rejected": f"It was {unkind}."}
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with OPT's special tokens: </s> begins and ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    special = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def opt_config(vocab_size: int, **changes: Any) -> OPTConfig:
@@ -47,7 +82,7 @@ def opt_config(vocab_size: int, **changes: Any) -> OPTConfig:
     return OPTConfig(**(settings | changes))
 
 
-def save_base(folder: Path, tokenizer: Any, *, seed: int = 1) -> None:
+def save_base(folder: Path, tokenizer: Any, *, seed: int = 15) -> None:
     """A causal language model whose EOS comes early for some prompts and late for others."""
     torch.manual_seed(seed)
     model = OPTForCausalLM(opt_config(len(tokenizer)))

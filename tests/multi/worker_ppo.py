@@ -68,12 +68,13 @@ def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stag
             *("--actor_model_name_or_path", inputs / "base", "--critic_model_name_or_path", inputs / "scorer"),
             *("--data_path", inputs / "few.jsonl", "--eval_data_path", inputs / "test.jsonl", "--data_split", "none"),
             *("--data_output_path", inputs / "cache", "--max_prompt_seq_len", 48, "--max_answer_seq_len", 12),
-            *("--actor_learning_rate", 5e-4, "--critic_learning_rate", 5e-4, "--dtype", "fp32"),
+            *("--actor_learning_rate", 2e-4, "--critic_learning_rate", 2e-4, "--dtype", "fp32"),
             *("--actor_zero_stage", stage, "--critic_zero_stage", stage),
             *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", ROWS_PER_STEP // micro // size),
             *("--per_device_generation_batch_size", PROMPTS_PER_ROLLOUT // size // batches),
             *("--generation_batches", batches, "--ppo_epochs", 2, "--per_device_eval_batch_size", 3, "--max_steps", 8),
-            *("--kl_target", 0.5, "--kl_horizon", 100),
+            *("--policy_clip", 0.05, "--value_clip", 0.05),
+            *("--kl_target", 0.5, "--kl_horizon", 100, "--stage3_param_persistence_threshold", 0),
             *words,
         ],
     )
@@ -182,9 +183,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
         phases._count(stepped)
         return metrics, stepped
 
-    poisoned = next(
-        p for name, p in getattr(models, engine).module.named_parameters() if name.endswith("fc1.bias")
-    )
+    poisoned = next(p for name, p in getattr(models, engine).module.named_parameters() if name.endswith("fc1.bias"))
     is_last = current_world().rank == dist.world_size() - 1
     hook = poisoned.register_hook(lambda grad: grad * float("nan")) if is_last else None
     _, stepped = update()
@@ -287,23 +286,22 @@ def cases() -> dict[str, Any]:
     micro = 2 // size
     lora = ("--actor_lora_dim", 4, "--critic_lora_dim", 4)
     recompute = ("--actor_gradient_checkpointing", "--critic_gradient_checkpointing")
+    for name, words in {
+        "recomputed": recompute,
+        "two samples": ("--num_samples_per_prompt", 2),
+        "kl in loss": ("--kl_in_loss", "--kl_estimator", "k3"),
+    }.items():
+        found[f"z0 {name}"] = partial(rollouts, micro=micro, words=words)
     for stage in (0, 3):
-        for name, words in {
-            "lora": lora,
-            "recomputed": recompute,
-            "two samples": ("--num_samples_per_prompt", 2),
-            "kl in loss": ("--kl_in_loss", "--kl_estimator", "k3"),
-        }.items():
-            found[f"z{stage} {name}"] = partial(rollouts, micro=micro, stage=stage, words=words)
+        found[f"z{stage} lora"] = partial(rollouts, micro=micro, stage=stage, words=lora)
         found[f"z{stage} ptx"] = partial(ptx, micro=micro, stage=stage)
         found[f"z{stage} small batches"] = partial(rollouts, micro=micro, stage=stage, batches=2)
         found[f"z{stage} partial"] = partial(rollouts, micro=micro, stage=stage, first=2, count=1)
         found[f"z{stage} saved lora"] = partial(saved, stage=stage, words=lora)
         found[f"z{stage} eval"] = partial(evaluated, stage=stage)
-    small = ("--stage3_param_persistence_threshold", 0)
-    found["z3 all partitioned"] = partial(rollouts, micro=micro, stage=3, words=small)
-    found["z3 all partitioned saved"] = partial(saved, stage=3, words=small)
-    found["z3 all partitioned saved lora"] = partial(saved, stage=3, words=(*small, *lora))
+    whole = ("--stage3_param_persistence_threshold", 100_000)
+    found["z3 unpartitioned"] = partial(rollouts, micro=micro, stage=3, words=whole)
+    found["z3 unpartitioned saved"] = partial(saved, stage=3, words=whole)
     offload = ("--offload", "--offload_parameters", "--offload_reference_model", "--offload_reward_model")
     found["z3 offload"] = partial(rollouts, micro=micro, stage=3, words=offload)
     found["z3 offload bad actor"] = partial(bad_gradient, stage=3, engine="actor", words=("--offload",))

@@ -36,6 +36,7 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, A
             *("--eval_data_path", inputs / "test.jsonl", "--per_device_eval_batch_size", 3),
             *("--data_split", "none", "--data_output_path", inputs / "cache"),
             *("--max_seq_len", 96, "--learning_rate", 2e-3, "--dtype", "fp32"),
+            *("--stage3_param_persistence_threshold", 0),
             *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", accumulation),
             *words,
         ],
@@ -125,10 +126,9 @@ def cases() -> dict[str, Any]:
             found[f"z{stage} {name}"] = partial(steps, micro=2, words=(*here, *words))
         found[f"z{stage} saved"] = partial(saved, micro=2, words=here)
         found[f"z{stage} saved lora"] = partial(saved, micro=2, words=(*here, "--lora_dim", 4))
-    small = ("--zero_stage", 3, "--stage3_param_persistence_threshold", 0)
-    found["z3 all partitioned"] = partial(steps, micro=2, words=small)
-    found["z3 all partitioned saved"] = partial(saved, micro=2, words=small)
-    found["z3 all partitioned saved lora"] = partial(saved, micro=2, words=(*small, "--lora_dim", 4))
+    whole = ("--zero_stage", 3, "--stage3_param_persistence_threshold", 100_000)
+    found["z3 unpartitioned"] = partial(steps, micro=2, words=whole)
+    found["z3 unpartitioned saved lora"] = partial(saved, micro=2, words=(*whole, "--lora_dim", 4))
     for stage in (1, 2, 3):
         found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero_stage", stage, "--offload"))
     return found

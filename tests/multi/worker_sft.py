@@ -32,6 +32,7 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, A
             *("--model_name_or_path", inputs / "base", "--data_path", inputs / "few.jsonl"),
             *("--data_split", "none", "--eval_fraction", 0, "--data_output_path", inputs / "cache"),
             *("--max_seq_len", 96, "--learning_rate", 2e-3, "--dtype", "fp32"),
+            *("--stage3_param_persistence_threshold", 0),
             *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", accumulation),
             *words,
         ],
@@ -140,7 +141,11 @@ def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
     fresh = training.make_engine(run, config)
     checkpoint.load(run.folder, "auto", {"model": fresh})
     loss = training.train_step(run, config, fresh, loader.step(state.step), rate=1.0, state=state)
-    return {"uninterrupted": whole["losses"][2], "resumed": loss, "norms": [whole["norms"][2], fresh.last_gradient_norm]}
+    return {
+        "uninterrupted": whole["losses"][2],
+        "resumed": loss,
+        "norms": [whole["norms"][2], fresh.last_gradient_norm],
+    }
 
 
 def cases() -> dict[str, Any]:
@@ -167,10 +172,10 @@ def cases() -> dict[str, Any]:
     for stage in (1, 2, 3):
         found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero_stage", stage, "--offload"))
         found[f"z{stage} offload bad"] = partial(bad_gradient, words=("--zero_stage", stage, "--offload"))
-    small = ("--zero_stage", 3, "--stage3_param_persistence_threshold", 0)
-    found["z3 all partitioned"] = partial(steps, micro=2, words=small)
-    found["z3 all partitioned saved"] = partial(saved, micro=2, words=small)
-    found["z3 all partitioned saved lora"] = partial(saved, micro=2, words=(*small, *lora))
+    whole = ("--zero_stage", 3, "--stage3_param_persistence_threshold", 100_000)
+    found["z3 unpartitioned"] = partial(steps, micro=2, words=whole)
+    found["z3 unpartitioned saved"] = partial(saved, micro=2, words=whole)
+    found["z3 unpartitioned saved lora"] = partial(saved, micro=2, words=(*whole, *lora))
     found["z3 offload parameters"] = partial(
         steps, micro=2, words=("--zero_stage", 3, "--offload", "--offload_parameters")
     )
