@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.random_numbers import uniforms
-from pipeline.tensor_ops import lengths_to_mask, pad_rows, position_ids_from_mask
+from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
 
 # Finished rows are taken out of the batch when at least this share of it has finished.
 COMPACT_ABOVE = 0.25
@@ -198,7 +198,7 @@ def decode_one(
     scaled = decoder.logits / sampling.temperature
     rows = decoder.rows
     tokens = draw(truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), uniform[rows])
-    log_probs = scaled.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    log_probs = gather_log_probs(scaled, tokens)
     open_rows = ~drawn.finished[rows]
     drawn.write(rows[open_rows], position, tokens[open_rows], log_probs[open_rows])
     drawn.finished[rows] |= torch.isin(tokens, eos) & open_rows

@@ -23,7 +23,7 @@ DEFINITIONS = {
     "num_tokens": "real tokens that went through training so far, all ranks",
     "tokens_per_s": "real tokens of the step per second, all ranks",
     "samples_per_s": "rows of the step per second, all ranks",
-    "mfu": "matrix work of the step over what the devices could do (pipeline/flops.py); absent where unknown",
+    "mfu": "matrix work of training (step 3: of the update) over what the devices could do; absent where unknown",
     "gpu_memory_gib": "peak memory allocated on rank 0's device since the last line",
     "step_s": "seconds of the step",
     "skipped_updates": "steps so far whose gradients or losses were not finite and that changed nothing",

@@ -21,13 +21,6 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)
 
 
-def masked_var(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Population variance (divided by the count, not count - 1) of the values that count; 0 where none counts."""
-    mean = masked_mean(values, mask, dim)
-    centred = values - (mean if dim is None else mean.unsqueeze(dim))
-    return masked_mean(centred.square(), mask, dim)
-
-
 def moments(values: Tensor, mask: Tensor) -> Tensor:
     """(count, sum, sum of squares) of the values that count, as one float64 tensor (3,).
 

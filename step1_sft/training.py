@@ -15,6 +15,7 @@ from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
 from pipeline.errors import DivergedError, InputError, StoppedRun
+from pipeline.flops import forward_work, training_mfu
 from pipeline.metrics import Recorder
 from pipeline.modeling import DTYPES, load_causal_lm
 from pipeline.prepare import (
@@ -59,6 +60,7 @@ def train(run: Run, config: SFTConfig) -> None:
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
     loader, held_out = make_batches(run, config, tokenizer)
     engine = make_engine(run, config)
+    work = forward_work(engine.module.model)
     total_steps = loader.total_steps(config.run.num_train_epochs, config.run.max_steps)
     rate = rate_factor(
         config.optimizer.lr_scheduler_type,
@@ -94,9 +96,12 @@ def train(run: Run, config: SFTConfig) -> None:
         started = time.monotonic()
         step = loader.step(state.step)
         loss = train_step(run, config, engine, step, rate=rate(state.step), state=state)
+        seconds = time.monotonic() - started
+        flops = work.flops(num_tokens=step.num_tokens, num_rows=step.num_rows, num_head_tokens=step.num_trained)
         recorder.write_training(
             state.step,
-            {
+            training_mfu(flops, seconds=seconds, world_size=run.world.size, device=run.world.device)
+            | {
                 "loss": loss,
                 "grad_norm": engine.last_gradient_norm,
                 "learning_rate": engine.learning_rate,
@@ -104,7 +109,7 @@ def train(run: Run, config: SFTConfig) -> None:
                 "num_tokens": state.num_tokens,
                 "skipped_updates": state.skipped_updates,
             },
-            seconds=time.monotonic() - started,
+            seconds=seconds,
             num_tokens=step.num_tokens,
             num_rows=step.num_rows,
         )

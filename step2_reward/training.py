@@ -14,6 +14,7 @@ from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
 from pipeline.errors import DivergedError, InputError, StoppedRun
+from pipeline.flops import forward_work, training_mfu
 from pipeline.metrics import Recorder
 from pipeline.modeling import DTYPES
 from pipeline.prepare import (
@@ -58,6 +59,7 @@ def train(run: Run, config: RewardConfig) -> None:
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
     loader, held_out = make_batches(run, config, tokenizer)
     engine = make_engine(run, config)
+    work = forward_work(engine.module.model)
     total_steps = loader.total_steps(config.run.num_train_epochs, config.run.max_steps)
     rate = rate_factor(
         config.optimizer.lr_scheduler_type,
@@ -98,9 +100,12 @@ def train(run: Run, config: RewardConfig) -> None:
         started = time.monotonic()
         step = loader.step(state.step)
         loss = train_step(run, config, engine, step, rate=rate(state.step), state=state)
+        seconds = time.monotonic() - started
+        flops = work.flops(num_tokens=step.num_tokens, num_rows=2 * step.num_rows)
         recorder.write_training(
             state.step,
-            {
+            training_mfu(flops, seconds=seconds, world_size=run.world.size, device=run.world.device)
+            | {
                 "loss": loss,
                 "grad_norm": engine.last_gradient_norm,
                 "learning_rate": engine.learning_rate,
@@ -108,7 +113,7 @@ def train(run: Run, config: RewardConfig) -> None:
                 "num_tokens": state.num_tokens,
                 "skipped_updates": state.skipped_updates,
             },
-            seconds=time.monotonic() - started,
+            seconds=seconds,
             num_tokens=step.num_tokens,
             num_rows=step.num_rows,
         )

@@ -9,6 +9,7 @@ from pipeline.data.batching import SFTBatch
 from pipeline.data.datasets_cache import Built
 from pipeline.data.loader import StepLoader
 from pipeline.errors import DivergedError
+from pipeline.flops import forward_work, training_mfu
 from pipeline.generate import RandomKey, Sampling
 from pipeline.metrics import Recorder
 from pipeline.run import Run
@@ -65,6 +66,8 @@ class Phases:
     ) -> None:
         self.run, self.config, self.models, self.prompts, self.text = run, config, models, prompts, text
         self.plan, self.rate, self.average, self.recorder, self.state = plan, rate, average, recorder, state
+        self._actor_work = forward_work(models.actor.module.model)
+        self._critic_work = forward_work(models.critic.module.model)
         tokenizer = models.tokenizer
         generation_config = models.actor.module.model.generation_config
         self.hybrid = HybridEngine(
@@ -168,6 +171,7 @@ class Phases:
             }
             total = seconds + rollout_values.get("time/generate_s", 0.0) + rollout_values.get("time/score_s", 0.0)
             num_tokens = int(collected.responses.attention_mask.sum()) * self.plan.rows_per_step // num_rows
+            metrics |= self._update_mfu(num_tokens, int(collected.responses.response_mask.sum()), seconds)
             self.recorder.write_training(
                 state.step, metrics, seconds=total, num_tokens=num_tokens, num_rows=self.plan.rows_per_step
             )
@@ -176,6 +180,12 @@ class Phases:
                 break
         self._adapt_kl(collected.metrics["objective/kl"], num_rows)
         state.rollout += 1
+
+    def _update_mfu(self, num_tokens: int, num_response_tokens: int, seconds: float) -> dict[str, float]:
+        rows = self.plan.rows_per_step
+        flops = self._actor_work.flops(num_tokens=num_tokens, num_rows=rows, num_head_tokens=num_response_tokens)
+        flops += self._critic_work.flops(num_tokens=num_tokens, num_rows=rows)
+        return training_mfu(flops, seconds=seconds, world_size=self.run.world.size, device=self.run.world.device)
 
     def _count(self, stepped: bool) -> None:
         state = self.state

@@ -64,7 +64,9 @@ def cache_folder(cache_dir: str | None) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise EnvironmentFault(f"cache directory {folder}: {error.strerror}; --data_output_path names another") from error
+        raise EnvironmentFault(
+            f"cache directory {folder}: {error.strerror}; --data_output_path names another"
+        ) from error
     return folder
 
 
