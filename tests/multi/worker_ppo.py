@@ -12,6 +12,7 @@ from stages import current_world, make_run, watched_steps, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline import checkpoint, dist
+from pipeline.generate import Prompt, RandomKey, Sampling
 from pipeline.run import Run
 from step3_ppo import trainer
 from step3_ppo.config import PPOConfig
@@ -216,11 +217,17 @@ def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     """The three folders after one rollout, as read from disk; and the live actor's weights after saving."""
     loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", "--ema_decay", 0.5, *words), stage=stage)
     loop.phases.update(loop.phases.collect())
+    assert loop.average is not None
     before = weights(loop.models.actor)
+    with loop.average.swapped_in():
+        swapped = weights(loop.models.actor)
     save_models(loop.run, loop.config, loop.models, loop.average)
     after = weights(loop.models.actor)
     folder = Path(loop.config.run.output_dir)
-    found: dict[str, Any] = {"moved": max((before[name] - after[name]).abs().max().item() for name in before)}
+    found: dict[str, Any] = {
+        "swapped": swapped,
+        "moved": max((before[name] - after[name]).abs().max().item() for name in before),
+    }
     for name, auto in (
         ("actor", AutoModelForCausalLM),
         ("actor_ema", AutoModelForCausalLM),
@@ -257,6 +264,23 @@ def resumed(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
         "states": [whole.phases.state.kl_coef, second.phases.state.kl_coef],
         "averages": [whole.average.averages, second.average.averages],
         "weights": [weights(whole.models.actor), weights(second.models.actor)],
+    }
+
+
+def uneven(inputs: Path, stage: int) -> dict[str, Any]:
+    """Ranks decode different numbers of tokens (under ZeRO-3 a hook that is still on would wait for ever)."""
+    loop = setup(inputs, 2 // dist.world_size(), stage=stage)
+    hybrid, rows = loop.phases.hybrid, loop.phases.prompts.train
+    prompts = [Prompt(rows[n]["prompt_ids"], rows[n]["prompt_id"]) for n in range(4)]
+    length = 3 if current_world().rank else 12
+    with hybrid.generation():
+        found = hybrid.generate(prompts, num_samples=1, sampling=Sampling(length), key=RandomKey(1234, "rollout"))
+    collected = loop.phases.collect()
+    loop.phases.update(collected)
+    return {
+        "longest": max(len(response) for response in found.responses),
+        "first": torch.stack([response[0] for response in found.responses]),
+        "losses": loop.notes.column("loss/policy"),
     }
 
 
@@ -298,6 +322,7 @@ def cases() -> dict[str, Any]:
         found[f"z{stage} small batches"] = partial(rollouts, micro=micro, stage=stage, batches=2)
         found[f"z{stage} partial"] = partial(rollouts, micro=micro, stage=stage, first=2, count=1)
         found[f"z{stage} saved lora"] = partial(saved, stage=stage, words=lora)
+        found[f"z{stage} uneven"] = partial(uneven, stage=stage)
         found[f"z{stage} eval"] = partial(evaluated, stage=stage)
     whole = ("--stage3_param_persistence_threshold", 100_000)
     found["z3 unpartitioned"] = partial(rollouts, micro=micro, stage=3, words=whole)
