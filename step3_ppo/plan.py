@@ -10,13 +10,18 @@ from step3_ppo.config import PPOConfig
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Counts over all ranks. A row is a sampled response."""
+    """Counts over all ranks. A row is a sampled response; num_rollouts is None where `--max_steps` decides."""
 
     prompts_per_rollout: int
     rows_per_step: int
     steps_per_rollout: int
     rollouts_per_epoch: int
     total_steps: int
+    num_rollouts: int | None
+
+    def is_done(self, *, step: int, rollout: int) -> bool:
+        """After `--max_steps`, else after the epochs: rollouts that `--approx_kl_stop` cut short count like others."""
+        return step >= self.total_steps or (self.num_rollouts is not None and rollout >= self.num_rollouts)
 
     def prompts(self, *, seed: int, rollout: int, num_prompts: int) -> tuple[int, list[int | None]]:
         """(epoch, prompt rows) of a rollout; None fills up the last one of an epoch."""
@@ -41,5 +46,6 @@ def make_plan(config: PPOConfig, *, num_prompts: int, world_size: int) -> Plan:
         )
     steps = rows // per_step * config.ppo.ppo_epochs
     per_epoch = num_steps(num_prompts, prompts)
-    total = config.run.max_steps or max(1, math.ceil(config.run.num_train_epochs * per_epoch)) * steps
-    return Plan(prompts, per_step, steps, per_epoch, total)
+    rollouts = max(1, math.ceil(config.run.num_train_epochs * per_epoch))
+    limit = config.run.max_steps
+    return Plan(prompts, per_step, steps, per_epoch, limit or rollouts * steps, None if limit else rollouts)

@@ -70,16 +70,18 @@ def train(run: Run, config: PPOConfig) -> None:
 
     if state.step == 0:
         phases.evaluate()
-    while state.step < plan.total_steps:
+    while not plan.is_done(step=state.step, rollout=state.rollout):
         before = state.step
         rollout = phases.collect()
         phases.update(rollout)
-        if passed(config.run.eval_interval, before, state.step) and state.step < plan.total_steps:
+        if plan.is_done(step=state.step, rollout=state.rollout):
+            break
+        if passed(config.run.eval_interval, before, state.step):
             phases.evaluate()
-        if run.stop.anywhere(run.world) and state.step < plan.total_steps:
+        if run.stop.anywhere(run.world):
             save_checkpoint(run, config, models, state, average)
             raise StoppedRun(f"stopped at step {state.step} of {plan.total_steps}; the same command resumes")
-        if passed(config.run.save_steps, before, state.step) and state.step < plan.total_steps:
+        if passed(config.run.save_steps, before, state.step):
             save_everything()
     phases.evaluate()
     save_everything()

@@ -25,7 +25,12 @@ def test_counts_by_hand():
     # 50 prompts: 4 rollouts an epoch, the last of 2 prompts.
     found = make_plan(config(batches=2, samples=3, accumulation=3, epochs=2), num_prompts=50, world_size=2)
     assert found == Plan(
-        prompts_per_rollout=16, rows_per_step=12, steps_per_rollout=8, rollouts_per_epoch=4, total_steps=32
+        prompts_per_rollout=16,
+        rows_per_step=12,
+        steps_per_rollout=8,
+        rollouts_per_epoch=4,
+        total_steps=32,
+        num_rollouts=4,
     )
 
 
@@ -60,3 +65,12 @@ def test_an_epoch_visits_every_prompt_once_and_the_next_in_another_order():
 def test_intervals_are_noticed_although_a_rollout_takes_several_steps():
     assert [passed(10, before, before + 4) for before in (0, 4, 8, 12, 16)] == [False, False, True, False, True]
     assert passed(10, 6, 10) and not passed(10, 10, 14) and not passed(0, 0, 100)
+
+
+def test_a_run_ends_after_its_epochs_even_if_updates_were_cut_short():
+    plan = make_plan(config(), num_prompts=50, world_size=2)
+    assert not plan.is_done(step=3, rollout=plan.num_rollouts - 1)
+    assert plan.is_done(step=plan.num_rollouts, rollout=plan.num_rollouts)
+    limited = make_plan(config(max_steps=5), num_prompts=50, world_size=1)
+    assert not limited.is_done(step=4, rollout=1000)
+    assert limited.is_done(step=5, rollout=1)
