@@ -1,7 +1,8 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both make the virtual environment in .venv first.
 BASE_PYTHON ?= python3
 VENV ?= .venv
-PYTHON := $(VENV)/bin/python
+# Absolute: launch scripts run it from other folders.
+PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 
 .PHONY: demo demo-seeds test test-slow test-gpu check reference clean
