@@ -21,8 +21,8 @@ SHAPES = [
     (2, 3, "m2"),
 ]
 STAGES_1_AND_2 = [(1, 1, "m2"), (1, 2, "m2"), (2, 1, "m1"), (2, 2, "m1"), (1, 3, "m2")]
-BOTH_STAGES = [f"z{stage} {name}" for stage in (0, 3) for name in ("lora", "ptx", "small batches", "partial")]
-VARIANTS = [*BOTH_STAGES, "z0 recomputed", "z0 two samples", "z0 kl in loss"]
+BOTH_STAGES = [f"z{stage} {name}" for stage in (0, 3) for name in ("lora", "small batches", "partial")]
+VARIANTS = [*BOTH_STAGES, *(f"z{stage} ptx" for stage in range(4)), "z0 recomputed", "z0 two samples", "z0 kl in loss"]
 BAD = [f"z{stage} bad {engine}" for stage in range(4) for engine in ("actor", "critic")]
 SAVED = [*(f"z{stage} saved" for stage in range(4)), "z3 unpartitioned saved"]
 

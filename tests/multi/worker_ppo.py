@@ -218,9 +218,9 @@ def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", "--ema_decay", 0.5, *words), stage=stage)
     loop.phases.update(loop.phases.collect())
     assert loop.average is not None
-    before = weights(loop.models.actor)
     with loop.average.swapped_in():
         swapped = weights(loop.models.actor)
+    before = weights(loop.models.actor)
     save_models(loop.run, loop.config, loop.models, loop.average)
     after = weights(loop.models.actor)
     folder = Path(loop.config.run.output_dir)
@@ -318,12 +318,13 @@ def cases() -> dict[str, Any]:
         found[f"z0 {name}"] = partial(rollouts, micro=micro, words=words)
     for stage in (0, 3):
         found[f"z{stage} lora"] = partial(rollouts, micro=micro, stage=stage, words=lora)
-        found[f"z{stage} ptx"] = partial(ptx, micro=micro, stage=stage)
         found[f"z{stage} small batches"] = partial(rollouts, micro=micro, stage=stage, batches=2)
         found[f"z{stage} partial"] = partial(rollouts, micro=micro, stage=stage, first=2, count=1)
         found[f"z{stage} saved lora"] = partial(saved, stage=stage, words=lora)
         found[f"z{stage} uneven"] = partial(uneven, stage=stage)
         found[f"z{stage} eval"] = partial(evaluated, stage=stage)
+    for stage in range(4):
+        found[f"z{stage} ptx"] = partial(ptx, micro=micro, stage=stage)
     whole = ("--stage3_param_persistence_threshold", 100_000)
     found["z3 unpartitioned"] = partial(rollouts, micro=micro, stage=3, words=whole)
     found["z3 unpartitioned saved"] = partial(saved, stage=3, words=whole)
