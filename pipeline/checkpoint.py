@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import dist
+from pipeline.earlier_runs import check_same_settings
 from pipeline.engine import TrainingEngine
 from pipeline.errors import CheckpointError, InputError
 from pipeline.saving import flush, write_json
@@ -133,11 +134,14 @@ def find(run_dir: Path, resume: str) -> Path | None:
     return None
 
 
-def load(run_dir: Path, resume: str, engines: Mapping[str, TrainingEngine]) -> Resumed | None:
+def load(
+    run_dir: Path, resume: str, engines: Mapping[str, TrainingEngine], *, settings: Mapping[str, Any]
+) -> Resumed | None:
     """Restore the engines from the newest whole checkpoint (or the one named); None where there is none. A collective.
 
     Raises:
         CheckpointError: written by another number of ranks, or not usable.
+        InputError: written under other settings.
     """
     folder = dist.on_main(lambda: find(run_dir, resume))
     if folder is None:
@@ -147,6 +151,8 @@ def load(run_dir: Path, resume: str, engines: Mapping[str, TrainingEngine]) -> R
         raise CheckpointError(
             f"{folder}: written by {state['world_size']} ranks, this run has {dist.world_size()}; start as many"
         )
+    check_same_settings(folder, state["settings"], json.loads(json.dumps(settings)))
+    log.info("resuming from %s (--overwrite starts over)", folder)
     for name, engine in engines.items():
         engine.load(folder / name)
     rank_file = folder / f"tensors-rank-{dist.rank()}.safetensors"

@@ -62,6 +62,7 @@ class DataConfig(Group):
         description="Hub ids, files or folders, each with an optional :weight in (0, 1]",
     )
     data_split: str = Field("2,4,4", description="Shares of the rows for steps 1, 2, 3; none: every step uses all rows")
+    data_seed: int = Field(1234, ge=0, description="Seed of the split; the same in all steps keeps prompts apart")
     eval_data_path: list[str] = Field(
         [], description="Evaluation rows; empty: the source's test split or a share of it"
     )

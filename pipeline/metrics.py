@@ -79,6 +79,7 @@ class MetricsWriter:
         self.stage = stage
         self.path = run_dir / "metrics.jsonl"
         cut_to_step(self.path, start_step, lambda line: json.loads(line)["step"])
+        cut_to_step(run_dir / "samples.jsonl", start_step, lambda line: json.loads(line)["step"])
         cut_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
         self._jsonl = self.path.open("a", encoding="utf-8")
         self._csv = (run_dir / "metrics.csv").open("a", encoding="utf-8", newline="") if csv_file else None

@@ -34,9 +34,9 @@ def dropout_names(config: PretrainedConfig) -> list[str]:
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The model's configuration as saved. Raises InputError in one line where there is none."""
+    """The configuration of a model, or of an adapter's base. Raises InputError in one line where there is none."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(adapter_base(path) or path)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot read a model configuration: {first_line(error)}") from error
 

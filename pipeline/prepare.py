@@ -10,11 +10,10 @@ from pipeline import dist
 from pipeline.causal_lm import CausalLM
 from pipeline.config import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.data.datasets_cache import Built, build
-from pipeline.data.selection import DataOptions, Stage
+from pipeline.data.selection import DataOptions, Stage, parse_column_map
 from pipeline.data.templates import set_template
 from pipeline.ds_config import frozen_config, read_user_json, training_config
 from pipeline.engine import TrainingEngine
-from pipeline.errors import InputError
 from pipeline.lora import add_lora
 from pipeline.modeling import DTYPES, base_model, default_dtype, use_gradient_checkpointing
 from pipeline.parameter_groups import parameter_groups
@@ -36,15 +35,7 @@ def prepare_tokenizer(path: str, template: str) -> Any:
     return tokenizer
 
 
-def parse_column_map(text: str) -> dict[str, str]:
-    """`prompt=question,chosen=best` -> {"prompt": "question", "chosen": "best"}."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if wrong := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
-        raise InputError(f"--column_map {text}: {wrong[0]!r} has no column; wanted prompt=question,chosen=best")
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def prepare_data(stage: Stage, data: DataConfig, *, seed: int, tokenizer: Any, **limits: Any) -> Built:
+def prepare_data(stage: Stage, data: DataConfig, *, tokenizer: Any, **limits: Any) -> Built:
     """Tokenised rows of a stage; drops and repairs are reported once, by rank 0.
 
     Args:
@@ -55,7 +46,7 @@ def prepare_data(stage: Stage, data: DataConfig, *, seed: int, tokenizer: Any, *
         eval_data_path=tuple(data.eval_data_path),
         data_split=data.data_split,
         eval_fraction=data.eval_fraction,
-        seed=seed,
+        seed=data.data_seed,
         column_map=parse_column_map(data.column_map),
         template=data.template,
         cache_dir=data.data_output_path or None,

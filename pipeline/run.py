@@ -1,10 +1,8 @@
 """A run's folder and its end: logs, resolved configuration, environment, outcome of each rank, signals, exit codes."""
 
-import json
 import logging
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,9 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline import dist
+from pipeline import dist, earlier_runs
 from pipeline.config import RunConfig
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EnvironmentFault, RunError
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EnvironmentFault, RunError, StoppedRun
 from pipeline.flags import Resolved, flat_items
 from pipeline.layout import done_file, outcome_file, run_folder
 from pipeline.saving import write_json
@@ -138,6 +136,12 @@ class Run:
     resolved: Resolved
     stop: StopRequest
 
+    def stopped(self, step: int, total_steps: int) -> StoppedRun:
+        """To be raised when the checkpoint of `step` is written."""
+        afresh = earlier_runs.starts_afresh(self.resolved.config.run)
+        how = "the same command without --overwrite and --resume never" if afresh else "the same command"
+        return StoppedRun(f"stopped at step {step} of {total_steps}; {how} resumes")
+
 
 def run_stage(resolved: Resolved, *, stage: str, train: Callable[[], Callable[[Run, Any], None]]) -> int:
     """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file."""
@@ -170,35 +174,20 @@ def run_stage(resolved: Resolved, *, stage: str, train: Callable[[], Callable[[R
 
 def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
     """Start the loop unless the folder holds a finished run; record what is run and that it is done."""
-    config = run.resolved.config
-    done = dist.on_main(lambda: finished_steps(run))
-    if done is not None:
+    if dist.on_main(lambda: is_finished(run)):
         return
     dist.on_main(lambda: write_run_files(run))
-    train()(run, config)
+    train()(run, run.resolved.config)
 
 
-def finished_steps(run: Run) -> int | None:
-    """Steps of the finished run here, if it stays as it is; `--overwrite` clears it, `--max_steps` extends it."""
-    config: RunConfig = run.resolved.config.run
-    if config.overwrite:
-        for name in ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json"):
-            remove(run.folder / name)
-    done = done_file(run.folder)
-    if not done.is_file():
-        return None
-    steps = json.loads(done.read_text(encoding="utf-8"))["steps"]
-    if config.max_steps > steps:
-        return None
-    log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", config.output_dir, steps)
-    return steps
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def is_finished(run: Run) -> bool:
+    """Whether there is nothing to do; clears the run's folder where it is to start afresh."""
+    config = run.resolved.config
+    for folder in earlier_runs.model_folders(config, run.stage):
+        earlier_runs.check_replaceable(folder)
+    if earlier_runs.starts_afresh(config.run):
+        earlier_runs.clear(run.folder)
+    return earlier_runs.finished_steps(run.folder, config, run.stage) is not None
 
 
 def write_done(run: Run, *, steps: int) -> None:

@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from pipeline import dist
+from pipeline.earlier_runs import check_replaceable
 from pipeline.lora import is_lora, merged_weight
 from pipeline.modeling import base_model
 from pipeline.partitions import gathered
@@ -134,6 +135,7 @@ def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) ->
 
 def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Fill a temporary folder beside `folder`, flush it to disk, rename it into place; nothing half-written stays."""
+    check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.parent / f".{folder.name}.writing"
     shutil.rmtree(fresh, ignore_errors=True)
@@ -150,6 +152,7 @@ def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
+    """Put `fresh` in the place of `folder`."""
     """Rename `fresh` to `folder`; what stood there goes last."""
     old = folder.parent / f".{folder.name}.old"
     shutil.rmtree(old, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Step 1's loop: build, resume, evaluate, train, save; readable from top to bottom."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,8 +14,9 @@ from pipeline import checkpoint, dist
 from pipeline.causal_lm import CausalLM
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
+from pipeline.earlier_runs import settings_of
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
-from pipeline.errors import DivergedError, InputError, StoppedRun
+from pipeline.errors import DivergedError, InputError
 from pipeline.flops import forward_work, training_mfu
 from pipeline.metrics import Recorder
 from pipeline.modeling import DTYPES, load_causal_lm
@@ -68,7 +70,7 @@ def train(run: Run, config: SFTConfig) -> None:
         num_training_steps=total_steps,
         floor=config.optimizer.min_learning_rate_ratio,
     )
-    resumed = checkpoint.load(run.folder, config.run.resume, {"model": engine})
+    resumed = checkpoint.load(run.folder, config.run.resume, {"model": engine}, settings=settings_of(config))
     state = State(**resumed.state["sft"]) if resumed else State()
     recorder = Recorder(run, config.run, start_step=state.step, total_steps=total_steps)
 
@@ -80,7 +82,9 @@ def train(run: Run, config: SFTConfig) -> None:
         keep_if_best(measured.get("eval_loss"))
 
     def keep_if_best(loss: float | None) -> None:
-        if loss is not None and (state.best_eval_loss is None or loss < state.best_eval_loss) and state.step:
+        if loss is None or not math.isfinite(loss) or not state.step:
+            return
+        if state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss = loss
             if config.keep_best:
                 save(run, config, engine, tokenizer)
@@ -117,7 +121,7 @@ def train(run: Run, config: SFTConfig) -> None:
             measure()
         if run.stop.anywhere(run.world):
             save_checkpoint(run, config, engine, state)
-            raise StoppedRun(f"stopped at step {state.step} of {total_steps}; the same command resumes")
+            raise run.stopped(state.step, total_steps)
         if config.run.save_steps and state.step % config.run.save_steps == 0 and state.step < total_steps:
             save_everything()
     measure()
@@ -133,7 +137,6 @@ def make_batches(
     built = prepare_data(
         "sft",
         data,
-        seed=config.run.seed,
         tokenizer=tokenizer,
         max_seq_len=data.max_seq_len,
         train_on_prompt=data.train_on_prompt,
@@ -230,7 +233,7 @@ def save_checkpoint(run: Run, config: SFTConfig, engine: TrainingEngine, state: 
         run.folder,
         step=state.step,
         engines={"model": engine},
-        state={"sft": asdict(state)},
+        state={"sft": asdict(state), "settings": settings_of(config)},
         tensors={},
         keep=config.run.keep_checkpoints,
     )

@@ -1,8 +1,8 @@
 """Flags of step 2."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.config import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
 
@@ -30,6 +30,14 @@ class RewardConfig(Group):
     centering_coef: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
     keep_best: bool = Field(False, description="Keep the weights with the best accuracy instead of the last ones")
 
+    @model_validator(mode="after")
+    def _options_that_do_not_go_together(self) -> Self:
+        if self.reward_loss == "per_token" and self.centering_coef:
+            raise ValueError("centering_coef: needs --reward_loss last_token, found per_token")
+        if self.deepspeed.save_adapter_only:
+            raise ValueError("save_adapter_only: a reward model is always saved whole, with its new head")
+        return self
+
 
 class RewardEvalConfig(Group):
     """Evaluate a reward model on held-out pairs: accuracy, margins, calibration, and what trivial rules reach."""
@@ -39,5 +47,7 @@ class RewardEvalConfig(Group):
     eval_fraction: float = Field(0.1, gt=0, lt=1, description="Share held out where a source has no test split")
     max_seq_len: int = Field(512, ge=8, description="Tokens; longer pairs lose the left of their prompt")
     batch_size: int = Field(16, ge=1, description="Pairs scored at once")
-    seed: int = Field(1234, ge=0, description="Seed of the run: it chooses the held-out prompts")
+    data_seed: int = Field(1234, ge=0, description="The run's --data_seed: it chooses the held-out prompts")
+    eval_data_path: list[str] = Field([], description="The run's --eval_data_path, where it had one")
+    column_map: str = Field("", description="Columns of other names: prompt=question,chosen=best")
     json_output: bool = Field(False, description="Print one JSON object instead of text")

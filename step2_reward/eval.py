@@ -13,7 +13,7 @@ from pipeline.command import run_command
 from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.data.datasets_cache import build
 from pipeline.data.loader import evaluation_batches, to_device
-from pipeline.data.selection import DataOptions
+from pipeline.data.selection import DataOptions, parse_column_map
 from pipeline.errors import InputError
 from pipeline.flags import parse
 from pipeline.modeling import default_device
@@ -163,7 +163,9 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         data_path=tuple(options.data_path),
         data_split="none",
         eval_fraction=options.eval_fraction,
-        seed=options.seed,
+        seed=options.data_seed,
+        eval_data_path=tuple(options.eval_data_path),
+        column_map=parse_column_map(options.column_map),
         template="tokenizer",
         max_seq_len=options.max_seq_len,
         long_pairs="truncate_left",

@@ -12,8 +12,9 @@ import torch
 from pipeline import checkpoint, dist
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
+from pipeline.earlier_runs import settings_of
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
-from pipeline.errors import DivergedError, InputError, StoppedRun
+from pipeline.errors import DivergedError, InputError
 from pipeline.flops import forward_work, training_mfu
 from pipeline.metrics import Recorder
 from pipeline.modeling import DTYPES
@@ -67,7 +68,7 @@ def train(run: Run, config: RewardConfig) -> None:
         num_training_steps=total_steps,
         floor=config.optimizer.min_learning_rate_ratio,
     )
-    resumed = checkpoint.load(run.folder, config.run.resume, {"model": engine})
+    resumed = checkpoint.load(run.folder, config.run.resume, {"model": engine}, settings=settings_of(config))
     state = State(**resumed.state["reward"]) if resumed else State()
     recorder = Recorder(run, config.run, start_step=state.step, total_steps=total_steps)
 
@@ -121,7 +122,7 @@ def train(run: Run, config: RewardConfig) -> None:
             measure()
         if run.stop.anywhere(run.world):
             save_checkpoint(run, config, engine, state)
-            raise StoppedRun(f"stopped at step {state.step} of {total_steps}; the same command resumes")
+            raise run.stopped(state.step, total_steps)
         if config.run.save_steps and state.step % config.run.save_steps == 0 and state.step < total_steps:
             save_everything(measure())
     save_everything(measure())
@@ -136,7 +137,6 @@ def make_batches(
     built = prepare_data(
         "reward",
         data,
-        seed=config.run.seed,
         tokenizer=tokenizer,
         max_seq_len=data.max_seq_len,
         long_pairs=data.long_pairs,
@@ -227,7 +227,6 @@ def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any,
             "score_mean": mean,
             "score_std": std,
         },
-        merged=not config.deepspeed.save_adapter_only,
     )
 
 
@@ -237,7 +236,7 @@ def save_checkpoint(run: Run, config: RewardConfig, engine: TrainingEngine, stat
         run.folder,
         step=state.step,
         engines={"model": engine},
-        state={"reward": asdict(state)},
+        state={"reward": asdict(state), "settings": settings_of(config)},
         tensors={},
         keep=config.run.keep_checkpoints,
     )

@@ -1,5 +1,6 @@
 """Flags of step 3."""
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -87,4 +88,20 @@ class PPOConfig(Group):
         for name, model in (("actor", self.actor), ("critic", self.critic)):
             if model.lora_dropout:
                 raise ValueError(f"{name}_lora_dropout: found {model.lora_dropout}; step 3 has no dropout, wanted 0")
+        return self
+
+    @model_validator(mode="after")
+    def _rollouts_divide_into_steps(self) -> Self:
+        sampling, optimizer = self.sampling, self.optimizer
+        batch = sampling.per_device_generation_batch_size
+        rows = batch * sampling.generation_batches * sampling.num_samples_per_prompt
+        per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+        if rows % per_step:
+            fitting = per_step // math.gcd(per_step, rows) * batch
+            raise ValueError(
+                f"per_device_generation_batch_size: a rollout has {rows} rows a device ({batch} prompts x "
+                f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples), an "
+                f"optimizer step {per_step} (per_device_train_batch_size x gradient_accumulation_steps); rows must be "
+                f"a multiple of it: --per_device_generation_batch_size {fitting} is one"
+            )
         return self

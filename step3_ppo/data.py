@@ -16,7 +16,6 @@ def make_prompts(run: Run, config: PPOConfig, tokenizer: Any) -> Built:
     return prepare_data(
         "ppo",
         config.data,
-        seed=config.run.seed,
         tokenizer=tokenizer,
         max_prompt_seq_len=config.data.max_prompt_seq_len,
         long_prompts=config.data.long_prompts,
@@ -27,9 +26,11 @@ def make_text(run: Run, config: PPOConfig, tokenizer: Any) -> StepLoader[SFTBatc
     """Blocks of plain text, as many an optimizer step as there are responses; None without ptx."""
     if not config.data.unsupervised_data_path:
         return None
-    source = DataConfig(data_path=config.data.unsupervised_data_path, data_output_path=config.data.data_output_path)
+    source = DataConfig(
+        data_path=config.data.unsupervised_data_path, eval_fraction=0.0, data_output_path=config.data.data_output_path
+    )
     length = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
-    built = prepare_data("text", source, seed=config.run.seed, tokenizer=tokenizer, max_seq_len=length)
+    built = prepare_data("text", source, tokenizer=tokenizer, max_seq_len=length)
     return StepLoader(
         built.train,
         [[row] for row in range(len(built.train))],

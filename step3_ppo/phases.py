@@ -151,6 +151,10 @@ class Phases:
         for _, batches in self.updater.updates(num_rows, rollout=state.rollout):
             if state.step >= self.plan.total_steps:
                 break
+            num_response_tokens = self.updater.num_tokens(collected.rewarded.experience, batches)
+            if not num_response_tokens:
+                # Fillers of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
+                continue
             started = time.monotonic()
             metrics, stepped = self.updater.update(
                 collected.responses,
@@ -171,7 +175,7 @@ class Phases:
             }
             total = seconds + rollout_values.get("time/generate_s", 0.0) + rollout_values.get("time/score_s", 0.0)
             num_tokens = int(collected.responses.attention_mask.sum()) * self.plan.rows_per_step // num_rows
-            metrics |= self._update_mfu(num_tokens, int(collected.responses.response_mask.sum()), seconds)
+            metrics |= self._update_mfu(num_tokens, int(num_response_tokens), seconds)
             self.recorder.write_training(
                 state.step, metrics, seconds=total, num_tokens=num_tokens, num_rows=self.plan.rows_per_step
             )

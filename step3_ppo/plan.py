@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 from pipeline.data.batching import num_steps, plan_step
-from pipeline.errors import InputError
 from step3_ppo.config import PPOConfig
 
 
@@ -30,20 +29,11 @@ class Plan:
 
 
 def make_plan(config: PPOConfig, *, num_prompts: int, world_size: int) -> Plan:
-    """Raises InputError where a rollout does not divide into whole optimizer steps."""
+    """The plan of a run; that rollouts divide into whole optimizer steps is checked in the configuration."""
     sampling, optimizer = config.sampling, config.optimizer
     prompts = sampling.per_device_generation_batch_size * sampling.generation_batches * world_size
     rows = prompts * sampling.num_samples_per_prompt
     per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * world_size
-    if rows % per_step:
-        fitting = per_step // math.gcd(per_step, rows) * sampling.per_device_generation_batch_size
-        raise InputError(
-            f"a rollout has {rows} rows ({sampling.per_device_generation_batch_size} prompts x "
-            f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples x "
-            f"{world_size} ranks), an optimizer step {per_step} (per_device_train_batch_size x "
-            f"gradient_accumulation_steps x ranks); rows must be a multiple of it: "
-            f"--per_device_generation_batch_size {fitting} is one"
-        )
     steps = rows // per_step * config.ppo.ppo_epochs
     per_epoch = num_steps(num_prompts, prompts)
     rollouts = max(1, math.ceil(config.run.num_train_epochs * per_epoch))

@@ -9,7 +9,7 @@ import torch
 
 from pipeline import dist
 from pipeline.data.batching import rank_slices
-from pipeline.data.templates import encode_conversation
+from pipeline.data.templates import encode_conversation, end_token_ids
 from pipeline.data.turns import Message
 from pipeline.generate import Prompt, RandomKey, Sampling
 from pipeline.reward_model import last_token_scores
@@ -129,13 +129,12 @@ def sequence_scores(models: Models, responses: Responses, rows: Any) -> torch.Te
 
 def reward_ids(models: Models, responses: Responses, rows: Any) -> list[list[int]]:
     """Conversations in the reward model's own tokens and template, from text; without an end where there was none."""
-    found = []
+    found, ends = [], end_token_ids(models.reward_tokenizer)
     for n in range(len(responses.sequences)):
         start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])
         text = models.tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True)
         turns = [Message(**turn) for turn in json.loads(rows[int(responses.row_index[n])]["messages"])]
         encoded = encode_conversation(models.reward_tokenizer, [*turns, Message("assistant", text.strip())], "last")
-        ends = models.reward_tokenizer.all_special_ids
         ids = list(encoded.ids)
         while not responses.finished[n] and ids and ids[-1] in ends:
             ids.pop()

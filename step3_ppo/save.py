@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline import checkpoint
+from pipeline.earlier_runs import settings_of
 from pipeline.prepare import model_documents, saved_dtype
 from pipeline.reward_model import pad_id_for_pooling
 from pipeline.run import Run
@@ -34,7 +35,6 @@ def save_models(run: Run, config: PPOConfig, models: Models, average: MovingAver
             "score_mean": critic.score_mean,
             "score_std": critic.score_std,
         },
-        merged=not config.deepspeed.save_adapter_only,
     )
 
 
@@ -56,7 +56,7 @@ def save_checkpoint(run: Run, config: PPOConfig, models: Models, state: State, a
         run.folder,
         step=state.step,
         engines={"actor": models.actor, "critic": models.critic},
-        state={"ppo": asdict(state)},
+        state={"ppo": asdict(state), "settings": settings_of(config)},
         tensors=average.averages if average is not None else {},
         keep=config.run.keep_checkpoints,
     )

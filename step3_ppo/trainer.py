@@ -72,6 +72,12 @@ class Updater:
             for step in self.plan(num_rows, rollout=rollout, epoch=epoch):
                 yield epoch, step
 
+    def num_tokens(self, experience: Experience, batches: Sequence[Sequence[int]]) -> float:
+        """Response tokens that count in an optimizer step, over all ranks; 0 for a step of fillers. A collective."""
+        mask = experience.response_mask
+        rows = torch.tensor([row for batch in batches for row in batch], device=mask.device)
+        return dist.sum_over_ranks(mask[rows].sum().double()).item()
+
     def update(
         self,
         responses: Responses,
@@ -83,7 +89,7 @@ class Updater:
         train_actor: bool,
         text: Step[SFTBatch] | None,
     ) -> tuple[dict[str, float], bool]:
-        """One optimizer step of both models; (metrics, whether it was taken). A collective.
+        """One optimizer step of both models on rows of which some count; (metrics, whether it was taken). A collective.
 
         Losses are sums over response tokens divided by their number in the whole step on all ranks.
         """
@@ -154,7 +160,7 @@ class Updater:
             self.actor.backward(loss * scale, last=number + 1 == len(text.micro_batches))
 
     def _metrics(self, totals: dict[str, float], num_tokens: float, text: Step[SFTBatch] | None) -> dict[str, float]:
-        count = max(num_tokens, 1.0)
+        count = num_tokens
         metrics = {
             "loss/policy": totals["policy"] / count,
             "loss/value": totals["value"] / count,

@@ -3,8 +3,8 @@
 import logging
 
 from pipeline import checkpoint
+from pipeline.earlier_runs import settings_of
 from pipeline.engine import start_deepspeed
-from pipeline.errors import StoppedRun
 from pipeline.metrics import Recorder
 from pipeline.run import Run, write_done
 from pipeline.schedule import rate_factor
@@ -39,7 +39,8 @@ def train(run: Run, config: PPOConfig) -> None:
     )
     average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
     state = State(kl_coef=config.ppo.kl_coef)
-    resumed = checkpoint.load(run.folder, config.run.resume, {"actor": models.actor, "critic": models.critic})
+    engines = {"actor": models.actor, "critic": models.critic}
+    resumed = checkpoint.load(run.folder, config.run.resume, engines, settings=settings_of(config))
     if resumed:
         state = State(**resumed.state["ppo"])
         if average is not None:
@@ -80,7 +81,7 @@ def train(run: Run, config: PPOConfig) -> None:
             phases.evaluate()
         if run.stop.anywhere(run.world):
             save_checkpoint(run, config, models, state, average)
-            raise StoppedRun(f"stopped at step {state.step} of {plan.total_steps}; the same command resumes")
+            raise run.stopped(state.step, plan.total_steps)
         if passed(config.run.save_steps, before, state.step):
             save_everything()
     phases.evaluate()

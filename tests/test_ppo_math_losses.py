@@ -111,6 +111,14 @@ def test_value_loss_by_hand():
     assert gradient(loss, values).tolist() == [[0, 3, -1.5, 0]]
 
 
+def test_values_inside_the_clip_range_never_count_as_clipped():
+    """Rounding must not: old + (new - old) is not exactly new."""
+    old, moved = 0.01 * torch.randn(64, 8), 0.1 * torch.randn(64, 8).clamp(-1, 1)
+    mask = torch.ones(64, 8, dtype=torch.bool)
+    _, clipped = value_loss(old + moved, old, torch.randn(64, 8), mask, value_clip=0.2)
+    assert clipped == 0
+
+
 def test_value_loss_without_a_clip_is_half_the_squared_error():
     # (1 + 9 + 2.25) / 2 for the same numbers.
     values, returns = torch.tensor([[3.0, 3.0, 0.5]]), torch.tensor([[4.0, 0.0, 2.0]])

@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from pipeline import saving
+from pipeline.earlier_runs import OURS
+from pipeline.errors import InputError
 from pipeline.lora import add_lora
 from pipeline.modeling import load_causal_lm
 from pipeline.reward_model import (
@@ -270,9 +272,17 @@ def test_a_new_folder_replaces_the_old_one_and_what_a_crash_left(tmp_path):
     for name in (".sft.writing", ".sft.old", "sft"):
         (tmp_path / "a" / name).mkdir(parents=True)
         (tmp_path / "a" / name / "stale.txt").write_text("old")
+    (folder / OURS).write_text("{}")
     with_new_folder(folder, lambda fresh: (fresh / "new.txt").write_text("new"))
     assert [path.name for path in folder.iterdir()] == ["new.txt"]
     assert [path.name for path in folder.parent.iterdir()] == ["sft"]
+
+
+def test_a_folder_that_is_not_ours_stays(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="thesis.txt"):
+        with_new_folder(tmp_path, lambda fresh: (fresh / "new.txt").write_text("new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_an_interrupt_is_no_reason_to_leave_half_a_folder(tmp_path):

@@ -74,7 +74,7 @@ def test_config_file_replaces_chained_folders_and_keeps_origins(tmp_path):
     assert ["learning_rate", "2e-05", "run.yaml"] in rows
     assert ["output_dir", "elsewhere/tuned", "run.yaml"] in rows
     assert ["max_steps", "7", "command", "line"] in rows
-    assert ["per_device_train_batch_size", "16", f"{PRESETS}/tiny.sft.yaml"] in rows
+    assert ["per_device_train_batch_size", "32", f"{PRESETS}/tiny.sft.yaml"] in rows
     assert ["seed", "1234", "default"] in rows
     assert ["actor_model_name_or_path", "elsewhere/tuned", "command", "line"] in rows
     assert ["critic_model_name_or_path", "org/critic", "run.yaml"] in rows
@@ -185,14 +185,14 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
 
 
 def test_batch_arithmetic_of_the_users_json(tmp_path):
-    (tmp_path / "ds.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}}')
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 2}}')
     words = ("--step", "1", "--actor-model", "tiny", "--sft.deepspeed_config", "ds.json", "--dry-run")
     node = ("--deployment-type", "single_node", "--num-gpus", "2")
     good = train(tmp_path, *words, *node)
     assert good.returncode == 0, good.stderr
     assert ["zero_stage", "2", "ds.json"] in [line.split() for line in good.stdout.splitlines()]
     bad = train(tmp_path, *words)
-    assert bad.returncode == 2 and "train_batch_size: found 32" in bad.stderr and "x 1 ranks = 16" in bad.stderr
+    assert bad.returncode == 2 and "train_batch_size: found 64" in bad.stderr and "x 1 ranks = 32" in bad.stderr
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

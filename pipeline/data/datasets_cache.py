@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
+from pipeline.data import known_sets
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
 from pipeline.data.samples import SampleOptions, SFTSample, pair_samples, prompt_samples, sft_samples, text_blocks
@@ -78,6 +79,8 @@ def cache_key(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenize
     facts |= {
         "stage": stage,
         "version": FORMAT_VERSION,
+        # Users are invited to add converters: rows made by another one are other rows.
+        "converters": hashlib.sha256(Path(known_sets.__file__).read_bytes()).hexdigest(),
         "sources": [fingerprint(parse_path(path).path) for path in paths],
         "tokenizer": tokenizer_content(tokenizer),
     }

@@ -52,6 +52,14 @@ class Selected:
     eval: list[Record]
 
 
+def parse_column_map(text: str) -> dict[str, str]:
+    """`prompt=question,chosen=best` -> {"prompt": "question", "chosen": "best"}."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if wrong := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
+        raise InputError(f"--column_map {text}: {wrong[0]!r} has no column; wanted prompt=question,chosen=best")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
 def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Selected:
     """Read the stage's sources and divide their records; order is that of the sources.
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +49,15 @@ def run_launcher(command: Sequence[str], run_dir: Path, environment: Mapping[str
     """
     clear_outcomes(run_dir)
     process = subprocess.Popen(command, start_new_session=True, env=environment)
-    with signals_forwarded(process.pid, run_dir):
+    with signals_forwarded(process.pid, run_dir) as was_signalled:
         launcher_code = process.wait()
         wait_for_ranks(run_dir)
     # The launcher led the session: whatever is left of its group is an orphan.
     kill_group(process.pid)
-    return final_code(read_outcomes(run_dir), launcher_code)
+    outcomes = read_outcomes(run_dir)
+    if was_signalled() and not outcomes:
+        return errors.EXIT_STOPPED
+    return final_code(outcomes, launcher_code)
 
 
 def clear_outcomes(run_dir: Path) -> None:
@@ -104,8 +107,8 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def signals_forwarded(group: int, run_dir: Path) -> Iterator[None]:
-    """While it is open, SIGINT and SIGTERM to this process stop the ranks instead of it."""
+def signals_forwarded(group: int, run_dir: Path) -> Iterator[Callable[[], bool]]:
+    """While it is open, SIGINT and SIGTERM to this process stop the ranks instead of it; gives whether one came."""
     first: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -120,7 +123,7 @@ def signals_forwarded(group: int, run_dir: Path) -> Iterator[None]:
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield lambda: first is not None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

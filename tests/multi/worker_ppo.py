@@ -12,6 +12,7 @@ from stages import current_world, make_run, watched_steps, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline import checkpoint, dist
+from pipeline.earlier_runs import settings_of
 from pipeline.generate import Prompt, RandomKey, Sampling
 from pipeline.run import Run
 from step3_ppo import trainer
@@ -252,7 +253,7 @@ def resumed(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     save_checkpoint(first.run, first.config, first.models, first.phases.state, first.average)
     second = make_loop(first.run, first.config)
     engines = {"actor": second.models.actor, "critic": second.models.critic}
-    found = checkpoint.load(first.run.folder, "auto", engines)
+    found = checkpoint.load(first.run.folder, "auto", engines, settings=settings_of(first.config))
     assert found is not None and second.average is not None and whole.average is not None
     second.average.load(found.tensors)
     second.phases.state = State(**found.state["ppo"])

@@ -11,6 +11,7 @@ from stages import current_world, make_run, training_rows, watched_steps, weight
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
+from pipeline.earlier_runs import settings_of
 from pipeline.prepare import prepare_tokenizer
 from pipeline.run import Run
 from step1_sft import training
@@ -139,7 +140,7 @@ def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
         training.train_step(run, config, engine, loader.step(state.step), rate=1.0, state=state)
     training.save_checkpoint(run, config, engine, state)
     fresh = training.make_engine(run, config)
-    checkpoint.load(run.folder, "auto", {"model": fresh})
+    checkpoint.load(run.folder, "auto", {"model": fresh}, settings=settings_of(config))
     loss = training.train_step(run, config, fresh, loader.step(state.step), rate=1.0, state=state)
     return {
         "uninterrupted": whole["losses"][2],
