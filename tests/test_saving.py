@@ -43,7 +43,9 @@ def tokenizer(folder: str) -> PreTrainedTokenizerFast:
 
 
 def save(model: nn.Module, source: str, folder: Path, *, dtype: torch.dtype = torch.float32, **settings) -> Path:
-    save_model(model, tokenizer(source), folder, dtype=dtype, documents={"README.md": "# A model\n"}, **settings)
+    save_model(
+        model, tokenizer(source), folder, dtype=dtype, documents={"README.md": "# A model\n", OURS: "{}"}, **settings
+    )
     return folder
 
 
@@ -200,7 +202,7 @@ def save_reward(reward: TokenValueModel, source: str, folder: Path, pad_token: s
     own.pad_token = pad_token or own.pad_token
     changes = {"num_labels": 1, "pad_token_id": pad_id_for_pooling(own), "score_mean": 0.5, "score_std": 2.0}
     save_model(
-        reward.model, own, folder, dtype=torch.float32, documents={}, config_changes=changes, **settings
+        reward.model, own, folder, dtype=torch.float32, documents={OURS: "{}"}, config_changes=changes, **settings
     )  # fmt: skip
     return folder
 
