@@ -112,11 +112,13 @@ def test_value_loss_by_hand():
 
 
 def test_values_inside_the_clip_range_never_count_as_clipped():
-    """Rounding must not: old + (new - old) is not exactly new."""
-    old, moved = 0.01 * torch.randn(64, 8), 0.1 * torch.randn(64, 8).clamp(-1, 1)
-    mask = torch.ones(64, 8, dtype=torch.bool)
-    _, clipped = value_loss(old + moved, old, torch.randn(64, 8), mask, value_clip=0.2)
-    assert clipped == 0
+    """Rounding must not: old + (new - old) is not exactly new where the two differ in sign."""
+    generator = torch.Generator().manual_seed(0)
+    old = 0.1 * torch.rand(64, 8, generator=generator)
+    values = 0.03 * torch.rand(64, 8, generator=generator) - old
+    returns = 0.01 * torch.randn(64, 8, generator=generator)
+    _, clipped_count = value_loss(values, old, returns, every_token(64, 8), value_clip=0.2)
+    assert clipped_count.item() == 0
 
 
 def test_value_loss_without_a_clip_is_half_the_squared_error():
