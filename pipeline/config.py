@@ -107,7 +107,11 @@ class OptimizerConfig(Group):
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm above which gradients are scaled down; 0: never")
-    max_bad_steps: int = Field(5, ge=1, description="Non-finite steps in a row (each is skipped) before the run ends")
+    max_bad_steps: int = Field(
+        5,
+        ge=1,
+        description="Skipped non-finite steps in a row that end the run; not while an fp16 loss scale settles",
+    )
 
 
 class DeepSpeedConfig(Group):

@@ -103,6 +103,15 @@ class TrainingEngine:
     def partitions_weights(self) -> bool:
         return self.zero_stage == 3
 
+    @property
+    def loss_scale_can_fall(self) -> bool:
+        """Whether a step that overflowed may be the doing of a dynamic fp16 loss scale that has not settled yet."""
+        if not (self.deepspeed.fp16_enabled() and self.deepspeed.dynamic_loss_scale()):
+            return False
+        scaler = getattr(self.optimizer, "loss_scaler", self.optimizer)
+        floor = getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0))
+        return scaler.cur_scale > floor
+
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradient of `loss` (a scalar). `last` closes the accumulation: gradients are averaged over ranks."""
         self.deepspeed.set_gradient_accumulation_boundary(last)

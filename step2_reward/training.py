@@ -206,7 +206,7 @@ def train_step(
     state.step += 1
     state.num_tokens += step.num_tokens
     state.skipped_updates += not stepped
-    state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
+    state.bad_in_a_row = 0 if stepped or engine.loss_scale_can_fall else state.bad_in_a_row + 1
     if state.bad_in_a_row >= config.optimizer.max_bad_steps:
         raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite: lower --learning_rate or use bf16")
     return dist.sum_over_ranks(loss_sum).item() / step.num_rows

@@ -195,7 +195,8 @@ class Phases:
         state = self.state
         state.step += 1
         state.skipped_updates += not stepped
-        state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
+        settling = self.models.actor.loss_scale_can_fall or self.models.critic.loss_scale_can_fall
+        state.bad_in_a_row = 0 if stepped or settling else state.bad_in_a_row + 1
         if stepped and self.average is not None:
             self.average.update()
         if state.bad_in_a_row >= self.config.optimizer.max_bad_steps:

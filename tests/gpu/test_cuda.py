@@ -36,7 +36,7 @@ def run(stage: str, folder: Path, output: str, **given: object) -> list[dict]:
     assert ended.code == 0, ended.stderr[-2000:]
     run_dir = folder / output / "runs" / "ppo" if stage == "ppo" else folder / "runs" / output
     lines = [line for line in read_metrics(run_dir) if "step_s" in line]
-    assert len(lines) == 4
+    assert len(lines) == given.get("max_steps", 4)
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
     return lines
 
@@ -80,3 +80,25 @@ def test_ppo(folder, zero_stage, dtype):
     )
     assert max(line["policy/first_ratio_error"] for line in lines) == 0.0
     assert lines[-1]["skipped_updates"] == 0
+
+
+def test_an_fp16_loss_scale_that_starts_too_high_settles(folder):
+    """Each overflow is skipped and halves the scale; that takes more steps than --max_bad_steps allows other faults."""
+    lines = run(
+        "sft",
+        folder,
+        "sft-settling",
+        model_name_or_path="base",
+        zero_stage=2,
+        dtype="fp16",
+        max_seq_len=64,
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        initial_scale_power=32,
+        hysteresis=1,
+        max_bad_steps=2,
+        max_steps=40,
+    )
+    skipped = [line["skipped_updates"] for line in lines]
+    assert 2 < skipped[-1] < 40 and skipped[-1] == skipped[-5]
+    assert lines[-1]["loss"] < lines[0]["loss"]

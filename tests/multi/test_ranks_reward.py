@@ -8,7 +8,7 @@ from group import run_group
 from tiny_run import make_folder, take_lines
 
 SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]
-VARIANTS = ["lora", "recomputed", "per token"]
+VARIANTS = ["lora", "recomputed", "per token", "centred"]
 BF16_TOLERANCE = 0.05
 
 Found = dict[int, list[dict[str, Any]]]

@@ -121,7 +121,8 @@ def cases() -> dict[str, Any]:
         for name, words in {
             "lora": ("--lora_dim", 4),
             "recomputed": ("--gradient_checkpointing",),
-            "per token": ("--reward_loss", "per_token", "--centering_coef", 0.01),
+            "per token": ("--reward_loss", "per_token"),
+            "centred": ("--centering_coef", 0.01),
         }.items():
             found[f"z{stage} {name}"] = partial(steps, micro=2, words=(*here, *words))
         found[f"z{stage} saved"] = partial(saved, micro=2, words=here)
