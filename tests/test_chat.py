@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -349,6 +350,8 @@ class Terminal:
         if self.pid == 0:
             os.chdir(ROOT)
             os.environ["TERM"] = "xterm"
+            # A job in the background of a shell inherits a SIGINT that is ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.execv(sys.executable, [sys.executable, "chat.py", *argv])
 
     def type(self, text: str) -> None:
@@ -365,11 +368,33 @@ class Terminal:
         return before + text
 
     def exit_code(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.pid = 0
+        return code
+
+    def close(self) -> None:
+        """No process is left, also where a test failed."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
 
-def test_talking_in_a_terminal(endless):
-    terminal = Terminal("--path", endless, "--temperature", "0", "--max_new_tokens", "20000")
+@pytest.fixture
+def in_terminal():
+    """Starts chat.py in a pseudo-terminal."""
+    opened: list[Terminal] = []
+
+    def start(*argv: str) -> Terminal:
+        opened.append(Terminal(*argv))
+        return opened[-1]
+
+    yield start
+    for terminal in opened:
+        terminal.close()
+
+
+def test_talking_in_a_terminal(endless, in_terminal):
+    terminal = in_terminal("--path", endless, "--temperature", "0", "--max_new_tokens", "20000")
     assert "Ctrl-C stops a reply" in terminal.wait_for("> ")
     terminal.type("/hlep\n")
     terminal.wait_for("did you mean /help")
@@ -388,8 +413,8 @@ def test_talking_in_a_terminal(endless):
     assert terminal.exit_code() == 0
 
 
-def test_what_a_model_says_cannot_steer_the_terminal(speaking):
-    terminal = Terminal("--path", speaking, "--temperature", "0")
+def test_what_a_model_says_cannot_steer_the_terminal(speaking, in_terminal):
+    terminal = in_terminal("--path", speaking, "--temperature", "0")
     terminal.wait_for("> ")
     terminal.type("hello\n")
     assert "\x1b[31m" not in terminal.wait_for(SHOWN)
