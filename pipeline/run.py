@@ -116,12 +116,13 @@ def write_run_files(run: "Run") -> None:
     write_json(run.folder / "env.json", describe_environment(run.world))
 
 
-def check_writable(run_dir: Path) -> None:
+def check_writable(run_dir: Path, rank: int) -> None:
     """Raise EnvironmentFault in one line where the run's folder cannot be written."""
+    probe = run_dir / f".probe-{rank}"  # one a rank: another's may be gone between two lines of this
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ".probe").touch()
-        (run_dir / ".probe").unlink()
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         raise EnvironmentFault(f"{run_dir}: cannot write there: {error.strerror}") from None
 
@@ -151,7 +152,7 @@ def run_stage(resolved: Resolved, *, stage: str, train: Callable[[], Callable[[R
     stop = StopRequest()
     code, message = EXIT_DONE, "done"
     try:
-        check_writable(folder)
+        check_writable(folder, rank)
         write_outcome(folder, rank, None, "running")
         start_logging(folder, rank)
         world = dist.start(timeout_s=run_config.process_group_timeout_s)

@@ -17,7 +17,7 @@ from pipeline.tokenizers import eos_ids
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import MovingAverage
 from step3_ppo.eval import append_samples, evaluation_metrics, rollout_metrics
-from step3_ppo.experience import Responses
+from step3_ppo.experience import Responses, Scores
 from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.models import Models
 from step3_ppo.plan import Plan
@@ -43,6 +43,7 @@ class Collected:
     """A rollout ready for updates, with its metrics."""
 
     responses: Responses
+    scores: Scores
     rewarded: Rewarded
     metrics: dict[str, float]
 
@@ -113,7 +114,7 @@ class Phases:
         responses = sampler.sample(planned, RandomKey(config.run.seed, "rollout", epoch))
         sampled = time.monotonic()
         batches = [batch for step in self.updater.plan(len(responses.order), rollout=0, epoch=0) for batch in step]
-        rewarded, metrics = self._reward(responses, batches, self.prompts.train)
+        scores, rewarded, metrics = self._reward(responses, batches, self.prompts.train)
         num_response_tokens = int(responses.response_mask.sum())
         state.num_tokens += int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
         metrics |= {
@@ -124,11 +125,11 @@ class Phases:
             "epoch": (state.rollout + 1) / self.plan.rollouts_per_epoch,
             "num_tokens": state.num_tokens,
         }
-        return Collected(responses, rewarded, metrics)
+        return Collected(responses, scores, rewarded, metrics)
 
     def _reward(
         self, responses: Responses, batches: list[list[int]], rows: object
-    ) -> tuple[Rewarded, dict[str, float]]:
+    ) -> tuple[Scores, Rewarded, dict[str, float]]:
         models, temperature = self.models, self.config.sampling.temperature
         scores = score(models, responses, batches, rows=rows, temperature=temperature)
         rewarded = reward(
@@ -139,8 +140,7 @@ class Phases:
             score_mean=models.score_mean,
             score_std=models.score_std,
         )
-        self._last_scores = scores
-        return rewarded, rollout_metrics(responses, scores, rewarded, kl_coef=self.state.kl_coef)
+        return scores, rewarded, rollout_metrics(responses, scores, rewarded, kl_coef=self.state.kl_coef)
 
     def update(self, collected: Collected) -> None:
         """All optimizer steps on a rollout; one line of metrics a step, the rollout's own on its first step."""
@@ -160,6 +160,7 @@ class Phases:
                 collected.responses,
                 collected.rewarded.experience,
                 batches,
+                num_tokens=num_response_tokens,
                 kl_coef=state.kl_coef,
                 rate_factor=self.rate(state.step),
                 train_actor=state.step >= config.ppo.critic_warmup_steps,
@@ -227,14 +228,14 @@ class Phases:
             world=self.run.world,
             size=size,
         )
-        rewarded, metrics = self._reward(responses, [batch for step in whole for batch in step], rows)
+        scores, rewarded, metrics = self._reward(responses, [batch for step in whole for batch in step], rows)
         self.recorder.write(self.state.step, evaluation_metrics(metrics))
         if self.run.world.is_main:
             append_samples(
                 self.run.folder / "samples.jsonl",
                 step=self.state.step,
                 responses=responses,
-                scores=self._last_scores,
+                scores=scores,
                 rewarded=rewarded,
                 tokenizer=self.models.tokenizer,
             )

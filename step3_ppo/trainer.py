@@ -84,6 +84,7 @@ class Updater:
         experience: Experience,
         batches: Sequence[Sequence[int]],
         *,
+        num_tokens: float,
         kl_coef: float,
         rate_factor: float,
         train_actor: bool,
@@ -91,13 +92,11 @@ class Updater:
     ) -> tuple[dict[str, float], bool]:
         """One optimizer step of both models on rows of which some count; (metrics, whether it was taken). A collective.
 
-        Losses are sums over response tokens divided by their number in the whole step on all ranks.
+        Losses are sums over response tokens divided by `num_tokens`, their number in the whole step on all ranks.
         """
         device = responses.sequences.device
         text = text if train_actor else None
-        rows = torch.tensor([row for batch in batches for row in batch], device=device)
-        num_tokens = dist.sum_over_ranks(experience.response_mask[rows].sum().double()).item()
-        scale = self.world.size / max(num_tokens, 1.0)
+        scale = self.world.size / num_tokens
         sums = UpdateSums(device)
         for number, batch in enumerate(batches):
             index = torch.tensor(batch, device=device)

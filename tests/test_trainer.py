@@ -228,7 +228,14 @@ def update(
     updater, responses, experience, batches=SPLITS[1], *, kl_coef=0.3, rate_factor=1.0, train_actor=True, text=None
 ):
     return updater.update(
-        responses, experience, batches, kl_coef=kl_coef, rate_factor=rate_factor, train_actor=train_actor, text=text
+        responses,
+        experience,
+        batches,
+        num_tokens=updater.num_tokens(experience, batches),
+        kl_coef=kl_coef,
+        rate_factor=rate_factor,
+        train_actor=train_actor,
+        text=text,
     )
 
 
@@ -536,7 +543,7 @@ def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(worl
     responses = collected.responses
     values = phases.models.critic(responses.sequences, responses.attention_mask).detach()
     last = responses.attention_mask.sum(1) - 1
-    raw = phases._last_scores.scores
+    raw = collected.scores.scores
     torch.testing.assert_close(values[torch.arange(4), last], (raw - MEAN) / STD, rtol=1e-4, atol=1e-4)
     plain = make_phases(world, tmp_path, ppo_config(trained_folders, normalise_scores=False))
     assert (plain.models.critic.module.score_mean, plain.models.score_std) == (0.0, 1.0)

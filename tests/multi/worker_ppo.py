@@ -105,7 +105,7 @@ def rollout_findings(loop: Loop, collected: Collected) -> dict[str, Any]:
     rewarded = collected.rewarded
     return {
         "responses": tensors_of(collected.responses),
-        "scores": tensors_of(loop.phases._last_scores),
+        "scores": tensors_of(collected.scores),
         "experience": tensors_of(rewarded.experience),
         "kl": collected.metrics["objective/kl"],
         "sampler_error": collected.metrics["policy/sampler_error"],
@@ -180,6 +180,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
     def update() -> tuple[dict[str, float], bool]:
         metrics, stepped = phases.updater.update(
             collected.responses, collected.rewarded.experience, batches,
+            num_tokens=phases.updater.num_tokens(collected.rewarded.experience, batches),
             kl_coef=0.1, rate_factor=1.0, train_actor=True, text=None,
         )  # fmt: skip
         phases._count(stepped)
