@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 
-.PHONY: demo demo-seeds test test-slow test-gpu check reference clean
+.PHONY: demo demo-seeds test test-slow test-faults test-gpu check audit reference clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -14,10 +14,13 @@ demo-seeds: $(VENV)/installed
 	$(PYTHON) -m demo.seeds
 
 test: $(VENV)/installed-dev
-	$(PYTHON) -m pytest -m "not slow and not gpu"
+	$(PYTHON) -m pytest -m "not slow and not faults and not gpu"
 
 test-slow: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -m "slow and not gpu"
+
+test-faults: $(VENV)/installed-dev
+	$(PYTHON) -m pytest -m "faults and not gpu"
 
 test-gpu: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -m gpu
@@ -26,6 +29,10 @@ check: $(VENV)/installed-dev
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
+
+audit: $(VENV)/installed-dev
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check pip-audit
+	$(PYTHON) -m pip_audit -r requirements.txt
 
 reference: $(VENV)/installed
 	$(PYTHON) docs/make_configuration.py

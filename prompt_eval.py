@@ -19,7 +19,7 @@ from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import AnswerRow, Contestant, to_json
 from pipeline.inference.comparison_report import markdown, print_comparison
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
-from pipeline.model_paths import check_language_model, check_model_path
+from pipeline.model_paths import check_language_model, check_reward_model
 
 if TYPE_CHECKING:
     from pipeline.inference.answers import Speaker
@@ -55,9 +55,10 @@ def run(argv: list[str]) -> None:
     for path in paths:
         check_language_model(path, "--models")
     if config.reward_model:
-        check_model_path(config.reward_model, "--reward_model")
+        check_reward_model(config.reward_model, "--reward_model")
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
     prefix = output_prefix(config.output)
+    check_models(config, paths, prompts)
 
     contestants = [answered(config, label, path, prompts) for label, path in zip(LABELS, paths, strict=False)]
     if config.reward_model:
@@ -80,6 +81,17 @@ def model_paths(config: PromptEvalConfig) -> list[str]:
     if len(paths) < 2:
         raise InputError(f"--models: found {len(paths)}, wanted two or more, like --models output/sft output/actor")
     return paths
+
+
+def check_models(config: PromptEvalConfig, paths: list[str], prompts: list[Turns]) -> None:
+    """Raise InputError for what would end the comparison later: before minutes of answers, no weight read."""
+    from pipeline.inference.answers import check_prompts
+    from pipeline.model_fit import check_model
+
+    for path in paths:
+        check_prompts(path, prompts, config.sampling.max_new_tokens)
+    if config.reward_model:
+        check_model(config.reward_model, "--reward_model")
 
 
 def output_prefix(output: str) -> Path | None:
@@ -109,11 +121,9 @@ def answered(config: PromptEvalConfig, label: str, path: str, prompts: list[Turn
 def answer_all(config: PromptEvalConfig, speaker: "Speaker", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
     """Every prompt's answers by one model, in the order of the prompts."""
     from pipeline.data.templates import encode_prompt
-    from pipeline.inference.answers import check_prompt, generate_answers
+    from pipeline.inference.answers import generate_answers
 
     encoded = [encode_prompt(speaker.tokenizer, turns) for turns in prompts]
-    for ids in encoded:
-        check_prompt(speaker, ids, config.sampling.max_new_tokens)
     rows: list[tuple[AnswerRow, ...]] = []
     for start in range(0, len(encoded), config.batch_size):
         batch = encoded[start : start + config.batch_size]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.ds_config import read_user_json, training_config
-from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError
 from pipeline.flags import flat_items
-from pipeline.launching.launcher import run_launcher
+from pipeline.launching.launcher import run_script
 from pipeline.launching.machine import (
     DEFAULT_HOSTFILE,
     check_device_count,
@@ -39,13 +39,16 @@ STEPS = {
     3: StepKind("ppo", "PPO", PPOConfig),
 }
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
+GO_ON = ["--overwrite", "false", "--resume", "auto"]
 MEANING = {
     1: "a fault of ours",
     2: "bad input",
     3: "the machine does not offer what was asked for",
     4: "training diverged",
     5: "no usable checkpoint",
-    75: "stopped and saved; the same command resumes",
+    75: "stopped on request; the same command resumes",
+    130: "killed on request",
+    143: "killed on request",
 }
 
 
@@ -170,18 +173,35 @@ def notes(config: TrainConfig) -> Iterator[str]:
 
 
 def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str]) -> int:
-    """Start one step, wait for its end, say how it went. Returns its exit code."""
+    """Start one step, up to --max-restarts times again after a fault; say how it went. Returns its exit code."""
     print(header(stage, config), flush=True)
     start = time.monotonic()
-    code = run_launcher(command_of(stage, config), stage.run_dir, environment)
+    began = time.time()
+    code, asked = run_script(command_of(stage, config), environment)
+    for restart in range(1, config.max_restarts + 1):
+        if code != EXIT_FAULT or asked:
+            break
+        print(f"== step {stage.step}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
+        # --overwrite and --resume were for the first time: it goes on from what was saved since.
+        again = GO_ON if has_checkpoint_since(stage, began) else []
+        code, asked = run_script([*command_of(stage, config), *again], environment)
     took = duration(time.monotonic() - start)
     if code == EXIT_DONE:
         print(f"== step {stage.step}: done in {took}; model: {stage.model_dir}", flush=True)
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
         where = f"log: {stage.run_dir / 'log.txt'}"
-        print(f"{kind}: step {stage.step} ended with {code} ({MEANING[code]}) after {took}; {where}", file=sys.stderr)
+        print(
+            f"{kind}: step {stage.step} ended with {code} ({MEANING.get(code, 'killed')}) after {took}; {where}",
+            file=sys.stderr,
+        )
     return code
+
+
+def has_checkpoint_since(stage: Stage, began: float) -> bool:
+    """Whether the step has saved a checkpoint after `began`, in seconds since 1970."""
+    saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
+    return max(saved, default=0.0) > began
 
 
 def duration(seconds: float) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# _run.sh DEPLOYMENT [deepspeed launcher flags] STEP [stage flags]: becomes DeepSpeed's launcher for one stage.
+# _run.sh DEPLOYMENT [deepspeed launcher flags] STEP [stage flags]: becomes the supervisor of one stage's launcher.
 # Works from any folder: relative paths in the flags are those of the caller.
 set -euo pipefail
 
@@ -87,6 +87,9 @@ if [[ $deployment != multi_node ]]; then
 fi
 [[ -z $num_gpus ]] || launcher+=(--num_gpus "$num_gpus")
 
+# The supervisor reads the flags as they are; the launcher's may be quoted below.
+supervisor=(-m pipeline.launching.supervisor "$module" "$#" "$@")
+
 # --- several machines: pdsh hands the words to a shell, and DeepSpeed quotes only those with a space ------------------
 if [[ $deployment == multi_node && ${backend,,} == pdsh ]]; then
     words=()
@@ -104,4 +107,6 @@ if [[ $deployment == multi_node && ${backend,,} == pdsh ]]; then
 fi
 
 # The rank comes from the environment, so the stage gets exactly the flags that stand here.
-exec "$PYTHON" -m deepspeed.launcher.runner --log_level error ${launcher[@]+"${launcher[@]}"} --no_local_rank --module "$module" "$@"
+# Of DeepSpeed's own words only exceptions are printed: the supervisor says what became of the ranks.
+exec "$PYTHON" "${supervisor[@]}" "$PYTHON" -m deepspeed.launcher.runner --log_level critical \
+    ${launcher[@]+"${launcher[@]}"} --no_local_rank --module "$module" "$@"

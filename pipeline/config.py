@@ -18,7 +18,7 @@ SchedulerType = Literal[
 class Group(BaseModel):
     """A set of flags. Frozen; unknown names are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     def replace(self, **changes: Any) -> "Group":
         """A checked copy with `changes`; nothing is mutated."""
@@ -35,9 +35,14 @@ class RunConfig(Group):
     max_steps: int = Field(0, ge=0, description="Stop after this many optimizer steps; 0: whole epochs")
     save_steps: int = Field(0, ge=0, description="Steps between resume checkpoints; 0: only at the end or on a signal")
     keep_checkpoints: int = Field(2, ge=0, description="Resume checkpoints kept; older ones are deleted; 0: none")
+    save_in_background: bool = Field(
+        False, description="Train on while a checkpoint is written; takes host memory for a copy of what it holds"
+    )
     resume: str = Field(
         "auto", description="auto: newest valid checkpoint; never: start afresh; or a checkpoint folder"
     )
+    force_resume: bool = Field(False, description="Resume although settings, data or start models are other ones")
+    deterministic: bool = Field(False, description="Bitwise repeatable GPU kernels, slower; CPU runs always are")
     overwrite: bool = Field(False, description="Start over although the output holds a finished run")
     save_dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="Data type of the saved weights; auto: that of training"
@@ -49,6 +54,9 @@ class RunConfig(Group):
     enable_csv: bool = Field(False, description="Write <run_dir>/metrics.csv")
     enable_wandb: bool = Field(False, description="Log to Weights & Biases (needs the wandb package)")
     process_group_timeout_s: int = Field(1800, ge=1, description="Seconds before a stuck collective fails")
+    rank_timeout_s: int = Field(
+        1800, ge=0, description="Seconds without a sign of life before a rank counts as hung and the run ends; 0: never"
+    )
     debug: bool = Field(False, description="Show tracebacks of expected errors")
     local_rank: int = Field(-1, description="Set by launchers; the environment's LOCAL_RANK wins")
 

@@ -4,6 +4,7 @@ Every function here is called the same number of times on every rank whatever th
 """
 
 import os
+import re
 import socket
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,17 @@ import torch.distributed as dist
 from pipeline.errors import EnvironmentFault, RunError
 
 T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+# What gloo and nccl say, as plain RuntimeErrors, when another rank has gone or does not come.
+PEER_GONE = re.compile(
+    r"gloo/transport|closed by peer|Connection reset|Broken pipe|Timed out waiting|NCCL (error|communicator)|"
+    r"Connection refused|timeout caused pair closure"
+)
+
+
+class PeerError(RuntimeError):
+    """Raised on the other ranks where the work of rank 0 failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +74,11 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def start(*, timeout_s: int) -> World:
-    """Join the process group (nccl on GPUs, gloo on CPUs) and share the CPU's cores among the ranks of this node."""
+    """Join the process group (nccl on GPUs, gloo on CPUs) and share the CPU's cores among the ranks of this node.
+
+    Raises:
+        EnvironmentFault: there are fewer devices than ranks, the port is taken, or rank 0 cannot be reached.
+    """
     # DeepSpeed calls collectives by their old names, thousands of times.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     rank, size, local_rank = read_environment()
@@ -71,19 +87,69 @@ def start(*, timeout_s: int) -> World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(
-                backend,
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
-            )
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            reason = str(error).splitlines()[0]
-            raise EnvironmentFault(
-                f"cannot join {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}"
-            ) from error
+        join(device, timedelta(seconds=timeout_s))
     return World(rank, size, local_rank, device)
+
+
+def join(device: torch.device, timeout: timedelta) -> None:
+    """Meet the other ranks; those of one machine over the loopback interface alone."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        where = loopback_store(timeout) if on_loopback() else {}
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+            **where,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise EnvironmentFault(f"cannot join {address}: {str(error).splitlines()[0]}") from error
+
+
+def on_loopback() -> bool:
+    """Whether all ranks are on this machine, and none of them belongs to torchrun, which brings a store of its own."""
+    address = os.environ["MASTER_ADDR"]
+    local = address == "localhost" or address.startswith("127.")
+    return local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def loopback_store(timeout: timedelta) -> dict[str, Any]:
+    """init_process_group's arguments for a store that listens on the loopback interface only; torch's own on all."""
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
+    listener = listening_socket(port) if rank == 0 else None
+    store = dist.TCPStore(
+        LOOPBACK,
+        port,
+        world_size=size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,  # the store closes it
+    )
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def listening_socket(port: int) -> socket.socket:
+    """A socket that listens on `port` of the loopback interface. Raises EnvironmentFault where something else does."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise EnvironmentFault(f"--master_port {port}: {error.strerror}; give another one, or none") from None
+    return listener
+
+
+def follows_from_another_rank(error: BaseException) -> bool:
+    """Whether `error` only says that another rank has failed or gone."""
+    if isinstance(error, PeerError | dist.DistError):
+        return True
+    return world_size() > 1 and isinstance(error, RuntimeError) and bool(PEER_GONE.search(str(error)))
 
 
 def finish() -> None:
@@ -138,16 +204,25 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 alone; its result, or its error, reaches every rank."""
+    """Run `work` on rank 0 alone; its result, or its error, reaches every rank.
+
+    Raises:
+        RunError: what `work` raised, on every rank.
+        PeerError: `work` raised something else on rank 0, where that is raised.
+    """
     if world_size() == 1:
         return work()
     outcome: list[Any] = [None, None]
+    failure: Exception | None = None
     if is_main():
         try:
             outcome[0] = work()
-        except Exception as error:
+        except RunError as error:
             outcome[1] = error
+        except Exception as error:
+            failure = error
+            outcome[1] = PeerError(f"rank 0 failed: {type(error).__name__}: {error}")
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise outcome[1] if isinstance(outcome[1], RunError) else RuntimeError("rank 0 failed") from outcome[1]
+        raise failure or outcome[1]
     return outcome[0]

@@ -57,7 +57,7 @@ def read_user_json(path: str | Path) -> Json:
         raise InputError(f"--deepspeed_config: {path}: cannot read it: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"--deepspeed_config: {path}: line {error.lineno}: not JSON: {error.msg}") from None
-    except (UnicodeDecodeError, InputError) as error:
+    except (ValueError, RecursionError, InputError) as error:
         raise InputError(f"--deepspeed_config: {path}: {error}") from None
     if not isinstance(content, dict):
         raise InputError(f"--deepspeed_config: {path}: found a {type(content).__name__}, wanted an object {{...}}")
@@ -195,7 +195,15 @@ def check_global_batch(config: Json, world_size: int, source: str) -> None:
     micro, accumulation = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     found, wanted = config.get("train_batch_size"), micro * accumulation * world_size
     if found not in (None, wanted):
+        fitting = [f'"train_batch_size": {wanted} (or "auto")']
+        for flag, rest in (
+            ("gradient_accumulation_steps", micro * world_size),
+            ("per_device_train_batch_size", accumulation * world_size),
+        ):
+            if isinstance(found, int) and found > 0 and found % rest == 0:
+                fitting.append(f"--{flag} {found // rest}")
         raise InputError(
             f"{source}: train_batch_size: found {found}, but --per_device_train_batch_size {micro} x"
-            f" --gradient_accumulation_steps {accumulation} x {world_size} ranks = {wanted}"
+            f" --gradient_accumulation_steps {accumulation} x {world_size} ranks = {wanted};"
+            f" right are {' or '.join(fitting)}"
         )

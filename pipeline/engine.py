@@ -8,9 +8,10 @@ number of ranks.
 
 import logging
 import math
+import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -22,11 +23,21 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from deepspeed.utils import logger as deepspeed_logger
 from torch import nn
 
+from pipeline import dist
+from pipeline.engine_state import loss_scaler
 from pipeline.partitions import gathered
 
 
-def start_deepspeed() -> None:
-    """Attach DeepSpeed to the process group that exists, quietly and without compiling anything."""
+def start_deepspeed(*, deterministic: bool = False) -> None:
+    """Attach DeepSpeed to the process group that exists, quietly and without compiling anything.
+
+    Args:
+        deterministic: choose kernels that give the same bits each time, where there are such.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
     deepspeed_logger.setLevel(logging.WARNING)
     if get_accelerator().device_name() == "cpu":
         # Used by inference kernels only; building it takes a compiler and 50 s.
@@ -108,8 +119,8 @@ class TrainingEngine:
         """Whether a step that overflowed may be the doing of a dynamic fp16 loss scale that has not settled yet."""
         if not (self.deepspeed.fp16_enabled() and self.deepspeed.dynamic_loss_scale()):
             return False
-        scaler = getattr(self.optimizer, "loss_scaler", self.optimizer)
-        floor = getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", 1.0))
+        scaler = loss_scaler(self.optimizer)
+        floor = getattr(scaler, "min_scale", None) or getattr(scaler, "min_loss_scale", None) or 1.0
         return scaler.cur_scale > floor
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -160,14 +171,11 @@ class TrainingEngine:
         else:
             self.deepspeed.zero_grad()
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and loss scale as DeepSpeed shards. A collective."""
-        client = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-        self.deepspeed.save_checkpoint(str(folder), tag="state", client_state=client, exclude_frozen_parameters=True)
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, with the same number of ranks and the same stage. A collective."""
-        self.deepspeed.load_checkpoint(str(folder), tag="state", load_module_strict=False)
+    def drop_gradients(self) -> None:
+        """Forget an accumulation that was interrupted; the loss scale stays."""
+        self.last_gradient_norm = 0.0
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.discard()
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -201,14 +209,19 @@ class TrainingEngine:
         offload.forward_hooks, offload.backward_hooks = [], []
 
 
-def step_together(engines: Sequence[TrainingEngine], rate_factor: float) -> bool:
-    """Step all engines, or none: where any gradient of any of them is not finite, all gradients are dropped.
+def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: torch.Tensor) -> bool:
+    """Step all engines, or none: where a loss or any gradient of any rank is not finite, all gradients are dropped.
 
-    Norms are global, so that every rank decides alike. Each engine keeps its norm as `last_gradient_norm`.
+    Every rank decides alike: gradient norms are global, and the ranks' losses are looked at together. Each engine keeps
+    its norm as `last_gradient_norm`. A collective.
+
+    Args:
+        loss: this rank's, of any shape.
     """
     for engine in engines:
         engine.last_gradient_norm = engine.gradient_norm()
-    if not all(math.isfinite(engine.last_gradient_norm) for engine in engines):
+    bad_losses = dist.sum_over_ranks((~loss.isfinite()).any().float()).item()
+    if bad_losses or not all(math.isfinite(engine.last_gradient_norm) for engine in engines):
         for engine in engines:
             engine.discard()
         return False

@@ -20,6 +20,8 @@ from pipeline.dschat_flags import ALIASES, RETIRED
 from pipeline.errors import InputError
 from pipeline.flag_table import Flag, flag_table, flat_items, nest
 from pipeline.nearest import nearest
+from pipeline.path_flags import unsafe_paths
+from pipeline.redact import redacted, secret_values
 from pipeline.reference import help_text, reference
 
 __all__ = ["Resolved", "flag_table", "flat_items", "nearest", "parse", "read_yaml", "reference", "stage_arguments"]
@@ -62,6 +64,8 @@ def load_yaml(path: str) -> dict[Any, Any]:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), FlagLoader)
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from None
+    except RecursionError:
+        raise InputError(f"{path}: not YAML: nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise InputError(f"{path}: {line}{error.problem or 'not YAML'}") from None
@@ -69,6 +73,9 @@ def load_yaml(path: str) -> dict[Any, Any]:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, dict):
         raise InputError(f"{path}: found a {type(content).__name__}, wanted `flag: value` lines")
+    # No flag has a mapping for its value.
+    for name in [str(key) for key, value in (content or {}).items() if isinstance(value, dict) and key not in SECTIONS]:
+        raise InputError(f"{path}: {name}: unknown section{nearest(name, SECTIONS)}; {', '.join(SECTIONS)} are right")
     return content or {}
 
 
@@ -208,6 +215,7 @@ def resolve_layers(
                 values[name], origins[name] = value, origin
             else:
                 errors.append(f"{origin}: {name}: {unknown_reason(name, table)}")
+    errors += [*secret_values(values, origins), *unsafe_paths(values, origins)]
     config = None
     try:
         config = validated(config_class, values, origins)
@@ -216,7 +224,7 @@ def resolve_layers(
     except InputError as error:
         errors += str(error).splitlines()
     if errors:
-        raise InputError("\n".join(errors))
+        raise InputError(redacted("\n".join(errors)))
     return Resolved(config, origins)
 
 

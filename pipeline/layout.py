@@ -14,8 +14,22 @@ def run_folder(run: RunConfig, stage: str) -> Path:
 
 
 def outcome_file(run_dir: Path, rank: int) -> Path:
-    """What a rank says about its end: code (null while it runs), message, pid, host."""
+    """What a rank says about its end (pipeline/outcome.py)."""
     return run_dir / "outcome" / f"rank-{rank}.json"
+
+
+def beat_file(run_dir: Path, rank: int) -> Path:
+    """A rank's last sign of life (pipeline/heartbeat.py)."""
+    return run_dir / "heartbeat" / f"rank-{rank}.json"
+
+
+def rank_log_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "log" / f"rank-{rank}.txt"
+
+
+def lock_file(run_dir: Path) -> Path:
+    """Names the process that runs in this folder (pipeline/run_lock.py)."""
+    return run_dir / "run.lock"
 
 
 def done_file(run_dir: Path) -> Path:

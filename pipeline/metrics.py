@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from pipeline.files import write_text
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ DEFINITIONS = {
     "completions/mean_length": "mean response tokens, EOS included",
     "completions/truncated_fraction": "share of responses cut at max_answer_seq_len",
     "completions/eos_fraction": "share of responses that ended with an EOS",
+    "completions/empty_fraction": "share of responses that are an EOS alone",
     "actor/grad_norm": "as grad_norm, of the actor",
     "critic/grad_norm": "as grad_norm, of the critic",
     "actor/learning_rate": "as learning_rate, of the actor",
@@ -111,6 +115,11 @@ class MetricsWriter:
                 self._sinks.remove(sink)
                 log.warning("a metrics sink failed and is left out from here on: %s", error)
 
+    def sync(self) -> None:
+        """Everything written so far is on the disk, before a checkpoint says so."""
+        for file in filter(None, (self._jsonl, self._csv)):
+            os.fsync(file.fileno())
+
     def _write_csv(self, step: int, values: Mapping[str, float | None]) -> None:
         # Long form: steps carry different metrics, and a header cannot grow.
         if self._csv is not None:
@@ -128,7 +137,8 @@ def cut_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if step and line.endswith("\n") and step_of(line) <= step]
-    path.write_text("".join(kept), encoding="utf-8")
+    if len(kept) < len(lines):
+        write_text(path, "".join(kept))
 
 
 def tensorboard_sink(folder: Path, start_step: int) -> Any:
@@ -189,6 +199,11 @@ class Recorder:
         rates = {"step_s": seconds, "tokens_per_s": num_tokens / seconds, "samples_per_s": num_rows / seconds}
         self._writer.write(step, {**values, **rates, **peak_memory(self.device)})
         self._progress.update(step, {name: values[name] for name in self.shown if name in values})
+
+    def sync(self) -> None:
+        """Before a checkpoint: no line of its past may be lost where it stays."""
+        if self._writer is not None:
+            self._writer.sync()
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline import dist
+
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
     """Whether ZeRO-3 holds this parameter in pieces."""
@@ -29,6 +31,15 @@ def gathered(parameters: Iterable[nn.Parameter], *, writer: bool = False) -> Abs
 def local_share(parameter: Any) -> torch.Tensor:
     """This rank's values of a parameter: its ZeRO-3 shard (flat, maybe padded), or all of it."""
     return parameter.ds_tensor.data if is_partitioned(parameter) else parameter.data
+
+
+def local_stretch(parameter: Any) -> tuple[int, int]:
+    """(start, elements) of `local_share` in the flattened parameter, padding left out."""
+    if not is_partitioned(parameter):
+        return 0, parameter.numel()
+    shard = parameter.partition_numel()
+    start = min(dist.rank() * shard, parameter.ds_numel)
+    return start, min(shard, parameter.ds_numel - start)
 
 
 def drop_whole_copy(parameter: Any) -> None:

@@ -15,7 +15,13 @@ from pipeline.data.templates import set_template
 from pipeline.ds_config import frozen_config, read_user_json, training_config
 from pipeline.engine import TrainingEngine
 from pipeline.lora import add_lora
-from pipeline.modeling import DTYPES, base_model, default_dtype, use_gradient_checkpointing
+from pipeline.model_fit import check_model, check_vocabulary
+from pipeline.modeling import (
+    DTYPES,
+    base_model,
+    default_dtype,
+    use_gradient_checkpointing,
+)
 from pipeline.parameter_groups import parameter_groups
 from pipeline.reward_model import TokenValueModel
 from pipeline.run import Run
@@ -25,8 +31,14 @@ log = logging.getLogger(__name__)
 
 
 def prepare_tokenizer(path: str, template: str) -> Any:
-    """The tokenizer with the chat template of the run and a padding token that exists (the vocabulary never grows)."""
+    """The tokenizer with the chat template of the run and a padding token that exists (the vocabulary never grows).
+
+    The model's files are looked at first, and that tokenizer and model belong together: rows are tokenised for minutes
+    before weights are read. Raises InputError, EnvironmentFault.
+    """
+    check_model(path)
     tokenizer = load_tokenizer(path)
+    check_vocabulary(path, tokenizer)
     set_template(tokenizer, template)
     policy = pad_policy(tokenizer)
     if policy.source != "tokenizer":

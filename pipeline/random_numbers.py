@@ -101,3 +101,8 @@ def _check_range(name: str, number: Tensor, bits: int) -> None:
     outside = (number < 0) if bits == 63 else (number >> bits) != 0  # a negative number shifts to -1
     if outside.any():
         raise ValueError(f"{name} must be in [0, 2**{bits}), got {int(number[outside].flatten()[0])}")
+
+
+def seed_dropout(seed: int, *, step: int, rank: int) -> None:
+    """Set torch's generators for the dropout of an optimizer step: a function of what it is for, as all else here."""
+    torch.manual_seed(derive_key(seed, f"dropout/{step}/{rank}"))

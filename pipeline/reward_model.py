@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.errors import InputError
-from pipeline.model_paths import check_model_path
+from pipeline.model_paths import check_reward_model
 from pipeline.modeling import backbone, base_model, load_config, load_pretrained
 from pipeline.partitions import gathered
 from pipeline.tensor_ops import position_ids_from_mask
@@ -82,6 +82,7 @@ def load_reward_model(
         dtype=dtype,
         attn_implementation=attn_implementation,
         may_lack=frozenset({"score.weight"}) if new_head else frozenset(),
+        pickles=new_head,
         num_labels=1,
     )
     if not hasattr(model, "score") or not isinstance(model.score, nn.Linear):
@@ -94,7 +95,7 @@ def load_reward_model(
 
 def check_has_head(path: str) -> None:
     """Raise InputError where the configuration at `path` is not that of a model with a reward head."""
-    check_model_path(path)
+    check_reward_model(path)
     architectures = load_config(path).architectures or []
     if not any("SequenceClassification" in name for name in architectures):
         raise InputError(f"{path}: {architectures} has no reward head; give the output of step 2")

@@ -3,75 +3,63 @@
 import logging
 import os
 import platform
-import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from pipeline import dist, earlier_runs
+from pipeline import dist, earlier_runs, heartbeat
 from pipeline.config import RunConfig
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EnvironmentFault, RunError, StoppedRun
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun
+from pipeline.files import write_json
 from pipeline.flags import Resolved, flat_items
-from pipeline.layout import done_file, outcome_file, run_folder
-from pipeline.saving import write_json
+from pipeline.layout import done_file, outcome_file, rank_log_file, run_folder
+from pipeline.outcome import (
+    clear_outcomes,
+    exit_code,
+    is_first_to_fail,
+    own_rank,
+    supervisor_here,
+    supervisor_name,
+    write_outcome,
+)
+from pipeline.processes import GIB, read_process
+from pipeline.redact import redacted
+from pipeline.run_lock import locked
+from pipeline.stop import StopRequest, stop_without
+
+__all__ = ["Run", "StopRequest", "outcome_file", "run_folder", "run_stage", "write_done"]
 
 log = logging.getLogger(__name__)
+# For the files alone: what ends this rank may be the consequence of another rank's end, and is printed once.
+file_log = logging.getLogger("pipeline.end")
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
+OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc")
 QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock", "matplotlib")
-
-
-class StopRequest:
-    """Remembers SIGTERM and SIGINT until the loop asks; a second signal after 2 s quits at once."""
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        # DeepSpeed's launcher sends two in a row for one Ctrl-C.
-        if self._first is not None and now - self._first > 2.0:
-            os._exit(128 + number)
-        self._first = self._first or now
-
-    def here(self) -> bool:
-        """Whether this rank was asked to stop."""
-        return self._first is not None
-
-    def anywhere(self, world: dist.World) -> bool:
-        """Whether any rank was asked to stop. A collective."""
-        return dist.max_over_ranks(float(self.here()), world.device) > 0
-
-
-def write_outcome(run_dir: Path, rank: int, code: int | None, message: str) -> None:
-    """What train.py reads: launchers do not carry exit codes."""
-    file = outcome_file(run_dir, rank)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"code": code, "message": message, "pid": os.getpid(), "host": socket.gethostname()})
 
 
 def start_logging(run_dir: Path, rank: int) -> None:
     """Every rank logs to log/rank-<r>.txt; rank 0 also to log.txt and, without timestamps, to stderr."""
     import transformers
 
-    (run_dir / "log").mkdir(parents=True, exist_ok=True)
-    files = [run_dir / "log" / f"rank-{rank}.txt"] + ([run_dir / "log.txt"] if rank == 0 else [])
+    own = rank_log_file(run_dir, rank)
+    own.parent.mkdir(parents=True, exist_ok=True)
+    files = [own] + ([run_dir / "log.txt"] if rank == 0 else [])
     handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8") for file in files]
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     if rank == 0:
         console = logging.StreamHandler(sys.stderr)
         console.setFormatter(logging.Formatter("%(message)s"))
+        console.addFilter(lambda record: record.name != file_log.name)
         handlers.append(console)
     root = logging.getLogger()
     root.handlers = handlers
@@ -144,33 +132,83 @@ class Run:
         return StoppedRun(f"stopped at step {step} of {total_steps}; {how} resumes")
 
 
-def run_stage(resolved: Resolved, *, stage: str, train: Callable[[], Callable[[Run, Any], None]]) -> int:
-    """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file."""
-    run_config: RunConfig = resolved.config.run
-    folder = run_folder(run_config, stage)
-    rank = int(os.environ.get("RANK", "0"))
-    stop = StopRequest()
-    code, message = EXIT_DONE, "done"
+def run_stage(
+    resolved: Resolved,
+    *,
+    stage: str,
+    train: Callable[[], Callable[[Run, Any], None]],
+    stop: StopRequest | None = None,
+) -> int:
+    """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file.
+
+    Nothing is written where another run holds the folder. A supervisor holds it for its ranks.
+    """
+    folder = run_folder(resolved.config.run, stage)
+    alone = supervisor_name() is None and own_rank() == 0
     try:
-        check_writable(folder, rank)
-        write_outcome(folder, rank, None, "running")
+        check_writable(folder, own_rank())
+        with locked(folder) if alone else nullcontext():
+            if alone:
+                clear_outcomes(folder)
+            heartbeat.start(folder, own_rank())
+            return run_rank(folder, stop or StopRequest(), resolved, stage=stage, train=train)
+    except EnvironmentFault as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    finally:
+        heartbeat.end()
+
+
+def run_rank(
+    folder: Path,
+    stop: StopRequest,
+    resolved: Resolved,
+    *,
+    stage: str,
+    train: Callable[[], Callable[[Run, Any], None]],
+) -> int:
+    """One rank from its first log line to its outcome file; returns the exit code."""
+    run_config: RunConfig = resolved.config.run
+    rank = own_rank()
+    code, message, secondary, trace = EXIT_DONE, "done", False, ""
+    try:
+        if supervisor := supervisor_here():
+            stop_without(supervisor)
+        if rank == 0 or supervisor_name() is not None:
+            write_outcome(folder, rank, None, "running")
         start_logging(folder, rank)
         world = dist.start(timeout_s=run_config.process_group_timeout_s)
         begin(Run(world, folder, stage, resolved, stop), train)
     except RunError as error:
-        code, message = error.code, str(error)
-        report(message, rank, with_traceback=run_config.debug)
+        code, message, trace = error.code, redacted(str(error)), traceback.format_exc()
+        file_log.info(message)
     except Exception as error:
-        code, message = EXIT_FAULT, f"rank {rank}: {type(error).__name__}: {error}"
-        log.exception("fault")
-        report(
-            f"{message}\nthe traceback is in {folder / 'log' / f'rank-{rank}.txt'}", 0, with_traceback=run_config.debug
-        )
-    write_outcome(folder, rank, code, message)
-    if code == EXIT_DONE:
+        trace = traceback.format_exc()
+        code, message, secondary = EXIT_FAULT, redacted(describe(error)), dist.follows_from_another_rank(error)
+        file_log.exception("fault")
+    if run_config.debug:
+        sys.stderr.write(redacted(trace))
+    stop.here()  # from here on a signal must not end the process as if nothing had been done
+    heartbeat.end()
+    with suppress(OSError):  # of a full disk; then it is printed here
+        write_outcome(folder, rank, code, message, secondary=secondary)
+    report(folder, code, message, secondary=secondary)
+    if code in (EXIT_DONE, EXIT_STOPPED):
         # After an error the peers may hang in a collective: no barrier then.
         dist.finish()
     return code
+
+
+def describe(error: Exception) -> str:
+    """`ValueError: what it says`, with a hint where memory ran out."""
+    said = f"{type(error).__name__}: {error}".rstrip(": ")
+    if not isinstance(error, MemoryError) and not any(words in said for words in OUT_OF_MEMORY):
+        return said
+    own = read_process(os.getpid())
+    held = f" (this rank held {own.rss_bytes / GIB:.1f} GiB of host memory)" if own else ""
+    return (
+        f"{said}; out of memory{held}: lower --per_device_train_batch_size or the lengths, or shard with --zero_stage"
+    )
 
 
 def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
@@ -197,9 +235,16 @@ def write_done(run: Run, *, steps: int) -> None:
         write_json(done_file(run.folder), {"stage": run.stage, "steps": steps, "time": time.time()})
 
 
-def report(message: str, rank: int, *, with_traceback: bool) -> None:
-    """Errors that all ranks meet are printed by rank 0 alone."""
-    if with_traceback:
-        traceback.print_exc()
-    if rank == 0:
-        print(*(f"error: {line}" for line in message.splitlines()), sep="\n", file=sys.stderr, flush=True)
+def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:
+    """Print how a run ended that no supervisor reports: the first error of all ranks, once."""
+    supervised = exit_code(code, folder) == EXIT_DONE
+    if code == EXIT_DONE or supervised or not is_first_to_fail(folder, secondary=secondary):
+        return
+    if code == EXIT_STOPPED:
+        print(message, file=sys.stderr)
+        return
+    lines = message.splitlines()
+    if code == EXIT_FAULT:
+        lines[0] = f"rank {own_rank()} on {socket.gethostname()}: {lines[0]}"
+        lines.append(f"the traceback is in {rank_log_file(folder, own_rank())}")
+    print(*(f"error: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)

@@ -4,10 +4,7 @@ Under ZeRO-3 the weights come one parameter at a time, so no GPU ever holds the 
 memory until transformers writes the shards.
 """
 
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,12 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from pipeline import dist
-from pipeline.earlier_runs import check_replaceable
+from pipeline.files import flush, with_new_folder, write_json
 from pipeline.lora import is_lora, merged_weight
 from pipeline.modeling import base_model
 from pipeline.partitions import gathered
+
+__all__ = ["flush", "save_model", "state_dict", "with_new_folder", "write_json"]
 
 SHARD_SIZE = "5GB"
 # Where a weight sits inside peft's wrappers -> where transformers has it.
@@ -131,50 +130,3 @@ def adapter_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     model.save_pretrained(str(folder), state_dict=weights, safe_serialization=True)
-
-
-def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a temporary folder beside `folder`, flush it to disk, rename it into place; nothing half-written stays."""
-    check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.parent / f".{folder.name}.writing"
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
-    try:
-        fill(fresh)
-        for path in fresh.rglob("*"):
-            flush(path)
-        flush(fresh)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    replace_folder(fresh, folder)
-
-
-def replace_folder(fresh: Path, folder: Path) -> None:
-    """Put `fresh` in the place of `folder`."""
-    """Rename `fresh` to `folder`; what stood there goes last."""
-    old = folder.parent / f".{folder.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside `path` and rename it into place."""
-    beside = path.with_name(f".{path.name}.writing")
-    beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    flush(beside)
-    beside.replace(path)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pipeline.data.templates import end_token_ids
 from pipeline.errors import EnvironmentFault, InputError, RunError
-from pipeline.model_paths import may_be_hub_id, nearest_folder
+from pipeline.hub import use_cache_alone_without_network
+from pipeline.model_files import TOKENIZER_FILES
+from pipeline.model_paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -42,6 +44,13 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     folder = Path(path).expanduser()
     if not folder.is_dir() and not may_be_hub_id(path):
         raise InputError(f"{path}: no such folder{nearest_folder(folder)}")
+    if folder.is_dir():
+        # transformers' complaints about these name neither the file nor what is wrong with it.
+        read_config(folder), read_adapter_config(folder)
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not any(folder.glob("*.tiktoken")):
+            raise InputError(f"{path} holds no tokenizer (no {TOKENIZER_FILES[0]}); copy it from the base model")
+    else:
+        use_cache_alone_without_network()
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:

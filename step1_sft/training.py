@@ -11,14 +11,19 @@ from typing import Any
 import torch
 
 from pipeline import checkpoint, dist
+from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.causal_lm import CausalLM
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
-from pipeline.earlier_runs import settings_of
+from pipeline.earlier_runs import layout_of, settings_of
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
-from pipeline.errors import DivergedError, InputError
+from pipeline.errors import InputError
+from pipeline.fingerprints import data_fingerprint, model_fingerprint
 from pipeline.flops import forward_work, training_mfu
+from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
+from pipeline.model_fit import check_positions
+from pipeline.model_paths import check_language_model
 from pipeline.modeling import DTYPES, load_causal_lm
 from pipeline.prepare import (
     compute_dtype,
@@ -30,9 +35,11 @@ from pipeline.prepare import (
     training_engine,
     with_lora,
 )
+from pipeline.random_numbers import seed_dropout
 from pipeline.run import Run, write_done
 from pipeline.saving import save_model
 from pipeline.schedule import rate_factor
+from pipeline.stopping import Interrupted, Stopping
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, forward_log_probs
 from step1_sft.loss import token_sum_loss
@@ -49,6 +56,7 @@ class State:
     skipped_updates: int = 0
     bad_in_a_row: int = 0
     best_eval_loss: float | None = None
+    evaluated: int = -1  # the step of the last evaluation
 
 
 def train(run: Run, config: SFTConfig) -> None:
@@ -58,8 +66,10 @@ def train(run: Run, config: SFTConfig) -> None:
         StoppedRun: asked to stop; the checkpoint is written.
         DivergedError: too many steps in a row were not finite.
     """
-    start_deepspeed()
+    start_deepspeed(deterministic=config.run.deterministic)
+    check_language_model(config.model.model_name_or_path, "--model_name_or_path")
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    check_positions(config.model.model_name_or_path, config.data.max_seq_len, "--max_seq_len")
     loader, held_out = make_batches(run, config, tokenizer)
     engine = make_engine(run, config)
     work = forward_work(engine.module.model)
@@ -70,15 +80,22 @@ def train(run: Run, config: SFTConfig) -> None:
         num_training_steps=total_steps,
         floor=config.optimizer.min_learning_rate_ratio,
     )
-    resumed = checkpoint.load(run.folder, config.run.resume, {"model": engine}, settings=settings_of(config))
-    state = State(**resumed.state["sft"]) if resumed else State()
+    facts = make_facts(config, loader)
+    resumed = checkpoint.load(run, config.run.resume, {"model": engine}, facts, force=config.run.force_resume)
+    state = State(**resumed.state) if resumed else State()
     recorder = Recorder(run, config.run, start_step=state.step, total_steps=total_steps)
+    stopping = Stopping(run)
+    saver = checkpoint.Saver(run, facts, keep=config.run.keep_checkpoints, background=config.run.save_in_background)
 
     def measure() -> None:
+        if state.evaluated == state.step:
+            return
+        beat("evaluate", state.step)
         engine.module.eval()
         measured = evaluate(engine, held_out, run.world.device)
         engine.module.train()
         recorder.write(state.step, measured)
+        state.evaluated = state.step
         keep_if_best(measured.get("eval_loss"))
 
     def keep_if_best(loss: float | None) -> None:
@@ -87,19 +104,30 @@ def train(run: Run, config: SFTConfig) -> None:
         if state.best_eval_loss is None or loss < state.best_eval_loss:
             state.best_eval_loss = loss
             if config.keep_best:
-                save(run, config, engine, tokenizer)
+                checkpoint.attempt(save_model_folder)
+
+    def save_model_folder() -> None:
+        save(run, config, engine, tokenizer)
+
+    def save_checkpoint() -> None:
+        recorder.sync()
+        saver.save(checkpoint.Content(state=asdict(state), engines={"model": engine}), step=state.step)
 
     def save_everything() -> None:
-        save_checkpoint(run, config, engine, state)
+        beat("save", state.step)
+        checkpoint.attempt(save_checkpoint)
         if not config.keep_best or state.best_eval_loss is None:
-            save(run, config, engine, tokenizer)
+            checkpoint.attempt(save_model_folder)
 
     if state.step == 0:
         measure()
     while state.step < total_steps:
         started = time.monotonic()
         step = loader.step(state.step)
-        loss = train_step(run, config, engine, step, rate=rate(state.step), state=state)
+        try:
+            loss = train_step(run, config, engine, step, rate=rate(state.step), state=state, stopping=stopping)
+        except Interrupted:
+            break
         seconds = time.monotonic() - started
         flops = work.flops(num_tokens=step.num_tokens, num_rows=step.num_rows, num_head_tokens=step.num_trained)
         recorder.write_training(
@@ -117,16 +145,39 @@ def train(run: Run, config: SFTConfig) -> None:
             num_tokens=step.num_tokens,
             num_rows=step.num_rows,
         )
-        if config.run.eval_interval and state.step % config.run.eval_interval == 0 and state.step < total_steps:
+        checkpoint.attempt(saver.poll)
+        if state.step == total_steps:
+            break
+        if config.run.eval_interval and state.step % config.run.eval_interval == 0:
             measure()
-        if run.stop.anywhere(run.world):
-            save_checkpoint(run, config, engine, state)
-            raise run.stopped(state.step, total_steps)
-        if config.run.save_steps and state.step % config.run.save_steps == 0 and state.step < total_steps:
+        if stopping.after_step():
+            break
+        if config.run.save_steps and state.step % config.run.save_steps == 0:
             save_everything()
+    if state.step < total_steps:
+        save_checkpoint()
+        saver.finish()
+        raise run.stopped(state.step, total_steps)
     measure()
-    save_everything()
+    beat("save", state.step)
+    checkpoint.attempt(save_checkpoint)
+    checkpoint.attempt(saver.finish)
+    if not config.keep_best or state.best_eval_loss is None:
+        save_model_folder()
     write_done(run, steps=state.step)
+
+
+def make_facts(config: SFTConfig, loader: StepLoader[SFTBatch]) -> checkpoint.Facts:
+    """What a resumed run must share with the one that wrote its checkpoint."""
+    return checkpoint.Facts(
+        settings=settings_of(config),
+        fingerprints={
+            "training rows": data_fingerprint(loader.rows),
+            "model": model_fingerprint(config.model.model_name_or_path),
+        },
+        sizes={"rows of an optimizer step": loader.rows_per_step},
+        layout=layout_of(config),
+    )
 
 
 def make_batches(
@@ -184,34 +235,48 @@ def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
         model = load_causal_lm(
             config.model.model_name_or_path, dtype=dtype, attn_implementation=config.model.attn_implementation
         )
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and config.data.max_seq_len > limit:
-        raise InputError(f"--max_seq_len {config.data.max_seq_len}: the model has {limit} positions")
     model = with_lora(model, config.model, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)
     return training_engine(CausalLM(model), config.model, config.optimizer, ds_json)
 
 
 def train_step(
-    run: Run, config: SFTConfig, engine: TrainingEngine, step: Step[SFTBatch], *, rate: float, state: State
+    run: Run,
+    config: SFTConfig,
+    engine: TrainingEngine,
+    step: Step[SFTBatch],
+    *,
+    rate: float,
+    state: State,
+    stopping: Stopping,
 ) -> float:
-    """One optimizer step; returns the loss per trained token over all ranks. Non-finite gradients change nothing."""
+    """One optimizer step; returns the loss per trained token over all ranks. Non-finite numbers change nothing.
+
+    Raises:
+        Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
+    """
     if step.num_trained == 0:
         raise InputError(f"step {state.step + 1}: no trained token in {step.num_rows} rows")
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
+    seed_dropout(config.run.seed, step=state.step, rank=run.world.rank)
     for index, cpu_batch in enumerate(step.micro_batches):
+        beat("train", state.step)
+        stopping.check([engine])
         batch = to_device(cpu_batch, run.world.device)
         log_probs, trained = forward_log_probs(engine, batch, packed=config.data.packing)
         loss = token_sum_loss(log_probs, trained)
         # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
         engine.backward(loss * (run.world.size / step.num_trained), last=index + 1 == len(step.micro_batches))
         loss_sum += loss.detach()
-    stepped = step_together([engine], rate)
+    stepped = step_together([engine], rate, loss=loss_sum)
     state.step += 1
     state.num_tokens += step.num_tokens
     state.skipped_updates += not stepped
     state.bad_in_a_row = 0 if stepped or engine.loss_scale_can_fall else state.bad_in_a_row + 1
-    if state.bad_in_a_row >= config.optimizer.max_bad_steps:
-        raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite: lower --learning_rate or use bf16")
+    if not stepped:
+        ids = [batch.input_ids for batch in step.micro_batches]
+        note_bad_step(run, step=state.step, rows=step.rows, input_ids=ids, cause="loss or gradient not finite")
+    limit = config.optimizer.max_bad_steps
+    check_still_converging(run, state.bad_in_a_row, limit=limit, rate_flag="--learning_rate")
     return dist.sum_over_ranks(loss_sum).item() / step.num_trained
 
 
@@ -224,16 +289,4 @@ def save(run: Run, config: SFTConfig, engine: TrainingEngine, tokenizer: Any) ->
         dtype=saved_dtype(run),
         documents=model_documents(run, base=config.model.model_name_or_path, kind="Supervised fine-tuned model"),
         merged=not config.deepspeed.save_adapter_only,
-    )
-
-
-def save_checkpoint(run: Run, config: SFTConfig, engine: TrainingEngine, state: State) -> None:
-    """Everything that evolves. A collective."""
-    checkpoint.save(
-        run.folder,
-        step=state.step,
-        engines={"model": engine},
-        state={"sft": asdict(state), "settings": settings_of(config)},
-        tensors={},
-        keep=config.run.keep_checkpoints,
     )

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from pipeline import checkpoint, dist
+from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
-from pipeline.earlier_runs import settings_of
+from pipeline.earlier_runs import layout_of, settings_of
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
-from pipeline.errors import DivergedError, InputError
+from pipeline.fingerprints import data_fingerprint, model_fingerprint
 from pipeline.flops import forward_work, training_mfu
+from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
+from pipeline.model_fit import check_positions
 from pipeline.modeling import DTYPES
 from pipeline.prepare import (
     compute_dtype,
@@ -28,12 +31,14 @@ from pipeline.prepare import (
     training_engine,
     with_lora,
 )
+from pipeline.random_numbers import seed_dropout
 from pipeline.reward_model import initialise_head, load_reward_model, pad_id_for_pooling
 from pipeline.run import Run, write_done
 from pipeline.saving import save_model
 from pipeline.schedule import rate_factor
+from pipeline.stopping import Interrupted, Stopping
 from step2_reward.config import RewardConfig
-from step2_reward.eval import PairScores, batch_loss, pair_collator, score_pairs, score_statistics, summary
+from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +52,9 @@ class State:
     skipped_updates: int = 0
     bad_in_a_row: int = 0
     best_accuracy: float | None = None
+    evaluated: int = -1  # the step of the last evaluation, and the moments of its scores
+    score_mean: float = 0.0
+    score_std: float = 1.0
 
 
 def train(run: Run, config: RewardConfig) -> None:
@@ -56,8 +64,9 @@ def train(run: Run, config: RewardConfig) -> None:
         StoppedRun: asked to stop; the checkpoint is written.
         DivergedError: too many steps in a row were not finite.
     """
-    start_deepspeed()
+    start_deepspeed(deterministic=config.run.deterministic)
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    check_positions(config.model.model_name_or_path, config.data.max_seq_len, "--max_seq_len")
     loader, held_out = make_batches(run, config, tokenizer)
     engine = make_engine(run, config)
     work = forward_work(engine.module.model)
@@ -68,11 +77,17 @@ def train(run: Run, config: RewardConfig) -> None:
         num_training_steps=total_steps,
         floor=config.optimizer.min_learning_rate_ratio,
     )
-    resumed = checkpoint.load(run.folder, config.run.resume, {"model": engine}, settings=settings_of(config))
-    state = State(**resumed.state["reward"]) if resumed else State()
+    facts = make_facts(config, loader)
+    resumed = checkpoint.load(run, config.run.resume, {"model": engine}, facts, force=config.run.force_resume)
+    state = State(**resumed.state) if resumed else State()
     recorder = Recorder(run, config.run, start_step=state.step, total_steps=total_steps)
+    stopping = Stopping(run)
+    saver = checkpoint.Saver(run, facts, keep=config.run.keep_checkpoints, background=config.run.save_in_background)
 
-    def measure() -> PairScores:
+    def measure() -> None:
+        if state.evaluated == state.step:
+            return
+        beat("evaluate", state.step)
         engine.module.eval()
         per_token = config.reward_loss == "per_token"
         scores = score_pairs(
@@ -81,26 +96,40 @@ def train(run: Run, config: RewardConfig) -> None:
         engine.module.train()
         measured = summary(scores)
         recorder.write(state.step, measured)
-        keep_if_best(scores, measured.get("eval_accuracy"))
-        return scores
+        state.evaluated = state.step
+        state.score_mean, state.score_std = score_statistics(scores)
+        keep_if_best(measured.get("eval_accuracy"))
 
-    def keep_if_best(scores: PairScores, accuracy: float | None) -> None:
+    def keep_if_best(accuracy: float | None) -> None:
         if accuracy is not None and (state.best_accuracy is None or accuracy > state.best_accuracy) and state.step:
             state.best_accuracy = accuracy
             if config.keep_best:
-                save(run, config, engine, tokenizer, scores)
+                checkpoint.attempt(save_model_folder)
 
-    def save_everything(scores: PairScores) -> None:
-        save_checkpoint(run, config, engine, state)
+    def save_model_folder() -> None:
+        save(run, config, engine, tokenizer, state)
+
+    def save_checkpoint() -> None:
+        recorder.sync()
+        saver.save(checkpoint.Content(state=asdict(state), engines={"model": engine}), step=state.step)
+
+    def save_everything() -> None:
+        # The model goes with the constants that normalise its scores, so it is measured first.
+        measure()
+        beat("save", state.step)
+        checkpoint.attempt(save_checkpoint)
         if not config.keep_best or state.best_accuracy is None:
-            save(run, config, engine, tokenizer, scores)
+            checkpoint.attempt(save_model_folder)
 
     if state.step == 0:
         measure()
     while state.step < total_steps:
         started = time.monotonic()
         step = loader.step(state.step)
-        loss = train_step(run, config, engine, step, rate=rate(state.step), state=state)
+        try:
+            loss = train_step(run, config, engine, step, rate=rate(state.step), state=state, stopping=stopping)
+        except Interrupted:
+            break
         seconds = time.monotonic() - started
         flops = work.flops(num_tokens=step.num_tokens, num_rows=2 * step.num_rows)
         recorder.write_training(
@@ -118,15 +147,39 @@ def train(run: Run, config: RewardConfig) -> None:
             num_tokens=step.num_tokens,
             num_rows=step.num_rows,
         )
-        if config.run.eval_interval and state.step % config.run.eval_interval == 0 and state.step < total_steps:
+        checkpoint.attempt(saver.poll)
+        if state.step == total_steps:
+            break
+        if config.run.eval_interval and state.step % config.run.eval_interval == 0:
             measure()
-        if run.stop.anywhere(run.world):
-            save_checkpoint(run, config, engine, state)
-            raise run.stopped(state.step, total_steps)
-        if config.run.save_steps and state.step % config.run.save_steps == 0 and state.step < total_steps:
-            save_everything(measure())
-    save_everything(measure())
+        if stopping.after_step():
+            break
+        if config.run.save_steps and state.step % config.run.save_steps == 0:
+            save_everything()
+    if state.step < total_steps:
+        save_checkpoint()
+        saver.finish()
+        raise run.stopped(state.step, total_steps)
+    measure()
+    beat("save", state.step)
+    checkpoint.attempt(save_checkpoint)
+    checkpoint.attempt(saver.finish)
+    if not config.keep_best or state.best_accuracy is None:
+        save_model_folder()
     write_done(run, steps=state.step)
+
+
+def make_facts(config: RewardConfig, loader: StepLoader[PairBatch]) -> checkpoint.Facts:
+    """What a resumed run must share with the one that wrote its checkpoint."""
+    return checkpoint.Facts(
+        settings=settings_of(config),
+        fingerprints={
+            "training rows": data_fingerprint(loader.rows),
+            "model": model_fingerprint(config.model.model_name_or_path),
+        },
+        sizes={"rows of an optimizer step": loader.rows_per_step},
+        layout=layout_of(config),
+    )
 
 
 def make_batches(
@@ -180,20 +233,31 @@ def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:
             attn_implementation=config.model.attn_implementation,
             new_head=True,
         )
-    limit = getattr(reward.config, "max_position_embeddings", None)
-    if limit is not None and config.data.max_seq_len > limit:
-        raise InputError(f"--max_seq_len {config.data.max_seq_len}: the model has {limit} positions")
     initialise_head(reward.model.score, seed=config.run.seed)
     reward.model = with_lora(reward.model, config.model, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
     return training_engine(reward, config.model, config.optimizer, ds_json)
 
 
 def train_step(
-    run: Run, config: RewardConfig, engine: TrainingEngine, step: Step[PairBatch], *, rate: float, state: State
+    run: Run,
+    config: RewardConfig,
+    engine: TrainingEngine,
+    step: Step[PairBatch],
+    *,
+    rate: float,
+    state: State,
+    stopping: Stopping,
 ) -> float:
-    """One optimizer step; returns the loss per pair over all ranks. Non-finite gradients change nothing."""
+    """One optimizer step; returns the loss per pair over all ranks. Non-finite numbers change nothing.
+
+    Raises:
+        Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
+    """
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
+    seed_dropout(config.run.seed, step=state.step, rank=run.world.rank)
     for index, cpu_batch in enumerate(step.micro_batches):
+        beat("train", state.step)
+        stopping.check([engine])
         batch = to_device(cpu_batch, run.world.device)
         values = engine(batch.input_ids, batch.attention_mask, batch.position_ids)
         loss = batch_loss(
@@ -202,19 +266,21 @@ def train_step(
         # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
         engine.backward(loss * (run.world.size / step.num_rows), last=index + 1 == len(step.micro_batches))
         loss_sum += loss.detach()
-    stepped = step_together([engine], rate)
+    stepped = step_together([engine], rate, loss=loss_sum)
     state.step += 1
     state.num_tokens += step.num_tokens
     state.skipped_updates += not stepped
     state.bad_in_a_row = 0 if stepped or engine.loss_scale_can_fall else state.bad_in_a_row + 1
-    if state.bad_in_a_row >= config.optimizer.max_bad_steps:
-        raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite: lower --learning_rate or use bf16")
+    if not stepped:
+        ids = [batch.input_ids for batch in step.micro_batches]
+        note_bad_step(run, step=state.step, rows=step.rows, input_ids=ids, cause="loss or gradient not finite")
+    limit = config.optimizer.max_bad_steps
+    check_still_converging(run, state.bad_in_a_row, limit=limit, rate_flag="--learning_rate")
     return dist.sum_over_ranks(loss_sum).item() / step.num_rows
 
 
-def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any, scores: PairScores) -> None:
+def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any, state: State) -> None:
     """The model folder, with the constants that normalise its scores."""
-    mean, std = score_statistics(scores)
     save_model(
         engine.module.model,
         tokenizer,
@@ -224,19 +290,7 @@ def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any,
         config_changes={
             "num_labels": 1,
             "pad_token_id": pad_id_for_pooling(tokenizer),
-            "score_mean": mean,
-            "score_std": std,
+            "score_mean": state.score_mean,
+            "score_std": state.score_std,
         },
-    )
-
-
-def save_checkpoint(run: Run, config: RewardConfig, engine: TrainingEngine, state: State) -> None:
-    """Everything that evolves. A collective."""
-    checkpoint.save(
-        run.folder,
-        step=state.step,
-        engines={"model": engine},
-        state={"reward": asdict(state), "settings": settings_of(config)},
-        tensors={},
-        keep=config.run.keep_checkpoints,
     )

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pipeline.partitions import drop_whole_copy, local_share
+from pipeline import dist
+from pipeline.fragments import Fragment, FragmentReader
+from pipeline.partitions import drop_whole_copy, is_partitioned, local_share, local_stretch
 
 
 class MovingAverage:
@@ -20,10 +22,11 @@ class MovingAverage:
         self.decay = decay
         self.averages = {name: values.float().clone() for name, values in self._shares()}
 
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+
     def _shares(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                yield name, local_share(parameter)
+        return ((name, local_share(parameter)) for name, parameter in self._parameters())
 
     @torch.no_grad()
     def update(self) -> None:
@@ -31,10 +34,18 @@ class MovingAverage:
         for name, values in self._shares():
             self.averages[name].lerp_(values.float(), 1.0 - self.decay)
 
-    def load(self, averages: dict[str, torch.Tensor]) -> None:
-        """Restore what a checkpoint holds of this rank."""
-        for name, average in self.averages.items():
-            average.copy_(averages[name])
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank has to write to a checkpoint; whole parameters are written by rank 0."""
+        for name, parameter in self._parameters():
+            flat, start, numel = self.averages[name].view(-1), *local_stretch(parameter)
+            if is_partitioned(parameter) or dist.is_main():
+                yield Fragment(name, start, flat[:numel])
+
+    def restore(self, reader: FragmentReader) -> None:
+        """Read what a checkpoint holds, whatever the number of ranks that wrote it."""
+        for name, parameter in self._parameters():
+            start, numel = local_stretch(parameter)
+            reader.read_into(name, start, self.averages[name].view(-1)[:numel])
 
     @contextmanager
     @torch.no_grad()

@@ -35,6 +35,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
         "completions/mean_length": masked_mean(responses.response_lengths.float(), valid).item(),
         "completions/truncated_fraction": masked_mean(1.0 - finished, valid).item(),
         "completions/eos_fraction": masked_mean(finished, valid).item(),
+        "completions/empty_fraction": masked_mean((responses.response_lengths == 1) * finished, valid).item(),
         "rows_masked": float((responses.valid & ~valid).sum()),
     }
 

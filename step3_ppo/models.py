@@ -13,6 +13,8 @@ from pipeline.data.templates import set_template
 from pipeline.engine import FrozenEngine, TrainingEngine, partitioned_loading
 from pipeline.errors import InputError
 from pipeline.lora import adapters_off
+from pipeline.model_fit import check_model
+from pipeline.model_paths import check_language_model
 from pipeline.modeling import DTYPES, load_causal_lm, load_config
 from pipeline.prepare import compute_dtype, deepspeed_json, frozen_json, prepare_tokenizer, training_engine, with_lora
 from pipeline.reward_model import load_reward_model, score_constants
@@ -56,24 +58,40 @@ def same_tokens(first: Any, second: Any) -> bool:
     return first.get_vocab() == second.get_vocab()
 
 
-def make_models(run: Run, config: PPOConfig) -> Models:
-    """Load and wrap the four models.
+@dataclass(frozen=True, slots=True)
+class Tokenizers:
+    """The actor's and critic's, and the reward model's where that is another one, else None."""
+
+    actor: Any
+    reward: Any
+
+
+def make_tokenizers(config: PPOConfig) -> Tokenizers:
+    """Load the tokenizers and look at all four models' files: what cannot work is refused before any weight is read.
 
     Raises:
         InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
     """
-    tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
+    check_language_model(config.actor.model_name_or_path, "--actor_model_name_or_path")
+    check_model(config.critic.model_name_or_path, "--critic_model_name_or_path")
     reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
-    reward_tokenizer = check_inputs(config, tokenizer, reward_path)
+    check_model(reward_path, "--reward_model_name_or_path")
+    tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
+    return Tokenizers(tokenizer, check_inputs(config, tokenizer, reward_path))
+
+
+def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
+    """Load and wrap the four models."""
+    reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
     dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
     mean, std = score_constants(load_config(reward_path)) if config.ppo.normalise_scores else (0.0, 1.0)
     return Models(
-        tokenizer=tokenizer,
+        tokenizer=tokenizers.actor,
         actor=make_actor(run, config, dtype),
         critic=make_critic(run, config, dtype),
         reference=make_reference(run, config, dtype),
         reward=make_reward(run, config, reward_path, dtype),
-        reward_tokenizer=reward_tokenizer,
+        reward_tokenizer=tokenizers.reward,
         score_mean=mean,
         score_std=std,
     )

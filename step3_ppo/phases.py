@@ -1,18 +1,22 @@
 """The phases of a PPO iteration: collect a rollout, update both models on it, evaluate."""
 
+import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
+import torch
+
+from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.data.batching import SFTBatch
 from pipeline.data.datasets_cache import Built
 from pipeline.data.loader import StepLoader
-from pipeline.errors import DivergedError
 from pipeline.flops import forward_work, training_mfu
 from pipeline.generate import RandomKey, Sampling
+from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
 from pipeline.run import Run
+from pipeline.stopping import Stopping
 from pipeline.tokenizers import eos_ids
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import MovingAverage
@@ -23,29 +27,12 @@ from step3_ppo.models import Models
 from step3_ppo.plan import Plan
 from step3_ppo.ppo_math import next_kl_coef
 from step3_ppo.rollout import Rewarded, Sampler, micro_batches, reward, score
+from step3_ppo.state import Collected, State
 from step3_ppo.trainer import Updater, should_stop_early
 
+log = logging.getLogger(__name__)
 
-@dataclass(slots=True)
-class State:
-    """Everything of step 3 that evolves, besides the engines and the moving average."""
-
-    step: int = 0
-    rollout: int = 0
-    kl_coef: float = 0.0
-    num_tokens: int = 0
-    skipped_updates: int = 0
-    bad_in_a_row: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """A rollout ready for updates, with its metrics."""
-
-    responses: Responses
-    scores: Scores
-    rewarded: Rewarded
-    metrics: dict[str, float]
+EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
 
 
 class Phases:
@@ -64,9 +51,11 @@ class Phases:
         average: MovingAverage | None,
         recorder: Recorder,
         state: State,
+        stopping: Stopping,
     ) -> None:
         self.run, self.config, self.models, self.prompts, self.text = run, config, models, prompts, text
         self.plan, self.rate, self.average, self.recorder, self.state = plan, rate, average, recorder, state
+        self.stopping = stopping
         self._actor_work = forward_work(models.actor.module.model)
         self._critic_work = forward_work(models.critic.module.model)
         tokenizer = models.tokenizer
@@ -84,6 +73,7 @@ class Phases:
             micro_batch_size=config.optimizer.per_device_train_batch_size,
             unsup_coef=config.data.unsup_coef,
             seed=config.run.seed,
+            stopping=stopping,
         )
 
     def sampler(self, rows: object, *, num_samples: int, batch_size: int) -> Sampler:
@@ -97,10 +87,23 @@ class Phases:
             num_samples=num_samples,
             batch_size=batch_size,
             max_prompt=self.config.data.max_prompt_seq_len,
+            should_stop=self._between_tokens,
         )
 
+    def _between_tokens(self) -> bool:
+        beat("generate", self.state.step)
+        return self.run.stop.here()
+
+    def _between_batches(self) -> None:
+        beat("score", self.state.step)
+        self.stopping.check()
+
     def collect(self) -> Collected:
-        """Sample responses to the next prompts, score them, and compute advantages. A collective."""
+        """Sample responses to the next prompts, score them, and compute advantages. A collective.
+
+        Raises:
+            Interrupted: the run is to stop; nothing of the rollout is kept.
+        """
         config, state = self.config, self.state
         started = time.monotonic()
         epoch, planned = self.plan.prompts(
@@ -114,24 +117,28 @@ class Phases:
         responses = sampler.sample(planned, RandomKey(config.run.seed, "rollout", epoch))
         sampled = time.monotonic()
         batches = [batch for step in self.updater.plan(len(responses.order), rollout=0, epoch=0) for batch in step]
-        scores, rewarded, metrics = self._reward(responses, batches, self.prompts.train)
+        _, rewarded, metrics = self.assess(responses, batches, self.prompts.train)
+        if metrics["completions/empty_fraction"] > EMPTY_WARNING:
+            log.warning("step %d: most responses are an EOS alone: the policy answers nothing", state.step)
         num_response_tokens = int(responses.response_mask.sum())
-        state.num_tokens += int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
+        num_tokens = state.num_tokens + int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
         metrics |= {
             "objective/kl_coef": state.kl_coef,
             "time/generate_s": sampled - started,
             "time/score_s": time.monotonic() - sampled,
             "generate_tokens_per_s": num_response_tokens / (sampled - started),
             "epoch": (state.rollout + 1) / self.plan.rollouts_per_epoch,
-            "num_tokens": state.num_tokens,
+            "num_tokens": num_tokens,
         }
-        return Collected(responses, scores, rewarded, metrics)
+        return Collected(responses, rewarded.experience, metrics)
 
-    def _reward(
+    def assess(
         self, responses: Responses, batches: list[list[int]], rows: object
     ) -> tuple[Scores, Rewarded, dict[str, float]]:
+        """What the models say about responses, rewards and advantages, and the rollout's metrics. A collective."""
+        beat("score", self.state.step)
         models, temperature = self.models, self.config.sampling.temperature
-        scores = score(models, responses, batches, rows=rows, temperature=temperature)
+        scores = score(models, responses, batches, rows=rows, temperature=temperature, between=self._between_batches)
         rewarded = reward(
             responses,
             scores,
@@ -142,23 +149,46 @@ class Phases:
         )
         return scores, rewarded, rollout_metrics(responses, scores, rewarded, kl_coef=self.state.kl_coef)
 
-    def update(self, collected: Collected) -> None:
-        """All optimizer steps on a rollout; one line of metrics a step, the rollout's own on its first step."""
+    def updates(self, collected: Collected) -> Iterator[None]:
+        """The optimizer steps that a rollout has left; each writes a line of metrics, the first one the rollout's own.
+
+        After each item the state is whole and may be saved: with the rollout where `state.update` is not 0.
+
+        Raises:
+            Interrupted: the run is to stop; the gradients of the current step are dropped.
+            DivergedError: too many steps in a row were not finite.
+        """
+        state = self.state
+        planned = list(self.updater.updates(len(collected.responses.order), rollout=state.rollout))
+        while planned:
+            beat("train", state.step)
+            before = state.step
+            stop_early = self._update(collected, planned[state.update])
+            state.update += 1
+            if is_last := stop_early or state.update == len(planned):
+                self._finish_rollout(collected)
+            if state.step > before:
+                yield
+            if is_last:
+                return
+
+    def _update(self, collected: Collected, batches: list[list[int]]) -> bool:
+        """One optimizer step, unless the rows are all fillers; whether the rollout's other steps are to be left out."""
         config, state = self.config, self.state
-        num_rows = len(collected.responses.order)
-        rollout_values = collected.metrics
-        first_error: float | None = None
-        for _, batches in self.updater.updates(num_rows, rollout=state.rollout):
-            if state.step >= self.plan.total_steps:
-                break
-            num_response_tokens = self.updater.num_tokens(collected.rewarded.experience, batches)
-            if not num_response_tokens:
-                # Fillers of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
-                continue
-            started = time.monotonic()
+        num_response_tokens, num_sampled = self.updater.num_tokens(collected.responses, collected.experience, batches)
+        if not num_sampled:
+            # Fillers of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
+            return False
+        started = time.monotonic()
+        if first := state.update == 0:
+            state.num_tokens = int(collected.metrics["num_tokens"])
+        rollout_values = collected.metrics if first else {}
+        metrics: dict[str, float] = {}
+        stepped = False
+        if num_response_tokens:
             metrics, stepped = self.updater.update(
                 collected.responses,
-                collected.rewarded.experience,
+                collected.experience,
                 batches,
                 num_tokens=num_response_tokens,
                 kl_coef=state.kl_coef,
@@ -166,25 +196,38 @@ class Phases:
                 train_actor=state.step >= config.ppo.critic_warmup_steps,
                 text=self.text.step(state.step) if self.text else None,
             )
-            first_error = metrics["policy/first_ratio_error"] if first_error is None else first_error
-            self._count(stepped)
-            seconds = time.monotonic() - started
-            metrics |= rollout_values | {
-                "policy/first_ratio_error": first_error,
-                "time/train_s": seconds,
-                "skipped_updates": state.skipped_updates,
-            }
-            total = seconds + rollout_values.get("time/generate_s", 0.0) + rollout_values.get("time/score_s", 0.0)
-            num_tokens = int(collected.responses.attention_mask.sum()) * self.plan.rows_per_step // num_rows
-            metrics |= self._update_mfu(num_tokens, int(num_response_tokens), seconds)
-            self.recorder.write_training(
-                state.step, metrics, seconds=total, num_tokens=num_tokens, num_rows=self.plan.rows_per_step
-            )
-            rollout_values = {}
-            if should_stop_early(metrics, config.ppo.approx_kl_stop):
-                break
-        self._adapt_kl(collected.metrics["objective/kl"], num_rows)
-        state.rollout += 1
+            state.first_ratio_error = metrics["policy/first_ratio_error"] if first else state.first_ratio_error
+        self._count(stepped)
+        seconds = time.monotonic() - started
+        metrics |= rollout_values | {
+            "policy/first_ratio_error": state.first_ratio_error,
+            "time/train_s": seconds,
+            "skipped_updates": state.skipped_updates,
+        }
+        total = seconds + rollout_values.get("time/generate_s", 0.0) + rollout_values.get("time/score_s", 0.0)
+        num_rows = len(collected.responses.order)
+        num_tokens = int(collected.responses.attention_mask.sum()) * self.plan.rows_per_step // num_rows
+        metrics |= self._update_mfu(num_tokens, int(num_response_tokens), seconds)
+        self.recorder.write_training(
+            state.step, metrics, seconds=total, num_tokens=num_tokens, num_rows=self.plan.rows_per_step
+        )
+        if not stepped:
+            self._note_bad_step(collected, batches, "no finite reward" if not num_response_tokens else "not finite")
+        return should_stop_early(metrics, config.ppo.approx_kl_stop)
+
+    def _finish_rollout(self, collected: Collected) -> None:
+        self._adapt_kl(collected.metrics["objective/kl"], len(collected.responses.order))
+        self.state.rollout += 1
+        self.state.update = 0
+
+    def _note_bad_step(self, collected: Collected, batches: list[list[int]], cause: str) -> None:
+        index = torch.tensor([row for batch in batches for row in batch], device=self.run.world.device)
+        rows = collected.responses.select(index)
+        cause = f"loss or gradient {cause}" if cause == "not finite" else cause
+        prompts = rows.row_index.tolist()
+        note_bad_step(self.run, step=self.state.step, rows=prompts, input_ids=[rows.sequences], cause=cause)
+        limit, flag = self.config.optimizer.max_bad_steps, "--actor_learning_rate"
+        check_still_converging(self.run, self.state.bad_in_a_row, limit=limit, rate_flag=flag)
 
     def _update_mfu(self, num_tokens: int, num_response_tokens: int, seconds: float) -> dict[str, float]:
         rows = self.plan.rows_per_step
@@ -200,10 +243,6 @@ class Phases:
         state.bad_in_a_row = 0 if stepped or settling else state.bad_in_a_row + 1
         if stepped and self.average is not None:
             self.average.update()
-        if state.bad_in_a_row >= self.config.optimizer.max_bad_steps:
-            raise DivergedError(
-                f"{state.bad_in_a_row} updates in a row were not finite: lower --actor_learning_rate, or use bf16"
-            )
 
     def _adapt_kl(self, observed: float, num_rows: int) -> None:
         ppo = self.config.ppo
@@ -213,7 +252,13 @@ class Phases:
             )
 
     def evaluate(self) -> None:
-        """Sample and score held-out prompts with the same random numbers each time. A collective."""
+        """Sample and score held-out prompts with the same random numbers each time, once a step. A collective.
+
+        Raises:
+            Interrupted: the run is to stop.
+        """
+        if self.state.evaluated == self.state.step:
+            return
         rows, limit = self.prompts.eval, self.config.run.eval_iters
         count = min(len(rows), limit) if limit else len(rows)
         if not count:
@@ -228,7 +273,7 @@ class Phases:
             world=self.run.world,
             size=size,
         )
-        scores, rewarded, metrics = self._reward(responses, [batch for step in whole for batch in step], rows)
+        scores, rewarded, metrics = self.assess(responses, [batch for step in whole for batch in step], rows)
         self.recorder.write(self.state.step, evaluation_metrics(metrics))
         if self.run.world.is_main:
             append_samples(
@@ -239,3 +284,4 @@ class Phases:
                 rewarded=rewarded,
                 tokenizer=self.models.tokenizer,
             )
+        self.state.evaluated = self.state.step

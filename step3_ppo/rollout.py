@@ -1,7 +1,7 @@
 """From prompts to experience: sample, exchange, score, and turn scores into advantages."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ from pipeline import dist
 from pipeline.data.batching import rank_slices
 from pipeline.data.templates import encode_conversation, end_token_ids
 from pipeline.data.turns import Message
-from pipeline.generate import Prompt, RandomKey, Sampling
+from pipeline.generate import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.reward_model import last_token_scores
+from pipeline.stopping import Interrupted
 from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, whiten
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import (
@@ -42,18 +43,31 @@ class Sampler:
     num_samples: int
     batch_size: int
     max_prompt: int
+    should_stop: Callable[[], bool]
 
     def sample(self, planned: Sequence[int | None], key: RandomKey) -> Responses:
-        """Responses to the planned rows (None fills up), `num_samples` each, the same on every rank. A collective."""
+        """Responses to the planned rows (None fills up), `num_samples` each, the same on every rank. A collective.
+
+        Raises:
+            Interrupted: on all ranks, where `should_stop` answered True on any between two tokens.
+        """
         places = rank_slices(list(range(len(planned))), self.world.size, self.world.rank, self.batch_size)
+        stopped = False
         with self.hybrid.generation():
-            parts = [self._sample_batch(planned, batch, key) for batch in places]
+            try:
+                parts = [self._sample_batch(planned, batch, key) for batch in places]
+            except GenerationStopped:
+                stopped = True
+        if dist.max_over_ranks(float(stopped), self.world.device):
+            raise Interrupted
         return gather_responses(parts)
 
     def _sample_batch(self, planned: Sequence[int | None], places: Sequence[int | None], key: RandomKey) -> Responses:
         rows = [None if place is None else planned[place] for place in places]
         prompts = [self._prompt(row or 0) for row in rows]
-        rollout = self.hybrid.generate(prompts, num_samples=self.num_samples, sampling=self.sampling, key=key)
+        rollout = self.hybrid.generate(
+            prompts, num_samples=self.num_samples, sampling=self.sampling, key=key, should_stop=self.should_stop
+        )
         device = rollout.finished.device
         # Places beyond the plan come from rounding up to whole batches; they sort to the end.
         last = len(planned)
@@ -83,16 +97,24 @@ def micro_batches(rows: Sequence[int], *, rows_per_step: int, world: dist.World,
 
 @torch.no_grad()
 def score(
-    models: Models, responses: Responses, batches: Sequence[Sequence[int]], *, rows: Any, temperature: float
+    models: Models,
+    responses: Responses,
+    batches: Sequence[Sequence[int]],
+    *,
+    rows: Any,
+    temperature: float,
+    between: Callable[[], None] = lambda: None,
 ) -> Scores:
     """All four models on all responses, each rank its own micro-batches; the same on every rank. A collective.
 
     Args:
         batches: this rank's micro-batches, in the very shapes of the first epoch's updates: in 16 bits a forward pass
             depends on its batch shape, and the first ratio must be 1.
+        between: called before each of them; may raise.
     """
     parts, order = [], []
     for batch in batches:
+        between()
         index = torch.tensor(batch, device=responses.sequences.device)
         parts.append(score_batch(models, responses.select(index).trimmed(), rows, temperature))
         order.append(index)

@@ -4,7 +4,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline import checkpoint
-from pipeline.earlier_runs import settings_of
+from pipeline.data.batching import SFTBatch
+from pipeline.data.datasets_cache import Built
+from pipeline.data.loader import StepLoader
+from pipeline.earlier_runs import layout_of, settings_of
+from pipeline.fingerprints import data_fingerprint, model_fingerprint
 from pipeline.prepare import model_documents, saved_dtype
 from pipeline.reward_model import pad_id_for_pooling
 from pipeline.run import Run
@@ -12,7 +16,8 @@ from pipeline.saving import save_model
 from step3_ppo.config import PPOConfig
 from step3_ppo.ema import MovingAverage
 from step3_ppo.models import Models
-from step3_ppo.phases import State
+from step3_ppo.plan import Plan
+from step3_ppo.state import Collected, State
 
 
 def save_models(run: Run, config: PPOConfig, models: Models, average: MovingAverage | None) -> None:
@@ -50,13 +55,30 @@ def save_actor(run: Run, config: PPOConfig, models: Models, folder: Path, *, kin
     )
 
 
-def save_checkpoint(run: Run, config: PPOConfig, models: Models, state: State, average: MovingAverage | None) -> None:
-    """Everything that evolves. A collective."""
-    checkpoint.save(
-        run.folder,
-        step=state.step,
+def checkpoint_content(
+    models: Models, *, state: State, collected: Collected | None, average: MovingAverage | None
+) -> checkpoint.Content:
+    """Everything that evolves, and the rollout where its updates are not all done."""
+    kept = collected if state.update else None
+    return checkpoint.Content(
+        state={"ppo": asdict(state), "rollout": kept.metrics if kept else None},
         engines={"actor": models.actor, "critic": models.critic},
-        state={"ppo": asdict(state), "settings": settings_of(config)},
-        tensors=average.averages if average is not None else {},
-        keep=config.run.keep_checkpoints,
+        fragments={"average": average.fragments()} if average is not None else {},
+        tensors=kept.tensors() if kept else {},
+    )
+
+
+def make_facts(config: PPOConfig, prompts: Built, text: StepLoader[SFTBatch] | None, plan: Plan) -> checkpoint.Facts:
+    """What a resumed run must share with the one that wrote its checkpoint."""
+    reward = config.reward_model_name_or_path or config.critic.model_name_or_path
+    paths = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path, "reward": reward}
+    fingerprints = {f"{name} model": model_fingerprint(path) for name, path in paths.items()}
+    fingerprints["prompts"] = data_fingerprint(prompts.train)
+    if text is not None:
+        fingerprints["ptx text"] = data_fingerprint(text.rows)
+    return checkpoint.Facts(
+        settings=settings_of(config),
+        fingerprints=fingerprints,
+        sizes={"prompts of a rollout": plan.prompts_per_rollout, "rows of an optimizer step": plan.rows_per_step},
+        layout=layout_of(config),
     )

@@ -11,6 +11,7 @@ from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step, to_device
 from pipeline.engine import TrainingEngine, step_together
 from pipeline.random_numbers import permutation
+from pipeline.stopping import Stopping
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.ppo_math import kl_loss, policy_loss, value_loss
@@ -58,6 +59,7 @@ class Updater:
     micro_batch_size: int
     unsup_coef: float
     seed: int
+    stopping: Stopping
 
     def plan(self, num_rows: int, *, rollout: int, epoch: int) -> list[list[list[int]]]:
         """This rank's micro-batches of each step; the first epoch keeps the rollout's order, later ones shuffle it."""
@@ -66,17 +68,22 @@ class Updater:
             rows = permutation(num_rows, seed=self.seed, purpose=f"minibatch/{rollout}", epoch=epoch).tolist()
         return micro_batches(rows, rows_per_step=self.rows_per_step, world=self.world, size=self.micro_batch_size)
 
-    def updates(self, num_rows: int, *, rollout: int) -> Iterator[tuple[int, list[list[int]]]]:
-        """(epoch, micro-batches) of every optimizer step of a rollout."""
+    def updates(self, num_rows: int, *, rollout: int) -> Iterator[list[list[int]]]:
+        """The micro-batches of every optimizer step of a rollout, all its epochs."""
         for epoch in range(self.ppo.ppo_epochs):
-            for step in self.plan(num_rows, rollout=rollout, epoch=epoch):
-                yield epoch, step
+            yield from self.plan(num_rows, rollout=rollout, epoch=epoch)
 
-    def num_tokens(self, experience: Experience, batches: Sequence[Sequence[int]]) -> float:
-        """Response tokens that count in an optimizer step, over all ranks; 0 for a step of fillers. A collective."""
-        mask = experience.response_mask
-        rows = torch.tensor([row for batch in batches for row in batch], device=mask.device)
-        return dist.sum_over_ranks(mask[rows].sum().double()).item()
+    def num_tokens(
+        self, responses: Responses, experience: Experience, batches: Sequence[Sequence[int]]
+    ) -> tuple[float, float]:
+        """Response tokens of an optimizer step over all ranks: (those that count, those sampled). A collective.
+
+        The second is 0 for a step of fillers; the first alone where no row of the step has a finite reward.
+        """
+        rows = torch.tensor([row for batch in batches for row in batch], device=experience.response_mask.device)
+        sums = [mask[rows].sum().double() for mask in (experience.response_mask, responses.response_mask)]
+        counted, sampled = dist.sum_over_ranks(torch.stack(sums)).tolist()
+        return counted, sampled
 
     def update(
         self,
@@ -92,13 +99,17 @@ class Updater:
     ) -> tuple[dict[str, float], bool]:
         """One optimizer step of both models on rows of which some count; (metrics, whether it was taken). A collective.
 
+        Raises Interrupted where the run is to stop; the gradients are dropped then.
+
         Losses are sums over response tokens divided by `num_tokens`, their number in the whole step on all ranks.
         """
         device = responses.sequences.device
         text = text if train_actor else None
         scale = self.world.size / num_tokens
         sums = UpdateSums(device)
+        engines = [self.actor, self.critic] if train_actor else [self.critic]
         for number, batch in enumerate(batches):
+            self.stopping.check(engines)
             index = torch.tensor(batch, device=device)
             part = responses.select(index).trimmed()
             wanted = experience.select(index).narrowed(part.sampler_log_probs.shape[1])
@@ -109,8 +120,7 @@ class Updater:
             self.critic.backward(self._value_loss(part, wanted, sums) * scale, last=last)
         if text is not None:
             self._ptx_backward(text, sums)
-        engines = [self.actor, self.critic] if train_actor else [self.critic]
-        stepped = step_together(engines, rate_factor)
+        stepped = step_together(engines, rate_factor, loss=torch.stack(list(sums.values.values())))
         return self._metrics(sums.over_ranks(), num_tokens, text), stepped
 
     def _policy_loss(self, part: Responses, wanted: Experience, kl_coef: float, sums: UpdateSums) -> torch.Tensor:

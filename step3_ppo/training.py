@@ -1,20 +1,23 @@
 """Step 3's loop: build, resume, then rollout -> rewards -> updates -> log -> save, readable from top to bottom."""
 
 import logging
+from collections.abc import Iterator
 
 from pipeline import checkpoint
-from pipeline.earlier_runs import settings_of
 from pipeline.engine import start_deepspeed
+from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
 from pipeline.run import Run, write_done
 from pipeline.schedule import rate_factor
+from pipeline.stopping import Interrupted, Stopping
 from step3_ppo.config import PPOConfig
 from step3_ppo.data import make_prompts, make_text
 from step3_ppo.ema import MovingAverage
-from step3_ppo.models import make_models
-from step3_ppo.phases import Phases, State
+from step3_ppo.models import make_models, make_tokenizers
+from step3_ppo.phases import Phases
 from step3_ppo.plan import make_plan
-from step3_ppo.save import save_checkpoint, save_models
+from step3_ppo.save import checkpoint_content, make_facts, save_models
+from step3_ppo.state import Collected, State
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +29,11 @@ def train(run: Run, config: PPOConfig) -> None:
         StoppedRun: asked to stop; the checkpoint is written.
         DivergedError: too many updates in a row were not finite.
     """
-    start_deepspeed()
-    models = make_models(run, config)
-    prompts = make_prompts(run, config, models.tokenizer)
-    text = make_text(run, config, models.tokenizer)
+    start_deepspeed(deterministic=config.run.deterministic)
+    tokenizers = make_tokenizers(config)
+    prompts = make_prompts(run, config, tokenizers.actor)
+    text = make_text(run, config, tokenizers.actor)
+    models = make_models(run, config, tokenizers)
     plan = make_plan(config, num_prompts=len(prompts.train), world_size=run.world.size)
     rate = rate_factor(
         config.optimizer.lr_scheduler_type,
@@ -38,13 +42,16 @@ def train(run: Run, config: PPOConfig) -> None:
         floor=config.optimizer.min_learning_rate_ratio,
     )
     average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
-    state = State(kl_coef=config.ppo.kl_coef)
+    facts = make_facts(config, prompts, text, plan)
+    state, collected = State(kl_coef=config.ppo.kl_coef), None
     engines = {"actor": models.actor, "critic": models.critic}
-    resumed = checkpoint.load(run.folder, config.run.resume, engines, settings=settings_of(config))
+    resumed = checkpoint.load(run, config.run.resume, engines, facts, force=config.run.force_resume)
     if resumed:
         state = State(**resumed.state["ppo"])
         if average is not None:
-            average.load(resumed.tensors)
+            average.restore(resumed.fragments["average"])
+        if state.update:
+            collected = Collected.restored(resumed.tensors, resumed.state["rollout"], run.world.device)
     recorder = Recorder(
         run,
         config.run,
@@ -63,32 +70,49 @@ def train(run: Run, config: PPOConfig) -> None:
         average=average,
         recorder=recorder,
         state=state,
+        stopping=Stopping(run),
     )
 
+    saver = checkpoint.Saver(run, facts, keep=config.run.keep_checkpoints, background=config.run.save_in_background)
+
+    def save_state() -> None:
+        recorder.sync()
+        content = checkpoint_content(models, state=state, collected=collected, average=average)
+        saver.save(content, step=state.step)
+
     def save_everything() -> None:
-        save_checkpoint(run, config, models, state, average)
-        save_models(run, config, models, average)
+        beat("save", state.step)
+        checkpoint.attempt(save_state)
+        checkpoint.attempt(lambda: save_models(run, config, models, average))
 
-    if state.step == 0:
-        phases.evaluate()
-    while not plan.is_done(step=state.step, rollout=state.rollout):
-        before = state.step
-        rollout = phases.collect()
-        phases.update(rollout)
-        if plan.is_done(step=state.step, rollout=state.rollout):
-            break
-        if passed(config.run.eval_interval, before, state.step):
+    def one_rollout() -> Iterator[None]:
+        """Sample unless a checkpoint held the rollout; then an item for each optimizer step."""
+        nonlocal collected
+        collected = collected or phases.collect()
+        yield from phases.updates(collected)
+        collected = None
+
+    try:
+        if state.step == 0:
             phases.evaluate()
-        if run.stop.anywhere(run.world):
-            save_checkpoint(run, config, models, state, average)
-            raise run.stopped(state.step, plan.total_steps)
-        if passed(config.run.save_steps, before, state.step):
-            save_everything()
-    phases.evaluate()
-    save_everything()
+        while not plan.is_done(step=state.step, rollout=state.rollout):
+            for _ in one_rollout():
+                checkpoint.attempt(saver.poll)
+                if plan.is_done(step=state.step, rollout=state.rollout):
+                    break
+                if config.run.eval_interval and state.step % config.run.eval_interval == 0:
+                    phases.evaluate()
+                if phases.stopping.after_step():
+                    raise Interrupted
+                if config.run.save_steps and state.step % config.run.save_steps == 0:
+                    save_everything()
+        phases.evaluate()
+    except Interrupted:
+        save_state()
+        saver.finish()
+        raise run.stopped(state.step, plan.total_steps) from None
+    beat("save", state.step)
+    checkpoint.attempt(save_state)
+    checkpoint.attempt(saver.finish)
+    save_models(run, config, models, average)
     write_done(run, steps=state.step)
-
-
-def passed(interval: int, before: int, after: int) -> bool:
-    """Whether a multiple of `interval` lies in (before, after]; an update phase takes several steps at once."""
-    return interval > 0 and after // interval > before // interval

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,10 +40,11 @@ def error_lines(stderr: str) -> list[str]:
 def leave_group() -> None:
     """Also DeepSpeed forgets the group, so that the next run in this process joins its own."""
     if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if "deepspeed" in sys.modules:  # a run that came to its end has left the group itself
         import deepspeed.comm.comm as deepspeed_comm
         from deepspeed.utils import groups
 
-        torch.distributed.destroy_process_group()
         deepspeed_comm.cdb = None
         for name, value in list(vars(groups).items()):
             if isinstance(value, torch.distributed.ProcessGroup):

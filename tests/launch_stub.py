@@ -35,7 +35,10 @@ model = output / "actor" if stage == "step3_ppo.main" else output
 def write(rank, code):
     folder = run_dir / "outcome"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {{"code": code, "message": "stub", "pid": os.getpid(), "host": socket.gethostname()}}
+    content = {{
+        "rank": rank, "code": code, "message": "stub", "secondary": False, "pid": os.getpid(),
+        "host": socket.gethostname(), "supervisor": os.environ["PYTHON_RUN_SUPERVISOR"], "time": time.time(),
+    }}
     (folder / f"rank-{{rank}}.json").write_text(json.dumps(content))
 
 

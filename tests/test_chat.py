@@ -137,9 +137,13 @@ def test_ids_of_a_padded_vocabulary_are_never_sampled(rambling):
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(bpe_folder, tmp_path):
-    speaker = load_speaker(random_model(bpe_folder, tmp_path, vocab_size=300), dtype=torch.float32)
-    with pytest.raises(InputError, match="id 399, but the model's vocabulary has 300"):
-        generate_answers(speaker, [[399]], ReplySettings(), seed=0)
+    with pytest.raises(InputError, match="ids up to 378, but the model's vocabulary has 300"):
+        load_speaker(random_model(bpe_folder, tmp_path, vocab_size=300), dtype=torch.float32)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(rambling):
+    with pytest.raises(InputError, match="id 9999, but the model's vocabulary has"):
+        generate_answers(load_speaker(rambling, dtype=torch.float32), [[9999]], ReplySettings(), seed=0)
 
 
 def test_batches_give_the_answers_of_single_prompts(rambling):

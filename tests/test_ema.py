@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.fragments import FragmentReader, write_fragments
 from step3_ppo.ema import MovingAverage
 
 DECAY = 0.9
@@ -86,11 +87,12 @@ def test_an_exception_while_swapped_in_restores_the_weights():
     assert all(value.equal(history[-1][name]) for name, value in snapshot(module).items())
 
 
-def test_a_checkpoint_restores_it_exactly():
+def test_a_checkpoint_restores_it_exactly(tmp_path):
     average, _ = after_updates(model(), 3)
     saved = {name: value.clone() for name, value in average.averages.items()}
     other, _ = after_updates(model(), 1)
-    other.load(saved)
+    write_fragments(tmp_path / "average.safetensors", average.fragments())
+    other.restore(FragmentReader([tmp_path / "average.safetensors"]))
     assert all(other.averages[name].equal(saved[name]) for name in saved)
     other.update()
     assert not other.averages["0.weight"].equal(saved["0.weight"])

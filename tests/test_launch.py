@@ -3,15 +3,19 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from launch_stub import ROOT, stub_environment, write_program
 
+from pipeline.errors import InputError
+
 MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main"}
-HARD_WORDS = ["a b", 'say "yes"', "it's", "two\nlines", "$HOME `id` \\", "", "*", "a;b", "--flag=x y"]
+HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--data_output_path=x y"]
 
 no_real_gpu = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
 
@@ -20,7 +24,8 @@ def launch(folder: Path, deployment: str, *words: str, gpus: int = 2, cwd: Path 
     """(launcher's words, its environment) of `bash launch/<deployment>.sh WORDS`."""
     script = str(ROOT / "launch" / f"{deployment}.sh")
     environment = stub_environment(folder, gpus=gpus, **more)
-    subprocess.run(["bash", script, *words], env=environment, check=True, timeout=60, cwd=cwd or folder)
+    # The stub's ranks say nothing, so the supervisor calls it a fault.
+    subprocess.run(["bash", script, *words], env=environment, check=False, timeout=60, cwd=cwd or folder)
     note = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
     return note["argv"], note
 
@@ -36,7 +41,7 @@ def without_port(words: list[str]) -> list[str]:
 def test_single_gpu(tmp_path, step):
     words, _ = launch(tmp_path, "single_gpu", step, "--seed", "1")
     assert without_port(words) == [
-        "--log_level", "error", "--hostfile", "/dev/null", "--master_port", "PORT", "--num_gpus", "1",
+        "--log_level", "critical", "--hostfile", "/dev/null", "--master_port", "PORT", "--num_gpus", "1",
         "--no_local_rank", "--module", MODULES[step], "--seed", "1",
     ]  # fmt: skip
 
@@ -51,7 +56,7 @@ def test_launcher_flags_come_before_the_step(tmp_path):
         tmp_path, "single_node", "--num_gpus", "2", "--master_port=1234", "--save_pid", "3", "--seed", "3"
     )
     assert words == [
-        "--log_level", "error", "--hostfile", "/dev/null", "--master_port", "1234", "--save_pid", "--num_gpus", "2",
+        "--log_level", "critical", "--hostfile", "/dev/null", "--master_port", "1234", "--save_pid", "--num_gpus", "2",
         "--no_local_rank", "--module", MODULES["3"], "--seed", "3",
     ]  # fmt: skip
 
@@ -59,15 +64,16 @@ def test_launcher_flags_come_before_the_step(tmp_path):
 def test_multi_node(tmp_path):
     words, _ = launch(tmp_path, "multi_node", "--hostfile", "my hosts", "3", "--data_path", "a.jsonl:0.7")
     assert words == [
-        "--log_level", "error", "--hostfile", "my hosts",
+        "--log_level", "critical", "--hostfile", "my hosts",
         "--no_local_rank", "--module", MODULES["3"], "--data_path", "a.jsonl:0.7",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("deployment", ["single_gpu", "single_node"])
 def test_words_survive(tmp_path, deployment):
-    words, _ = launch(tmp_path, deployment, "1", "--data_path", *HARD_WORDS)
-    assert words[-len(HARD_WORDS) :] == HARD_WORDS
+    given = ["--column_map", "two\nlines", "--data_path", *HARD_WORDS]
+    words, _ = launch(tmp_path, deployment, "1", *given)
+    assert words[-len(given) :] == given
 
 
 def test_words_survive_pdsh(tmp_path):
@@ -79,11 +85,12 @@ def test_words_survive_pdsh(tmp_path):
     stage = tmp_path / "step1_sft"
     stage.mkdir()
     (stage / "__init__.py").touch()
+    shutil.copy(ROOT / "step1_sft" / "config.py", stage)
     (stage / "main.py").write_text("import json, sys\njson.dump(sys.argv[1:], open('words.json', 'w'))\n")
     script = str(ROOT / "launch" / "multi_node.sh")
     flags = ["--hostfile", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", "29517"]
-    words = ["--data_path", *(word for word in HARD_WORDS if "\n" not in word)]
-    subprocess.run(["bash", script, *flags, "1", *words], env=environment, cwd=tmp_path, check=True, timeout=90)
+    words = ["--data_path", *HARD_WORDS]
+    subprocess.run(["bash", script, *flags, "1", *words], env=environment, cwd=tmp_path, check=False, timeout=90)
     assert json.loads((tmp_path / "words.json").read_text()) == words
 
 
@@ -123,15 +130,19 @@ def test_environment_without_gpu(tmp_path):
 def test_python_of_the_path(tmp_path):
     environment = stub_environment(tmp_path, gpus=1)
     del environment["PYTHON"]
-    subprocess.run(["bash", str(ROOT / "launch/single_gpu.sh"), "1"], env=environment, check=True, timeout=60)
+    script = str(ROOT / "launch/single_gpu.sh")
+    subprocess.run(["bash", script, "1"], env=environment, cwd=tmp_path, check=False, timeout=60)
     assert (tmp_path / "log.jsonl").exists()
 
 
 def test_works_from_a_folder_with_spaces(tmp_path):
     copy = tmp_path / "my project"
     shutil.copytree(ROOT / "launch", copy / "launch")
+    for package in ("pipeline", "step1_sft"):
+        (copy / package).symlink_to(ROOT / package)
     environment = stub_environment(tmp_path, gpus=1)
-    subprocess.run(["bash", str(copy / "launch/single_gpu.sh"), "1"], env=environment, check=True, timeout=60)
+    script = str(copy / "launch/single_gpu.sh")
+    subprocess.run(["bash", script, "1"], env=environment, cwd=tmp_path, check=False, timeout=60)
     note = json.loads((tmp_path / "log.jsonl").read_text())
     assert note["environment"]["PYTHONPATH"] == str(copy)
 
@@ -175,3 +186,40 @@ def test_flags_without_value_are_those_of_the_installed_launcher():
     assert switches == {"--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi",
                         "--save_pid", "--bind_cores_to_rank", "--quiet"}  # fmt: skip
     assert all(switch in script for switch in switches)
+
+
+def test_wrong_flags_are_refused_before_anything_starts(tmp_path):
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/single_gpu.sh"), "1", "--learning_rat", "1"],
+        env=stub_environment(tmp_path, gpus=1), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and not (tmp_path / "log.jsonl").exists()
+    assert done.stderr == "error: --learning_rat: unknown flag; did you mean --learning_rate?\n"
+
+
+def test_a_taken_port_is_found_at_once(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        started = time.monotonic()
+        done = subprocess.run(
+            ["bash", str(ROOT / "launch/single_gpu.sh"), "--master_port", port, "1"],
+            env=stub_environment(tmp_path, gpus=1), cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 3 and f"--master-port: {port}: Address already in use" in done.stderr
+    assert not (tmp_path / "log.jsonl").exists() and time.monotonic() - started < 3.0
+
+
+def test_the_supervisor_knows_the_stages(tmp_path):
+    """It names them, since nothing in pipeline/ imports them."""
+    from pipeline.launching.job import STAGES, stage_flags
+    from train import STEPS
+
+    assert list(STAGES) == list(MODULES.values())
+    for module, kind in zip(STAGES, STEPS.values(), strict=True):
+        resolved, section = stage_flags(module, [])
+        assert type(resolved.config) is kind.config_class and section == kind.section
+    with pytest.raises(InputError, match="os: not a stage"):
+        stage_flags("os", [])

@@ -12,7 +12,6 @@ import pytest
 from launch_stub import ROOT, TINY, started, stub_environment, train
 
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.launching.launcher import Outcome, final_code
 from pipeline.launching.machine import check_device_count, read_hostfile
 
 # --- ends -----------------------------------------------------------------------------------------------------------
@@ -48,15 +47,10 @@ def test_a_failed_step_ends_the_run(tmp_path):
 def test_old_outcomes_are_not_read(tmp_path):
     folder = tmp_path / "output/runs/sft/outcome"
     folder.mkdir(parents=True)
-    (folder / "rank-7.json").write_text(json.dumps({"code": 4, "message": "", "pid": 1, "host": "x"}))
+    old = {"rank": 7, "code": 4, "message": "", "secondary": False, "pid": 1, "host": "x", "supervisor": "", "time": 0}
+    (folder / "rank-7.json").write_text(json.dumps(old))
     assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
-
-
-def test_informative_codes_come_first():
-    def code(*codes: int | None) -> int:
-        return final_code([Outcome(each, "", 1, "h") for each in codes], 1)
-
-    assert code(1, 3) == 3 and code(None, 75) == 75 and code(75, 4) == 4 and code(139, 0) == 1 and code(None) == 1
+    assert [file.name for file in folder.iterdir()] == ["rank-0.json"]
 
 
 def test_finished_steps_are_skipped(tmp_path):
@@ -98,14 +92,43 @@ def start_and_signal(folder: Path, mode: str, *pauses_s: float) -> tuple[int, st
 
 def test_a_signal_reaches_the_ranks_once(tmp_path):
     code, stderr, _ = start_and_signal(tmp_path, "wait", 0.0, 0.1)
-    assert code == 75 and "a second signal kills at once" in stderr and "killing" not in stderr
+    assert code == 75 and "a second signal kills at once" in stderr and "killed" not in stderr
 
 
 def test_a_second_signal_kills(tmp_path):
     code, stderr, rank = start_and_signal(tmp_path, "wait-deaf", 0.0, 0.3, 2.0)
-    assert code == 1 and stderr.count("second signal: killing") == 1
+    assert code == 143 and stderr.count("second signal: killed") == 1
     with pytest.raises(ProcessLookupError):
         os.kill(rank, 0)
+
+
+@pytest.mark.parametrize(("outcomes", "starts"), [("1", 3), ("null", 3), ("2", 1), ("4", 1), ("75", 1), ("5", 1)])
+def test_restarts(tmp_path, outcomes, starts):
+    """Only after a fault or a killed rank: what else may end a run would end the next one too."""
+    done = train(tmp_path, *TINY, "--step", "1", "--max-restarts", "2", STUB_OUTCOMES=outcomes, STUB_CODE="1")
+    assert done.returncode == (1 if outcomes == "null" else int(outcomes))
+    assert len(started(tmp_path)) == starts
+    said = [line for line in done.stdout.splitlines() if "restart" in line]
+    assert said == [f"== step 1: restart {n} of 2, after a fault" for n in range(1, starts)]
+
+
+def test_no_restart_without_the_flag_or_after_success(tmp_path):
+    assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="1").returncode == 1
+    assert train(tmp_path, *TINY, "--step", "1", "--max_restarts", "5", STUB_OUTCOMES="0").returncode == 0
+    assert len(started(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_restart_goes_on_from_what_was_saved_since_the_start(tmp_path, saved):
+    if saved:
+        manifest = tmp_path / "output/runs/sft/checkpoints/step-1/manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+        os.utime(manifest, (time.time() + 60,) * 2)
+    words = (*TINY, "--step", "1", "--max-restarts", "1", "--overwrite", "--resume", "never")
+    assert train(tmp_path, *words, STUB_OUTCOMES="1").returncode == 1
+    first, second = started(tmp_path)
+    assert second == [*first, *(["--overwrite", "false", "--resume", "auto"] if saved else [])]
 
 
 # --- machine and host file --------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def spoil(folder: Path) -> None:
-    file = next(folder.rglob("*.pt"))
+    file = next(folder.glob("*.rank-0.safetensors"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 0xFF
     file.write_bytes(content)
@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_is_passed_over(spoilt: Story, damage: str) -> None
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "one byte": spoil,
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
-    "cut short": lambda folder: next(folder.rglob("*.pt")).write_bytes(b"short"),
+    "cut short": lambda folder: next(folder.glob("*.rank-0.safetensors")).write_bytes(b"short"),
 }
 
 

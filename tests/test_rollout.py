@@ -88,7 +88,7 @@ class PlainHybrid:
 def sample(model: nn.Module, planned, *, batch_size: int = 2, num_samples: int = 2) -> Responses:
     sampler = Sampler(
         hybrid=PlainHybrid(model), rows=DATA, world=WORLD, sampling=Sampling(8, temperature=0.8),
-        num_samples=num_samples, batch_size=batch_size, max_prompt=10,
+        num_samples=num_samples, batch_size=batch_size, max_prompt=10, should_stop=lambda: False,
     )  # fmt: skip
     return sampler.sample(planned, RandomKey(7, "rollout"))
 

@@ -35,14 +35,16 @@ from pipeline.metrics import check_name
 from pipeline.modeling import load_causal_lm
 from pipeline.parameter_groups import parameter_groups
 from pipeline.reward_model import TokenValueModel, load_reward_model
+from pipeline.stopping import Stopping
 from pipeline.tensor_ops import lengths_to_mask
 from step3_ppo import trainer
 from step3_ppo.config import PPOCoefficients, PPOConfig, PPOOptimizerConfig, PromptDataConfig, SamplingConfig
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.hybrid_engine import HybridEngine
-from step3_ppo.models import make_models
-from step3_ppo.phases import Phases, State
+from step3_ppo.models import make_models, make_tokenizers
+from step3_ppo.phases import Phases
 from step3_ppo.plan import make_plan
+from step3_ppo.state import Collected, State
 from step3_ppo.trainer import Updater, should_stop_early
 
 MEAN, STD, TEMPERATURE = 0.4, 2.5, 0.8
@@ -77,6 +79,10 @@ def engine_of(module: nn.Module, *, zero_stage: int = 0, rate: float = 1e-2, cli
     return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=0.1)
 
 
+def never_stopping(world) -> Stopping:
+    return Stopping(SimpleNamespace(world=world, stop=SimpleNamespace(anywhere=lambda world: False)))
+
+
 def make_updater(world, folders, *, micro_batch_size=2, unsup_coef=2.0, clip=0.0, zero_stage=0, rate=1e-2, **ppo):
     actor = CausalLM(load_causal_lm(folders.actor, dtype=torch.float32))
     critic = TokenValueModel(
@@ -86,7 +92,7 @@ def make_updater(world, folders, *, micro_batch_size=2, unsup_coef=2.0, clip=0.0
         actor=engine_of(actor, zero_stage=zero_stage, clip=clip, rate=rate),
         critic=engine_of(critic, zero_stage=zero_stage, clip=clip, rate=rate),
         world=world, ppo=PPOCoefficients(**ppo), temperature=TEMPERATURE, rows_per_step=6,
-        micro_batch_size=micro_batch_size, unsup_coef=unsup_coef, seed=11,
+        micro_batch_size=micro_batch_size, unsup_coef=unsup_coef, seed=11, stopping=never_stopping(world),
     )  # fmt: skip
 
 
@@ -216,9 +222,9 @@ def seen_gradients(monkeypatch):
     """The gradients of each engine as they are when the step is to be taken."""
     seen = []
 
-    def watched(engines, rate_factor):
+    def watched(engines, rate_factor, *, loss):
         seen.extend(gradients(engine.module.model) for engine in engines)
-        return step_together(engines, rate_factor)
+        return step_together(engines, rate_factor, loss=loss)
 
     monkeypatch.setattr(trainer, "step_together", watched)
     return seen
@@ -231,7 +237,7 @@ def update(
         responses,
         experience,
         batches,
-        num_tokens=updater.num_tokens(experience, batches),
+        num_tokens=updater.num_tokens(responses, experience, batches)[0],
         kl_coef=kl_coef,
         rate_factor=rate_factor,
         train_actor=train_actor,
@@ -280,7 +286,7 @@ def text_step() -> Step:
     """Rows of 6, 3 and 5 tokens, of which the first two are no targets."""
     rows = [{"ids": row.tolist(), "trained": [n > 1 for n in range(len(row))]} for row in random_rows(8, (6, 3, 5))]
     batches = [sft_batch(rows[:2], pad_id=PAD), sft_batch([rows[2], None], pad_id=PAD)]
-    return Step(micro_batches=batches, num_rows=3, num_tokens=14, num_trained=8)
+    return Step(micro_batches=batches, rows=[0, 1, 2], num_rows=3, num_tokens=14, num_trained=8)
 
 
 def test_ptx_adds_its_gradient(world, folders, seen_gradients):
@@ -368,12 +374,12 @@ def test_a_gradient_that_is_not_finite_skips_both_models(world, opt, broken, zer
 def test_later_epochs_shuffle_and_each_visits_every_row_once(world, opt):
     updater = make_updater(world, opt, ppo_epochs=3)
     found = list(updater.updates(12, rollout=4))
-    assert [epoch for epoch, _ in found] == [0, 0, 1, 1, 2, 2]
-    orders = [[row for e, step in found if e == epoch for batch in step for row in batch] for epoch in range(3)]
+    assert len(found) == 6
+    orders = [[row for step in found[start : start + 2] for batch in step for row in batch] for start in (0, 2, 4)]
     assert orders[0] == list(range(12)) and all(sorted(order) == orders[0] for order in orders)
     assert orders[1] != orders[0] != orders[2] != orders[1]
     assert found == list(updater.updates(12, rollout=4)) and found != list(updater.updates(12, rollout=5))
-    assert {len(batch) for _, step in found for batch in step} == {2}
+    assert {len(batch) for step in found for batch in step} == {2}
 
 
 def test_early_stop_by_hand():
@@ -497,7 +503,7 @@ def make_phases(world, folder, config: PPOConfig, *, num_prompts: int = 4, num_e
     return Phases(
         run,
         config,
-        make_models(run, config),
+        make_models(run, config, make_tokenizers(config)),
         prompts=prompts,
         text=None,
         plan=plan,
@@ -505,13 +511,19 @@ def make_phases(world, folder, config: PPOConfig, *, num_prompts: int = 4, num_e
         average=None,
         recorder=Recorded(),
         state=state,
+        stopping=never_stopping(world),
     )
+
+
+def run_updates(phases: Phases, collected: Collected) -> None:
+    for _ in phases.updates(collected):
+        pass
 
 
 def iterate(phases: Phases) -> list[dict[str, float]]:
     """One rollout and its updates; the metrics of its steps."""
     before = len(phases.recorder.steps)
-    phases.update(phases.collect())
+    run_updates(phases, phases.collect())
     return [values for _, values in phases.recorder.steps[before:]]
 
 
@@ -543,7 +555,7 @@ def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(worl
     responses = collected.responses
     values = phases.models.critic(responses.sequences, responses.attention_mask).detach()
     last = responses.attention_mask.sum(1) - 1
-    raw = collected.scores.scores
+    raw = phases.assess(responses, [[0, 1, 2, 3]], phases.prompts.train)[0].scores
     torch.testing.assert_close(values[torch.arange(4), last], (raw - MEAN) / STD, rtol=1e-4, atol=1e-4)
     plain = make_phases(world, tmp_path, ppo_config(trained_folders, normalise_scores=False))
     assert (plain.models.critic.module.score_mean, plain.models.score_std) == (0.0, 1.0)
@@ -560,11 +572,11 @@ def test_an_update_phase_stops_where_the_policy_has_moved_too_far(world, trained
 def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, trained_folders, tmp_path):
     phases = make_phases(world, tmp_path, ppo_config(trained_folders))
     collected = phases.collect()
-    bad = torch.where(collected.rewarded.experience.response_mask, math.nan, 0.0)
-    spoiled = replace(collected.rewarded.experience, returns=bad)
+    bad = torch.where(collected.experience.response_mask, math.nan, 0.0)
+    spoiled = replace(collected.experience, returns=bad)
     before = weights(phases.models.actor)
     with pytest.raises(DivergedError, match="2 updates in a row"):
-        phases.update(replace(collected, rewarded=replace(collected.rewarded, experience=spoiled)))
+        run_updates(phases, replace(collected, experience=spoiled))
     assert (phases.state.step, phases.state.skipped_updates) == (2, 2)
     assert phases.recorder.steps[0][1]["skipped_updates"] == 1
     assert equal_weights(weights(phases.models.actor), before)
@@ -592,6 +604,9 @@ def test_evaluations_repeat_and_train_nothing(world, trained_folders, tmp_path):
     phases = make_phases(world, tmp_path, ppo_config(trained_folders))
     before = weights(phases.models.actor)
     phases.evaluate()
+    phases.evaluate()  # the same step: nothing to do
+    assert len(phases.recorder.evaluations) == 1
+    phases.state.evaluated = -1
     phases.evaluate()
     first, second = phases.recorder.evaluations
     assert first == second and "eval_objective/scores" in first
@@ -607,7 +622,7 @@ def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_fo
     start = phases.collect()
     assert start.metrics["objective/kl"] == 0.0
     before = weights(phases.models.actor)
-    phases.update(start)
+    run_updates(phases, start)
     after = weights(phases.models.actor)
     assert {name for name in after if not after[name].equal(before[name])} <= {n for n in after if "lora_" in n}
     assert abs(phases.collect().metrics["objective/kl"]) > 1e-4
@@ -641,9 +656,9 @@ def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
     other_tokenizer(trained_folders.actor, folder)
     config = ppo_config(SimpleNamespace(actor=trained_folders.actor, reward=str(folder)))
     with pytest.raises(InputError, match="--critic_model_name_or_path .* its tokenizer is not that of"):
-        make_models(make_run(world, tmp_path, config), config)
+        make_models(make_run(world, tmp_path, config), config, make_tokenizers(config))
     config = copy.deepcopy(ppo_config(trained_folders)).replace(reward_model_name_or_path=str(folder))
-    models = make_models(make_run(world, tmp_path, config), config)
+    models = make_models(make_run(world, tmp_path, config), config, make_tokenizers(config))
     assert models.reward_tokenizer is not None and (models.score_mean, models.score_std) == (0.0, 1.0)
     assert models.critic.module.score_mean == MEAN
 
@@ -652,7 +667,7 @@ def test_lengths_beyond_the_positions_are_refused(world, trained_folders, tmp_pa
     config = ppo_config(trained_folders)
     config = config.replace(data=config.data.replace(max_prompt_seq_len=60).model_dump())
     with pytest.raises(InputError, match="= 68: the actor .* has 64 positions"):
-        make_models(make_run(world, tmp_path, config), config)
+        make_models(make_run(world, tmp_path, config), config, make_tokenizers(config))
 
 
 def test_masks_of_the_test_data_cover_what_they_should():

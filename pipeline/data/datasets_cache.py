@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Part of every key: raise it when the same input gives other samples.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ROWS_PER_WRITE = 1000
 Columns = dict[str, Any]
 

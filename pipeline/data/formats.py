@@ -113,7 +113,7 @@ class UnknownColumnsError(ValueError):
 def _record(row: Row, column_map: Mapping[str, str]) -> Record:
     values = _renamed(row, column_map)
     content = _format_of(values, row.origin).parse(values)
-    _check_unicode(content)
+    _check_characters(content)
     if content.text is None:
         check_turns(content.messages)
         if content.messages[-1].role != "user":
@@ -133,11 +133,14 @@ def _record(row: Row, column_map: Mapping[str, str]) -> Record:
     )
 
 
-def _check_unicode(content: _Content) -> None:
-    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+def _check_characters(content: _Content) -> None:
+    """JSON can spell half a surrogate pair, which no tokenizer takes; NUL is a sign of bytes that are no text."""
     texts = [turn.content for turn in content.messages] + [content.chosen, content.rejected, content.text]
+    whole = "".join(text for text in texts if text is not None)
+    if "\0" in whole:
+        raise BadRowError("text holds a NUL character")
     try:
-        "".join(text for text in texts if text is not None).encode()
+        whole.encode()
     except UnicodeEncodeError as error:
         raise BadRowError("text is no valid Unicode") from error
 

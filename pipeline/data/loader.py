@@ -19,9 +19,13 @@ Unit = Sequence[int]  # the rows that share a sequence: one row, or several pack
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[B]):
-    """One optimizer step: this rank's micro-batches, and counts over all ranks, known before the first backward."""
+    """One optimizer step: this rank's micro-batches, and counts over all ranks, known before the first backward.
+
+    rows: numbers of this rank's rows.
+    """
 
     micro_batches: list[B]
+    rows: list[int]
     num_rows: int
     num_tokens: int
     num_trained: int
@@ -64,6 +68,7 @@ class StepLoader(Generic[B]):
         slices = rank_slices(planned, self.world_size, self.rank, self.micro_batch_size)
         return Step(
             micro_batches=[self.collate([self._unit(unit) for unit in part]) for part in slices],
+            rows=[row for part in slices for unit in part if unit is not None for row in self.units[unit]],
             num_rows=len(rows),
             num_tokens=self._total("num_tokens", rows),
             num_trained=self._total("num_trained", rows),

@@ -6,7 +6,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -61,21 +61,36 @@ def _read_jsonl(stream: IO[bytes], path: Path) -> NumberedRows:
 
 def _text_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
     """(line number, line without its line end); a BOM at the head and CRLF are tolerated."""
+    for number, line in _decoded_lines(stream, path):
+        yield number, line.rstrip("\r\n")
+
+
+def _decoded_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
+    """(line number, line with its line end), without a BOM at the head."""
     for number, raw in enumerate(stream, start=1):
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             where = f"{path}:{number}"
             raise InputError(f"{where}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
-        yield number, line.rstrip("\r\n")
+        yield number, line
 
 
 def _json_object(text: str, where: str) -> Values:
     try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: broken JSON ({error}); one object on each line is right") from error
     return _checked_object(value, where)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Values:
+    """A JSON object. Raises ValueError where a key stands twice: json would keep the last and say nothing."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise ValueError(f"the field {twice!r} stands twice")
+    return values
 
 
 def _checked_object(value: Any, where: str) -> Values:
@@ -91,8 +106,8 @@ def _read_json(stream: IO[bytes], path: Path) -> NumberedRows:
         yield from _read_jsonl(io.BytesIO(content.encode()), path)
         return
     try:
-        items = json.loads(content)
-    except (json.JSONDecodeError, RecursionError) as error:
+        items = json.loads(content, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: broken JSON ({error}); an array of objects is right") from error
     for number, item in enumerate(items, start=1):
         yield number, _checked_object(item, f"{path}: row {number}")
@@ -101,15 +116,22 @@ def _read_json(stream: IO[bytes], path: Path) -> NumberedRows:
 def _read_csv(stream: IO[bytes], path: Path) -> NumberedRows:
     # csv refuses cells above 128 KiB unless told; long documents are legitimate here.
     csv.field_size_limit(sys.maxsize)
-    reader = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
+    reader = csv.DictReader((line for _, line in _decoded_lines(stream, path)), strict=True)
     try:
+        _check_header(reader.fieldnames or (), path)
         for row in reader:
             if None in row or None in row.values():
                 columns = len(reader.fieldnames or ())
                 raise InputError(f"{path}:{reader.line_num}: the header names {columns} columns, this row has others")
             yield reader.line_num, dict(row)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise InputError(f"{path}:{reader.line_num + 1}: not a UTF-8 CSV row ({error})") from error
+    except csv.Error as error:
+        raise InputError(f"{path}:{reader.line_num + 1}: not a CSV row ({error})") from error
+
+
+def _check_header(names: Sequence[str], path: Path) -> None:
+    """Raise InputError for a column that stands twice: csv would keep the last and say nothing."""
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise InputError(f"{path}:1: the column {twice[0]!r} stands twice in the header")
 
 
 def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:

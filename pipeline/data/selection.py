@@ -81,7 +81,19 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
             f"of {', '.join(options.data_path)} ({len(selected.eval)} evaluation rows); a larger share or more rows "
             "are right"
         )
+    if stage != "ppo":  # there every prompt is taken once, and its repetitions are counted
+        _count_repeated(train, counts)
     return Selected(train, selected.eval)
+
+
+def _count_repeated(records: Iterable[Record], counts: Counts) -> None:
+    """Count rows that say the same as an earlier one. They are kept: sets weigh rows by repeating them."""
+    seen: set[tuple[int, str | None, str | None]] = set()
+    for record in records:
+        content = (record.prompt_id, record.chosen, record.rejected)
+        if content in seen:
+            counts.add("row repeated (kept)", record.origin)
+        seen.add(content)
 
 
 def _add(selected: Selected, new: Selected, shares: Shares | None, stage: Stage, seed: int) -> None:

@@ -12,6 +12,7 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS, KnownSet
 from pipeline.data.readers import READERS, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.hub import use_cache_alone_without_network
 from pipeline.nearest import nearest
 
 Split = Literal["train", "test"]
@@ -127,11 +128,14 @@ def _nearest(missing: Path) -> str:
 
 def _data_files(local: Path) -> list[Path]:
     """The data files of a path: itself, or all below the folder in sorted order."""
-    if local.is_file():
-        files = [local] if data_suffix(local) else []
-    else:
-        found = (file for file in sorted(local.rglob("*")) if file.is_file() and data_suffix(file))
-        files = [file for file in found if not any(part.startswith(".") for part in file.relative_to(local).parts)]
+    try:
+        if local.is_file():
+            files = [local] if data_suffix(local) else []
+        else:
+            found = (file for file in sorted(local.rglob("*")) if data_suffix(file) and file.is_file())
+            files = [file for file in found if not any(part.startswith(".") for part in file.relative_to(local).parts)]
+    except OSError as error:
+        raise InputError(f"{error.filename or local}: cannot be read ({error.strerror})") from error
     if not files:
         raise InputError(f"{local}: no data file; {', '.join(READERS)} are read, each also with .gz")
     return files
@@ -171,6 +175,7 @@ def _load_hub(path: str) -> dict[str, Any]:
     import datasets
 
     known = KNOWN_SETS.get(path)
+    use_cache_alone_without_network()
     try:
         return dict(datasets.load_dataset(path, revision=known.revision if known else None))
     except datasets.exceptions.DatasetNotFoundError as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
+from pipeline.limits import TimeLimitError, memory_limit, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,12 @@ HUMAN_ASSISTANT_TEMPLATE = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '\\n\\nAssistant:' }}{%- endif -%}"
 )
+# A template is a program from a file. Published ones are below 20,000 characters, render in a millisecond, and add some
+# words to each turn.
+MAX_TEMPLATE_CHARS = 100_000
+MAX_RENDER_S = 5.0
+MAX_GROWTH = 20
+MAX_PROBE_BYTES = 2**30
 # Prepended for tokenizers whose own encode starts with BOS.
 BOS_PREFIX = "{{- bos_token -}}"
 
@@ -49,7 +56,8 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
     """Put the template to use into `tokenizer.chat_template`.
 
     name: 'tokenizer' (its own), 'human_assistant', or 'auto' (its own if it has one). Raises InputError for another
-    name, 'tokenizer' without one, and 'human_assistant' for a tokenizer without an EOS token.
+    name, 'tokenizer' without one, 'human_assistant' for a tokenizer without an EOS token, and an own template that is
+    too long, fails, or does not show what was said.
     """
     if name not in ("auto", "tokenizer", "human_assistant"):
         raise InputError(f"template {name!r}: auto, tokenizer or human_assistant are right")
@@ -60,6 +68,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
         )
     if name != "human_assistant" and own is not None:
         tokenizer.chat_template = own
+        _check_own_template(tokenizer)
         return
     if tokenizer.eos_token is None:
         raise InputError(f"template human_assistant: {_name(tokenizer)} has no EOS token to end a turn with")
@@ -69,15 +78,46 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
 def render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], add_generation_prompt: bool = False
 ) -> str:
-    """The conversation as text. Raises RefusedTurnsError where the template does not accept the turns."""
-    import jinja2
+    """The conversation as text.
 
+    Raises:
+        RefusedTurnsError: the template does not accept the turns.
+        InputError: it takes longer than MAX_RENDER_S, or gives more text than MAX_GROWTH allows.
+    """
     turns = [asdict(message) for message in messages]
+    said = sum(len(message.content) for message in messages)
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except jinja2.TemplateError as error:
+        with time_limit(MAX_RENDER_S):
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except TimeLimitError:
+        raise InputError(
+            f"the chat template of {_name(tokenizer)} does not end within {MAX_RENDER_S:.0f} s; --template "
+            "human_assistant does without it"
+        ) from None
+    except Exception as error:
+        # A template is a program from a file: besides jinja2's own errors it may meet any other.
         raise RefusedTurnsError(f"the chat template of {_name(tokenizer)} refuses a conversation: {error}") from error
+    if len(text) > MAX_TEMPLATE_CHARS + MAX_GROWTH * said:
+        raise InputError(f"the chat template of {_name(tokenizer)} makes {len(text)} characters of {said}")
     return str(text)
+
+
+def _check_own_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise InputError for a template that is no text, too long, fails, or leaves out what was said."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS:
+        found = f"{len(template)} characters" if isinstance(template, str) else type(template).__name__
+        raise InputError(
+            f"{_name(tokenizer)}: its chat template: found {found}, wanted a text of at most {MAX_TEMPLATE_CHARS}"
+        )
+    question, answer = "question", "answer"
+    with memory_limit(MAX_PROBE_BYTES):
+        text = render(tokenizer, [Message("user", question), Message("assistant", answer)])
+    if question not in text or answer not in text:
+        raise InputError(
+            f"{_name(tokenizer)}: its chat template leaves out what user or assistant said; "
+            "--template human_assistant does without it"
+        )
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message, Turns
+from pipeline.model_fit import check_model, check_vocabulary
 from pipeline.modeling import default_device
 from pipeline.reward_model import TokenValueModel, last_token_scores, load_reward_model
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
@@ -32,7 +33,9 @@ class Judge:
 
 def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
     """Load a reward model onto the default device. Raises InputError where `path` holds none."""
+    check_model(path, "--reward_model")
     tokenizer = load_tokenizer(path)
+    check_vocabulary(path, tokenizer)
     set_template(tokenizer, "auto")
     model = load_reward_model(path, dtype=dtype).to(default_device()).eval()
     return Judge(model, tokenizer, pad_policy(tokenizer).pad_id)

@@ -14,10 +14,20 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from pipeline.data.templates import set_template
+from pipeline.data.templates import encode_prompt, set_template
+from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
-from pipeline.modeling import DTYPES, adapter_base, default_device, default_dtype, load_causal_lm
+from pipeline.model_fit import check_model, check_vocabulary
+from pipeline.modeling import (
+    DTYPES,
+    adapter_base,
+    default_device,
+    default_dtype,
+    load_causal_lm,
+    load_config,
+    num_positions,
+)
 from pipeline.tensor_ops import pad_rows
 from pipeline.tokenizers import eos_ids, load_tokenizer, pad_policy
 
@@ -35,7 +45,7 @@ class Speaker:
     @property
     def num_positions(self) -> int | None:
         """How many tokens prompt and answer may have together; None where the architecture has no limit (BLOOM)."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return num_positions(self.model.config)
 
     @property
     def num_embeddings(self) -> int:
@@ -65,13 +75,30 @@ def load_speaker(path: str, *, dtype: torch.dtype) -> Speaker:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = str(Path(path).expanduser()) if path.startswith("~") else path
-    tokenizer = load_tokenizer(tokenizer_path(path))
-    set_template(tokenizer, "auto")
+    tokenizer = speaking_tokenizer(path)
     model = load_causal_lm(path, dtype=dtype).to(default_device()).eval()  # type: ignore[arg-type]
     end_ids = eos_ids(tokenizer, model.generation_config)
     # generate() fills every setting that is not given from here: models come with temperatures and top_k of their own.
     model.generation_config = GenerationConfig()
     return Speaker(path, model, tokenizer, pad_policy(tokenizer).pad_id, end_ids)
+
+
+def speaking_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model at `path` with its template, both found to fit together. No weight is read."""
+    check_model(path)
+    tokenizer = load_tokenizer(tokenizer_path(path))
+    check_vocabulary(path, tokenizer)
+    set_template(tokenizer, "auto")
+    return tokenizer
+
+
+def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> None:
+    """Raise InputError where the model at `path` cannot be given one of the prompts. No weight is read."""
+    tokenizer = speaking_tokenizer(path)
+    config = load_config(path)
+    for turns in prompts:
+        ids = encode_prompt(tokenizer, turns)
+        check_ids(path, ids, max_new_tokens, num_positions=num_positions(config), num_embeddings=None)
 
 
 def tokenizer_path(path: str) -> str:
@@ -121,17 +148,25 @@ def generate_answers(
 
 def check_prompt(speaker: Speaker, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise InputError for a prompt that this model cannot be given."""
+    rooms = {"num_positions": speaker.num_positions, "num_embeddings": speaker.num_embeddings}
+    check_ids(speaker.path, prompt, max_new_tokens, **rooms)
+
+
+def check_ids(
+    path: str, prompt: Sequence[int], max_new_tokens: int, *, num_positions: int | None, num_embeddings: int | None
+) -> None:
+    """Raise InputError for prompt ids that a model of these sizes (None: not known, or no limit) cannot be given."""
     if not prompt:
-        raise InputError(f"{speaker.path}: its template turns this prompt into no token at all")
-    if max(prompt) >= speaker.num_embeddings:
+        raise InputError(f"{path}: its template turns this prompt into no token at all")
+    if num_embeddings is not None and max(prompt) >= num_embeddings:
         raise InputError(
-            f"{speaker.path}: its tokenizer gives id {max(prompt)}, but the model's vocabulary has "
-            f"{speaker.num_embeddings} entries: tokenizer and model do not belong together"
+            f"{path}: its tokenizer gives id {max(prompt)}, but the model's vocabulary has "
+            f"{num_embeddings} entries: tokenizer and model do not belong together"
         )
-    room = speaker.num_positions
+    room = num_positions
     if room is not None and len(prompt) + max_new_tokens > room:
         raise InputError(
-            f"{speaker.path}: a prompt of {len(prompt)} tokens and --max_new_tokens {max_new_tokens} do not fit into "
+            f"{path}: a prompt of {len(prompt)} tokens and --max_new_tokens {max_new_tokens} do not fit into "
             f"the model's {room} positions; at most {max(room - len(prompt), 0)} new tokens are left for it"
         )
 

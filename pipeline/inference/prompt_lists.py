@@ -7,6 +7,7 @@ from pipeline.data.readers import data_suffix, read_file
 from pipeline.data.turns import BadRowError, Message, Turns, check_turns, is_transcript, parse_transcript, parse_turns
 from pipeline.errors import InputError
 from pipeline.inference.terminal_text import valid_unicode
+from pipeline.nearest import nearest
 
 BUNDLED = Path(__file__).with_name("prompts.json")
 SUFFIXES = (".txt", ".json", ".jsonl")
@@ -49,7 +50,8 @@ def prompt_column(file: Path) -> list[tuple[int, object]]:
     rows = []
     for number, values in read_file(file):
         if "prompt" not in values:
-            raise InputError(f"{file}:{number}: no `prompt` among the columns {', '.join(values)}")
+            hint = nearest("prompt", values)
+            raise InputError(f"{file}:{number}: no `prompt` among the columns {', '.join(values) or '(none)'}{hint}")
         rows.append((number, values["prompt"]))
     return rows
 
@@ -66,6 +68,8 @@ def prompt_turns(value: object, where: str) -> Turns:
         raise InputError(f"{where}: {error}") from None
     if turns[-1].role != "user":
         raise InputError(f"{where}: the prompt ends with an answer, not with a question")
+    if any("\0" in turn.content for turn in turns):
+        raise InputError(f"{where}: text holds a NUL character")
     return tuple(Message(turn.role, valid_unicode(turn.content)) for turn in turns)
 
 

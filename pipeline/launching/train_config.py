@@ -40,6 +40,7 @@ class TrainConfig(Group):
     master_port: int = Field(0, ge=0, le=65535, description="0: a free one is picked")
     resume: str = Field("auto", description="auto, never, or a checkpoint folder")
     overwrite: bool = Field(False, description="run finished steps again")
+    max_restarts: int = Field(0, ge=0, description="resume a step after a fault, killed or hung")
     dry_run: bool = Field(False, description="check and show all, start nothing")
     debug: bool = Field(False, description="show tracebacks")
 

@@ -55,9 +55,9 @@ def weights(engine: TrainingEngine) -> Gradients:
 def watched_steps(module: Any, seen: list[list[Gradients]]) -> Iterator[None]:
     """Before each step that the loop in `module` takes, note the gradients of its engines."""
 
-    def step(engines: Sequence[TrainingEngine], rate_factor: float) -> bool:
+    def step(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: torch.Tensor) -> bool:
         seen.append([gradients(engine) for engine in engines])
-        return step_together(engines, rate_factor)
+        return step_together(engines, rate_factor, loss=loss)
 
     module.step_together = step
     try:

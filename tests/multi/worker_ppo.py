@@ -12,17 +12,18 @@ from stages import current_world, make_run, watched_steps, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline import checkpoint, dist
-from pipeline.earlier_runs import settings_of
 from pipeline.generate import Prompt, RandomKey, Sampling
 from pipeline.run import Run
+from pipeline.stopping import Stopping
 from step3_ppo import trainer
 from step3_ppo.config import PPOConfig
 from step3_ppo.data import make_prompts, make_text
 from step3_ppo.ema import MovingAverage
-from step3_ppo.models import Models, make_models
-from step3_ppo.phases import Collected, Phases, State
+from step3_ppo.models import Models, make_models, make_tokenizers
+from step3_ppo.phases import Phases
 from step3_ppo.plan import make_plan
-from step3_ppo.save import save_checkpoint, save_models
+from step3_ppo.save import checkpoint_content, make_facts, save_models
+from step3_ppo.state import Collected, State
 
 Words = tuple[object, ...]
 
@@ -37,6 +38,7 @@ class Notes:
     """Stands for the recorder: keeps the metrics of each step."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
+    scores: Any = None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.steps.append(dict(values))
@@ -85,15 +87,23 @@ def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stag
 
 
 def make_loop(run: Run, config: PPOConfig) -> Loop:
-    models = make_models(run, config)
+    models = make_models(run, config, make_tokenizers(config))
     prompts, text = make_prompts(run, config, models.tokenizer), make_text(run, config, models.tokenizer)
     plan = make_plan(config, num_prompts=len(prompts.train), world_size=run.world.size)
     average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
     notes, state = Notes(), State(kl_coef=config.ppo.kl_coef)
     phases = Phases(
         run, config, models, prompts=prompts, text=text, plan=plan, rate=lambda step: 1.0, average=average,
-        recorder=notes, state=state,  # type: ignore[arg-type]
+        recorder=notes, state=state, stopping=Stopping(run),  # type: ignore[arg-type]
     )  # fmt: skip
+    assess = phases.assess
+
+    def watched(*given: Any) -> Any:
+        found = assess(*given)
+        notes.scores = found[0]
+        return found
+
+    phases.assess = watched  # type: ignore[method-assign]
     return Loop(run, config, models, phases, average, notes)
 
 
@@ -102,14 +112,18 @@ def tensors_of(rows: Any) -> dict[str, torch.Tensor]:
 
 
 def rollout_findings(loop: Loop, collected: Collected) -> dict[str, Any]:
-    rewarded = collected.rewarded
     return {
         "responses": tensors_of(collected.responses),
-        "scores": tensors_of(collected.scores),
-        "experience": tensors_of(rewarded.experience),
+        "scores": tensors_of(loop.notes.scores),
+        "experience": tensors_of(collected.experience),
         "kl": collected.metrics["objective/kl"],
         "sampler_error": collected.metrics["policy/sampler_error"],
     }
+
+
+def run_updates(phases: Phases, collected: Collected) -> None:
+    for _ in phases.updates(collected):
+        pass
 
 
 def rollouts(
@@ -124,7 +138,7 @@ def rollouts(
         for _ in range(count):
             collected = loop.phases.collect()
             found.append(rollout_findings(loop, collected))
-            loop.phases.update(collected)
+            run_updates(loop.phases, collected)
     state = loop.phases.state
     return {
         "rollouts": found,
@@ -140,7 +154,7 @@ def plain_scores(inputs: Path) -> dict[str, Any]:
     """What transformers alone says about the first rollout, row by row without padding; the first policy gradient."""
     loop = setup(inputs, 2 // dist.world_size())
     collected = loop.phases.collect()
-    responses, experience = collected.responses, collected.rewarded.experience
+    responses, experience = collected.responses, collected.experience
     policy = AutoModelForCausalLM.from_pretrained(inputs / "base", dtype=torch.float32).eval()
     scorer = AutoModelForSequenceClassification.from_pretrained(inputs / "scorer", dtype=torch.float32).eval()
     log_probs = torch.zeros_like(experience.log_probs)
@@ -172,15 +186,15 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
     loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", *words), stage=stage)
     models, phases = loop.models, loop.phases
     collected = phases.collect()
-    (_, batches), *_ = phases.updater.updates(len(collected.responses.order), rollout=0)
+    batches, *_ = phases.updater.updates(len(collected.responses.order), rollout=0)
     before = {"actor": weights(models.actor), "critic": weights(models.critic)}
     assert loop.average is not None
     average = {name: value.clone() for name, value in loop.average.averages.items()}
 
     def update() -> tuple[dict[str, float], bool]:
         metrics, stepped = phases.updater.update(
-            collected.responses, collected.rewarded.experience, batches,
-            num_tokens=phases.updater.num_tokens(collected.rewarded.experience, batches),
+            collected.responses, collected.experience, batches,
+            num_tokens=phases.updater.num_tokens(collected.responses, collected.experience, batches)[0],
             kl_coef=0.1, rate_factor=1.0, train_actor=True, text=None,
         )  # fmt: skip
         phases._count(stepped)
@@ -218,7 +232,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
 def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     """The three folders after one rollout, as read from disk; and the live actor's weights after saving."""
     loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", "--ema_decay", 0.5, *words), stage=stage)
-    loop.phases.update(loop.phases.collect())
+    run_updates(loop.phases, loop.phases.collect())
     assert loop.average is not None
     with loop.average.swapped_in():
         swapped = weights(loop.models.actor)
@@ -248,17 +262,23 @@ def resumed(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     words = ("--enable_ema", "--unsupervised_data_path", inputs / "text.jsonl", *words)
     whole = setup(inputs, 2 // dist.world_size(), words, stage=stage)
     for _ in range(2):
-        whole.phases.update(whole.phases.collect())
+        run_updates(whole.phases, whole.phases.collect())
     first = setup(inputs, 2 // dist.world_size(), words, stage=stage)
-    first.phases.update(first.phases.collect())
-    save_checkpoint(first.run, first.config, first.models, first.phases.state, first.average)
+    run_updates(first.phases, first.phases.collect())
+    text, plan = first.phases.text, first.phases.plan
+    facts = make_facts(first.config, first.phases.prompts, text, plan)
+    content = checkpoint_content(first.models, state=first.phases.state, collected=None, average=first.average)
+    saver = checkpoint.Saver(first.run, facts, keep=1, background=True)
+    saver.save(content, step=first.phases.state.step)
+    run_updates(first.phases, first.phases.collect())  # what is written is the state as it was
+    saver.finish()
     second = make_loop(first.run, first.config)
     engines = {"actor": second.models.actor, "critic": second.models.critic}
-    found = checkpoint.load(first.run.folder, "auto", engines, settings=settings_of(first.config))
+    found = checkpoint.load(first.run, "auto", engines, facts, force=False)
     assert found is not None and second.average is not None and whole.average is not None
-    second.average.load(found.tensors)
+    second.average.restore(found.fragments["average"])
     second.phases.state = State(**found.state["ppo"])
-    second.phases.update(second.phases.collect())
+    run_updates(second.phases, second.phases.collect())
     steps = len(second.notes.steps)
     return {
         "uninterrupted": [[values.get(name, 0.0) for name in LOGGED] for values in whole.notes.steps[-steps:]],
@@ -278,7 +298,7 @@ def uneven(inputs: Path, stage: int) -> dict[str, Any]:
     with hybrid.generation():
         found = hybrid.generate(prompts, num_samples=1, sampling=Sampling(length), key=RandomKey(1234, "rollout"))
     collected = loop.phases.collect()
-    loop.phases.update(collected)
+    run_updates(loop.phases, collected)
     return {
         "longest": max(len(response) for response in found.responses),
         "first": torch.stack([response[0] for response in found.responses]),

@@ -15,14 +15,19 @@ from pipeline import dist
 from pipeline.partitions import gathered
 from pipeline.prepare import prepare_tokenizer
 from pipeline.run import Run
+from pipeline.stopping import Stopping
 from step2_reward import training
 from step2_reward.config import RewardConfig
-from step2_reward.eval import score_pairs, summary
+from step2_reward.eval import score_pairs, score_statistics, summary
 
 Words = tuple[object, ...]
 
 ROWS_PER_STEP = 8
 PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
+
+
+def take_step(run: Run, *given: Any, **further: Any) -> float:
+    return training.train_step(run, *given, **further, stopping=Stopping(run))
 
 
 def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, Any, Any]:
@@ -59,7 +64,7 @@ def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count:
         fresh_head = head.detach().clone()
     with watched_steps(training, seen):
         for _ in range(count):
-            losses.append(training.train_step(run, config, engine, loader.step(state.step), rate=1.0, state=state))
+            losses.append(take_step(run, config, engine, loader.step(state.step), rate=1.0, state=state))
             norms.append(engine.last_gradient_norm)
     return {
         "losses": losses,
@@ -90,10 +95,11 @@ def exact(inputs: Path, step: int) -> dict[str, Any]:
 def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     """What was written after one step, as read from disk."""
     run, config, loader, held_out, engine = setup(inputs, micro, words)
-    training.train_step(run, config, engine, loader.step(0), rate=1.0, state=training.State())
-    scores = score_pairs(engine, held_out, run.world.device)
+    state = training.State()
+    take_step(run, config, engine, loader.step(0), rate=1.0, state=state)
+    state.score_mean, state.score_std = score_statistics(score_pairs(engine, held_out, run.world.device))
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
-    training.save(run, config, engine, tokenizer, scores)
+    training.save(run, config, engine, tokenizer, state)
     folder = Path(config.run.output_dir)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True

@@ -1,5 +1,6 @@
 """Step 1 over ranks: what tests/multi/test_ranks_sft.py compares."""
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from stages import current_world, make_run, training_rows, watched_steps, weight
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
-from pipeline.earlier_runs import settings_of
 from pipeline.prepare import prepare_tokenizer
 from pipeline.run import Run
+from pipeline.stopping import Stopping
 from step1_sft import training
 from step1_sft.config import SFTConfig
 
@@ -21,6 +22,10 @@ Words = tuple[object, ...]
 
 ROWS_PER_STEP = 8
 PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
+
+
+def take_step(run: Run, *given: Any, **further: Any) -> float:
+    return training.train_step(run, *given, **further, stopping=Stopping(run))
 
 
 def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, Any]:
@@ -52,7 +57,7 @@ def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count:
     losses, norms = [], []
     with watched_steps(training, seen):
         for _ in range(count):
-            losses.append(training.train_step(run, config, engine, loader.step(state.step), rate=1.0, state=state))
+            losses.append(take_step(run, config, engine, loader.step(state.step), rate=1.0, state=state))
             norms.append(engine.last_gradient_norm)
     return {"losses": losses, "norms": norms, "gradients": seen[0][0], "skipped": state.skipped_updates}
 
@@ -82,7 +87,7 @@ def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
     poisoned = next(p for name, p in engine.module.named_parameters() if name.endswith("fc1.bias"))
     if current_world().rank == dist.world_size() - 1:
         hook = poisoned.register_hook(lambda grad: grad * float("nan"))
-    training.train_step(run, config, engine, step, rate=1.0, state=state)
+    take_step(run, config, engine, step, rate=1.0, state=state)
     if current_world().rank == dist.world_size() - 1:
         hook.remove()
     after = weights(engine)
@@ -90,7 +95,7 @@ def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
     skipped, bad = state.skipped_updates, state.bad_in_a_row
     seen: list[Any] = []
     with watched_steps(training, seen):
-        loss = training.train_step(run, config, engine, step, rate=1.0, state=state)
+        loss = take_step(run, config, engine, step, rate=1.0, state=state)
     return {
         "moved": moved,
         "counts": [skipped, bad, state.skipped_updates, state.bad_in_a_row, state.step],
@@ -104,7 +109,7 @@ def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
 def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     """Weights in the folder written after one step, and its adapter, as read from disk on rank 0."""
     run, config, loader, engine = setup(inputs, micro, words)
-    training.train_step(run, config, engine, loader.step(0), rate=1.0, state=training.State())
+    take_step(run, config, engine, loader.step(0), rate=1.0, state=training.State())
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
     training.save(run, config, engine, tokenizer)
     folder = Path(config.run.output_dir)
@@ -137,11 +142,13 @@ def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
     run, config, loader, engine = setup(inputs, micro, words)
     state = training.State()
     for _ in range(2):
-        training.train_step(run, config, engine, loader.step(state.step), rate=1.0, state=state)
-    training.save_checkpoint(run, config, engine, state)
+        take_step(run, config, engine, loader.step(state.step), rate=1.0, state=state)
+    facts = training.make_facts(config, loader)
+    content = checkpoint.Content(state=asdict(state), engines={"model": engine})
+    checkpoint.Saver(run, facts, keep=1, background=False).save(content, step=state.step)
     fresh = training.make_engine(run, config)
-    checkpoint.load(run.folder, "auto", {"model": fresh}, settings=settings_of(config))
-    loss = training.train_step(run, config, fresh, loader.step(state.step), rate=1.0, state=state)
+    checkpoint.load(run, "auto", {"model": fresh}, facts, force=False)
+    loss = take_step(run, config, fresh, loader.step(state.step), rate=1.0, state=state)
     return {
         "uninterrupted": whole["losses"][2],
         "resumed": loss,

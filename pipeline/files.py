@@ -1,0 +1,92 @@
+"""Files that are whole or not there: written beside, flushed to disk, renamed into place."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.earlier_runs import check_replaceable
+from pipeline.errors import EnvironmentFault
+
+GIB = 2**30
+
+
+def flush(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """fsync all files below `folder`, and the folders that name them."""
+    for path in [*folder.rglob("*"), folder]:
+        flush(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` beside `path` and rename it into place."""
+    beside = path.with_name(f".{path.name}.writing")
+    beside.write_text(text, encoding="utf-8")
+    flush(beside)
+    beside.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON beside `path` and rename it into place."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a temporary folder beside `folder`, flush it to disk, rename it into place; nothing half-written stays.
+
+    Raises:
+        InputError: `folder` holds other files. EnvironmentFault: it cannot be written; what was there stays.
+    """
+    check_replaceable(folder)
+    fresh = folder.parent / f".{folder.name}.writing"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        fill(fresh)
+        flush_tree(fresh)
+        replace_folder(fresh, folder)
+    except BaseException as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if is_disk_trouble(error):
+            raise EnvironmentFault(cannot_write(folder, error)) from error
+        raise
+
+
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Rename `fresh` to `folder`; what stood there goes last."""
+    old = folder.parent / f".{folder.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def is_disk_trouble(error: BaseException) -> bool:
+    """Whether the file system refused: OSError, or safetensors' own error around one."""
+    return isinstance(error, OSError) or (type(error).__name__ == "SafetensorError" and "os error" in str(error))
+
+
+def cannot_write(path: Path, error: BaseException | str, *, needed: int = 0) -> str:
+    """One line: where, why, what is needed and what is free."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    sizes = f"needs {needed / GIB:.3g} GiB, " if needed else ""
+    return f"{path}: cannot be written: {reason} ({sizes}{free_bytes(path) / GIB:.3g} GiB free)"
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the disk that `path` lies, or will lie, on."""
+    existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
+    return shutil.disk_usage(existing).free

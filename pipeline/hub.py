@@ -1,0 +1,26 @@
+"""Whether the hub can be reached, asked once: its client retries each file for half a minute, and says so each time."""
+
+import functools
+import os
+import socket
+from urllib.parse import urlsplit
+
+CONNECT_TIMEOUT_S = 5.0
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+@functools.cache
+def use_cache_alone_without_network() -> None:
+    """Where no connection to the hub can be made, switch its client to offline mode: the cache or an error at once."""
+    import datasets
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in PROXIES):
+        return
+    url = urlsplit(constants.ENDPOINT)
+    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        socket.create_connection((url.hostname or "", port), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True

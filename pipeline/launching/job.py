@@ -1,0 +1,204 @@
+"""One supervised job: the launcher in a session of its own, its ranks watched, stopped, ended and judged."""
+
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline import errors
+from pipeline.flags import Resolved, parse
+from pipeline.launching.launcher import PARENT
+from pipeline.launching.machine import check_port
+from pipeline.launching.rank_watch import RankState, RankWatch
+from pipeline.launching.verdict import Circumstances, Verdict, hang_verdict, judge
+from pipeline.layout import run_folder
+from pipeline.outcome import SUPERVISOR, clear_outcomes
+from pipeline.processes import free_memory, kill_session, num_oom_kills, send
+from pipeline.run_lock import locked
+
+if TYPE_CHECKING:
+    from pipeline.launching.supervisor import Signals
+
+# The stages by name, since nothing in pipeline/ imports them: module -> configuration class, section.
+STAGES = {
+    "step1_sft.main": ("step1_sft.config", "SFTConfig", "sft"),
+    "step2_reward.main": ("step2_reward.config", "RewardConfig", "reward"),
+    "step3_ppo.main": ("step3_ppo.config", "PPOConfig", "ppo"),
+}
+POLL_S = 0.2
+RANKS_PER_POLL = 64  # with more ranks the files are read less often
+SETTLE_S = 2.0  # after a rank's failure: for the others to say theirs
+LAUNCHER_S = 6.0  # for the launcher to say which signal a rank died of
+ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop together, after the save
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def run_job(module: str, words: list[str], command: Sequence[str], signals: "Signals") -> int:
+    """Run `command`, which starts the stage `module` with `words`; print how it ended; return the exit code.
+
+    Raises:
+        InputError: wrong flags. EnvironmentFault: the folder is in use or cannot be written, or the port is taken.
+    """
+    end_with_parent()
+    resolved, section = stage_flags(module, words)
+    run_dir = run_folder(resolved.config.run, section)
+    with locked(run_dir):
+        clear_outcomes(run_dir)
+        check_local_port(command)
+        job = Job(run_dir, command, signals, rank_timeout_s=resolved.config.run.rank_timeout_s)
+        try:
+            verdict = job.supervise()
+        finally:
+            job.kill()
+    print(*verdict.lines, sep="\n", end="\n" if verdict.lines else "", file=sys.stderr, flush=True)
+    return verdict.code
+
+
+def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
+    """(checked configuration, section) of a stage. Raises InputError for wrong flags, and for any other module."""
+    if module not in STAGES:
+        raise errors.InputError(f"{module}: not a stage; wanted one of {', '.join(STAGES)}")
+    config_module, class_name, section = STAGES[module]
+    config_class = getattr(importlib.import_module(config_module), class_name)
+    return parse(config_class, words, section=section, prog=module), section
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when the train.py that started this process dies; one started by hand may outlive its shell."""
+    if os.environ.get(PARENT) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
+
+
+def is_on_one_machine(command: Sequence[str]) -> bool:
+    """Whether the launcher is told to look for no host file (launch/_run.sh)."""
+    return ("--hostfile", "/dev/null") in zip(command, command[1:], strict=False)
+
+
+def check_local_port(command: Sequence[str]) -> None:
+    """Raises EnvironmentFault where the port of a run on this machine alone is taken."""
+    if is_on_one_machine(command) and "--master_port" in command:
+        port = command[command.index("--master_port") + 1]
+        if port.isdigit():
+            check_port(int(port))
+
+
+class Job:
+    """A launcher that runs in a session of its own, and what is known of its ranks."""
+
+    def __init__(self, run_dir: Path, command: Sequence[str], signals: "Signals", *, rank_timeout_s: float) -> None:
+        name = f"{os.getpid()}@{socket.gethostname()}"
+        # torch's warnings in C++ are about connections to a rank that has ended, with a page of addresses each.
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, SUPERVISOR: name}
+        self._oom_kills = num_oom_kills()
+        self._process = subprocess.Popen(command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
+        self._watch = RankWatch(run_dir, name, session=self._process.pid)
+        self._on_one_machine = is_on_one_machine(command)
+        self._run_dir = run_dir
+        self._signals = signals
+        self._timeout_s = rank_timeout_s
+        self._told: set[int] = set()  # pids that got SIGTERM from here
+        self._memory = ""
+        self._ended_first: float | None = None
+
+    def supervise(self) -> Verdict:
+        """Watch until the job has ended or must be ended; processes may be left."""
+        while True:
+            self._watch.look()
+            if not self._watch.has_failed():
+                self._memory = free_memory()  # afterwards it is free again
+            if verdict := self.ending():
+                return verdict
+            time.sleep(max(POLL_S, POLL_S * len(self._watch.ranks) / RANKS_PER_POLL))
+
+    def ending(self) -> Verdict | None:
+        """The verdict if this is the end; passes a stop request on."""
+        if self._signals.second is not None:
+            return Verdict(128 + self._signals.second, ["second signal: killed all processes of this step"])
+        if self._signals.first is not None and not self.pass_on():
+            return self.judged(None)
+        if self._watch.has_failed():
+            return self.after_failure()
+        if hung := self._watch.hung(self._timeout_s):
+            return hang_verdict(hung, self.circumstances(None))
+        if self._process.poll() is not None and not self._watch.running_here():
+            self._watch.look()
+            return self.judged(self._process.returncode)
+        return self.judged(None) if self.is_straggling() else None
+
+    def pass_on(self) -> bool:
+        """SIGTERM to each rank of this machine, once; False where no rank has started yet."""
+        if not self._watch.ranks:
+            return False
+        running = self._watch.running_here()
+        if running and not self._told:
+            say("stopping, with a checkpoint where training has begun; a second signal kills at once")
+        elif not self._told and (others := sorted({s.outcome.host for s in self.running()})):
+            say(f"the ranks run on {', '.join(others)}: send SIGTERM to one of them there; a second signal here kills")
+            self._told.add(0)
+        for state in running:
+            if state.outcome.pid not in self._told:
+                self._told.add(state.outcome.pid)
+                send(state.outcome.pid, signal.SIGTERM)
+        return True
+
+    def running(self) -> list[RankState]:
+        return [state for state in self._watch.ranks.values() if state.is_running]
+
+    def after_failure(self) -> Verdict:
+        """Let the other ranks say what they met, end them, and ask the launcher which signal a rank died of."""
+        end = time.monotonic() + SETTLE_S
+        while self._watch.running_here() and time.monotonic() < end:
+            time.sleep(POLL_S / 2)
+            self._watch.look()
+        known = list(self._watch.ranks.values())
+        for state in self._watch.running_here():
+            send(state.outcome.pid, signal.SIGKILL)
+        died_here = any(state.died is not None for state in known)
+        if died_here:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(LAUNCHER_S)
+        return judge(known, self.circumstances(self._process.poll() if died_here else None))
+
+    def is_straggling(self) -> bool:
+        """Whether some ranks have stopped for long, and others have not: they wait for these, and cannot hear us."""
+        codes = {state.outcome.code for state in self._watch.ranks.values()}
+        if errors.EXIT_STOPPED not in codes or not self._watch.running_here():
+            return False
+        self._ended_first = self._ended_first or time.monotonic()
+        return time.monotonic() - self._ended_first > ENDING_S
+
+    def judged(self, launcher_code: int | None) -> Verdict:
+        return judge(list(self._watch.ranks.values()), self.circumstances(launcher_code))
+
+    def circumstances(self, launcher_code: int | None) -> Circumstances:
+        """What besides the ranks decides."""
+        return Circumstances(
+            self._run_dir,
+            launcher_code,
+            asked_to_stop=self._signals.first is not None,
+            memory=self._memory,
+            oom_kills=num_oom_kills() - self._oom_kills,
+        )
+
+    def kill(self) -> None:
+        """End all processes of this machine that the job started; on others, let the launcher do it."""
+        if self._process.poll() is None and not self._on_one_machine:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(LAUNCHER_S)
+        for state in self._watch.running_here():
+            send(state.outcome.pid, signal.SIGKILL)  # ssh starts ranks in another session
+        kill_session(self._process.pid)
+        self._process.wait()
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

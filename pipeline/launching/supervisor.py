@@ -1,0 +1,51 @@
+"""Runs a launcher for one stage: `python -m pipeline.launching.supervisor MODULE N WORD... COMMAND...`.
+
+MODULE is a stage's, the N words are its flags, the rest is the launcher's command. DeepSpeed's launcher turns signals
+into exit code 1, forwards none, ends ranks that still save and says nothing of a rank that hangs; so this process
+signals the ranks itself, reads how they ended (pipeline/outcome.py) and leaves no process behind.
+"""
+
+import signal
+import sys
+import time
+from types import FrameType
+
+from pipeline.errors import RunError
+from pipeline.processes import REPEAT_S
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP to this process, kept until the job's loop asks."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.second: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has SIGHUP ignored, and means it.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+        elif now - self.first >= REPEAT_S:
+            self.second = number
+
+
+def main(argv: list[str]) -> int:
+    """Run the job; returns its exit code."""
+    signals = Signals()
+    # Imported after the handlers are there: reading all flags takes a good part of a second.
+    from pipeline.launching.job import run_job
+
+    try:
+        module, count, rest = argv[0], int(argv[1]), argv[2:]
+        return run_job(module, rest[:count], rest[count:], signals)
+    except RunError as error:
+        print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
+        return error.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""Tokens and passwords: recognised in text, kept out of settings and messages.
+
+Settings are written into config.json, env.json, model cards and logs, so a secret is no setting: it is refused as one.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MASK = "***"
+SECRET = re.compile(
+    r"""\bhf_[A-Za-z0-9]{16,}                                       # Hugging Face
+    |\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}                              # OpenAI and others
+    |\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}              # GitHub
+    |\bAKIA[0-9A-Z]{16}\b                                           # AWS
+    |\bxox[abprs]-[A-Za-z0-9-]{10,}                                 # Slack
+    |\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+                            # JSON web tokens
+    |(?<=://)[^/\s:@]*:[^/\s@]+(?=@)                                # user:password in a URL
+    |(?<=[?&])(?:access_)?(?:token|key|api_?key|secret|password|sig|signature)=[^&\s]+
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+# What a person says to a model is written nowhere, and may hold anything.
+FREE_TEXT = ("prompt", "system")
+
+
+def redacted(text: str) -> str:
+    """`text` with *** for whatever looks like a token or a password."""
+    return SECRET.sub(MASK, text)
+
+
+def secret_values(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """A line for each flag whose value holds a secret."""
+    for name, value in values.items():
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        if name not in FREE_TEXT and any(SECRET.search(text) for text in texts):
+            yield (
+                f"--{name}: found a token or password ({origins[name]}), which would be written into logs and "
+                "config.json; give it to the library as HF_TOKEN, WANDB_API_KEY or in ~/.netrc"
+            )

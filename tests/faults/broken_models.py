@@ -1,0 +1,156 @@
+"""Model folders that are broken in one way each, made from the tiny ones; shared by tests of input and of security."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Break = Callable[[Path], object]
+WEIGHTS = "model.safetensors"
+MISSING = object()
+
+
+class Broken(NamedTuple):
+    """What is done to the folder `source`, and what the one line says; `at_load`: only the weights show it."""
+
+    change: Break
+    says: str
+    source: str = "base"
+    at_load: bool = False
+
+
+def set_json(file: str, **values: Any) -> Break:
+    """Fields of a JSON file; MISSING takes one away."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / file).read_text(encoding="utf-8")) | values
+        content = {name: value for name, value in content.items() if value is not MISSING}
+        (folder / file).write_text(json.dumps(content), encoding="utf-8")
+
+    return change
+
+
+def config(**values: Any) -> Break:
+    return set_json("config.json", **values)
+
+
+def tokenizer(**values: Any) -> Break:
+    return set_json("tokenizer_config.json", **values)
+
+
+def text(file: str, content: str | bytes) -> Break:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+def without(*files: str) -> Break:
+    return lambda folder: [(folder / file).unlink() for file in files]
+
+
+def cut(file: str, share: float) -> Break:
+    """Only the first `share` of a file's bytes."""
+
+    def change(folder: Path) -> None:
+        data = (folder / file).read_bytes()
+        (folder / file).write_bytes(data[: int(share * len(data))])
+
+    return change
+
+
+def all_of(*changes: Break) -> Break:
+    return lambda folder: [change(folder) for change in changes]
+
+
+def adapter(**values: Any) -> Break:
+    """Nothing but an adapter's configuration."""
+
+    def change(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | values), encoding="utf-8")
+
+    return change
+
+
+def template(content: Any) -> Break:
+    return tokenizer(chat_template=content)
+
+
+INDEX = "model.safetensors.index.json"
+HEADER = (8).to_bytes(8, "little") + b"{[[[[[[[" + b"0" * 64
+FAILS = "the chat template of {path} refuses a conversation: "
+SILENT = "its chat template leaves out what user or assistant said; --template human_assistant"
+
+BROKEN: dict[str, Broken] = {
+    "no-config": Broken(without("config.json"), "holds no model (no config.json)"),
+    "half-config": Broken(cut("config.json", 0.5), "config.json: cannot be read as JSON"),
+    "empty-config": Broken(text("config.json", ""), "config.json: cannot be read as JSON"),
+    "list-config": Broken(text("config.json", "[1]"), "config.json: found a JSON list, wanted an object"),
+    "utf16-config": Broken(text("config.json", "{}".encode("utf-16")), "config.json: cannot be read as JSON"),
+    "deep-config": Broken(text("config.json", "[" * 100_000), "config.json: cannot be read as JSON"),
+    "no-type": Broken(config(model_type=MISSING), "cannot read a model configuration: Unrecognized model"),
+    "unknown-type": Broken(config(model_type="alien"), "cannot read a model configuration"),
+    "number-as-type": Broken(config(model_type=7), "cannot read a model configuration"),
+    "list-as-type": Broken(config(model_type=["opt"]), "cannot read a model configuration"),
+    "word-as-size": Broken(config(hidden_size="big"), "Field 'hidden_size' expected int, got str"),
+    "unknown-dtype": Broken(config(dtype="evil"), "cannot read a model configuration"),
+    "translation": Broken(config(model_type="t5"), "cannot load the model", at_load=True),
+    "encoder": Broken(config(model_type="bert"), "weights are not in its files", at_load=True),
+    "negative-size": Broken(config(hidden_size=-1), "cannot load the model", at_load=True),
+    "odd-heads": Broken(config(num_attention_heads=5), "must be divisible by num_heads", at_load=True),
+    "one-more-layer": Broken(config(num_hidden_layers=3), "16 weights are not in its files", at_load=True),
+    "other-width": Broken(config(hidden_size=64, word_embed_proj_dim=64), "the shapes in its files", at_load=True),
+    "fewer-positions": Broken(config(max_position_embeddings=96), "the shapes in its files", at_load=True),
+    "quantised": Broken(config(quantization_config={"quant_method": "gptq", "bits": 4}), "cannot load", at_load=True),
+    "reward-model": Broken(lambda folder: None, "is a reward model (OPTFor", source="scorer", at_load=True),
+    "larger-vocabulary": Broken(config(vocab_size=500), "config.json says vocab_size 500, but model.decoder."),
+    "smaller-vocabulary": Broken(config(vocab_size=300), "rows; take config.json and weights from the same"),
+    "no-weights": Broken(without(WEIGHTS), "holds no weights (no model.safetensors)"),
+    "half-weights": Broken(cut(WEIGHTS, 0.5), "bytes, wanted "),
+    "empty-weights": Broken(text(WEIGHTS, ""), "model.safetensors: 0 bytes are too few for its header"),
+    "absurd-header": Broken(text(WEIGHTS, b"\xff" * 64), "model.safetensors: 64 bytes are too few for its header"),
+    "broken-header": Broken(text(WEIGHTS, HEADER), "its header is not that of a safetensors file"),
+    "tail-on-weights": Broken(
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes() + b"x"), "bytes, wanted "
+    ),
+    "lost-shard": Broken(
+        all_of(without(WEIGHTS), text(INDEX, '{"weight_map": {"a": "model-1.safetensors"}}')), "1 of its 1 files are"
+    ),
+    "shard-elsewhere": Broken(
+        all_of(without(WEIGHTS), text(INDEX, '{"weight_map": {"a": "../base/model.safetensors"}}')), "are missing"
+    ),
+    "half-index": Broken(all_of(without(WEIGHTS), text(INDEX, '{"weight')), "cannot be read as an index of weights"),
+    "no-tokenizer": Broken(without("tokenizer.json", "tokenizer_config.json"), "holds no tokenizer (no tokenizer"),
+    "half-tokenizer": Broken(cut("tokenizer.json", 0.5), "no tokenizer that transformers can load"),
+    "half-tokenizer-config": Broken(cut("tokenizer_config.json", 0.5), "no tokenizer that transformers can load"),
+    "no-eos": Broken(
+        tokenizer(eos_token=None, bos_token=None, pad_token=None, unk_token=None), "has no EOS token to end a turn with"
+    ),
+    "adapter-without-weights": Broken(adapter(base_model_name_or_path="x"), "an adapter without adapter_model"),
+    "adapter-without-base": Broken(adapter(), "base_model_name_or_path is missing"),
+    "half-adapter": Broken(
+        all_of(adapter(), text("adapter_config.json", '{"peft')), "adapter_config.json: cannot be read as JSON"
+    ),
+    "template-syntax": Broken(template("{% for m in messages %}"), FAILS + "Unexpected end of template"),
+    "template-attribute": Broken(template("{{ messages[0].foo.bar }}"), FAILS + "'dict object' has no attribute"),
+    "template-type": Broken(template("{{ 1 + 'a' }}"), FAILS + "unsupported operand"),
+    "template-zero": Broken(template("{{ 1 / 0 }}"), FAILS + "division by zero"),
+    "template-filter": Broken(template("{{ messages|nosuch }}"), FAILS + "No filter named"),
+    "template-include": Broken(template("{% include '/etc/passwd' %}"), FAILS + "no loader"),
+    "template-refuses": Broken(template("{{ raise_exception('never') }}"), FAILS + "never"),
+    "template-empty": Broken(template(""), SILENT),
+    "template-constant": Broken(template("hello"), SILENT),
+    "template-other-key": Broken(template("{% for m in messages %}{{ m['text'] }}{% endfor %}"), SILENT),
+    "template-number": Broken(template(7), "its chat template: found int, wanted a text"),
+    "template-huge": Broken(template("x" * 100_001), "found 100001 characters, wanted a text of at most 100000"),
+}  # fmt: skip
+
+
+def make(name: str, folder: Path, target: Path) -> Path:
+    """The broken folder, as `target`/<name>."""
+    broken = BROKEN[name]
+    path = target / name
+    shutil.copytree(folder / broken.source, path)
+    broken.change(path)
+    return path

@@ -1,0 +1,297 @@
+"""Runs of a stage in forked children of one process that has imported everything: a run takes a second, not ten.
+
+The parent never computes with torch, so that no thread of it is missing in a child.
+"""
+
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+MODELS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema")}
+LOSSES = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "actor/grad_norm", "critic/grad_norm")
+CLOCK = ("time", "_s", "_per_s")  # ends of names of numbers that depend on the clock
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A stage's run with all that evolves in it: `folder` holds the inputs of tests/tiny_run.py."""
+
+    stage: str
+    folder: Path
+    steps: int = 8
+    ranks: int = 1
+    more: tuple[object, ...] = ()
+
+    def words(self, out: str) -> list[str]:
+        flags: dict[str, object] = {
+            "data_path": self.folder / "train.jsonl",
+            "eval_data_path": self.folder / "test.jsonl",
+            "data_split": "none",
+            "data_output_path": self.folder / "cache",
+            "num_train_epochs": 100,
+            "max_steps": self.steps,
+            "dtype": "fp32",
+            "output_dir": self.folder / out if self.stage == "ppo" else self.folder / out / self.stage,
+            "save_steps": 1,
+            "eval_interval": 3,
+            "eval_iters": 2,
+        }
+        flags |= PPO if self.stage == "ppo" else PRETRAINING
+        if self.stage == "ppo":
+            flags |= {
+                "actor_model_name_or_path": self.folder / "base",
+                "critic_model_name_or_path": self.folder / "scorer",
+                "unsupervised_data_path": self.folder / "text.jsonl",
+            }
+        else:
+            flags["model_name_or_path"] = self.folder / "base"
+        return [str(word) for name, value in flags.items() for word in (f"--{name}", value)] + list(map(str, self.more))
+
+    def run_dir(self, out: str) -> Path:
+        return self.folder / out / "runs" / self.stage
+
+
+PRETRAINING = {
+    "max_seq_len": 96,
+    "learning_rate": 1e-3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "zero_stage": 2,
+    "lora_dim": 4,
+    "lora_dropout": 0.2,
+    "keep_best": "true",
+}
+# LoRA, EMA, ptx, an adaptive KL coefficient, and two epochs of two updates on each rollout.
+PPO = {
+    "unsup_coef": 0.5,
+    "max_prompt_seq_len": 48,
+    "max_answer_seq_len": 12,
+    "actor_learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "per_device_generation_batch_size": 8,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "ppo_epochs": 2,
+    "kl_target": 0.5,
+    "kl_horizon": 100,
+    "enable_ema": "true",
+    "actor_zero_stage": 2,
+    "critic_zero_stage": 3,
+}
+
+
+def preload() -> None:
+    """Import what a stage needs; a child starts from here."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if Path("/dev/nvidiactl").exists():
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep children from using CUDA
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    names = ("pipeline.engine", "pipeline.saving", "torch.utils.tensorboard")
+    for name in (*names, *(f"{package}.training" for package in PACKAGES.values())):
+        importlib.import_module(name)
+
+
+def start(story: Story, out: str, *further: object, first: Callable[[], None] = lambda: None) -> list[int]:
+    """Fork a child a rank that runs the stage's `main`; their process ids. `first` is called in each before that."""
+    port = free_port()
+    return [fork(story, out, [*map(str, further)], rank, port, first) for rank in range(story.ranks)]
+
+
+def fork(story: Story, out: str, further: list[str], rank: int, port: int, first: Callable[[], None]) -> int:
+    module = importlib.import_module(f"{PACKAGES[story.stage]}.main")
+    log = story.folder / f"{out}.{story.stage}.log"
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        with log.open("ab") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        # Under pytest these two are its own.
+        sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+        if story.ranks > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(story.ranks)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        first()
+        code = module.main([*story.words(out), *further])
+    finally:
+        os._exit(code)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def finish(pids: list[int]) -> int:
+    """Wait for all ranks; the first exit code that is not 0, negative for a signal."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return next((code for code in codes if code), 0)
+
+
+def run(story: Story, out: str, *further: object, first: Callable[[], None] = lambda: None) -> int:
+    return finish(start(story, out, *further, first=first))
+
+
+def run_killed(story: Story, out: str, after_s: float) -> int:
+    """Start a run and SIGKILL all its ranks after a time, unless they have ended; its exit code."""
+    pids = start(story, out)
+    time.sleep(after_s)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return finish(pids)
+
+
+def wait_for_step(story: Story, out: str, step: int, pids: list[int]) -> None:
+    """Until metrics.jsonl has a line of `step` or a child has ended."""
+    file, wanted = story.run_dir(out) / "metrics.jsonl", f'"step": {step},'
+    while not (file.is_file() and wanted in file.read_text(encoding="utf-8")):
+        if os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return
+        time.sleep(0.01)
+
+
+# --- what a run has left ----------------------------------------------------------------------------------------------
+
+
+def findings(story: Story, out: str) -> dict[str, Any]:
+    """All that must not depend on an interruption: numbers, weights, optimizer state, samples, TensorBoard."""
+    run_dir = story.run_dir(out)
+    checkpoint = run_dir / "checkpoints" / f"step-{story.steps}"
+    state = json.loads((checkpoint / "state.json").read_text())
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    hashes = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
+    models = {
+        f"{name}/{file.name}": file.read_bytes()
+        for name in MODELS[story.stage]
+        for file in sorted((run_dir.parents[1] / name).rglob("*.safetensors"))
+    }
+    samples = run_dir / "samples.jsonl"
+    return {
+        "metrics": metrics(run_dir),
+        "state": without_clock(state["state"]),
+        "engines": state["engines"],
+        "shards": hashes,
+        "models": {name: hash(content) for name, content in models.items()},
+        "samples": samples.read_text() if samples.is_file() else "",
+        "curves": curves(run_dir / "tensorboard"),
+    }
+
+
+def without_clock(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_clock(part) for name, part in value.items() if not name.endswith(CLOCK)}
+    return value
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines of metrics.jsonl without what depends on the clock."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [without_clock(json.loads(line)) for line in lines]
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of every TensorBoard scalar that does not depend on the clock, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    names = [name for name in events.Tags()["scalars"] if not name.endswith(CLOCK)]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """The names of what differs."""
+    return [name for name in expected if found[name] != expected[name]]
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+def tell_whole(story: Story) -> tuple[dict[str, Any], float]:
+    """(findings of a run in one go, seconds of a second one, which finds the data built as the killed ones will)."""
+    assert run(story, "whole") == 0
+    started = time.monotonic()
+    assert run(story, "again") == 0
+    seconds = time.monotonic() - started
+    expected = findings(story, "whole")
+    assert not differences(findings(story, "again"), expected), "two whole runs differ"
+    return expected, seconds
+
+
+def kill_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
+    """`count` runs, each killed at a random time, resumed, and compared with a run in one go."""
+    draw = random.Random(seed)
+    expected, length = tell_whole(story)
+    killed, wrong = 0, []
+    for number in range(count):
+        after = draw.uniform(0.0, length)
+        killed += run_killed(story, "killed", after) == -signal.SIGKILL
+        code = run(story, "killed")
+        apart = [f"exit {code}"] if code else differences(findings(story, "killed"), expected)
+        wrong += [f"{number} after {after:.2f} s: {', '.join(apart)}"] if apart else []
+        shutil.rmtree(story.folder / "killed", ignore_errors=True)
+    return {"killed": killed, "runs": count, "wrong": wrong, "run_s": length}
+
+
+def chain(story: Story, count: int, seed: int) -> dict[str, Any]:
+    """One run that is killed `count` times before it comes to its end."""
+    draw = random.Random(seed)
+    expected, length = tell_whole(story)
+    codes = []
+    for number in range(count):
+        pids = start(story, "chained")
+        wait_for_step(story, "chained", 1 + number * story.steps // (count + 1), pids)
+        time.sleep(draw.uniform(0.0, 0.3 * length / story.steps))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        codes.append(finish(pids))
+    code = run(story, "chained")
+    apart = [f"exit {code}"] if code else differences(findings(story, "chained"), expected)
+    return {"killed": codes.count(-signal.SIGKILL), "runs": count, "wrong": apart, "run_s": length}
+
+
+def regroup(story: Story, count: int, seed: int) -> dict[str, Any]:
+    """Half of a rollout's updates on two ranks at stage 2, the other half on one at stage 0, against all on two."""
+    same = ("--lr_scheduler_type", "constant", "--eval_interval", 0, "--save_steps", 0)
+    cut = ("--per_device_generation_batch_size", 4, "--gradient_accumulation_steps", 1)
+    two = replace(story, ranks=2, steps=4, more=(*same, *cut))
+    half = replace(two, steps=2)
+    one = replace(story, steps=4, more=(*same, "--actor_zero_stage", 0, "--critic_zero_stage", 0))
+    assert [run(two, "whole"), run(half, "parts"), run(one, "parts")] == [0, 0, 0]
+    lines = [
+        [line for line in metrics(story.run_dir(out)) if line["step"] > 2 and "loss/policy" in line]
+        for out in ("whole", "parts")
+    ]
+    apart = [abs(mine[name] - theirs[name]) for mine, theirs in zip(*lines, strict=True) for name in LOSSES]
+    return {"whole": lines[0], "worst": max(apart)}
+
+
+def main(words: Sequence[str]) -> None:
+    """`forks.py WORK STAGE FOLDER COUNT SEED RANKS STEPS [FLAGS]`: prints what was found as JSON."""
+    work, stage, folder, count, seed, ranks, steps, *more = words
+    preload()
+    story = Story(stage, Path(folder), steps=int(steps), ranks=int(ranks), more=tuple(more))
+    print(
+        json.dumps({"kill": kill_and_compare, "chain": chain, "regroup": regroup}[work](story, int(count), int(seed)))
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,76 @@
+"""A checkpoint of a small engine without DeepSpeed, and every file operation of its save made visible."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import checkpoint, fragments
+
+OS_CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
+FACTS = checkpoint.Facts(settings={"seed": 1}, fingerprints={"data": "abc"}, sizes={"rows": 8}, layout={})
+
+
+def make_engine() -> Any:
+    """What checkpoint.py asks of a TrainingEngine at stage 0, with one AdamW step taken."""
+    torch.manual_seed(0)
+    module = nn.Linear(16, 8)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    counts = SimpleNamespace(global_steps=1, global_samples=2, micro_steps=1, skipped_steps=0)
+    return SimpleNamespace(module=module, optimizer=optimizer, zero_stage=0, deepspeed=counts)
+
+
+def make_run(folder: Path) -> Any:
+    return SimpleNamespace(folder=folder, world=SimpleNamespace(device=torch.device("cpu")))
+
+
+def save(folder: Path, engine: Any, step: int, *, keep: int = 1, background: bool = False) -> None:
+    """A checkpoint with all kinds of files."""
+    content = checkpoint.Content(
+        state={"step": step},
+        engines={"model": engine},
+        fragments={"average": [fragments.Fragment("weight", 0, torch.full((64,), float(step)))]},
+        tensors={"responses/order": torch.arange(8) + step},
+    )
+    saver = checkpoint.Saver(make_run(folder), FACTS, keep=keep, background=background)
+    saver.save(content, step=step)
+    saver.finish()
+
+
+@contextmanager
+def operations_watched(before: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """While open, `before(name, arguments)` is called ahead of each write, flush, rename and removal."""
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*given: Any, **further: Any) -> Any:
+            before(name, given)
+            return call(*given, **further)
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OS_CALLS:
+            patch.setattr(os, name, watched(name, getattr(os, name)))
+        patch.setattr(Path, "write_text", watched("write_text", Path.write_text))
+        for module in (checkpoint, fragments):
+            patch.setattr(module, "save_file", watched("save_file", module.save_file))
+        yield
+
+
+def count_operations(folder: Path, engine: Any) -> list[str]:
+    """The names of all operations of saving step 2 where step 1 is there and one checkpoint is kept."""
+    names: list[str] = []
+    shutil.rmtree(folder, ignore_errors=True)
+    save(folder, engine, 1)
+    with operations_watched(lambda name, given: names.append(name)):
+        save(folder, engine, 2)
+    return names

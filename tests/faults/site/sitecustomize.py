@@ -1,0 +1,23 @@
+"""Python imports this first where its folder is in PYTHONPATH: lets a test make a rank raise or hang by a signal."""
+
+import os
+import signal
+import time
+
+
+def fail(*_: object) -> None:
+    raise ValueError("on purpose")
+
+
+def fill_memory(*_: object) -> None:
+    bytearray(2**34)
+
+
+def hang(*_: object) -> None:
+    time.sleep(1e6)
+
+
+if "RANK" in os.environ:
+    signal.signal(signal.SIGUSR1, fail)
+    signal.signal(signal.SIGUSR2, hang)
+    signal.signal(signal.SIGRTMIN, fill_memory)

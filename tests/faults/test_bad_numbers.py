@@ -1,0 +1,162 @@
+"""Numbers that are not finite: the step changes nothing and is counted, or the row is masked; for good, the run ends.
+
+Goal R11: twelve places, each once and permanently. Injected in a forked child ahead of the stage's `main`.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forks import Story, finish, metrics, preload, start
+from safetensors.torch import load_file
+from tiny_run import make_folder
+
+STEPS = 8
+LIMIT = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    preload()
+    return make_folder(tmp_path_factory.mktemp("numbers"))
+
+
+def spoiled(call: Callable[..., Any], spoil: Callable[[Any], Any], *, times: int) -> Callable[..., Any]:
+    """`call` whose results are spoiled from the second call on, `times` times."""
+    seen = 0
+
+    def wrapper(*given: Any, **further: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        result = call(*given, **further)
+        return spoil(result) if 2 <= seen < 2 + times else result
+
+    return wrapper
+
+
+def patch(place: str, spoil: Callable[[Any], Any], *, times: int) -> None:
+    """Spoil what the function at `place` (module:name) returns."""
+    import importlib
+
+    module_name, name = place.split(":")
+    module = importlib.import_module(module_name)
+    setattr(module, name, spoiled(getattr(module, name), spoil, times=times))
+
+
+def spoil_gradient(package: str, *, times: int) -> None:
+    """A NaN in one weight's gradient, as a broken kernel would leave it."""
+    import importlib
+
+    module = importlib.import_module(package)
+    make = module.training_engine
+
+    def wrapper(*given: Any, **further: Any) -> Any:
+        engine = make(*given, **further)
+        weight = [parameter for parameter in engine.module.parameters() if parameter.requires_grad][0]
+        weight.register_hook(spoiled(lambda gradient: gradient, lambda gradient: gradient * math.nan, times=times))
+        return engine
+
+    module.training_engine = wrapper
+
+
+def first_row(field: str, value: float) -> Callable[[Any], Any]:
+    def spoil(scores: Any) -> Any:
+        getattr(scores, field)[0] = value
+        return scores
+
+    return spoil
+
+
+def all_rows(field: str) -> Callable[[Any], Any]:
+    def spoil(scores: Any) -> Any:
+        getattr(scores, field)[:] = math.nan
+        return scores
+
+    return spoil
+
+
+def in_tuple(result: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    return result[0] * math.nan, result[1]
+
+
+SKIPS: dict[str, tuple[str, Callable[[int], None]]] = {
+    "sft loss": ("sft", lambda n: patch("step1_sft.training:token_sum_loss", lambda loss: loss * math.nan, times=n)),
+    "sft loss inf": ("sft", lambda n: patch("step1_sft.training:token_sum_loss", lambda x: x * math.inf, times=n)),
+    "sft gradient": ("sft", lambda n: spoil_gradient("step1_sft.training", times=n)),
+    # Its gradient is finite: only the loss itself tells.
+    "sft loss alone": (
+        "sft",
+        lambda n: patch("step1_sft.training:token_sum_loss", lambda loss: loss + math.inf, times=n),
+    ),
+    "reward loss": ("reward", lambda n: patch("step2_reward.training:batch_loss", lambda x: x * math.nan, times=n)),
+    "reward gradient": ("reward", lambda n: spoil_gradient("step2_reward.training", times=n)),
+    "ppo policy loss": ("ppo", lambda n: patch("step3_ppo.trainer:policy_loss", in_tuple, times=n)),
+    "ppo value loss": ("ppo", lambda n: patch("step3_ppo.trainer:value_loss", in_tuple, times=n)),
+    "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.phases:score", all_rows("scores"), times=n)),
+}
+MASKS: dict[str, Callable[[int], None]] = {
+    "reward nan": lambda n: patch("step3_ppo.phases:score", first_row("scores", math.nan), times=n),
+    "reward inf": lambda n: patch("step3_ppo.phases:score", first_row("scores", math.inf), times=n),
+    "values nan": lambda n: patch("step3_ppo.phases:score", first_row("values", math.nan), times=n),
+}
+QUICK = ("sft loss alone", "ppo all rewards")
+PLACES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.faults) for name in SKIPS]
+
+
+def run(folder: Path, stage: str, out: str, inject: Callable[[int], None], times: int) -> tuple[int, Story]:
+    more = ("--max_bad_steps", LIMIT, "--lora_dim", 0) if stage != "ppo" else ("--max_bad_steps", LIMIT)
+    story = Story(stage, folder, steps=STEPS, more=more)
+    return finish(start(story, out, first=lambda: inject(times))), story
+
+
+def assert_weights_are_finite(story: Story, out: str) -> None:
+    files = list((story.folder / out).rglob("*.safetensors"))
+    assert files
+    for file in files:
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values() if tensor.is_floating_point()), file
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_once_is_skipped_and_counted(folder, place):
+    stage, inject = SKIPS[place]
+    out = f"once-{place.replace(' ', '-')}"
+    code, story = run(folder, stage, out, inject, 1)
+    lines = [line for line in metrics(story.run_dir(out)) if "skipped_updates" in line]
+    assert code == 0 and [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    skipped = lines[-1]["skipped_updates"]
+    assert skipped == (4 if place == "ppo all rewards" else 1), "a rollout without rewards has four updates"
+    text = (story.run_dir(out) / "log.txt").read_text()
+    assert text.count(" skipped: ") == skipped and "rank 0 had rows " in text
+    noted = [json.loads(line) for line in (story.run_dir(out) / "log" / "bad-steps-rank-0.jsonl").open()]
+    assert len(noted) == skipped and noted[0]["rows"] and len(noted[0]["input_ids"][0]) >= 1
+    assert_weights_are_finite(story, out)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_for_good_ends_with_4(folder, place):
+    stage, inject = SKIPS[place]
+    out = f"always-{place.replace(' ', '-')}"
+    code, story = run(folder, stage, out, inject, 10**6)
+    assert code == 4
+    outcome = json.loads((story.run_dir(out) / "outcome" / "rank-0.json").read_text())
+    assert outcome["message"].startswith(f"{LIMIT} steps in a row were not finite; lower --")
+    last = (folder / f"{out}.{stage}.log").read_text()
+    assert "Traceback" not in last
+    assert_weights_are_finite(story, out)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("place", list(MASKS))
+@pytest.mark.parametrize("times", [1, 10**6])
+def test_a_bad_row_is_masked_and_counted(folder, place, times):
+    out = f"mask-{place.replace(' ', '-')}-{times}"
+    code, story = run(folder, "ppo", out, MASKS[place], times)
+    masked = [line["rows_masked"] for line in metrics(story.run_dir(out)) if "rows_masked" in line]
+    assert code == 0 and sum(masked) >= 1 and max(masked) == 1
+    lines = [line for line in metrics(story.run_dir(out)) if "loss/policy" in line]
+    assert lines[-1]["skipped_updates"] == 0 and all(line["loss/policy"] is not None for line in lines)
+    assert_weights_are_finite(story, out)

@@ -1,0 +1,159 @@
+"""Sixty wrong configurations: each ends in one line and exit 2 before a model is loaded, with the nearest valid name.
+
+The table: command, its wrong words (flags that differ from a valid run's), what the line says, files to write first.
+A name that starts with `@` stands for a file of the case's folder.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from input_calls import call, flags, make_inputs, stage_words, stopped_at_the_models
+
+YAML, JSON = "c.yaml", "ds.json"
+
+
+class Case(NamedTuple):
+    """One wrong configuration."""
+
+    command: str
+    changes: dict[str, Any]
+    says: str
+    files: dict[str, str] = {}
+
+
+def typo(command: str, wrong: str, right: str, value: object = 1) -> Case:
+    return Case(command, {wrong: value}, f"--{wrong}: unknown flag; did you mean --{right}?")
+
+
+def in_yaml(command: str, text: str, says: str) -> Case:
+    return Case(command, {"config": f"@{YAML}"}, says, {YAML: text})
+
+
+def in_json(text: str, says: str, command: str = "sft", **changes: Any) -> Case:
+    return Case(command, {"deepspeed_config": f"@{JSON}", **changes}, says, {JSON: text})
+
+
+CASES = [
+    # Names of flags.
+    typo("sft", "learning_rat", "learning_rate"),
+    typo("sft", "max_seq_length", "max_seq_len"),
+    typo("sft", "per_device_batch_size", "per_device_eval_batch_size"),
+    typo("reward", "centring_coef", "centering_coef"),
+    typo("reward", "num_train_epoch", "num_train_epochs"),
+    typo("reward", "lora_dimension", "lora_dim"),
+    typo("ppo", "actor_learningrate", "actor_learning_rate"),
+    typo("ppo", "critic_zero_stag", "critic_zero_stage"),
+    typo("ppo", "kl_coeff", "kl_coef"),
+    typo("ppo", "learning_rate", "actor_learning_rate"),
+    typo("chat", "max_new_token", "max_new_tokens"),
+    typo("prompt_eval", "rewards_model", "reward_model"),
+    typo("reward_eval", "data_paths", "data_path"),
+    Case("train", {"sft.learning_rte": 1}, "--sft.learning_rte: unknown flag; did you mean --sft.learning_rate?"),
+    Case("train", {"actor-modle": "tiny"}, "--actor_modle: unknown flag; did you mean --actor_model?"),
+    # Words that no value may be.
+    Case("sft", {"dtype": "bf61"}, "--dtype: found 'bf61' (command line): ", {}),
+    Case("sft", {"lr_scheduler_type": "cosin"}, "did you mean cosine?"),
+    Case("reward", {"reward_loss": "last_tokn"}, "did you mean last_token?"),
+    Case("reward", {"long_pairs": "truncate"}, "did you mean truncate_left?"),
+    Case("ppo", {"kl_estimator": "k4"}, "--kl_estimator: found 'k4'"),
+    Case("sft", {"template": "tokeniser"}, "did you mean tokenizer?"),
+    Case("chat", {"dtype": "fp64"}, "--dtype: found 'fp64' (command line)"),
+    Case("train", {"actor-model": "1.5b"}, "--actor-model: found size '1.5b'"),
+    Case("train", {"deployment-type": "single_gpus"}, "did you mean single_gpu?"),
+    # Types.
+    Case("sft", {"max_seq_len": "many"}, "--max_seq_len: found 'many' (command line): Input should be a valid integer"),
+    Case("sft", {"learning_rate": "fast"}, "--learning_rate: found 'fast'"),
+    Case("reward", {"packing": "true"}, "--packing: unknown flag"),
+    Case("sft", {"packing": "maybe"}, "--packing: found 'maybe'"),
+    Case("ppo", {"ppo_epochs": "1.5"}, "--ppo_epochs: found '1.5'"),
+    Case("sft", {"seed": ["1", "2"]}, "--seed: found 2 values (1 2), wanted one"),
+    in_yaml("sft", "sft: {seed: [1]}", "--seed: found [1] ("),
+    in_yaml("reward", "learning_rate: {a: 1}", "learning_rate: unknown section"),
+    # Ranges.
+    Case("sft", {"max_seq_len": 4}, "--max_seq_len: found '4' (command line): Input should be greater than or equal"),
+    Case("sft", {"learning_rate": "-1e-5"}, "--learning_rate: found '-1e-5'"),
+    Case("sft", {"learning_rate": "nan"}, "--learning_rate: found 'nan'"),
+    Case("sft", {"learning_rate": "inf"}, "--learning_rate: found 'inf'"),
+    Case("reward", {"eval_fraction": "1"}, "--eval_fraction: found '1'"),
+    Case("ppo", {"gamma": "1.01"}, "--gamma: found '1.01'"),
+    Case("ppo", {"actor_zero_stage": "4"}, "--actor_zero_stage: found '4'"),
+    Case("prompt_eval", {"top_p": "0"}, "--top_p: found '0'"),
+    Case("sft", {"data_split": "2,4"}, "data_split '2,4': three numbers"),
+    Case("sft", {"data_path": "train.jsonl:1.5"}, "'1.5' is no weight"),
+    # Conflicts.
+    Case("sft", {"packing": "true", "attn_implementation": "flash_attention_2"}, "packing: flash_attention_2"),
+    Case("reward", {"reward_loss": "per_token", "centering_coef": "0.1"}, "centering_coef: needs --reward_loss"),
+    Case("ppo", {"kl_in_loss": "true"}, "kl_in_loss: k1 has no useful gradient"),
+    Case("ppo", {"per_device_train_batch_size": 3}, "--per_device_generation_batch_size 48 is one"),
+    Case("ppo", {"actor_lora_dropout": "0.1"}, "actor_lora_dropout: found 0.1"),
+    Case("ppo", {"max_answer_seq_len": 200}, "--max_prompt_seq_len + --max_answer_seq_len = 264: the actor"),
+    Case("prompt_eval", {"num_return_sequences": 2}, "--num_return_sequences: 2 answers need"),
+    Case("prompt_eval", {"max_new_tokens": 120}, "do not fit into the model's 128 positions"),
+    # YAML.
+    in_yaml("sft", "max_sequence_len: 5", "c.yaml: max_sequence_len: unknown flag; did you mean max_seq_len?"),
+    in_yaml("ppo", "ppo:\n  kl_targt: 5", "c.yaml: kl_targt: unknown flag; did you mean kl_target?"),
+    in_yaml("train", "sft: {seed: 1}\nrewad: {seed: 1}", "c.yaml: rewad: unknown section; did you mean reward?"),
+    in_yaml("train", "sfft: {seed: 1}", "c.yaml: sfft: unknown section; did you mean sft?"),
+    in_yaml("reward", "seed: 1\nseed: 2", "c.yaml: line 2: seed: stands twice"),
+    # DeepSpeed's JSON, which DeepSpeed itself would take without a word.
+    in_json('{"gradient_clippping": 1}', "gradient_clippping: DeepSpeed has no such key", command="reward"),
+    in_json('{"zero_optimisation": {"stage": 2}}', "did you mean zero_optimization?"),
+    in_json('{"zero_optimization": {"stage": 2, "overlap_com": true}}', "did you mean overlap_comm?"),
+    in_json('{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}', "did you mean device?"),
+    in_json('{"train_micro_batch_size_per_gpu": 3}', "found 3, but --per_device_train_batch_size is 4",
+            per_device_train_batch_size=4),
+    in_json('{"optimizer": {"type": "Lion"}}', "optimizer.type 'Lion'"),
+    in_json('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "bf16 and fp16: both are enabled", dtype="auto"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("configs"))
+
+
+def test_there_are_sixty() -> None:
+    assert len(CASES) >= 60
+
+
+def words_of(case: Case, folder: Path, out: Path) -> list[object]:
+    """The command line, after the case's files were written."""
+    for name, text in case.files.items():
+        (out / name).write_text(text, encoding="utf-8")
+    changes = {
+        name: str(out / value[1:]) if isinstance(value, str) and value.startswith("@") else value
+        for name, value in case.changes.items()
+    }
+    return flags(**changes) if case.command == "train" else stage_words(case.command, folder, out, **changes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.command}-{next(iter(case.changes))}")
+def test_a_wrong_configuration_is_refused(
+    case: Case, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with stopped_at_the_models(monkeypatch):
+        ending = call(case.command, words_of(case, folder, tmp_path))
+    assert ending.code == 2, ending.stderr
+    assert len(ending.errors) == 1 and case.says in ending.errors[0], ending.errors
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("command", ["sft", "reward"])
+def test_a_length_beyond_the_positions_is_refused_before_the_model_is_loaded(
+    command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stopped_at_the_models(monkeypatch):
+        ending = call(command, stage_words(command, folder, tmp_path, max_seq_len=129))
+    assert ending.code == 2 and not ending.loaded
+    assert ending.errors == [
+        f"error: --max_seq_len 129: the model {folder / 'base'} has 128 positions; --max_seq_len 128 is the most"
+    ]
+
+
+def test_the_valid_runs_come_to_their_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the cases could all be refused for another reason."""
+    with stopped_at_the_models(monkeypatch):
+        for command in ("sft", "reward", "ppo"):
+            assert call(command, stage_words(command, folder, tmp_path / command)).loaded

@@ -1,0 +1,42 @@
+"""Malformed inputs through each command's own main: no traceback, one line that names file and row, exit 2.
+
+Rows that are left out by policy are counted instead, and the run goes on to its model (docs/design.md, section 4).
+"""
+
+from pathlib import Path
+
+import pytest
+from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from input_corpus import CASES, Case
+
+NUM_CASES = 300
+FLAG = {"prompt_eval": "prompts"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("corpus"))
+
+
+def test_there_are_enough() -> None:
+    assert len({case.id for case in CASES}) == len(CASES) >= NUM_CASES
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_malformed_file(case: Case, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / case.name
+    file.write_bytes(case.content)
+    words = stage_words(case.command, folder, tmp_path / "out", **{FLAG.get(case.command, "data_path"): file})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with stopped_at_the_models(monkeypatch):
+        ending = call(case.command, words)
+    if case.ending == "REFUSED":
+        assert ending.code == 2 and len(ending.errors) == 1, ending.stderr
+        assert case.says in ending.errors[0].replace(f"{tmp_path}/", ""), ending.errors
+        return
+    assert ending.loaded, ending.stderr
+    if case.ending == "TAKEN":
+        assert case.says in ending.stderr
+    else:
+        found = [line.replace(f"{tmp_path}/", "") for line in ending.counts]
+        assert any(line.startswith(case.says) for line in found), found

@@ -1,0 +1,209 @@
+"""Limits of length, batch arithmetic, a padding token that is EOS, a hub that is not there; and ten real processes."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+from broken_models import make
+from command_run import ROOT, environment
+from ds_arguments import built, refusal
+from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from transformers import AutoTokenizer
+
+from pipeline import hub
+from pipeline.config import DeepSpeedConfig
+from pipeline.data.batching import sft_batch
+from pipeline.data.counts import Counts, Origin
+from pipeline.data.formats import Record
+from pipeline.data.samples import SampleOptions, prompt_samples, sft_samples
+from pipeline.data.templates import encode_prompt, set_template
+from pipeline.data.turns import Message
+
+LIMIT = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("limits"))
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Any:
+    loaded = AutoTokenizer.from_pretrained(folder / "base")
+    set_template(loaded, "human_assistant")
+    return loaded
+
+
+# Fault 20: prompts around the limit.
+
+
+def prompt_of(tokenizer: Any, num_tokens: int) -> Record:
+    """A prompt that has exactly `num_tokens` tokens with its template; each Q is one (no merge knows it)."""
+    frame = len(encode_prompt(tokenizer, [Message("user", "Q")])) - 1
+    messages = (Message("user", "Q" * (num_tokens - frame)),)
+    assert len(encode_prompt(tokenizer, messages)) == num_tokens
+    return Record(messages, "yes", None, None, None, 7, Origin("a.jsonl", 1), None)
+
+
+@pytest.mark.parametrize("num_tokens", [LIMIT - 1, LIMIT, LIMIT + 1, 10 * LIMIT])
+@pytest.mark.parametrize("policy", ["drop", "truncate_left"])
+def test_a_prompt_around_the_limit(num_tokens: int, policy: Any, tokenizer: Any) -> None:
+    options = SampleOptions(max_seq_len=LIMIT, max_prompt_seq_len=LIMIT, long_prompts=policy)
+    record, counts = prompt_of(tokenizer, num_tokens), Counts()
+    found = [sample.prompt_ids for sample in prompt_samples([record], tokenizer, options, counts)]
+    whole = encode_prompt(tokenizer, record.messages)
+    if num_tokens <= LIMIT:
+        assert found == [whole] and not len(counts)
+    elif policy == "drop":
+        assert found == [] and counts.lines() == ["1 prompt longer than max_prompt_seq_len (first: a.jsonl:1)"]
+    else:
+        assert [len(ids) for ids in found] == [LIMIT] and found[0][-LIMIT + 1 :] == whole[-LIMIT + 1 :]
+        assert counts.lines() == ["1 prompt truncated (first: a.jsonl:1)"]
+
+
+def test_an_empty_prompt_is_counted_and_none_is_left(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": ""}) + "\n")
+    with stopped_at_the_models(monkeypatch):
+        ending = call("ppo", stage_words("ppo", folder, tmp_path / "out", data_path=tmp_path / "rows.jsonl"))
+    assert ending.code == 2 and "1 empty prompt (first: " in ending.errors[0]
+
+
+# Fault 19: where padding and EOS are the same token, no mask may come from ids.
+
+
+def test_an_eos_that_is_the_padding_token_is_still_trained(tokenizer: Any) -> None:
+    tokenizer.pad_token = tokenizer.eos_token
+    options = SampleOptions(max_seq_len=96, max_prompt_seq_len=96)
+    turns = (Message("user", "Who?"),)
+    records = [
+        Record(turns, text, None, None, None, n, Origin("a", n), None) for n, text in enumerate(("I.", "A toad."))
+    ]
+    rows = [
+        {"ids": sample.ids, "trained": sample.trained} for sample in sft_samples(records, tokenizer, options, Counts())
+    ]
+    batch = sft_batch(rows, pad_id=tokenizer.pad_token_id)
+    for row, length in enumerate(len(item["ids"]) for item in rows):
+        assert batch.input_ids[row, length - 1] == tokenizer.eos_token_id == tokenizer.pad_token_id
+        assert batch.trained_mask[row, length - 1] and batch.attention_mask[row, :length].all()
+        assert not batch.attention_mask[row, length:].any() and not batch.trained_mask[row, length:].any()
+
+
+# Fault 25: three numbers and what would be right.
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (64, '"train_batch_size": 512 (or "auto")'),
+        (1024, "--gradient_accumulation_steps 8 or --per_device_train_batch_size 32"),
+        (100, '= 512; right are "train_batch_size": 512 (or "auto")'),
+        (0, '= 512; right are "train_batch_size": 512 (or "auto")'),
+        ("many", "train_batch_size: found many"),
+    ],
+)
+def test_a_batch_that_is_not_the_product_names_its_factors(batch: Any, says: str) -> None:
+    sizes = {"micro_batch_size": 16, "gradient_accumulation_steps": 4, "world_size": 8}
+    (line,) = refusal(built, DeepSpeedConfig(), user_json={"train_batch_size": batch}, **sizes)
+    assert "--per_device_train_batch_size 16 x --gradient_accumulation_steps 4 x 8 ranks = 512" in line and says in line
+
+
+# Fault 28: the hub cannot be reached.
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every connection is refused at once; the answer is a list of what was tried."""
+    tried: list[object] = []
+
+    def refuse(address: object, *args: object, **words: object) -> Any:
+        tried.append(address)
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for name in hub.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    hub.use_cache_alone_without_network.cache_clear()
+    return tried
+
+
+@pytest.mark.parametrize("command", ["sft", "reward", "ppo", "chat", "prompt_eval", "reward_eval", "data"])
+def test_a_hub_that_is_not_there_is_one_line_and_no_storm(
+    command: str, folder: Path, tmp_path: Path, no_network: list[object]
+) -> None:
+    flag = {"ppo": "actor_model_name_or_path", "chat": "path", "prompt_eval": "models", "reward_eval": "path"}
+    name, value = (flag.get(command, "model_name_or_path"), "some/model")
+    words = stage_words(command if command != "data" else "sft", folder, tmp_path, **{name: value})
+    if command == "data":
+        words = stage_words("sft", folder, tmp_path, data_path="some/set")
+    if command == "prompt_eval":
+        words = stage_words("prompt_eval", folder, tmp_path, models=[value, value])
+    start = time.monotonic()
+    ending = call(command if command != "data" else "sft", words)
+    assert time.monotonic() - start < 5
+    assert ending.code == 3 and len(ending.errors) == 1, ending.stderr
+    assert "Retrying" not in ending.stderr and len(no_network) == 1
+    assert "hf download" in ending.errors[0] or "datasets.load_dataset" in ending.errors[0]
+
+
+# Ten of the cases as a user meets them: a process of its own.
+
+
+def processes(folder: Path, out: Path) -> dict[str, tuple[list[object], str]]:
+    """Name -> (the command's words after `python`, what its one line says)."""
+    (out / "half.jsonl").write_text('{"prompt": "a", "chosen"')
+    (out / "latin.txt").write_bytes(b"\xe9")
+
+    def stage(name: str, **changes: object) -> list[object]:
+        return ["-m", {"sft": "step1_sft.main", "reward": "step2_reward.main", "ppo": "step3_ppo.main"}[name],
+                *stage_words(name, folder, out / "out", **changes)]  # fmt: skip
+
+    return {
+        "half a row": (stage("sft", data_path=out / "half.jsonl"), "half.jsonl:1: broken JSON"),
+        "half a row, step 2": (stage("reward", data_path=out / "half.jsonl"), "half.jsonl:1: broken JSON"),
+        "a typo": (stage("ppo", kl_coeff=1), "did you mean --kl_coef?"),
+        "no model": (stage("sft", model_name_or_path=folder / "bse"), "did you mean"),
+        "half a config": (stage("reward", model_name_or_path=make("half-config", folder, out)), "as JSON"),
+        "half the weights": (stage("sft", model_name_or_path=make("half-weights", folder, out)), "fetch it again"),
+        "chat": (
+            [ROOT / "chat.py", *stage_words("chat", folder, out, path=make("no-weights", folder, out))], "no weights"
+        ),
+        "prompts": (
+            [ROOT / "prompt_eval.py", *stage_words("prompt_eval", folder, out, prompts=out / "latin.txt")], "latin.txt"
+        ),
+        "pairs": (
+            ["-m", "step2_reward.eval", *stage_words("reward_eval", folder, out, data_path=out / "half.jsonl")],
+            "half.jsonl:1",
+        ),
+        "train.py": ([ROOT / "train.py", "--dry-run", "--sft.max_sequence_len", "5"], "did you mean --sft.max_seq"),
+    }  # fmt: skip
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", range(10))
+def test_a_real_process(number: int, folder: Path, tmp_path: Path) -> None:
+    words, says = list(processes(folder, tmp_path).values())[number]
+    kept = environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=tmp_path,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(lines) == 1 and says in lines[0], done.stderr
+    assert "Traceback" not in done.stderr + done.stdout

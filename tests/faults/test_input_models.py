@@ -1,0 +1,155 @@
+"""Broken model folders, wrong paths, and tokenizers that are not the model's: one line, before rows are tokenised."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from broken_models import BROKEN, Broken, config, make, tokenizer
+from input_calls import Ending, call, make_inputs, stage_words, stopped_at_the_models
+
+FLAG = {"sft": "model_name_or_path", "reward": "model_name_or_path", "chat": "path", "prompt_eval": "models"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("models"))
+
+
+def value_for(command: str, path: object, folder: Path) -> object:
+    return [folder / "base", path] if command == "prompt_eval" else path
+
+
+def refusal(ending: Ending) -> str:
+    assert ending.code == 2 and len(ending.errors) == 1, ending.stderr
+    return ending.errors[0]
+
+
+# Only step 1's loader is asked where the weights alone show it: a reward model may go on from a reward model.
+PAIRS = [
+    pytest.param(name, command, marks=[] if command == "sft" else pytest.mark.faults)
+    for name in BROKEN
+    for command in FLAG
+    if command != "reward" or not BROKEN[name].at_load
+]
+
+
+@pytest.mark.parametrize(("name", "command"), PAIRS)
+def test_a_broken_model_folder(
+    name: str, command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, path = BROKEN[name], make(name, folder, tmp_path)
+    words = stage_words(command, folder, tmp_path / "out", **{FLAG[command]: value_for(command, path, folder)})
+    if broken.at_load:
+        ending = call(command, words)
+    else:
+        with stopped_at_the_models(monkeypatch):
+            ending = call(command, words)
+    line = refusal(ending)
+    assert str(path) in line and broken.says.format(path=path) in line
+
+
+# Fault 24: what is looked for, where, and the nearest one that exists.
+PATHS = {
+    "{folder}/bse": "no such folder; did you mean {folder}/base?",
+    "{folder}/Base": "no such folder; did you mean {folder}/base?",
+    "{folder}/deep/er/model": "no such folder; did you mean {folder}/",
+    "./bse": "no such folder; did you mean base?",
+    "../nowhere/base": "no such folder",
+    "output/sft": "no such folder",
+    "~/no/such/model": "no such folder",
+    "{folder}/train.jsonl": "is a file, wanted a model's folder",
+    "{folder}": "holds no model (no config.json); did you mean {folder}/",
+    "": "--model_name_or_path: no model is named; give a hub id or a model's folder",
+}
+
+
+@pytest.mark.parametrize("text", PATHS)
+def test_a_wrong_path(text: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never asks the hub for what looks local: sockets are not even there in `stopped_at_the_models`."""
+    monkeypatch.chdir(folder)
+    path = text.format(folder=folder)
+    with stopped_at_the_models(monkeypatch):
+        line = refusal(call("sft", stage_words("sft", folder, tmp_path, model_name_or_path=path)))
+    assert PATHS[text].format(folder=folder) in line
+
+
+# Fault 23: (what is done to the actor's folder, what the line says or a warning, None: nothing).
+VOCABULARIES: dict[str, tuple[Broken, str, bool]] = {
+    "rows for every token": (Broken(lambda folder: None, ""), "", True),
+    "pad is EOS": (Broken(tokenizer(pad_token="</s>"), ""), "padding with", True),
+    "no pad": (Broken(tokenizer(pad_token=None), ""), "", True),
+    "pad beyond the vocabulary": (Broken(tokenizer(pad_token="<new>"), ""), "do not belong together", False),
+    "BOS beyond the vocabulary": (Broken(tokenizer(bos_token="<new>"), ""), "do not belong together", False),
+    "EOS of the model is another": (Broken(config(eos_token_id=3), ""), "id [3], the tokenizer with 2", True),
+    "EOS of the model is a list": (Broken(config(eos_token_id=[2, 3]), ""), "", True),
+    "EOS of the tokenizer is another": (Broken(tokenizer(eos_token="<unk>"), ""), "the tokenizer with 3 (<unk>)", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_a_tokenizer_and_its_model(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, says, fits = VOCABULARIES[name]
+    path = tmp_path / "model"
+    shutil.copytree(folder / "base", path)
+    broken.change(path)
+    with stopped_at_the_models(monkeypatch):
+        ending = call("sft", stage_words("sft", folder, tmp_path / "out", model_name_or_path=path))
+    if not fits:
+        assert says in refusal(ending)
+        return
+    assert ending.loaded, ending.stderr
+    assert says in ending.stderr and (says or "the tokenizer with" not in ending.stderr)
+
+
+def other_tokens(path: Path) -> None:
+    """Two entries of the vocabulary change their places: same size, other meaning."""
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    first, second = (token for token, number in vocabulary.items() if number in (300, 301))
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [("critic_model_name_or_path", "its tokenizer is not that of"), ("reward_model_name_or_path", "")],
+)
+def test_step_3_and_a_scorer_with_another_tokenizer(
+    flag: str, says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A critic reads the actor's ids; a reward model is given text."""
+    path = tmp_path / "scorer"
+    shutil.copytree(folder / "scorer", path)
+    other_tokens(path)
+    with stopped_at_the_models(monkeypatch):
+        ending = call("ppo", stage_words("ppo", folder, tmp_path / "out", **{flag: path}))
+    if says:
+        assert says in refusal(ending)
+    else:
+        assert ending.loaded and "reads responses from text" in ending.stderr
+
+
+def test_prompt_eval_takes_models_of_other_vocabularies(folder: Path, tmp_path: Path) -> None:
+    """DeepSpeed-Chat's prompt_eval decodes both models' answers with one tokenizer (its issue 280)."""
+    path = tmp_path / "other"
+    shutil.copytree(folder / "base", path)
+    other_tokens(path)
+    ending = call("prompt_eval", stage_words("prompt_eval", folder, tmp_path, models=[folder / "base", path]))
+    assert ending.code == 0, ending.stderr
+
+
+@pytest.mark.parametrize("path", ["{folder}/base", "{folder}/none", "{folder}"])
+def test_prompt_eval_looks_at_the_reward_model_before_it_answers(
+    path: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = stage_words("prompt_eval", folder, tmp_path, reward_model=path.format(folder=folder))
+    with stopped_at_the_models(monkeypatch):
+        assert "--reward_model: " in refusal(call("prompt_eval", words))
+
+
+@pytest.mark.parametrize("path", ["{folder}/base", "{folder}/none"])
+def test_reward_evaluation_needs_a_reward_model(path: str, folder: Path, tmp_path: Path) -> None:
+    words = stage_words("reward_eval", folder, tmp_path, path=path.format(folder=folder))
+    assert path.format(folder=folder) in refusal(call("reward_eval", words))

@@ -1,0 +1,194 @@
+"""A save that ends at any point leaves a checkpoint that can be read (goals R2 and R16), and damage is found (R5)."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from saved_runs import count_operations, make_engine, operations_watched, save
+
+from pipeline.checkpoint_files import candidates, find, problem_with
+from pipeline.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    return make_engine()
+
+
+def step_of(folder: Path | None) -> int:
+    assert folder is not None
+    return json.loads((folder / "state.json").read_text())["step"]
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def save_killed(folder: Path, engine: Any, at: int, *, half: bool) -> int:
+    """In a child: save step 2 and SIGKILL itself ahead of operation `at`, with `half` of a file's write done."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    seen = 0
+
+    def before(name: str, given: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if seen == at:
+            if half and name in ("write_text", "save_file"):
+                Path(given[0] if name == "write_text" else given[1]).write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+
+    try:
+        with operations_watched(before):
+            save(folder, engine, 2)
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_checkpoint_remains_wherever_a_save_is_killed(tmp_path, engine, half):
+    names = count_operations(tmp_path / "counted", engine)
+    assert len(names) > 20 and {"fsync", "rename", "unlink", "save_file", "write_text"} <= set(names)
+    found = []
+    for at in range(len(names)):
+        folder = tmp_path / f"killed-{at}"
+        save(folder, engine, 1)
+        assert save_killed(folder, engine, at, half=half) == -signal.SIGKILL
+        found.append(step_of(find(folder, "auto")))
+        # The next save clears away what was left.
+        save(folder, engine, 3)
+        left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        assert left == ["step-3"], f"after a kill ahead of {names[at]} ({at})"
+    assert found == sorted(found) and set(found) == {1, 2}, "the old one counts until the new one does"
+
+
+def test_saving_a_step_again_never_leaves_nothing(tmp_path, engine):
+    """A run that is resumed and stopped at once writes the same step twice."""
+    save(tmp_path / "counted", engine, 2)
+    seen: list[str] = []
+    with operations_watched(lambda name, given: seen.append(name)):
+        save(tmp_path / "counted", engine, 2)
+    for at in range(len(seen)):
+        folder = tmp_path / f"again-{at}"
+        save(folder, engine, 2)
+        assert save_killed(folder, engine, at, half=False) == -signal.SIGKILL
+        assert step_of(find(folder, "auto")) == 2
+        # What is left, maybe under another name, stays until a newer one is whole.
+        assert save_killed(folder, engine, 16, half=False) == -signal.SIGKILL
+        assert step_of(find(folder, "auto")) == 2
+
+
+# --- power lost: what was not flushed may be cut short, renames stay in their order -----------------------------------
+
+
+class Journal:
+    """The states of a folder tree before each operation of a save, and what had been flushed by then."""
+
+    def __init__(self, folder: Path, engine: Any) -> None:
+        self.folder = folder
+        self.states: list[dict[str, bytes]] = []
+        self.flushed: list[set[bytes]] = []
+        save(folder, engine, 1)
+        flushed = set(self.snapshot().values())
+
+        def before(name: str, given: tuple[Any, ...]) -> None:
+            self.states.append(self.snapshot())
+            if name == "fsync":
+                target = Path(os.readlink(f"/proc/self/fd/{given[0]}"))
+                if target.is_file():
+                    flushed.add(target.read_bytes())
+            self.flushed.append(set(flushed))
+
+        with operations_watched(before):
+            save(folder, engine, 2)
+        self.states.append(self.snapshot())
+        self.flushed.append(set(flushed))
+
+    def snapshot(self) -> dict[str, bytes]:
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory, engine) -> Journal:
+    return Journal(tmp_path_factory.mktemp("journal") / "run", engine)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_power_lost_at_any_moment(journal, tmp_path_factory, data):
+    moment = data.draw(st.integers(0, len(journal.states) - 1))
+    target = tmp_path_factory.mktemp("lost")
+    for name, content in journal.states[moment].items():
+        if content not in journal.flushed[moment]:
+            content = content[: data.draw(st.integers(0, len(content)), label=name)]
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(content)
+    assert step_of(find(target, "auto")) in (1, 2)
+
+
+# --- damaged ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, engine) -> Path:
+    """A run's folder with the checkpoints 1 and 2."""
+    folder = tmp_path_factory.mktemp("two")
+    for step in (1, 2):
+        save(folder, engine, step, keep=2)
+    return folder
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
+def test_damage_is_found_before_anything_is_read(two, damage):
+    draw, newest = random.Random(5), candidates(two / "checkpoints")[0]
+    assert newest.name == "step-2" and problem_with(newest) is None
+    files = files_of(newest)
+    assert len(files) == 5
+    count = {"flip": 200, "cut": 50, "missing": len(files)}[damage]
+    for number in range(count):
+        path = files[number % len(files)]
+        whole = path.read_bytes()
+        if damage == "flip":
+            changed, bit = bytearray(whole), draw.randrange(8 * len(whole))
+            changed[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(changed)
+        elif damage == "cut":
+            path.write_bytes(whole[: draw.randrange(len(whole))])
+        else:
+            path.unlink()
+        problem = problem_with(newest)
+        assert problem is not None and path.name in problem, (path.name, number)
+        assert step_of(find(two, "auto")) == 1, "the one before is used"
+        path.write_bytes(whole)
+    assert problem_with(newest) is None
+
+
+def test_no_whole_checkpoint_is_exit_5_and_names_the_file(two, tmp_path):
+    shutil.copytree(two, tmp_path / "run")
+    for folder in candidates(tmp_path / "run" / "checkpoints"):
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step-2/state.json: missing, cut short or changed") as caught:
+        find(tmp_path / "run", "auto")
+    assert caught.value.code == 5
+
+
+def test_a_file_of_another_tool_is_not_taken_for_a_checkpoint(two, tmp_path):
+    """DeepSpeed's `latest` is neither read nor written; unknown folders are left alone."""
+    shutil.copytree(two, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for text in ("", "garbage", "step-9"):
+        (checkpoints / "latest").write_text(text)
+        (checkpoints / "step-x").mkdir(exist_ok=True)
+        assert step_of(find(tmp_path / "run", "auto")) == 2

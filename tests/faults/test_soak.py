@@ -1,0 +1,58 @@
+"""A thousand steps of each stage: memory and open files stay what they were, and nothing temporary is left (R15)."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from forks import PACKAGES, Story, finish, metrics, preload, start
+from tiny_run import make_folder
+
+STEPS = 1000
+WARM_UP = 200  # caches, allocator pools and lazily imported modules are there by then
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    preload()
+    return make_folder(tmp_path_factory.mktemp("soak"))
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def steps_done(story: Story, out: str) -> int:
+    file = story.run_dir(out) / "metrics.jsonl"
+    return file.read_text().count('"skipped_updates"') if file.is_file() else 0
+
+
+def watch(story: Story, out: str, pid: int) -> list[tuple[int, int, int]]:
+    """(steps, resident bytes, open files) about five times a second while the run lasts."""
+    seen = []
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        seen.append((steps_done(story, out), resident_bytes(pid), len(os.listdir(f"/proc/{pid}/fd"))))
+        time.sleep(0.2)
+    return seen
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stage", list(PACKAGES))
+def test_a_thousand_steps(folder, stage):
+    temporary = set(os.listdir("/tmp"))
+    more = ("--save_steps", 100, "--eval_interval", 0)
+    story = Story(stage, folder, steps=STEPS, more=more)
+    (pid,) = start(story, "soak")
+    seen = [line for line in watch(story, "soak", pid) if line[0] >= WARM_UP]
+    assert finish([pid]) == 0
+    assert len([line for line in metrics(story.run_dir("soak")) if "skipped_updates" in line]) == STEPS
+    early = max(memory for steps, memory, _ in seen if steps < 2 * WARM_UP)
+    late = max(memory for steps, memory, _ in seen if steps >= STEPS - WARM_UP)
+    print(f"{stage}: {early / 2**20:.0f} MiB by step {2 * WARM_UP}, {late / 2**20:.0f} MiB in the last {WARM_UP}")
+    assert late < 1.02 * early
+    files = [count for _, _, count in seen]
+    assert max(files) - min(files) <= 8, "a save has a few files open"
+    assert files[-1] <= files[0] + 2
+    left = [path for path in (folder / "soak").rglob("*") if path.name.endswith((".writing", ".old", ".partial"))]
+    assert not left
+    assert {name for name in set(os.listdir("/tmp")) - temporary if "pytest" not in name} == set()

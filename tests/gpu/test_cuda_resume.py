@@ -1,0 +1,41 @@
+"""A killed run goes on exactly on GPUs too, with deterministic kernels (goal R17): bf16, all three steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_kill import check, tell
+from tiny_run import make_folder
+
+EXACT = "--dtype bf16 --deterministic true"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("cuda-kill-inputs"))
+
+
+@pytest.fixture
+def folder(inputs: Path, tmp_path: Path) -> Path:
+    for path in inputs.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_a_killed_run_goes_on_exactly(folder, stage):
+    check(tell("kill", stage, folder, count=3, seed=1, more=EXACT), least_killed=0.5)
+
+
+@pytest.mark.gpu
+def test_fp16_with_its_loss_scales(folder):
+    check(tell("kill", "ppo", folder, count=2, seed=2, more="--dtype fp16 --deterministic true"), least_killed=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_from_two_gpus_to_one(folder):
+    found = tell("regroup", "ppo", folder, count=1, more="--dtype fp32 --deterministic true")
+    print(found["worst"])
+    assert found["whole"] and found["worst"] < 1e-5, found

@@ -1,0 +1,92 @@
+"""One run in a folder at a time."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import run_lock
+from pipeline.errors import EnvironmentFault
+from pipeline.run_lock import locked
+
+HOST = socket.gethostname()
+HOLD = """
+import sys
+from pathlib import Path
+from pipeline.run_lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(folder: Path) -> subprocess.Popen[str]:
+    """Another process that holds `folder` until its input ends."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
+    with hold(tmp_path / "run") as holder:
+        said = f"pid {holder.pid} on {HOST} runs in this folder"
+        with pytest.raises(EnvironmentFault, match=said), locked(tmp_path / "run"):
+            pass
+        holder.communicate()
+    with locked(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / "run.lock").read_text()) == {"pid": os.getpid(), "host": HOST}
+    assert (tmp_path / "run" / "run.lock").read_text() == ""
+
+
+def test_a_dead_runs_lock_is_taken_over_in_one_line(tmp_path, capfd):
+    with hold(tmp_path) as holder:
+        holder.kill()
+    with locked(tmp_path):
+        pass
+    assert capfd.readouterr().err == f"{tmp_path}: taking over from pid {holder.pid} on {HOST}, which is gone\n"
+    with locked(tmp_path):
+        pass
+    assert capfd.readouterr().err == "", "a run that ended by itself leaves nothing to take over"
+
+
+def test_an_error_releases_it(tmp_path):
+    with pytest.raises(ValueError), locked(tmp_path):
+        raise ValueError
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "alive", "free"), [(HOST, True, False), (HOST, False, True), ("elsewhere", False, False)]
+)
+def test_a_file_system_without_locks(tmp_path, monkeypatch, host, alive, free):
+    """Then the text decides: only a process of this machine is known to have died."""
+
+    def unsupported(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", unsupported)
+    pid = os.getppid() if alive else 2**22 + 1
+    (tmp_path / "run.lock").write_text(json.dumps({"pid": pid, "host": host}))
+    if free:
+        with locked(tmp_path):
+            pass
+        return
+    with pytest.raises(EnvironmentFault, match=f"pid {pid} on {host}"), locked(tmp_path):
+        pass
+
+
+def test_text_that_is_no_holder(tmp_path):
+    (tmp_path / "run.lock").write_text("half a li")
+    with locked(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFault, match="cannot write there: Not a directory"), locked(tmp_path / "file" / "x"):
+        pass
