@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 MODELS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema")}
 LOSSES = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "actor/grad_norm", "critic/grad_norm")
-CLOCK = ("time", "_s", "_per_s")  # ends of names of numbers that depend on the clock
+CLOCK = ("time", "_s", "_per_s", "mfu", "_gib")  # ends of names of times, rates and memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,8 @@ def tell_whole(story: Story) -> tuple[dict[str, Any], float]:
     assert run(story, "again") == 0
     seconds = time.monotonic() - started
     expected = findings(story, "whole")
-    assert not differences(findings(story, "again"), expected), "two whole runs differ"
+    apart = differences(findings(story, "again"), expected)
+    assert not apart, f"two whole runs differ: {apart}"
     return expected, seconds
 
 
