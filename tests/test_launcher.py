@@ -141,6 +141,18 @@ def test_a_restart_goes_on_from_what_was_saved_since_the_start(tmp_path, saved):
         ("a slots=8\n\n# c\na slots=1\n", r"hosts:4: a stands twice"),
         ("a slots=0\n", r"hosts:1: found"),
         ("# nothing\n", r"found no host"),
+        ("", r"found no host"),
+        ("slots=8\n", r"hosts:1: found 'slots=8'"),
+        ("a\n", r"hosts:1: found 'a'"),
+        ("a slots=\n", r"hosts:1: found 'a slots='"),
+        ("a slots=-1\n", r"hosts:1: found 'a slots=-1'"),
+        ("a slots=two\n", r"hosts:1: found 'a slots=two'"),
+        ("a slots=8 b slots=8\n", r"hosts:1: found"),
+        ("a:8\n", r"hosts:1: found 'a:8'"),
+        ("b slots=1\na,slots=8\n", r"hosts:2: found 'a,slots=8'"),
+        ("\x00 slots=8", r"hosts:1: found '\\x00 slots=8'"),
+        ("-oProxyCommand=x slots=8\n", r"hosts:1: found '-oProxyCommand=x slots=8'"),
+        ("$(touch-X) slots=8\n", r"hosts:1: found '\$\(touch-X\) slots=8'"),
     ],
 )
 def test_wrong_hostfile(tmp_path, text, message):

@@ -226,3 +226,11 @@ def test_model_size(tmp_path, monkeypatch):
 
 def test_durations():
     assert [duration(s) for s in (6.6, 185, 3725)] == ["7s", "3m 05s", "1h 02m"]
+
+
+@pytest.mark.parametrize("flag", ["--master-addr", "--include", "--exclude"])
+@pytest.mark.parametrize("value", ["$(touch X)", "-oProxyCommand=x", "a;touch X", "a b", "`x`", "a\nb"])
+def test_names_of_hosts_hold_nothing_that_a_shell_acts_on(tmp_path, flag, value):
+    done = train(tmp_path, *TINY, "--deployment-type", "multi_node", f"{flag}={value}")
+    assert done.returncode == 2 and "wanted names of hosts" in done.stderr
+    assert not list(tmp_path.rglob("X")) and not started(tmp_path)

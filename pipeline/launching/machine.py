@@ -10,7 +10,8 @@ from typing import Literal
 
 from pipeline.errors import EnvironmentFault, InputError
 
-HOST_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(#.*)?")
+# A name that began with a dash would be an option to ssh.
+HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
 
 

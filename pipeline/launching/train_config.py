@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from pipeline.config import Group
 from pipeline.errors import InputError
@@ -15,7 +15,17 @@ from pipeline.model_paths import check_model_path
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 OPT = "facebook/opt-"
+# Launchers put names of hosts into command lines of other machines: nothing that a shell or ssh would act on.
+HOSTS = re.compile(r"([A-Za-z0-9\[][\w.:@,;\[\]-]*)?", re.ASCII)
 
+
+def check_hosts(value: str) -> str:
+    if not HOSTS.fullmatch(value):
+        raise ValueError("wanted names of hosts, of letters, digits and . - _ : @ ,")
+    return value
+
+
+HostNames = Annotated[str, AfterValidator(check_hosts)]
 Step = Annotated[int, Field(ge=1, le=3)]
 ZeroStage = Literal["auto", "0", "1", "2", "3"]
 
@@ -34,9 +44,9 @@ class TrainConfig(Group):
     output_dir: str = Field("output", description="parent of sft/, reward/, actor/")
     num_gpus: int = Field(0, ge=0, description="GPUs of each machine; 0: all")
     hostfile: str = Field("", description="multi_node: lines `name slots=8`")
-    include: str = Field("", description="hosts and GPUs to use: name:0,1@name")
-    exclude: str = Field("", description="hosts and GPUs to leave out")
-    master_addr: str = Field("", description="address of the first machine")
+    include: HostNames = Field("", description="hosts and GPUs to use: name:0,1@name")
+    exclude: HostNames = Field("", description="hosts and GPUs to leave out")
+    master_addr: HostNames = Field("", description="address of the first machine")
     master_port: int = Field(0, ge=0, le=65535, description="0: a free one is picked")
     resume: str = Field("auto", description="auto, never, or a checkpoint folder")
     overwrite: bool = Field(False, description="run finished steps again")

@@ -1,10 +1,11 @@
-"""Runs of a stage in forked children of one process that has imported everything: a run takes a second, not ten.
+"""Runs of a stage in children of a server process that has imported everything: a run takes a second, not ten.
 
-The parent never computes with torch, so that no thread of it is missing in a child.
+The server never computes, so that no thread of it is missing in a child; a test's own process may have computed.
 """
 
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -12,8 +13,11 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -92,44 +96,48 @@ PPO = {
 }
 
 
+context = multiprocessing.get_context("forkserver")
+
+
 def preload() -> None:
-    """Import what a stage needs; a child starts from here."""
+    """Tell the server, before the first run, what to import."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if Path("/dev/nvidiactl").exists():
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep children from using CUDA
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    names = ("pipeline.engine", "pipeline.saving", "torch.utils.tensorboard")
-    for name in (*names, *(f"{package}.training" for package in PACKAGES.values())):
-        importlib.import_module(name)
+    sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
+    stages = [f"{package}.{name}" for package in PACKAGES.values() for name in ("main", "training")]
+    context.set_forkserver_preload(["pipeline.engine", "pipeline.saving", "torch.utils.tensorboard", *stages])
 
 
-def start(story: Story, out: str, *further: object, first: Callable[[], None] = lambda: None) -> list[int]:
-    """Fork a child a rank that runs the stage's `main`; their process ids. `first` is called in each before that."""
-    port = free_port()
-    return [fork(story, out, [*map(str, further)], rank, port, first) for rank in range(story.ranks)]
+def start(story: Story, out: str, *further: object, first: Callable[[], None] | None = None) -> list[BaseProcess]:
+    """Start a child a rank that runs the stage's `main`. `first` is called in each before that; it can be pickled."""
+    port, words = free_port(), [*story.words(out), *map(str, further)]
+    children = [context.Process(target=child, args=(story, out, words, r, port, first)) for r in range(story.ranks)]
+    for process in children:
+        process.start()
+    return children
 
 
-def fork(story: Story, out: str, further: list[str], rank: int, port: int, first: Callable[[], None]) -> int:
-    module = importlib.import_module(f"{PACKAGES[story.stage]}.main")
-    log = story.folder / f"{out}.{story.stage}.log"
-    pid = os.fork()
-    if pid:
-        return pid
+def child(story: Story, out: str, words: list[str], rank: int, port: int, first: Callable[[], None] | None) -> None:
+    """The body of a child; it never returns."""
     code = 70
     try:
-        with log.open("ab") as file:
+        with (story.folder / f"{out}.{story.stage}.log").open("ab") as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
-        # Under pytest these two are its own.
-        sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
         if story.ranks > 1:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(story.ranks)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        first()
-        code = module.main([*story.words(out), *further])
+        if first is not None:
+            first()
+        code = importlib.import_module(f"{PACKAGES[story.stage]}.main").main(words)
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
@@ -139,30 +147,38 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def finish(pids: list[int]) -> int:
+def finish(children: list[BaseProcess]) -> int:
     """Wait for all ranks; the first exit code that is not 0, negative for a signal."""
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return next((code for code in codes if code), 0)
+    for process in children:
+        process.join()
+    return next((process.exitcode for process in children if process.exitcode), 0)
 
 
-def run(story: Story, out: str, *further: object, first: Callable[[], None] = lambda: None) -> int:
+def run(story: Story, out: str, *further: object, first: Callable[[], None] | None = None) -> int:
     return finish(start(story, out, *further, first=first))
+
+
+def send(children: list[BaseProcess], number: int) -> None:
+    """A signal to every child that is still there."""
+    for process in children:
+        if process.is_alive() and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
 def run_killed(story: Story, out: str, after_s: float) -> int:
     """Start a run and SIGKILL all its ranks after a time, unless they have ended; its exit code."""
-    pids = start(story, out)
+    children = start(story, out)
     time.sleep(after_s)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    return finish(pids)
+    send(children, signal.SIGKILL)
+    return finish(children)
 
 
-def wait_for_step(story: Story, out: str, step: int, pids: list[int]) -> None:
+def wait_for_step(story: Story, out: str, step: int, children: list[BaseProcess]) -> None:
     """Until metrics.jsonl has a line of `step` or a child has ended."""
     file, wanted = story.run_dir(out) / "metrics.jsonl", f'"step": {step},'
     while not (file.is_file() and wanted in file.read_text(encoding="utf-8")):
-        if os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if not children[0].is_alive():
             return
         time.sleep(0.01)
 
@@ -257,15 +273,40 @@ def chain(story: Story, count: int, seed: int) -> dict[str, Any]:
     expected, length = tell_whole(story)
     codes = []
     for number in range(count):
-        pids = start(story, "chained")
-        wait_for_step(story, "chained", 1 + number * story.steps // (count + 1), pids)
+        children = start(story, "chained")
+        wait_for_step(story, "chained", 1 + number * story.steps // (count + 1), children)
         time.sleep(draw.uniform(0.0, 0.3 * length / story.steps))
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        codes.append(finish(pids))
+        send(children, signal.SIGKILL)
+        codes.append(finish(children))
     code = run(story, "chained")
     apart = [f"exit {code}"] if code else differences(findings(story, "chained"), expected)
     return {"killed": codes.count(-signal.SIGKILL), "runs": count, "wrong": apart, "run_s": length}
+
+
+def stop_anywhere() -> None:
+    """In a child: every step counts as long, so that a stop acts between micro-batches too."""
+    importlib.import_module("pipeline.stopping").LONG_STEP_S = -1.0
+
+
+def stop_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
+    """As `kill_and_compare` with SIGTERM: the run stops by itself with 75 and says how long that took."""
+    draw = random.Random(seed)
+    expected, length = tell_whole(story)
+    stopped, wrong, seconds = 0, [], []
+    for number in range(count):
+        children = start(story, "stopped", first=stop_anywhere)
+        time.sleep(draw.uniform(0.3, 1.0) * length)
+        signalled = time.monotonic()
+        send(children, signal.SIGTERM)
+        code = finish(children)
+        seconds.append(time.monotonic() - signalled)
+        stopped += code == 75
+        again = run(story, "stopped")
+        apart = [] if code in (0, 75) and again == 0 else [f"exit {code}, then {again}"]
+        apart = apart or differences(findings(story, "stopped"), expected)
+        wrong += [f"{number}: {', '.join(apart)}"] if apart else []
+        shutil.rmtree(story.folder / "stopped", ignore_errors=True)
+    return {"killed": stopped, "runs": count, "wrong": wrong, "run_s": length, "longest_stop_s": max(seconds)}
 
 
 def regroup(story: Story, count: int, seed: int) -> dict[str, Any]:
@@ -289,9 +330,8 @@ def main(words: Sequence[str]) -> None:
     work, stage, folder, count, seed, ranks, steps, *more = words
     preload()
     story = Story(stage, Path(folder), steps=int(steps), ranks=int(ranks), more=tuple(more))
-    print(
-        json.dumps({"kill": kill_and_compare, "chain": chain, "regroup": regroup}[work](story, int(count), int(seed)))
-    )
+    works = {"kill": kill_and_compare, "stop": stop_and_compare, "chain": chain, "regroup": regroup}
+    print(json.dumps(works[work](story, int(count), int(seed))))
 
 
 if __name__ == "__main__":

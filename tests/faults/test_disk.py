@@ -3,6 +3,7 @@
 import json
 import resource
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_training_goes_on_without_a_checkpoint(folder):
     story = Story("sft", folder, steps=3, more=FULL_FINE_TUNING)
     assert run(story, "roomy") == 0
     # The child's own log is a file as well: the limit leaves room for it.
-    assert run(story, "narrow", first=lambda: limit_files(2 * model_bytes(folder))) == 0
+    assert run(story, "narrow", first=partial(limit_files, 2 * model_bytes(folder))) == 0
     log = (story.run_dir("narrow") / "log.txt").read_text()
     assert log.count("not saved, training goes on: ") == 3
     assert "step-1" in log and "cannot be written: " in log and "GiB free)" in log
@@ -54,7 +55,7 @@ def test_training_goes_on_without_a_checkpoint(folder):
 
 def test_a_model_that_cannot_be_saved_at_the_end_is_exit_3(folder):
     story = Story("sft", folder, steps=2, more=FULL_FINE_TUNING)
-    assert run(story, "tight", first=lambda: limit_files(model_bytes(folder) // 2)) == 3
+    assert run(story, "tight", first=partial(limit_files, model_bytes(folder) // 2)) == 3
     outcome = json.loads((story.run_dir("tight") / "outcome" / "rank-0.json").read_text())
     assert outcome["code"] == 3 and "sft: cannot be written: " in outcome["message"]
     assert "Traceback" not in (folder / "tight.sft.log").read_text()

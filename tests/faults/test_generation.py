@@ -5,6 +5,7 @@ Two ranks: where they did not make the same number of collective calls, the run 
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ TWO = ("--per_device_generation_batch_size", 4, "--gradient_accumulation_steps",
 def run(folder: Path, out: str, token: int, rank: str, *more: object) -> list[dict[str, float]]:
     """The lines of updates of a run on two ranks; it came to its end with finite losses."""
     story = Story("ppo", folder, steps=8, ranks=2, more=(*TWO, *more))
-    assert finish(start(story, out, first=lambda: always_draw(token, rank=rank))) == 0
+    assert finish(start(story, out, first=partial(always_draw, token, rank=rank))) == 0
     lines = [line for line in metrics(story.run_dir(out)) if "loss/policy" in line]
     assert len(lines) == 8 and lines[-1]["skipped_updates"] == 0
     for line in lines:

@@ -50,6 +50,22 @@ def test_a_killed_run_goes_on_exactly(folder, stage):
     check(tell("kill", stage, folder, count=3), least_killed=0.5)
 
 
+def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
+    """SIGTERM while it samples, between micro-batches, in evaluations: what is half done is dropped and made again."""
+    found = tell("stop", "ppo", folder, count=3, more="--gradient_accumulation_steps 4 --ppo_epochs 4")
+    check(found, least_killed=0.5)
+    assert found["longest_stop_s"] < 10
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("stage", "ranks"), [("sft", 1), ("reward", 1), ("ppo", 1), ("ppo", 2)])
+def test_stopped_at_twenty_random_moments(folder, stage, ranks):
+    more = "--per_device_generation_batch_size 4 --gradient_accumulation_steps 1" if ranks == 2 else ""
+    found = tell("stop", stage, folder, count=20, seed=6, ranks=ranks, more=more)
+    check(found, least_killed=0.6)
+    assert found["longest_stop_s"] < 10
+
+
 def test_killed_again_and_again(folder):
     check(tell("chain", "ppo", folder, count=3), least_killed=0.5)
 

@@ -2,6 +2,8 @@
 
 import os
 import time
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -27,11 +29,12 @@ def steps_done(story: Story, out: str) -> int:
     return file.read_text().count('"skipped_updates"') if file.is_file() else 0
 
 
-def watch(story: Story, out: str, pid: int) -> list[tuple[int, int, int]]:
+def watch(story: Story, out: str, child: BaseProcess) -> list[tuple[int, int, int]]:
     """(steps, resident bytes, open files) about five times a second while the run lasts."""
     seen = []
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        seen.append((steps_done(story, out), resident_bytes(pid), len(os.listdir(f"/proc/{pid}/fd"))))
+    while child.is_alive() and child.pid is not None:
+        with suppress(FileNotFoundError):  # it ended at this moment
+            seen.append((steps_done(story, out), resident_bytes(child.pid), len(os.listdir(f"/proc/{child.pid}/fd"))))
         time.sleep(0.2)
     return seen
 
@@ -42,9 +45,9 @@ def test_a_thousand_steps(folder, stage):
     temporary = set(os.listdir("/tmp"))
     more = ("--save_steps", 100, "--eval_interval", 0)
     story = Story(stage, folder, steps=STEPS, more=more)
-    (pid,) = start(story, "soak")
-    seen = [line for line in watch(story, "soak", pid) if line[0] >= WARM_UP]
-    assert finish([pid]) == 0
+    (child,) = start(story, "soak")
+    seen = [line for line in watch(story, "soak", child) if line[0] >= WARM_UP]
+    assert finish([child]) == 0
     assert len([line for line in metrics(story.run_dir("soak")) if "skipped_updates" in line]) == STEPS
     early = max(memory for steps, memory, _ in seen if steps < 2 * WARM_UP)
     late = max(memory for steps, memory, _ in seen if steps >= STEPS - WARM_UP)

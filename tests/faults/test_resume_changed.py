@@ -1,0 +1,102 @@
+"""A run that is started again with something changed goes on, or is refused in one line a change: never silently other.
+
+Row 30 of the fault list in docs/reliability.md.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Story, metrics, preload, run
+from safetensors.torch import load_file, save_file
+from tiny_run import make_folder
+
+STEPS = 2
+SAME = ("--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant", "--eval_interval", "0")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The inputs, and a run of two steps in `run/`."""
+    preload()
+    folder = make_folder(tmp_path_factory.mktemp("changed"))
+    assert run(Story("sft", folder, steps=STEPS, more=SAME), "run") == 0
+    return folder
+
+
+@pytest.fixture
+def folder(begun: Path, tmp_path: Path) -> Path:
+    shutil.copytree(begun, tmp_path / "all")
+    return tmp_path / "all"
+
+
+def go_on(folder: Path, *changes: object) -> tuple[int, str]:
+    """(exit code, what it printed) of a run with two steps more."""
+    story = Story("sft", folder, steps=2 * STEPS, more=(*SAME, *changes))
+    (folder / "run.sft.log").unlink(missing_ok=True)
+    return run(story, "run"), (folder / "run.sft.log").read_text()
+
+
+@pytest.mark.parametrize("changes", [(), ("--keep_checkpoints", 1), ("--save_in_background", "true")], ids=str)
+def test_what_may_change_changes_nothing(folder, changes):
+    code, said = go_on(folder, *changes)
+    assert code == 0 and "resuming from" in said and "another layout" not in said
+    steps = [line["step"] for line in metrics(folder / "run" / "runs" / "sft") if "skipped_updates" in line]
+    assert steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (("--zero_stage", 0), "zero_stage 2 -> 0"),
+        (("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1), "train_batch_size 2 -> 4"),
+    ],
+    ids=str,
+)
+def test_another_layout_is_told(folder, changes, line):
+    code, said = go_on(folder, *changes)
+    assert code == 0 and "resumed under another layout: " in said and line in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (("--learning_rate", 2e-3), "error: --learning_rate: found 0.002, the checkpoint has 0.001"),
+        (("--seed", 5), "error: --seed: found 5, the checkpoint has 1234"),
+        (("--dtype", "bf16"), "error: --dtype: found 'bf16', the checkpoint has 'fp32'"),
+        (("--per_device_train_batch_size", 1), "error: rows of an optimizer step: found 2, the checkpoint has 4"),
+    ],
+    ids=str,
+)
+def test_what_decides_what_is_learnt_is_refused(folder, changes, line):
+    code, said = go_on(folder, *changes)
+    assert code == 2 and line in said and "--force_resume goes on nevertheless" in said and "Traceback" not in said
+
+
+def test_changed_data_is_refused_unless_forced(folder):
+    rows = (folder / "train.jsonl").read_text().splitlines()
+    row = json.loads(rows[0]) | {"chosen": "It was something else."}
+    (folder / "train.jsonl").write_text("\n".join([json.dumps(row), *rows[1:]]) + "\n")
+    code, said = go_on(folder)
+    assert code == 2 and "error: training rows: found content " in said
+    code, said = go_on(folder, "--force_resume", "true")
+    assert code == 0 and "resumed nevertheless: training rows: found content " in said
+
+
+def test_another_start_model_is_refused(folder):
+    file = folder / "base" / "model.safetensors"
+    weights = load_file(file)
+    name = sorted(weights)[0]
+    weights[name] = weights[name] + torch.ones_like(weights[name])
+    save_file(weights, file, metadata={"format": "pt"})
+    code, said = go_on(folder)
+    assert code == 2 and "error: model: found content " in said
+
+
+def test_data_that_was_only_moved_is_the_same(folder):
+    (folder / "elsewhere").mkdir()
+    (folder / "train.jsonl").rename(folder / "elsewhere" / "moved.jsonl")
+    code, _ = go_on(folder, "--data_path", folder / "elsewhere" / "moved.jsonl")
+    assert code == 0
