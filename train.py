@@ -143,7 +143,8 @@ def holds_model(folder: Path) -> bool:
 def is_finished(stage: Stage) -> bool:
     """Whether the step came to its end, and --max_steps asks for no more than it did."""
     done = done_file(stage.run_dir)
-    if stage.resolved.config.run.overwrite or not has_config(stage.model_dir) or not done.is_file():
+    run = stage.resolved.config.run
+    if run.overwrite or run.resume not in ("auto", "never") or not has_config(stage.model_dir) or not done.is_file():
         return False
     try:
         return stage.resolved.config.run.max_steps <= json.loads(done.read_text(encoding="utf-8"))["steps"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import DivergedError
+from pipeline.files import tolerated
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,13 @@ def note_bad_step(run: Any, *, step: int, rows: Sequence[int], input_ids: Iterab
     file = run.folder / "log" / f"bad-steps-rank-{run.world.rank}.jsonl"
     shown = ", ".join(map(str, rows[:ROWS_SHOWN])) + (", ..." if len(rows) > ROWS_SHOWN else "")
     log.warning("step %d skipped: %s; rank %d had rows %s (all: %s)", step, cause, run.world.rank, shown, file)
-    if file.is_file() and file.stat().st_size > MOST_BYTES:
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    ids = [batch.tolist() for batch in input_ids]
-    with file.open("a", encoding="utf-8") as opened:
-        opened.write(json.dumps({"step": step, "cause": cause, "rows": list(rows), "input_ids": ids}) + "\n")
+    with tolerated("bad steps"):
+        if file.is_file() and file.stat().st_size > MOST_BYTES:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        ids = [batch.tolist() for batch in input_ids]
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(json.dumps({"step": step, "cause": cause, "rows": list(rows), "input_ids": ids}) + "\n")
 
 
 def check_still_converging(run: Any, bad_in_a_row: int, *, limit: int, rate_flag: str) -> None:

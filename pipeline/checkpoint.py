@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import dist
-from pipeline.checkpoint_files import FORMAT, MANIFEST, drop_older, find, sealed
+from pipeline.checkpoint_files import FORMAT, MANIFEST, drop_older, find, sealed, set_aside_newer
 from pipeline.earlier_runs import check_same_facts, check_same_settings
 from pipeline.engine import TrainingEngine
 from pipeline.engine_state import counters, engine_fragments, restore_counters, restore_fragments
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, write_json
 from pipeline.fingerprints import digest
 from pipeline.fragments import Fragment, FragmentReader, write_fragments
@@ -148,12 +148,14 @@ class Saver:
         return dist.max_over_ranks(float(here), self.run.world.device) > 0
 
 
-def attempt(write: Callable[[], None]) -> None:
-    """Run `write`; where the disk refuses, say so and go on: what was saved before stays. A collective."""
+def attempt(write: Callable[[], None]) -> bool:
+    """Run `write`; where the disk refuses, say so and give False: what was saved before stays. A collective."""
     try:
         write()
     except EnvironmentFault as error:
         log.warning("not saved, training goes on: %s", error)
+        return False
+    return True
 
 
 def num_bytes(parts: Mapping[str, list[Fragment]], tensors: Mapping[str, torch.Tensor], device: torch.device) -> int:
@@ -225,7 +227,9 @@ def commit(pending: Pending, final: Path, entries: torch.Tensor) -> None:
         write_json(fresh / MANIFEST, sealed({"format": FORMAT, "step": pending.step, "files": files}))
         flush(fresh)
         if final.exists():
-            final.rename(final.with_name(f".{final.name}.old"))
+            old = final.with_name(f".{final.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
         fresh.rename(final)
         flush(final.parent)
     except Exception as error:
@@ -270,7 +274,12 @@ def load(run: Run, resume: str, engines: Mapping[str, TrainingEngine], facts: Fa
     current = json.loads(json.dumps({"settings": facts.settings, "layout": facts.layout}))
     check_same_settings(folder, saved["settings"], current["settings"], force=force)
     check_same_facts(folder, saved["fingerprints"] | saved["sizes"], {**facts.fingerprints, **facts.sizes}, force=force)
+    if saved["engines"].keys() != engines.keys():
+        held, wanted = ", ".join(saved["engines"]), ", ".join(engines)
+        raise InputError(f"{folder}: found the state of {held}, wanted that of {wanted}: it is of another step")
     tell_differences(folder, saved, current["layout"])
+    if resume != "auto":
+        dist.on_main(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
     for name, engine in engines.items():
         restore_fragments(engine, FragmentReader(folder.glob(f"{name}.rank-*.safetensors")))
         restore_counters(engine, saved["engines"][name])

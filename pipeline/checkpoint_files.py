@@ -3,7 +3,9 @@
 import hashlib
 import json
 import logging
+import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 2  # raised when what is in the files changes its meaning
 HASHING_THREADS = 8
+NAME = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
@@ -31,16 +34,24 @@ def drop_older(final: Path, keep: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def set_aside_newer(checkpoints: Path, step: int) -> None:
+    """Rename checkpoints behind `step` that an earlier course of the run left, so that none is taken for this one's."""
+    for folder in candidates(checkpoints):
+        if step_number(folder) > step:
+            aside = folder.with_name(f"set-aside-{time.time_ns()}-{folder.name.strip('.')}")
+            folder.rename(aside)
+            log.warning("%s: newer than what is resumed; kept as %s", folder, aside.name)
+
+
+def step_number(folder: Path) -> int:
+    return int(folder.name.strip(".").split("-")[1].split(".")[0])
+
+
 def candidates(checkpoints: Path) -> list[Path]:
     """Checkpoint folders, newest first; one that was about to be replaced comes behind its successor."""
-    found = []
-    for path in checkpoints.glob("step-*"):
-        if path.name[5:].isdigit():
-            found.append((int(path.name[5:]), 1, path))
-    for path in checkpoints.glob(".step-*.old"):
-        if path.name[6:-4].isdigit():
-            found.append((int(path.name[6:-4]), 0, path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+    paths = [*checkpoints.glob("step-*"), *checkpoints.glob(".step-*.old")]
+    found = [path for path in paths if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (step_number(path), path.name.startswith("step-")), reverse=True)
 
 
 def problem_with(folder: Path) -> str | None:
@@ -52,17 +63,24 @@ def problem_with(folder: Path) -> str | None:
             return f"{folder / MANIFEST}: changed since it was written"
         if manifest["format"] != FORMAT:
             return f"{folder}: has format {manifest['format']}, this version reads {FORMAT}"
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        entries = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return f"{folder / MANIFEST}: missing or unreadable"
+    # Readers take files by their names: none may be there that was not checked, and none is looked for elsewhere.
+    there = {path.name for path in folder.iterdir()} - {MANIFEST}
+    if odd := sorted(there.symmetric_difference(entries)):
+        return f"{folder / odd[0]}: missing, or not in the manifest"
 
     def wrong(name: str) -> str | None:
-        path, entry = folder / name, files[name]
-        whole = path.is_file() and path.stat().st_size == entry["bytes"] and digest(path) == entry["sha256"]
+        path, (size, sha256) = folder / name, entries[name]
+        try:
+            whole = path.is_file() and path.stat().st_size == size and digest(path) == sha256
+        except OSError as error:
+            return f"{path}: cannot be read: {error.strerror}"
         return None if whole else f"{path}: missing, cut short or changed since it was written"
 
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        return next((problem for problem in pool.map(wrong, files) if problem), None)
+        return next((problem for problem in pool.map(wrong, entries) if problem), None)
 
 
 def find(run_dir: Path, resume: str) -> Path | None:

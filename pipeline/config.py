@@ -7,7 +7,7 @@ used twice carries a prefix (`actor_zero_stage`, `critic_zero_stage`).
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 SchedulerType = Literal[
@@ -59,6 +59,12 @@ class RunConfig(Group):
     )
     debug: bool = Field(False, description="Show tracebacks of expected errors")
     local_rank: int = Field(-1, description="Set by launchers; the environment's LOCAL_RANK wins")
+
+    @model_validator(mode="after")
+    def _start_over_or_resume(self) -> "RunConfig":
+        if self.overwrite and self.resume not in ("auto", "never"):
+            raise ValueError(f"overwrite: starts over, and resume names {self.resume}; give one of them")
+        return self
 
 
 class DataConfig(Group):

@@ -69,7 +69,10 @@ def clear(run_folder: Path) -> None:
     """Delete what an earlier run left, so that nothing of it can be mistaken for this run's."""
     for name in RUN_FILES:
         path = run_folder / name
-        if path.is_dir():
+        if path.is_symlink() and path.is_dir():
+            for child in path.iterdir():  # the link may lead to a larger disk: it stays
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
+        elif path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
@@ -90,7 +93,7 @@ def finished_steps(run_folder: Path, config: Any, stage: str) -> int | None:
     if missing := [folder for folder in model_folders(config, stage) if not has_config(folder)]:
         log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
         return None
-    if config.run.max_steps > content["steps"]:
+    if config.run.max_steps > content["steps"] or config.run.resume not in ("auto", "never"):
         return None
     log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", run_folder, content["steps"])
     return content["steps"]

@@ -146,10 +146,14 @@ class TrainingEngine:
             return float("inf")
         return norms.double().norm().item() / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
 
-    def step(self, rate_factor: float) -> None:
-        """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients."""
+    def set_rate(self, rate_factor: float) -> None:
+        """Learning rates become `rate_factor` times their peaks."""
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = peak * rate_factor
+
+    def step(self, rate_factor: float) -> None:
+        """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients."""
+        self.set_rate(rate_factor)
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self.deepspeed.step()
 
@@ -219,6 +223,7 @@ def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss
         loss: this rank's, of any shape.
     """
     for engine in engines:
+        engine.set_rate(rate_factor)  # also where the step is dropped: it is what is logged
         engine.last_gradient_norm = engine.gradient_norm()
     bad_losses = dist.sum_over_ranks((~loss.isfinite()).any().float()).item()
     if bad_losses or not all(math.isfinite(engine.last_gradient_norm) for engine in engines):

@@ -1,16 +1,21 @@
 """Files that are whole or not there: written beside, flushed to disk, renamed into place."""
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.earlier_runs import check_replaceable
 from pipeline.errors import EnvironmentFault
 
+log = logging.getLogger(__name__)
+
 GIB = 2**30
+_said: set[str] = set()  # what `tolerated` has warned of
 
 
 def flush(path: Path) -> None:
@@ -47,6 +52,8 @@ def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         InputError: `folder` holds other files. EnvironmentFault: it cannot be written; what was there stays.
     """
+    # A link to another disk stays a link.
+    folder = folder.resolve()
     check_replaceable(folder)
     fresh = folder.parent / f".{folder.name}.writing"
     try:
@@ -72,6 +79,26 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     fresh.rename(folder)
     flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def tolerated(what: str) -> Iterator[None]:
+    """Inside, a disk that refuses ends nothing: what is written there is worth less than the run. Said once."""
+    try:
+        yield
+    except OSError as error:
+        if what not in _said:
+            log.warning("%s cannot be written, training goes on: %s", what, error.strerror or error)
+        _said.add(what)
+
+
+@contextmanager
+def refused_by_disk(path: Path) -> Iterator[None]:
+    """Inside, OSError becomes an EnvironmentFault that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFault(cannot_write(path, error)) from error
 
 
 def is_disk_trouble(error: BaseException) -> bool:

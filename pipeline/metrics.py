@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipeline.files import write_text
+from pipeline.files import tolerated, write_text
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +105,11 @@ class MetricsWriter:
             check_name(name)
         clean = {name: finite(value) for name, value in values.items()}
         line = {"stage": self.stage, "step": step, "time": round(time.time(), 3), **clean}
-        self._jsonl.write(json.dumps(line) + "\n")
-        self._jsonl.flush()
-        self._write_csv(step, clean)
+        with tolerated("metrics"):
+            self._jsonl.write(json.dumps(line) + "\n")
+            self._jsonl.flush()
+        with tolerated("metrics"):
+            self._write_csv(step, clean)
         for sink in list(self._sinks):
             try:
                 sink(step, {name: value for name, value in clean.items() if value is not None})
@@ -117,8 +119,9 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Everything written so far is on the disk, before a checkpoint says so."""
-        for file in filter(None, (self._jsonl, self._csv)):
-            os.fsync(file.fileno())
+        with tolerated("metrics"):
+            for file in filter(None, (self._jsonl, self._csv)):
+                os.fsync(file.fileno())
 
     def _write_csv(self, step: int, values: Mapping[str, float | None]) -> None:
         # Long form: steps carry different metrics, and a header cannot grow.
@@ -132,13 +135,21 @@ def finite(value: float) -> float | None:
 
 
 def cut_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
-    """Drop the lines after `step`, and all of them at step 0: the run writes them again."""
+    """Drop the lines after `step` (-1: all of them), and one that was cut short: the run writes them again."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if step and line.endswith("\n") and step_of(line) <= step]
+    # Not splitlines: a sample may hold other characters that end a line to it.
+    lines = [f"{line}\n" for line in path.read_bytes().decode(errors="replace").split("\n")]
+    kept = [line for line in lines[:-1] if step >= 0 and is_up_to(line, step, step_of)]
     if len(kept) < len(lines):
         write_text(path, "".join(kept))
+
+
+def is_up_to(line: str, step: int, step_of: Callable[[str], int]) -> bool:
+    try:
+        return step_of(line) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def tensorboard_sink(folder: Path, start_step: int) -> Any:
@@ -146,7 +157,7 @@ def tensorboard_sink(folder: Path, start_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides what an interrupted run wrote past the checkpoint, so that a curve never goes back.
-    writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)
+    writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def sink(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -180,7 +191,7 @@ class Recorder:
                 start_step=start_step,
             )
             self._progress = Progress(
-                run.stage, total_steps=total_steps, start_step=start_step, every=config.print_steps
+                run.stage, total_steps=total_steps, start_step=max(start_step, 0), every=config.print_steps
             )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

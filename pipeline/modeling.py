@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.hub import use_cache_alone_without_network
 from pipeline.model_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
@@ -140,6 +141,8 @@ def load_pretrained(
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
+        if dist.follows_from_another_rank(error):  # under ZeRO-3 loading is a collective
+            raise
         raise loading_error(path, "cannot load the model", error) from error
     if missing := sorted(set(info["missing_keys"]) - may_lack):
         raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import EXIT_DONE, EXIT_STOPPED
+from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault
 from pipeline.layout import beat_file, outcome_file
 from pipeline.processes import is_alive
 
@@ -84,6 +84,25 @@ def read_outcome(run_dir: Path, rank: int) -> Outcome | None:
 def ranks_with_outcome(run_dir: Path) -> list[int]:
     files = outcome_file(run_dir, 0).parent.glob("rank-*.json")
     return sorted(int(file.stem.removeprefix("rank-")) for file in files)
+
+
+def check_nobody_left(run_dir: Path) -> None:
+    """Raise EnvironmentFault where ranks of an earlier run, whose supervisor is gone, live on and may be saving."""
+    for rank in ranks_with_outcome(run_dir):
+        said = read_outcome(run_dir, rank)
+        if said is None or said.code is not None or said.host != socket.gethostname() or said.pid == os.getpid():
+            continue
+        if is_alive(said.pid) and started_before(said.pid, outcome_file(run_dir, rank)):
+            raise EnvironmentFault(
+                f"{run_dir}: rank {rank} of an earlier run still works here; wait for process {said.pid}, or kill it"
+            )
+
+
+def started_before(pid: int, file: Path) -> bool:
+    """Whether a process is older than a file that it is said to have written; else its number was given again."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}").stat().st_mtime <= file.stat().st_mtime + 1.0
+    return False
 
 
 def clear_outcomes(run_dir: Path) -> None:

@@ -6,14 +6,17 @@ from typing import Any
 
 import torch
 
-from pipeline import dist
+from pipeline import checkpoint, dist
 from pipeline.causal_lm import CausalLM
 from pipeline.config import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.data.datasets_cache import Built, build
+from pipeline.data.loader import StepLoader
 from pipeline.data.selection import DataOptions, Stage, parse_column_map
 from pipeline.data.templates import set_template
 from pipeline.ds_config import frozen_config, read_user_json, training_config
+from pipeline.earlier_runs import layout_of, settings_of
 from pipeline.engine import TrainingEngine
+from pipeline.fingerprints import data_fingerprint, model_fingerprint
 from pipeline.lora import add_lora
 from pipeline.model_fit import check_model, check_vocabulary
 from pipeline.modeling import (
@@ -150,6 +153,19 @@ def training_engine(
     )
     betas = (optimizer.adam_beta1, optimizer.adam_beta2)
     return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps)
+
+
+def make_facts(config: Any, loader: StepLoader[Any]) -> checkpoint.Facts:
+    """What a resumed run of step 1 or 2 must share with the one that wrote its checkpoint."""
+    return checkpoint.Facts(
+        settings=settings_of(config),
+        fingerprints={
+            "training rows": data_fingerprint(loader.rows),
+            "model": model_fingerprint(config.model.model_name_or_path),
+        },
+        sizes={"rows of an optimizer step": loader.rows_per_step},
+        layout=layout_of(config),
+    )
 
 
 def model_documents(run: Run, *, base: str, kind: str) -> dict[str, str]:

@@ -18,10 +18,11 @@ from typing import Any
 from pipeline import dist, earlier_runs, heartbeat
 from pipeline.config import RunConfig
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun
-from pipeline.files import write_json
+from pipeline.files import refused_by_disk, write_json
 from pipeline.flags import Resolved, flat_items
 from pipeline.layout import done_file, outcome_file, rank_log_file, run_folder
 from pipeline.outcome import (
+    check_nobody_left,
     clear_outcomes,
     exit_code,
     is_first_to_fail,
@@ -100,8 +101,9 @@ def write_run_files(run: "Run") -> None:
     """config.json (value and origin of every flag) and env.json."""
     resolved = run.resolved
     settings = {name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)}
-    write_json(run.folder / "config.json", settings)
-    write_json(run.folder / "env.json", describe_environment(run.world))
+    with refused_by_disk(run.folder):
+        write_json(run.folder / "config.json", settings)
+        write_json(run.folder / "env.json", describe_environment(run.world))
 
 
 def check_writable(run_dir: Path, rank: int) -> None:
@@ -127,9 +129,15 @@ class Run:
 
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
         """To be raised when the checkpoint of `step` is written."""
-        afresh = earlier_runs.starts_afresh(self.resolved.config.run)
-        how = "the same command without --overwrite and --resume never" if afresh else "the same command"
-        return StoppedRun(f"stopped at step {step} of {total_steps}; {how} resumes")
+        config = self.resolved.config.run
+        how = "the same command resumes"
+        if earlier_runs.starts_afresh(config):
+            how = "the same command without --overwrite and --resume never resumes"
+        elif config.resume != "auto":
+            how = "the same command without --resume resumes"
+        if not config.keep_checkpoints:
+            how = "nothing is kept (--keep_checkpoints 0): the same command starts over"
+        return StoppedRun(f"stopped at step {step} of {total_steps}; {how}")
 
 
 def run_stage(
@@ -149,6 +157,7 @@ def run_stage(
         check_writable(folder, own_rank())
         with locked(folder) if alone else nullcontext():
             if alone:
+                check_nobody_left(folder)
                 clear_outcomes(folder)
             heartbeat.start(folder, own_rank())
             return run_rank(folder, stop or StopRequest(), resolved, stage=stage, train=train)
@@ -232,7 +241,8 @@ def is_finished(run: Run) -> bool:
 def write_done(run: Run, *, steps: int) -> None:
     """Mark the run as finished, on rank 0."""
     if run.world.is_main:
-        write_json(done_file(run.folder), {"stage": run.stage, "steps": steps, "time": time.time()})
+        with refused_by_disk(done_file(run.folder)):
+            write_json(done_file(run.folder), {"stage": run.stage, "steps": steps, "time": time.time()})
 
 
 def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:

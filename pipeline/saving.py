@@ -15,6 +15,7 @@ from torch import nn
 from pipeline import dist
 from pipeline.files import flush, with_new_folder, write_json
 from pipeline.lora import is_lora, merged_weight
+from pipeline.model_paths import has_config
 from pipeline.modeling import base_model
 from pipeline.partitions import gathered
 
@@ -102,6 +103,11 @@ def save_model(
             (fresh / name).write_text(text, encoding="utf-8")
 
     dist.on_main(write)
+
+
+def is_saved(folder: str) -> bool:
+    """Whether a model is in `folder`, as rank 0 sees it. A collective."""
+    return dist.on_main(lambda: has_config(Path(folder)))
 
 
 def write_weights(

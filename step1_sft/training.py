@@ -14,11 +14,9 @@ from pipeline import checkpoint, dist
 from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.causal_lm import CausalLM
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
-from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
-from pipeline.earlier_runs import layout_of, settings_of
+from pipeline.data.loader import Step, StepLoader, each, evaluation_batches, to_device
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
 from pipeline.errors import InputError
-from pipeline.fingerprints import data_fingerprint, model_fingerprint
 from pipeline.flops import forward_work, training_mfu
 from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
@@ -28,6 +26,7 @@ from pipeline.modeling import DTYPES, load_causal_lm
 from pipeline.prepare import (
     compute_dtype,
     deepspeed_json,
+    make_facts,
     model_documents,
     prepare_data,
     prepare_tokenizer,
@@ -37,7 +36,7 @@ from pipeline.prepare import (
 )
 from pipeline.random_numbers import seed_dropout
 from pipeline.run import Run, write_done
-from pipeline.saving import save_model
+from pipeline.saving import is_saved, save_model
 from pipeline.schedule import rate_factor
 from pipeline.stopping import Interrupted, Stopping
 from step1_sft.config import SFTConfig
@@ -83,7 +82,7 @@ def train(run: Run, config: SFTConfig) -> None:
     facts = make_facts(config, loader)
     resumed = checkpoint.load(run, config.run.resume, {"model": engine}, facts, force=config.run.force_resume)
     state = State(**resumed.state) if resumed else State()
-    recorder = Recorder(run, config.run, start_step=state.step, total_steps=total_steps)
+    recorder = Recorder(run, config.run, start_step=state.step if resumed else -1, total_steps=total_steps)
     stopping = Stopping(run)
     saver = checkpoint.Saver(run, facts, keep=config.run.keep_checkpoints, background=config.run.save_in_background)
 
@@ -92,7 +91,8 @@ def train(run: Run, config: SFTConfig) -> None:
             return
         beat("evaluate", state.step)
         engine.module.eval()
-        measured = evaluate(engine, held_out, run.world.device)
+        batches = each(held_out, lambda: beat("evaluate", state.step))
+        measured = evaluate(engine, batches, run.world.device)
         engine.module.train()
         recorder.write(state.step, measured)
         state.evaluated = state.step
@@ -101,10 +101,10 @@ def train(run: Run, config: SFTConfig) -> None:
     def keep_if_best(loss: float | None) -> None:
         if loss is None or not math.isfinite(loss) or not state.step:
             return
-        if state.best_eval_loss is None or loss < state.best_eval_loss:
+        is_best = state.best_eval_loss is None or loss < state.best_eval_loss
+        # One that cannot be saved does not count: the next one has to beat what is on the disk.
+        if is_best and (not config.keep_best or checkpoint.attempt(save_model_folder)):
             state.best_eval_loss = loss
-            if config.keep_best:
-                checkpoint.attempt(save_model_folder)
 
     def save_model_folder() -> None:
         save(run, config, engine, tokenizer)
@@ -155,6 +155,7 @@ def train(run: Run, config: SFTConfig) -> None:
         if config.run.save_steps and state.step % config.run.save_steps == 0:
             save_everything()
     if state.step < total_steps:
+        beat("save", state.step)
         save_checkpoint()
         saver.finish()
         raise run.stopped(state.step, total_steps)
@@ -162,22 +163,9 @@ def train(run: Run, config: SFTConfig) -> None:
     beat("save", state.step)
     checkpoint.attempt(save_checkpoint)
     checkpoint.attempt(saver.finish)
-    if not config.keep_best or state.best_eval_loss is None:
+    if not config.keep_best or state.best_eval_loss is None or not is_saved(config.run.output_dir):
         save_model_folder()
     write_done(run, steps=state.step)
-
-
-def make_facts(config: SFTConfig, loader: StepLoader[SFTBatch]) -> checkpoint.Facts:
-    """What a resumed run must share with the one that wrote its checkpoint."""
-    return checkpoint.Facts(
-        settings=settings_of(config),
-        fingerprints={
-            "training rows": data_fingerprint(loader.rows),
-            "model": model_fingerprint(config.model.model_name_or_path),
-        },
-        sizes={"rows of an optimizer step": loader.rows_per_step},
-        layout=layout_of(config),
-    )
 
 
 def make_batches(

@@ -12,10 +12,8 @@ import torch
 from pipeline import checkpoint, dist
 from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.data.batching import PairBatch
-from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
-from pipeline.earlier_runs import layout_of, settings_of
+from pipeline.data.loader import Step, StepLoader, each, evaluation_batches, to_device
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
-from pipeline.fingerprints import data_fingerprint, model_fingerprint
 from pipeline.flops import forward_work, training_mfu
 from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
@@ -24,6 +22,7 @@ from pipeline.modeling import DTYPES
 from pipeline.prepare import (
     compute_dtype,
     deepspeed_json,
+    make_facts,
     model_documents,
     prepare_data,
     prepare_tokenizer,
@@ -34,7 +33,7 @@ from pipeline.prepare import (
 from pipeline.random_numbers import seed_dropout
 from pipeline.reward_model import initialise_head, load_reward_model, pad_id_for_pooling
 from pipeline.run import Run, write_done
-from pipeline.saving import save_model
+from pipeline.saving import is_saved, save_model
 from pipeline.schedule import rate_factor
 from pipeline.stopping import Interrupted, Stopping
 from step2_reward.config import RewardConfig
@@ -80,7 +79,7 @@ def train(run: Run, config: RewardConfig) -> None:
     facts = make_facts(config, loader)
     resumed = checkpoint.load(run, config.run.resume, {"model": engine}, facts, force=config.run.force_resume)
     state = State(**resumed.state) if resumed else State()
-    recorder = Recorder(run, config.run, start_step=state.step, total_steps=total_steps)
+    recorder = Recorder(run, config.run, start_step=state.step if resumed else -1, total_steps=total_steps)
     stopping = Stopping(run)
     saver = checkpoint.Saver(run, facts, keep=config.run.keep_checkpoints, background=config.run.save_in_background)
 
@@ -91,7 +90,11 @@ def train(run: Run, config: RewardConfig) -> None:
         engine.module.eval()
         per_token = config.reward_loss == "per_token"
         scores = score_pairs(
-            engine, held_out, run.world.device, per_token=per_token, centering_coef=config.centering_coef
+            engine,
+            each(held_out, lambda: beat("evaluate", state.step)),
+            run.world.device,
+            per_token=per_token,
+            centering_coef=config.centering_coef,
         )
         engine.module.train()
         measured = summary(scores)
@@ -101,10 +104,12 @@ def train(run: Run, config: RewardConfig) -> None:
         keep_if_best(measured.get("eval_accuracy"))
 
     def keep_if_best(accuracy: float | None) -> None:
-        if accuracy is not None and (state.best_accuracy is None or accuracy > state.best_accuracy) and state.step:
+        if accuracy is None or not state.step:
+            return
+        is_best = state.best_accuracy is None or accuracy > state.best_accuracy
+        # One that cannot be saved does not count: the next one has to beat what is on the disk.
+        if is_best and (not config.keep_best or checkpoint.attempt(save_model_folder)):
             state.best_accuracy = accuracy
-            if config.keep_best:
-                checkpoint.attempt(save_model_folder)
 
     def save_model_folder() -> None:
         save(run, config, engine, tokenizer, state)
@@ -114,8 +119,6 @@ def train(run: Run, config: RewardConfig) -> None:
         saver.save(checkpoint.Content(state=asdict(state), engines={"model": engine}), step=state.step)
 
     def save_everything() -> None:
-        # The model goes with the constants that normalise its scores, so it is measured first.
-        measure()
         beat("save", state.step)
         checkpoint.attempt(save_checkpoint)
         if not config.keep_best or state.best_accuracy is None:
@@ -152,11 +155,16 @@ def train(run: Run, config: RewardConfig) -> None:
             break
         if config.run.eval_interval and state.step % config.run.eval_interval == 0:
             measure()
+        saving = config.run.save_steps and state.step % config.run.save_steps == 0
+        if saving:
+            # The model goes with the constants that normalise its scores; a stop must not leave this measurement out.
+            measure()
         if stopping.after_step():
             break
-        if config.run.save_steps and state.step % config.run.save_steps == 0:
+        if saving:
             save_everything()
     if state.step < total_steps:
+        beat("save", state.step)
         save_checkpoint()
         saver.finish()
         raise run.stopped(state.step, total_steps)
@@ -164,22 +172,9 @@ def train(run: Run, config: RewardConfig) -> None:
     beat("save", state.step)
     checkpoint.attempt(save_checkpoint)
     checkpoint.attempt(saver.finish)
-    if not config.keep_best or state.best_accuracy is None:
+    if not config.keep_best or state.best_accuracy is None or not is_saved(config.run.output_dir):
         save_model_folder()
     write_done(run, steps=state.step)
-
-
-def make_facts(config: RewardConfig, loader: StepLoader[PairBatch]) -> checkpoint.Facts:
-    """What a resumed run must share with the one that wrote its checkpoint."""
-    return checkpoint.Facts(
-        settings=settings_of(config),
-        fingerprints={
-            "training rows": data_fingerprint(loader.rows),
-            "model": model_fingerprint(config.model.model_name_or_path),
-        },
-        sizes={"rows of an optimizer step": loader.rows_per_step},
-        layout=layout_of(config),
-    )
 
 
 def make_batches(

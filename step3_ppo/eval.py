@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pipeline.files import tolerated
 from pipeline.tensor_ops import masked_mean, moments
 from step3_ppo.experience import Responses, Scores
 from step3_ppo.ppo_math import explained_variance
@@ -65,5 +66,5 @@ def append_samples(
             "finished": bool(responses.finished[n]),
         }
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    with path.open("a", encoding="utf-8") as file:
+    with tolerated("samples"), path.open("a", encoding="utf-8") as file:
         file.writelines(lines)

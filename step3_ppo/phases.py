@@ -180,8 +180,7 @@ class Phases:
             # Fillers of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
             return False
         started = time.monotonic()
-        if first := state.update == 0:
-            state.num_tokens = int(collected.metrics["num_tokens"])
+        first = state.update == 0
         rollout_values = collected.metrics if first else {}
         metrics: dict[str, float] = {}
         stepped = False
@@ -197,6 +196,8 @@ class Phases:
                 text=self.text.step(state.step) if self.text else None,
             )
             state.first_ratio_error = metrics["policy/first_ratio_error"] if first else state.first_ratio_error
+        if first:
+            state.num_tokens = int(collected.metrics["num_tokens"])
         self._count(stepped)
         seconds = time.monotonic() - started
         metrics |= rollout_values | {

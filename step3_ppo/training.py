@@ -48,14 +48,16 @@ def train(run: Run, config: PPOConfig) -> None:
     resumed = checkpoint.load(run, config.run.resume, engines, facts, force=config.run.force_resume)
     if resumed:
         state = State(**resumed.state["ppo"])
-        if average is not None:
+        if average is not None and "average" in resumed.fragments:
             average.restore(resumed.fragments["average"])
+        elif average is not None:  # --force_resume with an average that the checkpoint has not
+            average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay)
         if state.update:
             collected = Collected.restored(resumed.tensors, resumed.state["rollout"], run.world.device)
     recorder = Recorder(
         run,
         config.run,
-        start_step=state.step,
+        start_step=state.step if resumed else -1,
         total_steps=plan.total_steps,
         shown=("objective/scores", "objective/kl", "policy/approx_kl", "loss/value"),
     )
@@ -93,8 +95,8 @@ def train(run: Run, config: PPOConfig) -> None:
         collected = None
 
     try:
-        if state.step == 0:
-            phases.evaluate()
+        if state.step % config.run.eval_interval == 0 if config.run.eval_interval else state.step == 0:
+            phases.evaluate()  # once a step: a run that was stopped within an evaluation makes it now
         while not plan.is_done(step=state.step, rollout=state.rollout):
             for _ in one_rollout():
                 checkpoint.attempt(saver.poll)
@@ -108,6 +110,7 @@ def train(run: Run, config: PPOConfig) -> None:
                     save_everything()
         phases.evaluate()
     except Interrupted:
+        beat("save", state.step)
         save_state()
         saver.finish()
         raise run.stopped(state.step, plan.total_steps) from None

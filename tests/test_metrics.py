@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from pipeline.dist import World
 from pipeline.metrics import DEFINITIONS, MetricsWriter, Progress, Recorder, check_name, duration, finite
 
 
-def writer(folder, *, start_step=0, tensorboard=False, csv_file=False, wandb=False) -> MetricsWriter:
+def writer(folder, *, start_step=-1, tensorboard=False, csv_file=False, wandb=False) -> MetricsWriter:
     return MetricsWriter(
         folder, stage="sft", tensorboard=tensorboard, csv_file=csv_file, wandb=wandb, start_step=start_step
     )
@@ -60,6 +61,28 @@ def test_a_resumed_run_continues_behind_its_checkpoint(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
     rows = list(csv.reader((tmp_path / "metrics.csv").open()))
     assert rows == [["0", "loss", "0.0"], ["1", "loss", "1.0"], ["2", "loss", "2.0"], ["3", "loss", "30.0"]]
+
+
+def test_lines_that_hold_other_ends_of_lines_are_kept_whole(tmp_path):
+    """A prompt or a sampled response may hold U+2028 or U+0085, which str.splitlines takes for the end of a line."""
+    text = json.dumps({"step": 1, "response": "a\u2028b\u0085c\u2029"}, ensure_ascii=False)
+    (tmp_path / "samples.jsonl").write_text(f'{text}\n{{"step": 2}}\nbroken\n', encoding="utf-8")
+    writer(tmp_path, start_step=1)
+    assert (tmp_path / "samples.jsonl").read_text(encoding="utf-8") == f"{text}\n"
+
+
+def test_an_evaluation_before_the_first_step_stays_where_a_run_goes_on_from_there(tmp_path):
+    writer(tmp_path).write(0, {"eval_loss": 1.0})
+    writer(tmp_path, start_step=0)
+    assert [line["step"] for line in lines(tmp_path)] == [0]
+
+
+def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
+    out = writer(tmp_path)
+    out._jsonl = Path("/dev/full").open("w")  # noqa: SIM115
+    for step in (1, 2):
+        out.write(step, {"loss": 1.0})
+    assert caplog.text.count("metrics cannot be written, training goes on: No space left on device") == 1
 
 
 def test_a_run_that_starts_again_leaves_nothing_of_the_last_try(tmp_path):

@@ -20,7 +20,7 @@ from transformers import (
 
 from pipeline import saving
 from pipeline.earlier_runs import OURS
-from pipeline.errors import InputError
+from pipeline.errors import EnvironmentFault, InputError
 from pipeline.lora import add_lora
 from pipeline.modeling import load_causal_lm
 from pipeline.reward_model import (
@@ -263,7 +263,7 @@ def test_a_writer_that_fails_leaves_the_old_folder_whole(tiny_folders, tmp_path,
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", breaks)
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(EnvironmentFault, match="no space"):
         save(model, source, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in out.iterdir()] == ["sft"]

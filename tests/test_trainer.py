@@ -486,7 +486,8 @@ def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, **ppo)
 
 
 def make_run(world, folder, config: PPOConfig) -> SimpleNamespace:
-    return SimpleNamespace(world=world, folder=folder, stage="ppo", resolved=Resolved(config, {}))
+    stop = SimpleNamespace(here=lambda: False, anywhere=lambda world: False)
+    return SimpleNamespace(world=world, folder=folder, stage="ppo", resolved=Resolved(config, {}), stop=stop)
 
 
 def make_phases(world, folder, config: PPOConfig, *, num_prompts: int = 4, num_eval: int = 3) -> Phases:
@@ -575,11 +576,12 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, tr
     bad = torch.where(collected.experience.response_mask, math.nan, 0.0)
     spoiled = replace(collected.experience, returns=bad)
     before = weights(phases.models.actor)
-    with pytest.raises(DivergedError, match="2 updates in a row"):
+    with pytest.raises(DivergedError, match="2 steps in a row"):
         run_updates(phases, replace(collected, experience=spoiled))
     assert (phases.state.step, phases.state.skipped_updates) == (2, 2)
     assert phases.recorder.steps[0][1]["skipped_updates"] == 1
     assert equal_weights(weights(phases.models.actor), before)
+    phases.state.update = 0
     iterate(phases)
     assert (phases.state.step, phases.state.skipped_updates, phases.state.bad_in_a_row) == (4, 2, 0)
 

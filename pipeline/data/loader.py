@@ -4,7 +4,7 @@ A step is a function of (seed, epoch, step) alone; ranks take slices of it, so t
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -97,6 +97,13 @@ def evaluation_batches(
         return collate([None if row is None else [rows[row]] for row in part])
 
     return [partial(make, part) for part in chosen]
+
+
+def each(batches: Sequence[Callable[[], B]], before: Callable[[], None]) -> Iterator[Callable[[], B]]:
+    """The batches, with a call of `before` ahead of each."""
+    for make in batches:
+        before()
+        yield make
 
 
 def to_device(batch: B, device: torch.device) -> B:

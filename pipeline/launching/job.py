@@ -20,7 +20,7 @@ from pipeline.launching.machine import check_port
 from pipeline.launching.rank_watch import RankState, RankWatch
 from pipeline.launching.verdict import Circumstances, Verdict, hang_verdict, judge
 from pipeline.layout import run_folder
-from pipeline.outcome import SUPERVISOR, clear_outcomes
+from pipeline.outcome import SUPERVISOR, check_nobody_left, clear_outcomes
 from pipeline.processes import free_memory, kill_session, num_oom_kills, send
 from pipeline.run_lock import locked
 
@@ -51,6 +51,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: "Sig
     resolved, section = stage_flags(module, words)
     run_dir = run_folder(resolved.config.run, section)
     with locked(run_dir):
+        check_nobody_left(run_dir)
         clear_outcomes(run_dir)
         check_local_port(command)
         job = Job(run_dir, command, signals, rank_timeout_s=resolved.config.run.rank_timeout_s)

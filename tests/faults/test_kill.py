@@ -39,21 +39,21 @@ def tell(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(found: dict[str, Any], *, least_killed: float) -> None:
+def check(found: dict[str, Any]) -> None:
     print(found)
     assert found["wrong"] == []
-    assert found["killed"] >= least_killed * found["runs"], "most runs were still alive when the signal came"
+    assert found["killed"] == found["runs"], "the runs were alive when the signal came"
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", pytest.param("reward", marks=pytest.mark.faults), "ppo"])
 def test_a_killed_run_goes_on_exactly(folder, stage):
-    check(tell("kill", stage, folder, count=3), least_killed=0.5)
+    check(tell("kill", stage, folder, count=3))
 
 
 def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
     """SIGTERM while it samples, between micro-batches, in evaluations: what is half done is dropped and made again."""
     found = tell("stop", "ppo", folder, count=3, more="--gradient_accumulation_steps 4 --ppo_epochs 4")
-    check(found, least_killed=0.5)
+    check(found)
     assert found["longest_stop_s"] < 10
 
 
@@ -62,35 +62,36 @@ def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
 def test_stopped_at_twenty_random_moments(folder, stage, ranks):
     more = "--per_device_generation_batch_size 4 --gradient_accumulation_steps 1" if ranks == 2 else ""
     found = tell("stop", stage, folder, count=20, seed=6, ranks=ranks, more=more)
-    check(found, least_killed=0.6)
+    check(found)
     assert found["longest_stop_s"] < 10
 
 
+@pytest.mark.faults
 def test_killed_again_and_again(folder):
-    check(tell("chain", "ppo", folder, count=3), least_killed=0.5)
+    check(tell("chain", "ppo", folder, count=3))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
 def test_fifty_random_moments(folder, stage):
-    check(tell("kill", stage, folder, count=50, seed=1), least_killed=0.7)
+    check(tell("kill", stage, folder, count=50, seed=1))
 
 
 @pytest.mark.faults
 def test_lora_actor(folder):
     more = "--actor_lora_dim 4 --critic_lora_dim 4 --save_steps 3"
-    check(tell("kill", "ppo", folder, count=10, seed=2, more=more), least_killed=0.7)
+    check(tell("kill", "ppo", folder, count=10, seed=2, more=more))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_checkpoints_in_the_background(folder, stage):
-    check(tell("kill", stage, folder, count=10, seed=5, more="--save_in_background true"), least_killed=0.7)
+    check(tell("kill", stage, folder, count=10, seed=5, more="--save_in_background true"))
 
 
 @pytest.mark.faults
 def test_ten_kills_in_one_run(folder):
-    check(tell("chain", "ppo", folder, count=10, seed=3, steps=24), least_killed=0.7)
+    check(tell("chain", "ppo", folder, count=10, seed=3, steps=24))
 
 
 @pytest.mark.faults
@@ -98,7 +99,7 @@ def test_ten_kills_in_one_run(folder):
 def test_two_ranks(folder, zero_stage):
     more = f"--actor_zero_stage {zero_stage} --critic_zero_stage {zero_stage} --per_device_generation_batch_size 4"
     more += " --gradient_accumulation_steps 1"
-    check(tell("kill", "ppo", folder, count=5, seed=4, ranks=2, more=more), least_killed=0.6)
+    check(tell("kill", "ppo", folder, count=5, seed=4, ranks=2, more=more))
 
 
 def test_another_number_of_ranks_and_zero_stage(folder):

@@ -100,3 +100,48 @@ def test_data_that_was_only_moved_is_the_same(folder):
     (folder / "train.jsonl").rename(folder / "elsewhere" / "moved.jsonl")
     code, _ = go_on(folder, "--data_path", folder / "elsewhere" / "moved.jsonl")
     assert code == 0
+
+
+def test_an_end_that_was_cut_off_repeats_nothing(folder):
+    """Killed between the last checkpoint and the mark of the end: nothing is trained or evaluated again."""
+    run_dir = folder / "run" / "runs" / "sft"
+    before = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "done.json").unlink()
+    assert run(Story("sft", folder, steps=STEPS, more=SAME), "run") == 0
+    assert (run_dir / "metrics.jsonl").read_text() == before and (run_dir / "done.json").is_file()
+
+
+def test_an_older_step_is_resumed_by_name(folder):
+    """What was newer is kept beside, and not taken for this course of the run; the next start goes on with this one."""
+    story = Story("sft", folder, steps=STEPS, more=SAME)
+    checkpoints = folder / "run" / "runs" / "sft" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-1", "step-2"]
+    assert run(story, "run", "--resume", checkpoints / "step-1") == 0
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names[1:] == ["step-1", "step-2"] and names[0].startswith("set-aside-")
+    steps = [line["step"] for line in metrics(folder / "run" / "runs" / "sft") if "skipped_updates" in line]
+    assert steps == [1, 2]
+    code, said = go_on(folder)
+    assert code == 0 and "/step-2 " in said
+
+
+def test_starting_over_and_resuming_by_name_contradict(folder):
+    checkpoint = folder / "run" / "runs" / "sft" / "checkpoints" / "step-1"
+    code, said = go_on(folder, "--overwrite", "true", "--resume", checkpoint)
+    assert code == 2 and "overwrite: starts over, and resume names" in said and checkpoint.is_dir()
+
+
+def test_a_checkpoint_of_another_stage_is_refused(folder):
+    checkpoint = folder / "run" / "runs" / "sft" / "checkpoints" / "step-1"
+    story = Story("ppo", folder, steps=1, more=("--force_resume", "true", "--resume", str(checkpoint)))
+    assert run(story, "other") == 2
+    assert "found the state of model, wanted that of actor, critic" in (folder / "other.ppo.log").read_text()
+
+
+def test_a_best_model_that_is_gone_is_not_taken_for_saved(folder):
+    best = (*SAME, "--keep_best", "true", "--eval_interval", "1", "--overwrite", "true")
+    story = Story("sft", folder, steps=STEPS, more=best)
+    assert run(story, "run") == 0
+    shutil.rmtree(folder / "run" / "sft")
+    again = Story("sft", folder, steps=STEPS, more=best[:-2])
+    assert run(again, "run") == 0 and (folder / "run" / "sft" / "model.safetensors").is_file()

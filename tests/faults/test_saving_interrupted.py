@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_runs import count_operations, make_engine, operations_watched, save
 
-from pipeline.checkpoint_files import candidates, find, problem_with
+from pipeline.checkpoint_files import candidates, find, problem_with, sealed
 from pipeline.errors import CheckpointError
 
 
@@ -192,3 +192,33 @@ def test_a_file_of_another_tool_is_not_taken_for_a_checkpoint(two, tmp_path):
         (checkpoints / "latest").write_text(text)
         (checkpoints / "step-x").mkdir(exist_ok=True)
         assert step_of(find(tmp_path / "run", "auto")) == 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda files: files["state.json"].pop("bytes"),
+        lambda files: files.update({"../../outside": files["state.json"]}),
+        lambda files: files.clear(),
+        lambda files: files.update({"n" * 300: files["state.json"]}),
+    ],
+    ids=["a field is missing", "a file elsewhere", "nothing is listed", "a name that no file can have"],
+)
+def test_a_manifest_that_was_made_up_is_passed_over(two, tmp_path, spoil):
+    """Sealed anew, as somebody who wants to be read would do."""
+    shutil.copytree(two, tmp_path / "run")
+    file = tmp_path / "run" / "checkpoints" / "step-2" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["sha256"]
+    spoil(manifest["files"])
+    file.write_text(json.dumps(sealed(manifest)))
+    assert step_of(find(tmp_path / "run", "auto")) == 1
+
+
+def test_a_file_that_is_not_in_the_manifest_is_never_read(two, tmp_path):
+    shutil.copytree(two, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-2"
+    shutil.copy(newest / "model.rank-0.safetensors", newest / "model.rank-1.safetensors")
+    problem = problem_with(newest)
+    assert problem is not None and "model.rank-1.safetensors: missing, or not in the manifest" in problem
+    assert step_of(find(tmp_path / "run", "auto")) == 1

@@ -54,6 +54,13 @@ def made_below(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*")]
 
 
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that could be a hub id is not looked up: a network without answers takes its time."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+
 def test_there_are_forty() -> None:
     assert len(USED) + len(REFUSED) >= 40
 
