@@ -5,12 +5,16 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from pipeline import run_lock
 from pipeline.errors import EnvironmentFault
+from pipeline.layout import outcome_file
+from pipeline.outcome import check_nobody_left, write_outcome
 from pipeline.run_lock import locked
 
 HOST = socket.gethostname()
@@ -90,3 +94,25 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentFault, match="cannot write there: Not a directory"), locked(tmp_path / "file" / "x"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("code", "age_s", "refused"),
+    [(None, 0.0, True), (0, 0.0, False), (None, -60.0, False)],
+    ids=["it still works", "it has ended", "its number was given to another process"],
+)
+def test_ranks_that_outlived_their_supervisor_are_not_disturbed(tmp_path, code, age_s, refused):
+    """A supervisor that was killed frees the folder while its ranks save: their files must not be cleared away."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    try:
+        time.sleep(0.1)
+        write_outcome(tmp_path, 1, code, "running")
+        file = outcome_file(tmp_path, 1)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": process.pid}))
+        os.utime(file, (time.time() + age_s, time.time() + age_s))
+        with pytest.raises(EnvironmentFault, match=f"rank 1 of .* process {process.pid}") if refused else nullcontext():
+            check_nobody_left(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    check_nobody_left(tmp_path)
