@@ -6,13 +6,17 @@ import random
 import shutil
 import signal
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved_runs import count_operations, make_engine, operations_watched, save
+from safetensors.torch import load_file
+from saved_runs import FACTS, count_operations, make_engine, make_run, operations_watched, save
 
+from pipeline import checkpoint
 from pipeline.checkpoint_files import candidates, find, problem_with, sealed
 from pipeline.errors import CheckpointError
 
@@ -222,3 +226,28 @@ def test_a_file_that_is_not_in_the_manifest_is_never_read(two, tmp_path):
     problem = problem_with(newest)
     assert problem is not None and "model.rank-1.safetensors: missing, or not in the manifest" in problem
     assert step_of(find(tmp_path / "run", "auto")) == 1
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, engine, monkeypatch):
+    """`save` comes back before the files are there; what they hold is the state as it was then."""
+    may_write, write_own = Event(), checkpoint.write_own
+
+    def held_back(*given: Any) -> Any:
+        may_write.wait()
+        return write_own(*given)
+
+    monkeypatch.setattr(checkpoint, "write_own", held_back)
+    saver = checkpoint.Saver(make_run(tmp_path), FACTS, keep=1, background=True)
+    before = engine.module.weight.detach().clone()
+    saver.save(checkpoint.Content(state={}, engines={"model": engine}), step=1)
+    saver.poll()
+    assert find(tmp_path, "auto") is None, "nothing is written yet, and nobody waited"
+    with torch.no_grad():
+        engine.module.weight.add_(1.0)
+    may_write.set()
+    saver.finish()
+    written = load_file(tmp_path / "checkpoints" / "step-1" / "model.rank-0.safetensors")
+    assert written["weights/weight"].equal(before.flatten())
