@@ -13,13 +13,11 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from pipeline import dist
-from pipeline.files import flush, with_new_folder, write_json
+from pipeline.files import with_new_folder
 from pipeline.lora import is_lora, merged_weight
 from pipeline.model_paths import has_config
 from pipeline.modeling import base_model
 from pipeline.partitions import gathered
-
-__all__ = ["flush", "save_model", "state_dict", "with_new_folder", "write_json"]
 
 SHARD_SIZE = "5GB"
 # Where a weight sits inside peft's wrappers -> where transformers has it.

@@ -41,19 +41,18 @@ def train(run: Run, config: PPOConfig) -> None:
         num_training_steps=plan.total_steps,
         floor=config.optimizer.min_learning_rate_ratio,
     )
-    average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
     facts = make_facts(config, prompts, text, plan)
     state, collected = State(kl_coef=config.ppo.kl_coef), None
     engines = {"actor": models.actor, "critic": models.critic}
     resumed = checkpoint.load(run, config.run.resume, engines, facts, force=config.run.force_resume)
     if resumed:
         state = State(**resumed.state["ppo"])
-        if average is not None and "average" in resumed.fragments:
-            average.restore(resumed.fragments["average"])
-        elif average is not None:  # --force_resume with an average that the checkpoint has not
-            average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay)
         if state.update:
             collected = Collected.restored(resumed.tensors, resumed.state["rollout"], run.world.device)
+    # Made of the weights as they are now: with --force_resume the checkpoint may hold no average.
+    average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
+    if resumed and average is not None and "average" in resumed.fragments:
+        average.restore(resumed.fragments["average"])
     recorder = Recorder(
         run,
         config.run,

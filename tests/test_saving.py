@@ -21,6 +21,7 @@ from transformers import (
 from pipeline import saving
 from pipeline.earlier_runs import OURS
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.files import with_new_folder, write_json
 from pipeline.lora import add_lora
 from pipeline.modeling import load_causal_lm
 from pipeline.reward_model import (
@@ -30,7 +31,7 @@ from pipeline.reward_model import (
     load_reward_model,
     pad_id_for_pooling,
 )
-from pipeline.saving import save_model, state_dict, with_new_folder, write_json
+from pipeline.saving import save_model, state_dict
 from step3_ppo.ema import MovingAverage
 
 ROW = random_rows(0, (8,))[0].unsqueeze(0)
