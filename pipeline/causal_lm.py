@@ -1,19 +1,24 @@
 """Log-probabilities of a causal language model's tokens, without ever holding all logits.
 
-B rows, S positions, V vocabulary, H hidden size. Position t predicts token t + 1.
+B rows, S positions, M selected tokens, V vocabulary, H hidden size. Position t predicts token t + 1.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.modeling import backbone, base_model
-from pipeline.tensor_ops import position_ids_from_mask
+from pipeline.hidden_states import hidden_states
+from pipeline.modeling import base_model
+from pipeline.token_statistics import LogitScaling, token_statistics
 
-# Above this vocabulary the head runs row by row under recomputation: V x S logits are then the largest tensor by far.
-SMALL_VOCABULARY = 8192
+# Logits of one piece of the head: large enough for whole matrix products, small beside a model's activations.
+PIECE_BYTES = 512 * 2**20
+# Selected tokens that a row is taken to have when pieces are counted. Not the true number: under ZeRO-3 every rank must
+# call the head equally often, and the ranks' rows differ.
+ROW_TOKENS = 1024
 
 
 class TokenStatistics(NamedTuple):
@@ -40,74 +45,71 @@ class CausalLM(nn.Module):
         *,
         attention_mask: torch.Tensor,
         selected: torch.Tensor,
+        num_selected: int | None = None,
         temperature: float = 1.0,
         position_ids: torch.Tensor | None = None,
         with_entropy: bool = False,
     ) -> TokenStatistics:
-        """Log-probabilities (fp32) of the selected tokens given what stands before them.
+        """Log-probabilities (fp32, nats) of the selected tokens given what stands before them.
 
         Args:
             input_ids: (B, S) int64.
-            attention_mask: (B, S) bool, True = real token; or (B, 1, S, S) bool, True = may attend (packed rows).
+            attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
             selected: (B, S - 1) bool, True = token t + 1 is wanted.
+            num_selected: how many are; None: they are counted, for which a GPU is waited for.
             temperature: divides the logits.
-            position_ids: (B, S) int64; from the mask where None.
+            position_ids: (B, S) int64 of packed rows; other rows count from 0.
+            with_entropy: also the entropy of each selected token's distribution, without gradient.
         """
-        if position_ids is None:
-            position_ids = position_ids_from_mask(attention_mask)
-        outputs = backbone(self.model)(
-            input_ids=input_ids, attention_mask=self._for_attention(attention_mask), position_ids=position_ids,
-            use_cache=False,
-        )  # fmt: skip
-        hidden = outputs.last_hidden_state[:, :-1][selected]  # (M, H)
-        targets = input_ids[:, 1:][selected]  # (M,)
-        log_probs, entropy = self._by_chunks(hidden, targets, temperature, chunks=self._num_chunks(len(input_ids)))
-        scattered = [
-            torch.zeros(selected.shape, dtype=torch.float32, device=hidden.device).masked_scatter(selected, values)
-            for values in (log_probs, entropy)
-        ]
-        return TokenStatistics(scattered[0], scattered[1] if with_entropy else None)
+        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids)  # (B, S, H)
+        index = selected_index(selected, num_selected)  # (M,) into (B, S - 1)
+        places = index + index // max(1, selected.shape[1])  # the same positions in (B, S)
+        log_probs, entropy = self._in_pieces(
+            hidden.flatten(0, 1).index_select(0, places),
+            input_ids.flatten().index_select(0, places + 1),
+            LogitScaling.of(self.config, temperature),
+            num_pieces=self._num_pieces(len(input_ids)),
+            with_entropy=with_entropy,
+        )
+        nothing = torch.zeros(selected.numel(), dtype=torch.float32, device=hidden.device)
+        return TokenStatistics(
+            nothing.scatter(0, index, log_probs).view_as(selected),
+            None if entropy is None else nothing.scatter(0, index, entropy).view_as(selected),
+        )
 
-    def _for_attention(self, mask: torch.Tensor) -> torch.Tensor:
-        # Eager attention adds a 4-D mask to its scores: True and False would become 1 and 0, and nothing be hidden.
-        if mask.dim() == 2 or self.config._attn_implementation != "eager":
-            return mask
-        dtype = next(self.model.parameters()).dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    def _num_pieces(self, rows: int) -> int:
+        row_bytes = self.config.vocab_size * ROW_TOKENS * next(self.model.parameters()).element_size()
+        return -(-rows // max(1, PIECE_BYTES // row_bytes))
 
-    def _num_chunks(self, rows: int) -> int:
-        # A function of the configuration alone: under ZeRO-3 every rank must call the head equally often.
-        return 1 if self.config.vocab_size <= SMALL_VOCABULARY else rows
+    def _in_pieces(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        scaling: LogitScaling,
+        *,
+        num_pieces: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(M, H) hidden states and (M,) targets -> (M,) log-probabilities and (M,) entropies."""
+        if num_pieces == 1:
+            return self._head(hidden, targets, scaling, with_entropy)
+        # The logits of all pieces together must not be kept for the backward pass: each piece makes its own again.
+        head = partial(checkpoint, self._head, use_reentrant=False) if torch.is_grad_enabled() else self._head
+        pairs = zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True)
+        parts = [head(part, wanted, scaling, with_entropy) for part, wanted in pairs]
+        log_probs, entropies = zip(*parts, strict=True)
+        return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
-    def _by_chunks(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, *, chunks: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = HeadStatistics(self.logits, temperature)
-        if chunks == 1:
-            return head(hidden, targets)
-        pairs = zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
-        parts = [checkpoint(head, part, wanted, use_reentrant=False) for part, wanted in pairs]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(M, H) -> (M, V) fp32 through the model's own head and whatever its configuration does to the logits."""
-        model = base_model(self.model)
-        logits = model.get_output_embeddings()(hidden).float()
-        scale = getattr(model.config, "logit_scale", None) or 1.0 / (getattr(model.config, "logits_scaling", None) or 1)
-        cap = getattr(model.config, "final_logit_softcapping", None)
-        logits = logits * scale if scale != 1.0 else logits
-        return torch.tanh(logits / cap) * cap if cap else logits
+    def _head(
+        self, hidden: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = base_model(self.model).get_output_embeddings()(hidden)  # (m, V) in the model's type
+        return token_statistics(logits, targets, scaling, with_entropy=with_entropy)
 
 
-class HeadStatistics:
-    """(M, H) hidden states and (M,) targets -> (M,) log-probabilities and (M,) entropies, fp32; the latter detached."""
-
-    def __init__(self, logits: Any, temperature: float) -> None:
-        self.logits = logits
-        self.temperature = temperature
-
-    def __call__(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        all_log_probs = torch.log_softmax(self.logits(hidden) / self.temperature, dim=-1)
-        with torch.no_grad():
-            entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-        return all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+def selected_index(selected: torch.Tensor, num_selected: int | None) -> torch.Tensor:
+    """(M,) int64 places of True in the flattened mask, in its order; a GPU is not waited for where M is given."""
+    flat = selected.flatten()
+    if num_selected is None:
+        return flat.nonzero().squeeze(1)
+    return torch.nonzero_static(flat, size=num_selected).squeeze(1)

@@ -11,10 +11,10 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.errors import InputError
+from pipeline.hidden_states import hidden_states
 from pipeline.model_paths import check_reward_model
-from pipeline.modeling import backbone, base_model, load_config, load_pretrained
+from pipeline.modeling import base_model, load_config, load_pretrained
 from pipeline.partitions import gathered
-from pipeline.tensor_ops import position_ids_from_mask
 from pipeline.tokenizers import pad_policy
 
 
@@ -42,12 +42,14 @@ class TokenValueModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(B, S) int64 ids, (B, S) bool mask with True = real token -> (B, S) fp32 values."""
-        if position_ids is None:
-            position_ids = position_ids_from_mask(attention_mask)
-        hidden = backbone(self.model)(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
+        """(B, S) fp32 values of each prefix; what stands at padding means nothing.
+
+        Args:
+            input_ids: (B, S) int64.
+            attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
+            position_ids: (B, S) int64 of packed rows; other rows count from 0.
+        """
+        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids)  # (B, S, H)
         raw = base_model(self.model).score(hidden).squeeze(-1)  # (B, S)
         return (raw - self.score_mean) / self.score_std
 

@@ -22,14 +22,12 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
     finished = responses.finished.float()
     experience = rewarded.experience
     errors = moments(experience.returns - experience.values, mask)
-    sampler_error = torch.where(mask, (responses.sampler_log_probs - scores.log_probs).abs(), 0.0).max()
-    return {
+    found = policy_metrics(responses, scores, mask)
+    return found | {
         "objective/kl": masked_mean(kl, valid).item(),
         "objective/kl_k3": masked_mean(kl_k3, valid).item(),
-        "objective/entropy": masked_mean(scores.entropy, mask).item(),
         "objective/scores": masked_mean(scores.scores, valid).item(),
         "objective/rlhf_reward": masked_mean(rewarded.sequence_rewards - kl_coef * kl, valid).item(),
-        "policy/sampler_error": sampler_error.item(),
         "value/explained_variance": explained_variance(moments(experience.returns, mask), errors).item(),
         "advantages/mean": rewarded.advantage_mean,
         "advantages/std": rewarded.advantage_std,
@@ -38,6 +36,17 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
         "completions/eos_fraction": masked_mean(finished, valid).item(),
         "completions/empty_fraction": masked_mean((responses.response_lengths == 1) * finished, valid).item(),
         "rows_masked": float((responses.valid & ~valid).sum()),
+    }
+
+
+def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor) -> dict[str, float]:
+    """What the trainer's own pass over the rollout says; {} where there was none, and the update's pass says it."""
+    if scores.entropy is None:
+        return {}
+    sampler_error = torch.where(mask, (responses.sampler_log_probs - scores.log_probs).abs(), 0.0).max()
+    return {
+        "objective/entropy": masked_mean(scores.entropy, mask).item(),
+        "policy/sampler_error": sampler_error.item(),
     }
 
 

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline import dist
 from pipeline.generate import Rollout
@@ -71,25 +72,29 @@ class Responses(Rows):
         taken = per_position.gather(1, index.clamp(max=per_position.shape[1] - 1))
         return torch.where(lengths_to_mask(self.response_lengths, width), taken, 0.0)
 
-    def trimmed(self) -> "Responses":
-        """Without the columns that are padding in every row."""
-        length = int((self.prompt_lengths + self.response_lengths).max())
-        width = int(self.response_lengths.max())
+    def narrowed(self, length: int, width: int) -> "Responses":
+        """The first `length` positions of the sequences, the first `width` response tokens."""
         return replace(self, sequences=self.sequences[:, :length], sampler_log_probs=self.sampler_log_probs[:, :width])
+
+    def trimmed(self) -> "Responses":
+        """Without the columns that are padding in every row. Waits for the device."""
+        both = torch.stack([self.prompt_lengths + self.response_lengths, self.response_lengths])
+        return self.narrowed(*both.amax(1).tolist())
 
 
 @dataclass(frozen=True, slots=True)
-class Scores(Rows):
+class Scores:
     """What the four models say about `Responses`, raw: no penalty, no normalisation.
 
     log_probs, ref_log_probs, entropy, values: (N, T) fp32, 0 after the end; log_probs are those of the policy before
-    the update ("old"). values are on the normalised reward scale.
+    the update ("old"), the trainer's or the sampler's; entropy is None with the latter. values are on the normalised
+    reward scale.
     scores: (N,) fp32, the reward model's score of the sequence's last token.
     """
 
     log_probs: Tensor
     ref_log_probs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     values: Tensor
     scores: Tensor
 
@@ -142,11 +147,16 @@ def gather_responses(parts: Sequence[Responses]) -> Responses:
     return everywhere.select(everywhere.order.argsort()).trimmed()
 
 
-def gather_scores(parts: Sequence[Scores], order: Tensor, *, width: int) -> Scores:
-    """Scores of all rows in the rollout's order, on every rank; `order` (n,) holds this rank's places. A collective."""
-    columns = []
-    for f in fields(Scores):
-        rows = [getattr(part, f.name) for part in parts]
-        rows = [torch.nn.functional.pad(row, (0, width - row.shape[1])) if row.dim() == 2 else row for row in rows]
-        columns.append(dist.gather_rows(torch.cat(rows)))
-    return Scores(*columns).select(dist.gather_rows(order).argsort())
+def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, width: int) -> list[Tensor]:
+    """All rows of all ranks in the rollout's order, on every rank, column by column. A collective.
+
+    Args:
+        parts: of each micro-batch of this rank its columns, each (n, at most width) per token or (n,) per sequence.
+        rows: (n,) int64 of each, the rows' places in the rollout.
+    """
+    order = dist.gather_rows(torch.cat(list(rows))).argsort()
+    gathered = []
+    for column in zip(*parts, strict=True):
+        wide = [functional.pad(part, (0, width - part.shape[1])) if part.dim() == 2 else part for part in column]
+        gathered.append(dist.gather_rows(torch.cat(wide))[order])
+    return gathered

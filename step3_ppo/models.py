@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeline.causal_lm import CausalLM, TokenStatistics
+from pipeline.causal_lm import CausalLM
 from pipeline.data.templates import set_template
 from pipeline.engine import FrozenEngine, TrainingEngine, partitioned_loading
 from pipeline.errors import InputError
@@ -21,6 +21,8 @@ from pipeline.reward_model import load_reward_model, score_constants
 from pipeline.run import Run
 from pipeline.tokenizers import load_tokenizer
 from step3_ppo.config import PPOConfig
+from step3_ppo.experience import Responses
+from step3_ppo.micro_batches import MicroBatch
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,11 @@ class Models:
     reward_tokenizer: Any
     score_mean: float
     score_std: float
+
+    def named(self) -> dict[str, TrainingEngine | FrozenEngine]:
+        """The models that this run holds, by their roles."""
+        found = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "reward": self.reward}
+        return {name: engine for name, engine in found.items() if engine is not None}
 
     @contextmanager
     def reference_policy(self) -> Iterator[Any]:
@@ -179,7 +186,16 @@ def make_reward(run: Run, config: PPOConfig, path: str, dtype: torch.dtype) -> F
 
 
 def log_probs_of(
-    policy: Any, sequences: torch.Tensor, *, mask: torch.Tensor, selected: torch.Tensor, temperature: float
-) -> TokenStatistics:
-    """Log-probabilities and entropies (B, S - 1) of selected tokens at the rollout's temperature."""
-    return policy(sequences, attention_mask=mask, selected=selected, temperature=temperature, with_entropy=True)
+    policy: Any, responses: Responses, batch: MicroBatch, *, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(n, T) log-probabilities, and entropies where wanted, of the response tokens of a micro-batch."""
+    found = policy(
+        responses.sequences,
+        attention_mask=responses.attention_mask,
+        selected=responses.predicts_response,
+        num_selected=batch.num_response_tokens,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
+    entropy = None if found.entropy is None else responses.in_response_space(found.entropy)
+    return responses.in_response_space(found.log_probs), entropy

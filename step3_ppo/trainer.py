@@ -12,35 +12,39 @@ from pipeline.data.loader import Step, to_device
 from pipeline.engine import TrainingEngine, step_together
 from pipeline.random_numbers import permutation
 from pipeline.stopping import Stopping
+from pipeline.tensor_ops import masked_sum
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Experience, Responses
+from step3_ppo.micro_batches import Lengths, MicroBatch, cut, micro_batches, places
+from step3_ppo.models import log_probs_of
 from step3_ppo.ppo_math import kl_loss, policy_loss, value_loss
-from step3_ppo.rollout import micro_batches
 
-# Sums over this rank's tokens in an update, in the order of `UpdateSums.values`.
-SUMS = ("policy", "ratio", "clipped", "approx_kl", "value", "value_clipped", "ptx")
+# Over this rank's tokens in an update, in the order of `UpdateSums.sums` and `UpdateSums.maxima`.
+SUMS = ("policy", "ratio", "clipped", "approx_kl", "entropy", "value", "value_clipped", "ptx")
+MAXIMA = ("ratio", "log_ratio")
 
 
 class UpdateSums:
-    """Sums and maxima over the micro-batches of one update, reduced over ranks once."""
+    """Sums and maxima over the micro-batches of one update: on the device until they are reduced over ranks, once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.values = dict.fromkeys(SUMS, torch.zeros((), dtype=torch.float64, device=device))
-        self.ratio_max = self.log_ratio_max = 0.0
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums, self.maxima = dict.fromkeys(SUMS, zero), dict.fromkeys(MAXIMA, zero)
 
     def add(self, **sums: torch.Tensor) -> None:
         for name, value in sums.items():
-            self.values[name] = self.values[name] + value.detach().double()
+            self.sums[name] = self.sums[name] + value.detach().double()
+
+    def raise_to(self, **maxima: torch.Tensor) -> None:
+        for name, value in maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value.detach().double())
 
     def over_ranks(self) -> dict[str, float]:
-        """A collective."""
-        totals = dist.sum_over_ranks(torch.stack(list(self.values.values()))).tolist()
-        device = self.values["policy"].device
-        maxima = {
-            "ratio_max": dist.max_over_ranks(self.ratio_max, device),
-            "log_ratio_max": dist.max_over_ranks(self.log_ratio_max, device),
-        }
-        return dict(zip(SUMS, totals, strict=True)) | maxima
+        """The sums under their names, the maxima as `<name>_max`. A collective, and the update's one wait for them."""
+        everywhere = dist.gather_rows(torch.stack([*self.sums.values(), *self.maxima.values()]).unsqueeze(0))
+        sums, maxima = everywhere.split([len(SUMS), len(MAXIMA)], dim=1)
+        totals = torch.cat([sums.sum(0), maxima.amax(0)]).tolist()
+        return dict(zip([*SUMS, *(f"{name}_max" for name in MAXIMA)], totals, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +65,36 @@ class Updater:
     seed: int
     stopping: Stopping
 
-    def plan(self, num_rows: int, *, rollout: int, epoch: int) -> list[list[list[int]]]:
-        """This rank's micro-batches of each step; the first epoch keeps the rollout's order, later ones shuffle it."""
-        rows = list(range(num_rows))
-        if epoch:
-            rows = permutation(num_rows, seed=self.seed, purpose=f"minibatch/{rollout}", epoch=epoch).tolist()
-        return micro_batches(rows, rows_per_step=self.rows_per_step, world=self.world, size=self.micro_batch_size)
+    @property
+    def without_old_pass(self) -> bool:
+        """Whether the only forward pass of the policy before its single step is that of the update itself."""
+        return self.ppo.old_log_probs == "sampler"
 
-    def updates(self, num_rows: int, *, rollout: int) -> Iterator[list[list[int]]]:
+    def plan(self, lengths: Lengths, *, rollout: int, epoch: int) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of each step.
+
+        The first epoch deals the rollout's rows to steps in their order, later ones shuffle them before.
+        """
+        rows = list(range(len(lengths)))
+        if epoch:
+            rows = permutation(len(lengths), seed=self.seed, purpose=f"minibatch/{rollout}", epoch=epoch).tolist()
+        return micro_batches(
+            rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=self.micro_batch_size
+        )
+
+    def updates(self, lengths: Lengths, *, rollout: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of every optimizer step of a rollout, all its epochs."""
         for epoch in range(self.ppo.ppo_epochs):
-            yield from self.plan(num_rows, rollout=rollout, epoch=epoch)
+            yield from self.plan(lengths, rollout=rollout, epoch=epoch)
 
     def num_tokens(
-        self, responses: Responses, experience: Experience, batches: Sequence[Sequence[int]]
+        self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]
     ) -> tuple[float, float]:
         """Response tokens of an optimizer step over all ranks: (those that count, those sampled). A collective.
 
         The second is 0 for a step of fillers; the first alone where no row of the step has a finite reward.
         """
-        rows = torch.tensor([row for batch in batches for row in batch], device=experience.response_mask.device)
+        rows = places(batches, experience.response_mask.device)
         sums = [mask[rows].sum().double() for mask in (experience.response_mask, responses.response_mask)]
         counted, sampled = dist.sum_over_ranks(torch.stack(sums)).tolist()
         return counted, sampled
@@ -89,7 +103,7 @@ class Updater:
         self,
         responses: Responses,
         experience: Experience,
-        batches: Sequence[Sequence[int]],
+        batches: Sequence[MicroBatch],
         *,
         num_tokens: float,
         kl_coef: float,
@@ -103,42 +117,40 @@ class Updater:
 
         Losses are sums over response tokens divided by `num_tokens`, their number in the whole step on all ranks.
         """
-        device = responses.sequences.device
         text = text if train_actor else None
         scale = self.world.size / num_tokens
-        sums = UpdateSums(device)
+        sums = UpdateSums(responses.sequences.device)
         engines = [self.actor, self.critic] if train_actor else [self.critic]
-        for number, batch in enumerate(batches):
+        for number, (batch, rows, part) in enumerate(cut(responses, batches)):
             self.stopping.check(engines)
-            index = torch.tensor(batch, device=device)
-            part = responses.select(index).trimmed()
-            wanted = experience.select(index).narrowed(part.sampler_log_probs.shape[1])
+            wanted = experience.select(rows).narrowed(batch.width)
             last = number + 1 == len(batches)
             if train_actor:
-                loss = self._policy_loss(part, wanted, kl_coef, sums)
+                loss = self._policy_loss(batch, part, wanted, kl_coef, sums)
                 self.actor.backward(loss * scale, last=last and text is None)
             self.critic.backward(self._value_loss(part, wanted, sums) * scale, last=last)
         if text is not None:
             self._ptx_backward(text, sums)
-        stepped = step_together(engines, rate_factor, loss=torch.stack(list(sums.values.values())))
-        return self._metrics(sums.over_ranks(), num_tokens, text), stepped
+        totals = sums.over_ranks()
+        stepped = step_together(engines, rate_factor, loss=sum(totals[name] for name in SUMS))
+        return self._metrics(totals, num_tokens, text, train_actor=train_actor), stepped
 
-    def _policy_loss(self, part: Responses, wanted: Experience, kl_coef: float, sums: UpdateSums) -> torch.Tensor:
-        statistics = self.actor(
-            part.sequences,
-            attention_mask=part.attention_mask,
-            selected=part.predicts_response,
-            temperature=self.temperature,
-            with_entropy=True,
+    def _policy_loss(
+        self, batch: MicroBatch, part: Responses, wanted: Experience, kl_coef: float, sums: UpdateSums
+    ) -> torch.Tensor:
+        log_probs, entropy = log_probs_of(
+            self.actor, part, batch, temperature=self.temperature, with_entropy=self.without_old_pass
         )
-        log_probs = part.in_response_space(statistics.log_probs)
         mask = wanted.response_mask
-        loss, stats = policy_loss(
-            log_probs, wanted.log_probs, wanted.advantages, mask, policy_clip=self.ppo.policy_clip
-        )
+        # Without a pass before the update, this one is that of the old policy: its ratio is 1, its gradient that of 1.
+        old = log_probs.detach() if self.without_old_pass else wanted.log_probs
+        loss, stats = policy_loss(log_probs, old, wanted.advantages, mask, policy_clip=self.ppo.policy_clip)
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
-        sums.ratio_max = max(sums.ratio_max, stats.ratio_max.item())
-        sums.log_ratio_max = max(sums.log_ratio_max, stats.abs_log_ratio_max.item())
+        drift = stats.abs_log_ratio_max
+        if entropy is not None:
+            drift = torch.where(mask, log_probs.detach() - wanted.log_probs, 0).abs().max()
+            sums.add(entropy=masked_sum(entropy, mask))
+        sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
         if self.ppo.kl_in_loss:
             loss = loss + kl_coef * kl_loss(log_probs, wanted.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
         return loss
@@ -161,14 +173,16 @@ class Updater:
                 batch.input_ids,
                 attention_mask=batch.attention_mask,
                 selected=trained,
+                num_selected=int(cpu_batch.trained_mask[:, 1:].sum()),
                 position_ids=batch.position_ids,
-                with_entropy=True,
             )
             loss = -found.log_probs.sum()
             sums.add(ptx=loss)
             self.actor.backward(loss * scale, last=number + 1 == len(text.micro_batches))
 
-    def _metrics(self, totals: dict[str, float], num_tokens: float, text: Step[SFTBatch] | None) -> dict[str, float]:
+    def _metrics(
+        self, totals: dict[str, float], num_tokens: float, text: Step[SFTBatch] | None, *, train_actor: bool
+    ) -> dict[str, float]:
         count = num_tokens
         metrics = {
             "loss/policy": totals["policy"] / count,
@@ -185,6 +199,8 @@ class Updater:
         }
         if text is not None:
             metrics["loss/ptx"] = totals["ptx"] / max(text.num_trained, 1)
+        if self.without_old_pass and train_actor:
+            metrics |= {"objective/entropy": totals["entropy"] / count, "policy/sampler_error": totals["log_ratio_max"]}
         return metrics | {"policy/first_ratio_error": totals["log_ratio_max"]}
 
 

@@ -4,14 +4,16 @@ import math
 
 import pytest
 import torch
-from tiny_models import COMMON, EOS, IDS, padded, random_rows, randomise
+from tiny_models import COMMON, EOS, IDS, NUM_TOKENS, padded, random_rows, randomise
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from pipeline import causal_lm
 from pipeline.causal_lm import CausalLM
 from pipeline.config import ModelConfig
 from pipeline.data.batching import packed_sft_batch, sft_batch
-from pipeline.modeling import load_causal_lm
+from pipeline.hidden_states import hidden_states
+from pipeline.modeling import backbone, load_causal_lm
+from pipeline.tensor_ops import position_ids_from_mask
 from step1_sft.config import SFTConfig, SFTDataConfig
 from step1_sft.eval import evaluate, forward_log_probs
 from step1_sft.loss import token_sum_loss
@@ -36,17 +38,48 @@ def every_next_token(mask: torch.Tensor) -> torch.Tensor:
     return mask[:, :-1] & mask[:, 1:]
 
 
-@pytest.mark.parametrize(("side", "extra"), [("right", 0), ("right", 6), ("left", 0), ("left", 6)])
+@pytest.mark.parametrize("extra", [0, 6])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_equal_transformers_for_any_padding(causal_folder, side, extra, temperature):
+def test_log_probs_equal_transformers_for_any_padding(causal_folder, extra, temperature):
     rows = random_rows(0)
-    ids, mask = padded(rows, side=side, extra=extra)
+    ids, mask = padded(rows, side="right", extra=extra)
     selected = every_next_token(mask)
     found = loaded(causal_folder)(ids, attention_mask=mask, selected=selected, temperature=temperature).log_probs
     assert found.dtype == torch.float32 and (found[~selected] == 0).all()
     for index, row in enumerate(rows):
         expected = reference_log_probs(causal_folder, row, temperature)
         torch.testing.assert_close(found[index][selected[index]], expected, **TOLERANCE)
+
+
+def test_hidden_states_without_a_mask_equal_those_with_one(causal_folder, monkeypatch):
+    """Real tokens never see what stands on their right: nothing is left for a mask to hide."""
+    model, rows = loaded(causal_folder).model, random_rows(9, (11, 4, 8, 1, 2))
+    ids, mask = padded(rows, side="right", extra=3)
+    inner = backbone(model)
+    positions = position_ids_from_mask(mask)
+    masked = inner(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+    seen, forward = [], type(inner).forward
+    monkeypatch.setattr(
+        type(inner), "forward", lambda self, **given: seen.append(given["attention_mask"]) or forward(self, **given)
+    )
+    found = hidden_states(model, ids, mask, None)
+    assert seen == [None], "a mask would take attention off its flash kernel"
+    torch.testing.assert_close(found[mask], masked[mask], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_padded_on_the_left_are_refused(causal_folder):
+    """Without a mask their tokens would see the padding."""
+    ids, mask = padded(random_rows(0), side="left", extra=0)
+    with pytest.raises(ValueError, match="padded on the right"):
+        loaded(causal_folder)(ids, attention_mask=mask, selected=every_next_token(mask))
+
+
+def test_the_number_of_selected_tokens_changes_nothing(causal_folder):
+    ids, mask = padded(random_rows(1), side="right", extra=2)
+    selected, model = every_next_token(mask), loaded(causal_folder)
+    counted = model(ids, attention_mask=mask, selected=selected).log_probs
+    given = model(ids, attention_mask=mask, selected=selected, num_selected=int(selected.sum())).log_probs
+    assert given.equal(counted)
 
 
 def test_only_selected_tokens_are_given(causal_folder):
@@ -93,24 +126,36 @@ def test_chunked_head_equals_the_whole_one_with_gradients(causal_folder, monkeyp
     ids, mask = padded(random_rows(4)[:num_rows], side="right", extra=1)
     selected, results = every_next_token(mask), []
     calls = []
-    original = causal_lm.HeadStatistics.__call__
+    original = causal_lm.token_statistics
     monkeypatch.setattr(
-        causal_lm.HeadStatistics, "__call__", lambda self, h, t: calls.append(len(t)) or original(self, h, t)
+        causal_lm, "token_statistics", lambda *parts, **given: calls.append(parts) or original(*parts, **given)
     )
-    for limit in (1_000_000, 10):
-        monkeypatch.setattr(causal_lm, "SMALL_VOCABULARY", limit)
+    # Rows of NUM_TOKENS x ROW_TOKENS fp32 numbers: all of them in a piece, two, less than one.
+    row_bytes = NUM_TOKENS * causal_lm.ROW_TOKENS * 4
+    for limit, pieces in ((10 * row_bytes, 1), (2 * row_bytes, num_rows // 2), (row_bytes // 2, num_rows)):
+        monkeypatch.setattr(causal_lm, "PIECE_BYTES", limit)
         model = loaded(causal_folder)
         calls.clear()
         found = model(ids, attention_mask=mask, selected=selected, temperature=0.9, with_entropy=True)
-        assert len(calls) == (1 if limit > 10 else num_rows)
+        assert len(calls) == pieces
         (found.log_probs * torch.arange(1, found.log_probs.numel() + 1).view_as(found.log_probs)).sum().backward()
         results.append([found.log_probs, found.entropy, *[p.grad for p in model.parameters() if p.grad is not None]])
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-4)
+        assert len(calls) == pieces * (1 if pieces == 1 else 2), "logits of several pieces are made again, not kept"
+    for whole, *chunked in zip(*results, strict=True):
+        for one in chunked:
+            torch.testing.assert_close(one, whole, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_without_gradients_no_logits_are_made_twice(causal_folder, monkeypatch):
+    monkeypatch.setattr(causal_lm, "PIECE_BYTES", 1)
+    monkeypatch.setattr(causal_lm, "checkpoint", None)
+    ids, mask = padded(random_rows(4), side="right", extra=1)
+    assert loaded(causal_folder)(ids, attention_mask=mask, selected=every_next_token(mask)).entropy is None
 
 
 def test_more_chunks_than_tokens(causal_folder, monkeypatch):
-    monkeypatch.setattr(causal_lm, "SMALL_VOCABULARY", 10)
+    monkeypatch.setattr(causal_lm, "PIECE_BYTES", 1)
     ids, mask = padded(random_rows(5, (3, 1, 1, 1)), side="right", extra=0)
     found = loaded(causal_folder)(ids, attention_mask=mask, selected=every_next_token(mask)).log_probs
     expected = reference_log_probs(causal_folder, ids[0])

@@ -7,7 +7,7 @@ from tiny_models import EOS, PAD
 from torch import Tensor
 
 from pipeline.generate import Rollout
-from step3_ppo.experience import Experience, Responses, Scores, gather_responses, gather_scores, pack_responses
+from step3_ppo.experience import Experience, Responses, gather_responses, gather_scores, pack_responses
 
 # Prompt and response lengths: ordinary, EOS only, the longest possible, one token of prompt.
 SIZES = [(3, 4), (5, 1), (6, 5), (1, 2)]
@@ -101,17 +101,18 @@ def test_gathered_rows_stand_in_the_rollouts_order():
     assert together.sequences.shape[1] == 11
 
 
-def scores_of(rows: list[int], width: int) -> Scores:
-    """Every number says which row it belongs to."""
-    per_token: Tensor = torch.tensor(rows, dtype=torch.float32).unsqueeze(1).expand(-1, width)
-    return Scores(per_token, per_token + 0.1, per_token + 0.2, per_token + 0.3, per_token[:, 0] + 0.4)
+def scores_of(rows: list[int], width: int) -> list[Tensor]:
+    """Values per token and a score per sequence: every number says which row it belongs to."""
+    per_token = torch.tensor(rows, dtype=torch.float32).unsqueeze(1).expand(-1, width)
+    return [per_token, per_token + 0.3, per_token[:, 0] + 0.4]
 
 
 def test_gathered_scores_are_widened_and_put_in_order():
-    found = gather_scores([scores_of([2, 0], 3), scores_of([1], 2)], torch.tensor([2, 0, 1]), width=4)
-    assert found.log_probs.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [2, 2, 2, 0]]
-    torch.testing.assert_close(found.scores, torch.tensor([0.4, 1.4, 2.4]))
-    torch.testing.assert_close(found.values[:, 0], torch.tensor([0.3, 1.3, 2.3]))
+    rows = [torch.tensor([2, 0]), torch.tensor([1])]
+    log_probs, values, scores = gather_scores([scores_of([2, 0], 3), scores_of([1], 2)], rows, width=4)
+    assert log_probs.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [2, 2, 2, 0]]
+    torch.testing.assert_close(scores, torch.tensor([0.4, 1.4, 2.4]))
+    torch.testing.assert_close(values[:, 0], torch.tensor([0.3, 1.3, 2.3]))
 
 
 def test_narrowed_experience_keeps_the_first_tokens():

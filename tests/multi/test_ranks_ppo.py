@@ -21,7 +21,7 @@ SHAPES = [
     (2, 3, "m2"),
 ]
 STAGES_1_AND_2 = [(1, 1, "m2"), (1, 2, "m2"), (2, 1, "m1"), (2, 2, "m1"), (1, 3, "m2")]
-BOTH_STAGES = [f"z{stage} {name}" for stage in (0, 3) for name in ("lora", "small batches", "partial")]
+BOTH_STAGES = [f"z{stage} {name}" for stage in (0, 3) for name in ("lora", "small batches", "partial", "sampler")]
 VARIANTS = [*BOTH_STAGES, *(f"z{stage} ptx" for stage in range(4)), "z0 recomputed", "z0 two samples", "z0 kl in loss"]
 BAD = [f"z{stage} bad {engine}" for stage in range(4) for engine in ("actor", "critic")]
 SAVED = [*(f"z{stage} saved" for stage in range(4)), "z3 unpartitioned saved"]
@@ -111,6 +111,12 @@ def test_these_variants_change_nothing(found: Found, variant: str) -> None:
 def test_these_variants_change_something(found: Found, variant: str) -> None:
     mine, reference = found[1][0][f"z0 {variant}"]["metrics"], found[1][0]["z0 m2"]["metrics"]
     assert numbers_apart(mine["actor/grad_norm"], reference["actor/grad_norm"]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_with_the_samplers_log_probs_trainer_and_sampler_are_compared(found: Found, stage: int) -> None:
+    for mine in every_rank(found, f"z{stage} sampler"):
+        assert len(mine["first_ratio_error"]) == 2 and all(0 < error < 1e-4 for error in mine["first_ratio_error"])
 
 
 def test_last_rollout_of_an_epoch_masks_its_fillers(found: Found) -> None:

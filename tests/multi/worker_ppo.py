@@ -1,5 +1,6 @@
 """Step 3 over ranks: what tests/multi/test_ranks_ppo.py compares."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -19,6 +20,7 @@ from step3_ppo import trainer
 from step3_ppo.config import PPOConfig
 from step3_ppo.data import make_prompts, make_text
 from step3_ppo.ema import MovingAverage
+from step3_ppo.micro_batches import Lengths
 from step3_ppo.models import Models, make_models, make_tokenizers
 from step3_ppo.phases import Phases
 from step3_ppo.plan import make_plan
@@ -39,6 +41,9 @@ class Notes:
 
     steps: list[dict[str, float]] = field(default_factory=list)
     scores: Any = None
+
+    def begin(self, phase: str) -> float:
+        return time.monotonic()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.steps.append(dict(values))
@@ -114,10 +119,10 @@ def tensors_of(rows: Any) -> dict[str, torch.Tensor]:
 def rollout_findings(loop: Loop, collected: Collected) -> dict[str, Any]:
     return {
         "responses": tensors_of(collected.responses),
-        "scores": tensors_of(loop.notes.scores),
+        "scores": {name: tensor for name, tensor in tensors_of(loop.notes.scores).items() if tensor is not None},
         "experience": tensors_of(collected.experience),
         "kl": collected.metrics["objective/kl"],
-        "sampler_error": collected.metrics["policy/sampler_error"],
+        "sampler_error": collected.metrics.get("policy/sampler_error"),
     }
 
 
@@ -186,7 +191,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
     loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", *words), stage=stage)
     models, phases = loop.models, loop.phases
     collected = phases.collect()
-    batches, *_ = phases.updater.updates(len(collected.responses.order), rollout=0)
+    batches, *_ = phases.updater.updates(Lengths.of(collected.responses), rollout=0)
     before = {"actor": weights(models.actor), "critic": weights(models.critic)}
     assert loop.average is not None
     average = {name: value.clone() for name, value in loop.average.averages.items()}
@@ -338,7 +343,11 @@ def cases() -> dict[str, Any]:
         "kl in loss": ("--kl_in_loss", "--kl_estimator", "k3"),
     }.items():
         found[f"z0 {name}"] = partial(rollouts, micro=micro, words=words)
+    one_step = ("--ppo_epochs", 1, "--gradient_accumulation_steps", PROMPTS_PER_ROLLOUT // micro // size)
     for stage in (0, 3):
+        found[f"z{stage} sampler"] = partial(
+            rollouts, micro=micro, stage=stage, words=("--old_log_probs", "sampler", *one_step)
+        )
         found[f"z{stage} lora"] = partial(rollouts, micro=micro, stage=stage, words=lora)
         found[f"z{stage} small batches"] = partial(rollouts, micro=micro, stage=stage, batches=2)
         found[f"z{stage} partial"] = partial(rollouts, micro=micro, stage=stage, first=2, count=1)

@@ -1,0 +1,106 @@
+"""Triton kernels behind `token_statistics.py`: one program reads one token's logits, sums in fp32.
+
+M tokens, V vocabulary. Neither an fp32 copy of the logits nor their softmax ever stands in memory. Imported on first
+use only: triton is there where torch is built for GPUs.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# Columns that one program holds at once: 16 numbers a thread with 8 warps, so that loads are as wide as they can be.
+MAX_BLOCK = 4096
+NUM_WARPS = 8
+# Below every logit, and finite: minus infinity less minus infinity is not a number.
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def forward_kernel(
+    logits, targets, log_probs, normalisers, entropies, factor, num_columns, WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per row of logits * factor: log-sum-exp, log-probability of the target, entropy; block by block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * num_columns
+    columns = tl.arange(0, BLOCK)
+    largest = tl.full((), LOWEST, tl.float32)
+    total = tl.full((), 0.0, tl.float32)  # sum of exp(x - largest)
+    weighted = tl.full((), 0.0, tl.float32)  # sum of (x - largest) * exp(x - largest)
+    for start in range(0, num_columns, BLOCK):
+        inside = start + columns < num_columns
+        x = tl.load(logits + start + columns, mask=inside, other=-float("inf")).to(tl.float32) * factor
+        before = largest
+        largest = tl.maximum(before, tl.max(x, axis=0))
+        shrink = tl.exp(before - largest)
+        weights = tl.exp(x - largest)
+        if WITH_ENTROPY:
+            # 0 * -inf would not be 0: neither for columns beyond the last, nor for tokens that are impossible.
+            distance = tl.where(x > -float("inf"), x - largest, 0.0)
+            weighted = shrink * (weighted + (before - largest) * total) + tl.sum(distance * weights, axis=0)
+        total = shrink * total + tl.sum(weights, axis=0)
+    normaliser = largest + tl.log(total)
+    chosen = tl.load(logits + tl.load(targets + row)).to(tl.float32) * factor
+    tl.store(log_probs + row, chosen - normaliser)
+    tl.store(normalisers + row, normaliser)
+    if WITH_ENTROPY:
+        tl.store(entropies + row, tl.log(total) - weighted / total)
+
+
+@triton.jit
+def backward_kernel(logits, targets, normalisers, gradients, factor, num_columns, BLOCK: tl.constexpr):
+    """Write gradient * factor * (1 at the target - softmax) over the logits, in their own type."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    places = logits + row * num_columns + columns
+    x = tl.load(places, mask=inside, other=0.0).to(tl.float32) * factor
+    probabilities = tl.exp(x - tl.load(normalisers + row))
+    is_target = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
+    found = (is_target - probabilities) * (tl.load(gradients + row) * factor)
+    tl.store(places, found.to(logits.dtype.element_ty), mask=inside)
+
+
+class FusedStatistics(torch.autograd.Function):
+    """(M, V) logits, (M,) targets, factor of the logits, whether entropies are wanted -> as `token_statistics`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, factor: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(M,) fp32 log-probabilities, and (M,) fp32 entropies or None; the logits are kept for the backward pass."""
+        assert logits.dim() == 2 and logits.is_contiguous() and factor > 0, (logits.shape, logits.stride(), factor)
+        assert targets.shape == logits.shape[:1] and targets.dtype == torch.int64, (targets.shape, targets.dtype)
+        targets = targets.contiguous()
+        log_probs, normalisers, entropies = (
+            torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)
+        )
+        if len(logits):
+            forward_kernel[(len(logits),)](
+                logits, targets, log_probs, normalisers, entropies, factor, logits.shape[1], WITH_ENTROPY=with_entropy,
+                BLOCK=block_size(logits), num_warps=NUM_WARPS,
+            )  # fmt: skip
+        ctx.save_for_backward(logits, targets, normalisers)
+        ctx.factor = factor
+        ctx.mark_non_differentiable(entropies)
+        return log_probs, entropies if with_entropy else None
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradients: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
+        """(M,) gradients of the log-probabilities -> (M, V), in the place of the logits: good for one backward pass."""
+        logits, targets, normalisers = ctx.saved_tensors
+        if len(logits):
+            block = block_size(logits)
+            backward_kernel[(len(logits), triton.cdiv(logits.shape[1], block))](
+                logits, targets, normalisers, gradients.contiguous(), ctx.factor, logits.shape[1], BLOCK=block,
+                num_warps=NUM_WARPS,
+            )  # fmt: skip
+        return logits, None, None, None
+
+
+def block_size(logits: torch.Tensor) -> int:
+    """Columns that one program takes at a time."""
+    return min(MAX_BLOCK, triton.next_power_of_2(logits.shape[1]))

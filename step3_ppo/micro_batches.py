@@ -1,0 +1,107 @@
+"""Which rows pass through a model together: micro-batches of similar length, so that little of them is padding.
+
+They follow from the lengths alone, which every rank knows of all rows: ranks get equally many micro-batches of equally
+many rows, and nearly equally many tokens. N rows of a rollout.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from pipeline import dist
+from pipeline.data.batching import balanced_slices
+from step3_ppo.experience import Responses
+
+# Tokens of a forward pass without gradients, padding included: enough to keep a device busy. Activations of one layer
+# are then 1 to 3 GiB in models of 1 to 13 B parameters.
+SCORING_TOKENS = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of N prompts and N responses, on the host."""
+
+    prompts: list[int]
+    responses: list[int]
+
+    @classmethod
+    def of(cls, responses: Responses) -> Self:
+        """Waits for the device once."""
+        return cls(*torch.stack([responses.prompt_lengths, responses.response_lengths]).tolist())
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def whole(self) -> list[int]:
+        """Tokens of each row, prompt and response."""
+        return [prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of one forward pass, and its shape.
+
+    rows: places in the rollout. length, width: tokens of its longest sequence and of its longest response.
+    num_response_tokens: of all its rows together, those that only fill included.
+    """
+
+    rows: tuple[int, ...]
+    length: int
+    width: int
+    num_response_tokens: int
+
+    @classmethod
+    def of(cls, rows: Iterable[int], lengths: Lengths) -> Self:
+        """With the shape that follows from the rows' lengths."""
+        rows = tuple(rows)
+        responses = [lengths.responses[row] for row in rows]
+        return cls(
+            rows, max(lengths.prompts[row] + lengths.responses[row] for row in rows), max(responses), sum(responses)
+        )
+
+
+def micro_batches(
+    rows: Sequence[int], lengths: Lengths, *, rows_per_step: int, world: dist.World, size: int
+) -> list[list[MicroBatch]]:
+    """This rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
+
+    A step holds the next `rows_per_step` rows, whatever their lengths. The longest micro-batch comes first: memory that
+    does not suffice shows at once.
+    """
+    steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
+    return [[MicroBatch.of(part, lengths) for part in dealt(step, lengths, world, size)] for step in steps]
+
+
+def dealt(rows: Sequence[int], lengths: Lengths, world: dist.World, size: int) -> list[list[int]]:
+    """This rank's share of rows whose number divides, longest first, `size` at a time."""
+    slices = balanced_slices(rows, lengths.whole, world_size=world.size, rank=world.rank, micro_batch_size=size)
+    return [[row for row in part if row is not None] for part in slices]
+
+
+def scoring_batches(lengths: Lengths, *, world: dist.World) -> list[MicroBatch]:
+    """This rank's share of all rows in forward passes of at most SCORING_TOKENS tokens, or of one row."""
+    share = len(lengths) // world.size
+    (mine,) = dealt(range(len(lengths)), lengths, world, share)
+    # Of the rows that the ranks hold at one place: all ranks must cut at the same places.
+    longest = sorted(lengths.whole, reverse=True)[:: world.size]
+    batches, start = [], 0
+    while start < share:
+        stop = start + max(1, SCORING_TOKENS // longest[start])
+        batches.append(MicroBatch.of(mine[start:stop], lengths))
+        start = stop
+    return batches
+
+
+def places(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
+    """(n,) int64: the rows of all micro-batches, one after another, in one transfer."""
+    return torch.tensor([row for batch in batches for row in batch.rows], dtype=torch.int64, device=device)
+
+
+def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor, Responses]]:
+    """Each micro-batch with its rows' places (n,) int64, and its rows cut to its shape. Waits for the device once."""
+    index = places(batches, responses.sequences.device)
+    for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
+        yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)

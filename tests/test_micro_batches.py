@@ -1,0 +1,116 @@
+"""Rows dealt to ranks and cut into micro-batches by their lengths."""
+
+import random
+
+import pytest
+import torch
+from tiny_models import EOS
+
+from pipeline.dist import World
+from step3_ppo import micro_batches as module
+from step3_ppo.experience import Responses
+from step3_ppo.micro_batches import Lengths, MicroBatch, cut, dealt, micro_batches, scoring_batches
+
+CPU = torch.device("cpu")
+
+
+def worlds(size: int) -> list[World]:
+    return [World(rank=rank, size=size, local_rank=rank, device=CPU) for rank in range(size)]
+
+
+def random_lengths(count: int, seed: int = 0) -> Lengths:
+    """Prompts of 256 tokens and responses of 30 to 256, as in the benchmark of early ends."""
+    draw = random.Random(seed)
+    return Lengths([256] * count, [draw.randint(30, 256) for _ in range(count)])
+
+
+def test_dealing_by_hand():
+    # Whole lengths 3, 9, 5, 9, 1, 7, 5, 2: longest first 1 3 5 2 6 0 7 4; rounds of two, every other one backwards.
+    lengths = Lengths([1] * 8, [2, 8, 4, 8, 0, 6, 4, 1])
+    assert dealt(range(8), lengths, worlds(1)[0], 8) == [[1, 3, 5, 2, 6, 0, 7, 4]]
+    assert [dealt(range(8), lengths, world, 4) for world in worlds(2)] == [[[1, 2, 6, 4]], [[3, 5, 0, 7]]]
+    # Of one length: in the order given.
+    assert [dealt([6, 3, 2, 1], lengths, world, 1) for world in worlds(2)] == [[[3], [2]], [[1], [6]]]
+
+
+def test_micro_batches_by_hand():
+    lengths = Lengths([1, 2, 1, 1, 3, 1, 1, 1], [2, 7, 4, 8, 1, 6, 3, 1])
+    rows = [7, 6, 5, 4, 3, 2, 1, 0]
+    (first, second), (third, fourth) = micro_batches(rows, lengths, rows_per_step=4, world=worlds(1)[0], size=2)
+    assert [first.rows, second.rows, third.rows, fourth.rows] == [(5, 6), (4, 7), (3, 1), (2, 0)]
+    assert first == MicroBatch(rows=(5, 6), length=7, width=6, num_response_tokens=9)
+    assert second == MicroBatch(rows=(4, 7), length=4, width=1, num_response_tokens=2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_share_a_step_evenly_and_completely(size):
+    lengths = random_lengths(96)
+    order = random.Random(1).sample(range(96), 96)
+    ranks = [micro_batches(order, lengths, rows_per_step=32, world=world, size=4) for world in worlds(size)]
+    for number in range(3):
+        steps = [rank[number] for rank in ranks]
+        rows = [row for step in steps for batch in step for row in batch.rows]
+        assert sorted(rows) == sorted(order[32 * number : 32 * number + 32]), "which rows make a step does not change"
+        assert {len(step) for step in steps} == {8 // size} and {len(b.rows) for s in steps for b in s} == {4}
+        tokens = [sum(lengths.whole[row] for batch in step for row in batch.rows) for step in steps]
+        assert max(tokens) <= 1.04 * min(tokens)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_little_of_a_step_is_padding(rows, size):
+    """What is computed stays within 10 % of the real tokens; in the rollout's order it would not."""
+    lengths = random_lengths(64 * size, seed=2)
+    real = sum(lengths.whole[row] for row in range(len(lengths)))
+    (batches,) = zip(*(
+        micro_batches(range(len(lengths)), lengths, rows_per_step=len(lengths), world=world, size=rows)
+        for world in worlds(size)
+    ), strict=True)  # fmt: skip
+    computed = sum(len(batch.rows) * batch.length for rank in batches for batch in rank)
+    assert real <= computed < 1.1 * real
+    unsorted = [MicroBatch.of(range(start, start + rows), lengths) for start in range(0, len(lengths), rows)]
+    assert sum(len(batch.rows) * batch.length for batch in unsorted) > 1.1 * real
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_scoring_batches_keep_to_their_tokens_and_cover_all_rows(monkeypatch, size):
+    monkeypatch.setattr(module, "SCORING_TOKENS", 3000)
+    lengths = random_lengths(64)
+    ranks = [scoring_batches(lengths, world=world) for world in worlds(size)]
+    assert sorted(row for rank in ranks for batch in rank for row in batch.rows) == list(range(64))
+    assert all(len(batch.rows) * batch.length <= 3000 for rank in ranks for batch in rank)
+    shapes = [[len(batch.rows) for batch in rank] for rank in ranks]
+    assert all(shape == shapes[0] for shape in shapes), "ranks must make equally many passes of equally many rows"
+    assert min(shapes[0][:-1]) >= 5 and ranks == [scoring_batches(lengths, world=world) for world in worlds(size)]
+
+
+def test_ranks_cut_their_scoring_batches_at_the_same_places(monkeypatch):
+    """The second rank could take two rows of 9 and 8 tokens at once, the first cannot take 10 and 8."""
+    monkeypatch.setattr(module, "SCORING_TOKENS", 18)
+    found = [scoring_batches(Lengths([1] * 4, [9, 8, 7, 7]), world=world) for world in worlds(2)]
+    assert [[batch.rows for batch in rank] for rank in found] == [[(0,), (3,)], [(1,), (2,)]]
+
+
+def test_a_row_longer_than_a_scoring_batch_stands_alone(monkeypatch):
+    monkeypatch.setattr(module, "SCORING_TOKENS", 10)
+    found = scoring_batches(Lengths([5, 5, 5, 1], [9, 20, 1, 2]), world=worlds(1)[0])
+    assert [batch.rows for batch in found] == [(1,), (0,), (2,), (3,)]
+
+
+def test_rows_are_cut_to_the_shape_of_their_micro_batch():
+    responses = Responses(
+        sequences=torch.arange(40).view(4, 10), prompt_lengths=torch.tensor([2, 4, 1, 3]),
+        response_lengths=torch.tensor([3, 6, 2, 1]), sampler_log_probs=-torch.arange(24.0).view(4, 6),
+        finished=torch.ones(4, dtype=torch.bool), valid=torch.ones(4, dtype=torch.bool),
+        row_index=torch.full((4,), EOS), order=torch.arange(4),
+    )  # fmt: skip
+    lengths = Lengths.of(responses)
+    assert lengths == Lengths([2, 4, 1, 3], [3, 6, 2, 1]) and len(lengths) == 4
+    batches = [MicroBatch.of([3, 0], lengths), MicroBatch.of([2], lengths)]
+    (_, places, first), (_, _, second) = cut(responses, batches)
+    assert places.tolist() == first.order.tolist() == [3, 0]
+    assert first.sequences.tolist() == [[30, 31, 32, 33, 34], [0, 1, 2, 3, 4]]
+    assert first.sampler_log_probs.tolist() == [[-18, -19, -20], [0, -1, -2]]
+    assert second.sequences.tolist() == [[20, 21, 22]] and second.sampler_log_probs.tolist() == [[-12, -13]]
+    for batch, _, part in cut(responses, batches):
+        assert int(part.predicts_response.sum()) == batch.num_response_tokens
