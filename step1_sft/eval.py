@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from pipeline import dist
-from pipeline.data.batching import SFTBatch, block_diagonal_mask
+from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import to_device
+from pipeline.packed_attention import packed_mask
 from step1_sft.loss import token_sum_loss
 
 
 def forward_log_probs(model: Any, batch: SFTBatch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probabilities (B, S - 1) fp32 of trained tokens, their mask (B, S - 1))."""
     trained = batch.trained_mask[:, 1:]
-    mask = block_diagonal_mask(batch.segment_ids) if packed else batch.attention_mask
+    mask = packed_mask(model.config, batch) if packed else batch.attention_mask
     statistics = model(batch.input_ids, attention_mask=mask, selected=trained, position_ids=batch.position_ids)
     return statistics.log_probs, trained
 

@@ -12,7 +12,7 @@ import torch
 from pipeline import checkpoint, dist
 from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.data.batching import PairBatch
-from pipeline.data.loader import Step, StepLoader, each, evaluation_batches, to_device
+from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, pair_lengths, to_device
 from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
 from pipeline.flops import forward_work, training_mfu
 from pipeline.heartbeat import beat
@@ -79,7 +79,8 @@ def train(run: Run, config: RewardConfig) -> None:
     facts = make_facts(config, loader)
     resumed = checkpoint.load(run, config.run.resume, {"model": engine}, facts, force=config.run.force_resume)
     state = State(**resumed.state) if resumed else State()
-    recorder = Recorder(run, config.run, start_step=state.step if resumed else -1, total_steps=total_steps)
+    begun = state.step if resumed else -1
+    recorder = Recorder(run, config.run, start_step=begun, total_steps=total_steps, models={"model": engine})
     stopping = Stopping(run)
     saver = checkpoint.Saver(run, facts, keep=config.run.keep_checkpoints, background=config.run.save_in_background)
 
@@ -126,43 +127,44 @@ def train(run: Run, config: RewardConfig) -> None:
 
     if state.step == 0:
         measure()
-    while state.step < total_steps:
-        started = time.monotonic()
-        step = loader.step(state.step)
-        try:
-            loss = train_step(run, config, engine, step, rate=rate(state.step), state=state, stopping=stopping)
-        except Interrupted:
-            break
-        seconds = time.monotonic() - started
-        flops = work.flops(num_tokens=step.num_tokens, num_rows=2 * step.num_rows)
-        recorder.write_training(
-            state.step,
-            training_mfu(flops, seconds=seconds, world_size=run.world.size, device=run.world.device)
-            | {
-                "loss": loss,
-                "grad_norm": engine.last_gradient_norm,
-                "learning_rate": engine.learning_rate,
-                "epoch": loader.epoch_of(state.step),
-                "num_tokens": state.num_tokens,
-                "skipped_updates": state.skipped_updates,
-            },
-            seconds=seconds,
-            num_tokens=step.num_tokens,
-            num_rows=step.num_rows,
-        )
-        checkpoint.attempt(saver.poll)
-        if state.step == total_steps:
-            break
-        if config.run.eval_interval and state.step % config.run.eval_interval == 0:
-            measure()
-        saving = config.run.save_steps and state.step % config.run.save_steps == 0
-        if saving:
-            # The model goes with the constants that normalise its scores; a stop must not leave this measurement out.
-            measure()
-        if stopping.after_step():
-            break
-        if saving:
-            save_everything()
+    with StepsAhead(loader, end=total_steps, device=run.world.device) as steps:
+        while state.step < total_steps:
+            started = recorder.begin("train")
+            step = steps.step(state.step)
+            try:
+                loss = train_step(run, config, engine, step, rate=rate(state.step), state=state, stopping=stopping)
+            except Interrupted:
+                break
+            seconds = time.monotonic() - started
+            flops = work.flops(num_tokens=step.num_tokens, num_rows=2 * step.num_rows)
+            recorder.write_training(
+                state.step,
+                training_mfu(flops, seconds=seconds, world_size=run.world.size, device=run.world.device)
+                | {
+                    "loss": loss,
+                    "grad_norm": engine.last_gradient_norm,
+                    "learning_rate": engine.learning_rate,
+                    "epoch": loader.epoch_of(state.step),
+                    "num_tokens": state.num_tokens,
+                    "skipped_updates": state.skipped_updates,
+                },
+                seconds=seconds,
+                num_tokens=step.num_tokens,
+                num_rows=step.num_rows,
+            )
+            checkpoint.attempt(saver.poll)
+            if state.step == total_steps:
+                break
+            if config.run.eval_interval and state.step % config.run.eval_interval == 0:
+                measure()
+            saving = config.run.save_steps and state.step % config.run.save_steps == 0
+            if saving:
+                # The model goes with the constants that normalise its scores; a stop must not leave this out.
+                measure()
+            if stopping.after_step():
+                break
+            if saving:
+                save_everything()
     if state.step < total_steps:
         beat("save", state.step)
         save_checkpoint()
@@ -199,6 +201,7 @@ def make_batches(
         world_size=world.size,
         rank=world.rank,
         seed=config.run.seed,
+        lengths=pair_lengths(built.train),
     )
     held_out = evaluation_batches(
         built.eval,
@@ -261,7 +264,9 @@ def train_step(
         # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
         engine.backward(loss * (run.world.size / step.num_rows), last=index + 1 == len(step.micro_batches))
         loss_sum += loss.detach()
-    stepped = step_together([engine], rate, loss=loss_sum)
+    # Read before the update is launched: the host then writes its metrics while the device updates the weights.
+    total_loss = dist.sum_over_ranks(loss_sum).item()
+    stepped = step_together([engine], rate, loss=total_loss)
     state.step += 1
     state.num_tokens += step.num_tokens
     state.skipped_updates += not stepped
@@ -271,7 +276,7 @@ def train_step(
         note_bad_step(run, step=state.step, rows=step.rows, input_ids=ids, cause="loss or gradient not finite")
     limit = config.optimizer.max_bad_steps
     check_still_converging(run, state.bad_in_a_row, limit=limit, rate_flag="--learning_rate")
-    return dist.sum_over_ranks(loss_sum).item() / step.num_rows
+    return total_loss / step.num_rows
 
 
 def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any, state: State) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.batching import (
+    balanced_slices,
     block_diagonal_mask,
     epoch_order,
     num_steps,
@@ -15,6 +16,7 @@ from pipeline.data.batching import (
     pair_batch,
     plan_step,
     rank_slices,
+    segment_bounds,
     sft_batch,
 )
 
@@ -57,6 +59,15 @@ def test_packed_batch_by_hand():
     assert batch.segment_ids.tolist() == [[1, 1, 2, 2, 2, 0], [1, 0, 0, 0, 0, 0]]
     assert batch.trained_mask.tolist() == [[False, True, False, False, True, False], [False] * 6]
     assert batch.weights.tolist() == [1.0, 0.0]
+
+
+def test_segment_bounds_by_hand():
+    """Two rows of five places: samples of 2, 2, a padding of 1; a sample of 3, a padding of 2."""
+    bounds = segment_bounds(torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 0, 0]]))
+    assert bounds.tolist() == [0, 2, 4, 5, 8, 10] and bounds.dtype == torch.int32
+    # A row's last sample and the next row's first have the same id, and are two.
+    assert segment_bounds(torch.tensor([[1, 1], [1, 1]])).tolist() == [0, 2, 4]
+    assert packed_sft_batch([[SHORT, LONG], None], pad_id=PAD, length=6).segment_bounds.tolist() == [0, 2, 5, 6, 7, 12]
 
 
 def test_block_diagonal_mask_by_hand():
@@ -153,3 +164,30 @@ def test_ranks_share_a_step_completely_and_evenly(world_size, micro_batch_size, 
     assert all(len(micro) == micro_batch_size for micro_batches in slices for micro in micro_batches)
     seen = [row for micro_batches in slices for micro in micro_batches for row in micro if row is not None]
     assert sorted(seen) == sorted(rows)
+
+
+def test_balanced_slices_by_hand():
+    """Lengths 9 8 7 6 5 4 3 and a filler: rank 0 is dealt 9 6 5 filler, rank 1 is dealt 8 7 4 3."""
+    lengths = [5, 9, 3, 7, 4, 8, 6]
+    rows = [0, 1, 2, 3, 4, 5, 6, None]
+    deal = {rank: balanced_slices(rows, lengths, world_size=2, rank=rank, micro_batch_size=2) for rank in (0, 1)}
+    assert deal == {0: [[1, 6], [0, None]], 1: [[5, 3], [4, 2]]}
+    assert balanced_slices([2, 1], lengths, world_size=1, rank=0, micro_batch_size=4) == [[1, 2, None, None]]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(1, 99), min_size=1, max_size=30))
+def test_balanced_slices_share_a_step_completely_and_evenly(world_size, micro_batch_size, lengths):
+    rows = list(range(len(lengths)))
+    deal = [
+        balanced_slices(rows, lengths, world_size=world_size, rank=rank, micro_batch_size=micro_batch_size)
+        for rank in range(world_size)
+    ]
+    assert len({len(micro_batches) for micro_batches in deal}) == 1
+    assert all(len(micro) == micro_batch_size for micro_batches in deal for micro in micro_batches)
+    seen = [row for micro_batches in deal for micro in micro_batches for row in micro if row is not None]
+    assert sorted(seen) == rows
+    tokens = [sum(lengths[row] for micro in part for row in micro if row is not None) for part in deal]
+    assert max(tokens) - min(tokens) <= max(lengths)
+    for part in deal:
+        sizes = [lengths[row] for micro in part for row in micro if row is not None]
+        assert sizes == sorted(sizes, reverse=True)

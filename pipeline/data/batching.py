@@ -21,6 +21,7 @@ class SFTBatch:
 
     trained_mask (B,S) bool, True = this token is a target of the loss; a sample's first token never is.
     segment_ids (B,S) int64: 0 on padding, 1, 2, ... for the samples packed into a row (1 only without packing).
+    segment_bounds (N+1,) int32: where the samples and the paddings begin in the rows laid end to end, and B * S.
     weights (B,) fp32: 0 for padding rows.
     """
 
@@ -29,6 +30,7 @@ class SFTBatch:
     position_ids: Tensor
     trained_mask: Tensor
     segment_ids: Tensor
+    segment_bounds: Tensor
     weights: Tensor
 
 
@@ -64,7 +66,8 @@ def packed_sft_batch(
 ) -> SFTBatch:
     """Collate several samples into each row: position ids restart and segment ids count up with each sample.
 
-    Attention must then be limited by `block_diagonal_mask(segment_ids)`. S as in `sft_batch`.
+    Attention must then be limited to one sample, by `block_diagonal_mask(segment_ids)` or by kernels that read
+    `segment_bounds`. S as in `sft_batch`.
     """
     filler: Row = {"ids": [pad_id], "trained": [False]}
     samples = [[filler] if pack is None else pack for pack in packs]
@@ -79,6 +82,7 @@ def packed_sft_batch(
         position_ids=positions,
         trained_mask=trained.bool(),
         segment_ids=segments,
+        segment_bounds=segment_bounds(segments),
         weights=_weights(packs),
     )
 
@@ -115,6 +119,17 @@ def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
     causal = torch.ones(size, size, dtype=torch.bool, device=segment_ids.device).tril()
     itself = torch.eye(size, dtype=torch.bool, device=segment_ids.device)
     return (((queries == keys) & (queries > 0) & causal) | itself)[:, None]  # (B,1,S,S)
+
+
+def segment_bounds(segment_ids: Tensor) -> Tensor:
+    """(B,S) int64 segment ids -> (N+1,) int32: first places of the N runs of equal ids in the rows end to end, and B*S.
+
+    A row's padding is a run of its own: attention that is causal within each run keeps all samples apart.
+    """
+    begins = torch.ones_like(segment_ids, dtype=torch.bool)
+    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    end = torch.tensor([segment_ids.numel()])
+    return torch.cat([begins.flatten().nonzero().squeeze(1), end]).int()
 
 
 def pack_rows(num_tokens: Sequence[int], max_len: int, *, max_open: int = 64) -> list[list[int]]:
@@ -179,6 +194,25 @@ def rank_slices(
     return [padded[start : start + micro_batch_size] for start in starts]
 
 
+def balanced_slices(
+    rows: Sequence[int | None], lengths: Sequence[int], *, world_size: int, rank: int, micro_batch_size: int
+) -> list[list[int | None]]:
+    """`rank_slices` by length: this rank's micro-batches, longest rows first, each `micro_batch_size` rows long.
+
+    Rows of a step are sorted by length and dealt to the ranks in snake order (0, 1, 1, 0, 0, ...), so that ranks get
+    nearly the same number of tokens and the rows of a micro-batch nearly the same length. Padding rows come last.
+
+    Args:
+        rows: the rows of an optimizer step over all ranks.
+        lengths: tokens of each row, as indexed by `rows`.
+    """
+    padded = [*rows, *[None] * (-len(rows) % (world_size * micro_batch_size))]
+    ordered = sorted(padded, key=lambda row: 0 if row is None else -lengths[row])
+    turns = (ordered[start : start + world_size] for start in range(0, len(ordered), world_size))
+    mine = [turn[rank if number % 2 == 0 else world_size - 1 - rank] for number, turn in enumerate(turns)]
+    return [mine[start : start + micro_batch_size] for start in range(0, len(mine), micro_batch_size)]
+
+
 def _padded(rows: Sequence[Sequence[int]], fill: int, length: int | None = None, multiple_of: int = 1) -> Tensor:
     """Ragged rows -> (B,S) int64, filled on the right."""
     longest = max(len(row) for row in rows)
@@ -187,7 +221,7 @@ def _padded(rows: Sequence[Sequence[int]], fill: int, length: int | None = None,
         raise ValueError(f"a row has {longest} tokens, more than the batch's length {width}")
     filled = torch.full((len(rows), width), fill, dtype=torch.int64)
     for index, row in enumerate(rows):
-        filled[index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
+        filled[index, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
     return filled
 
 

@@ -1,0 +1,70 @@
+"""Packed rows on a CUDA device: the variable-length flash kernel against dense masks, in a real step 1 as well."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_run import run_command
+from tiny_models import EOS, random_rows, randomise, tiny_config
+from tiny_run import make_folder, read_metrics
+from transformers import AutoModelForCausalLM
+
+from pipeline import packed_attention
+from pipeline.causal_lm import CausalLM
+from pipeline.data.batching import packed_sft_batch
+from pipeline.data.loader import to_device
+from pipeline.modeling import without_dropout
+from step1_sft.eval import forward_log_probs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CUDA = torch.device("cuda")
+BF16_TOLERANCE = 0.03  # relative to the largest number
+SAMPLES = [
+    {"ids": row.tolist(), "trained": [False] + [True] * (len(row) - 1)}
+    for row in random_rows(3, (19, 4, 17, 25, 33, 6, 1))
+]
+
+
+def apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp(min=1e-3)).item()
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_kernel_equals_dense_masks(name):
+    """Log-probabilities and gradients; padding at the end of rows, a row of padding, samples of one token."""
+    inner = AutoModelForCausalLM.from_config(without_dropout(tiny_config(name)), attn_implementation="sdpa")
+    randomise(inner, 1)
+    model = CausalLM(inner.to(CUDA, torch.bfloat16)).train()
+    batch = to_device(packed_sft_batch([SAMPLES[:3], SAMPLES[3:6], SAMPLES[6:], None], pad_id=EOS, length=64), CUDA)
+    found = []
+    for by_bounds in (False, True):
+        if by_bounds:
+            assert packed_attention.keep_apart(inner, device=CUDA), "torch 2.11 has the kernel"
+        model.zero_grad()
+        log_probs, trained = forward_log_probs(model, batch, packed=True)
+        (-log_probs.sum()).backward()
+        gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        found.append((log_probs[trained].detach(), gradients))
+    assert apart(found[1][0], found[0][0]) < BF16_TOLERANCE
+    assert all(bool(gradient.isfinite().all()) for gradient in found[1][1].values())
+    for key, gradient in found[1][1].items():
+        assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
+
+
+@pytest.mark.parametrize("recomputed", ["false", "true"])
+def test_packed_training_uses_the_kernel(tmp_path: Path, recomputed: str):
+    folder = make_folder(tmp_path)
+    words = [
+        *("--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_steps", "4"),
+        *("--max_seq_len", "96", "--per_device_train_batch_size", "4", "--dtype", "bf16", "--packing"),
+        *("--learning_rate", "1e-3", "--gradient_checkpointing", recomputed, "--output_dir", "out"),
+    ]
+    ended = run_command("step1_sft", words, folder=folder)
+    assert ended.code == 0, ended.stderr[-2000:]
+    assert "variable-length flash kernel" in (folder / "runs" / "out" / "log.txt").read_text()
+    losses = [line["loss"] for line in read_metrics(folder / "runs" / "out") if "step_s" in line]
+    assert len(losses) == 4 and losses[-1] < losses[0]
