@@ -54,6 +54,8 @@ def training_config(
         "steps_per_print": NEVER_PRINT,
         "wall_clock_breakdown": settings.wall_clock_breakdown,
         "zero_optimization": zero_block(settings, zero_stage, device),
+        # It waits for the device at each forward pass.
+        "timers": {"throughput": {"enabled": False}},
         # The optimizer is torch's AdamW, also when its states are in host memory.
         "zero_force_ds_cpu_optimizer": False,
         **precision_blocks(settings, dtype),
@@ -61,13 +63,29 @@ def training_config(
     }
     if settings.communication_data_type != "auto":
         built["communication_data_type"] = settings.communication_data_type
-    if user_json is None:
-        return built
-    source = settings.deepspeed_config or "DeepSpeed JSON"
-    check_keys(user_json, source)
-    merged = merge_user_json(built, user_json, origins, source=source)
-    check_global_batch(merged, world_size, source)
-    return merged
+    if user_json is not None:
+        source = settings.deepspeed_config or "DeepSpeed JSON"
+        check_keys(user_json, source)
+        built = merge_user_json(built, user_json, origins, source=source)
+        check_global_batch(built, world_size, source)
+    return built if world_size > 1 else built | {"zero_optimization": alone(built)}
+
+
+def alone(config: Json) -> Json:
+    """The zero_optimization block of `config` for one rank: the same numbers without what serves several only.
+
+    With nobody to talk to, overlapping holds a second bucket and waits for the device after each backward pass. Stage 2
+    partitions nothing, but copies every gradient four times a micro-batch, from Python; stage 1 lets autograd add them
+    up, and copies once a step. Without contiguous gradients it has no hook at each parameter either.
+    """
+    zero = dict(config["zero_optimization"])
+    if zero["stage"] in (1, 2):
+        zero["overlap_comm"] = False
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    # With another type of accumulation DeepSpeed has other optimizers for stage 1 than for stage 2.
+    if zero["stage"] in (1, 2) and not offloads and "data_types" not in config:
+        zero |= {"stage": 1, "contiguous_gradients": False}
+    return zero
 
 
 def frozen_config(

@@ -24,7 +24,7 @@ CHANGEABLE = frozenset(
     "output_dir run_dir max_steps num_train_epochs save_steps keep_checkpoints resume overwrite save_dtype print_steps "
     "eval_interval eval_iters enable_tensorboard enable_csv enable_wandb process_group_timeout_s debug local_rank "
     "deepspeed data_output_path deepspeed_monitor wall_clock_breakdown keep_best save_adapter_only max_bad_steps "
-    "rank_timeout_s force_resume save_in_background".split()
+    "rank_timeout_s force_resume save_in_background offload_optimizer_during_rollout".split()
 )
 # Flags that decide how the same work is cut: another value changes numbers by rounding only.
 LAYOUT = frozenset(

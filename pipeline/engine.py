@@ -25,6 +25,7 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.engine_state import loss_scaler
+from pipeline.memory import gradient_bytes
 from pipeline.partitions import gathered
 
 
@@ -102,6 +103,9 @@ class TrainingEngine:
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.zero_stage: int = self.deepspeed.zero_optimization_stage()
         self.last_gradient_norm = 0.0
+        self.gradient_bytes = 0  # held on this rank when the first step began
+        self.host_buffers: list[torch.Tensor] = []  # pipeline/optimizer_offload.py
+        self._norms: torch.Tensor | None = None  # what `gradient_norm` found of these gradients, as DeepSpeed has it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.deepspeed(*args, **kwargs)
@@ -109,6 +113,11 @@ class TrainingEngine:
     @property
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the transformers model inside."""
+        return self.module.config
 
     @property
     def partitions_weights(self) -> bool:
@@ -127,6 +136,8 @@ class TrainingEngine:
         """Add the gradient of `loss` (a scalar). `last` closes the accumulation: gradients are averaged over ranks."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
+        if last and not self.gradient_bytes:
+            self.gradient_bytes = gradient_bytes(self)
 
     def gradient_norm(self) -> float:
         """The global L2 norm of the averaged gradients before clipping; inf where any of them is not finite.
@@ -135,12 +146,15 @@ class TrainingEngine:
         """
         optimizer = self.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-            norms = torch.stack([torch.as_tensor(norm).cpu() for norm in optimizer._get_norm_groups()])
-        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            norms = torch.stack([torch.as_tensor(norm) for norm in optimizer._get_norm_groups()]).cpu()
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
             norms = torch.as_tensor(optimizer.scaled_global_norm()).reshape(1).cpu()
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            norms = global_norm(grad for group in optimizer.averaged_gradients.values() for grad in group or ()).cpu()
         else:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).cpu()
+            norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).cpu()
+        self._norms = norms
         # DeepSpeed writes -1 for a norm that is not finite.
         if not torch.isfinite(norms).all() or (norms < 0).any():
             return float("inf")
@@ -155,11 +169,33 @@ class TrainingEngine:
         """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients."""
         self.set_rate(rate_factor)
         self.deepspeed.set_gradient_accumulation_boundary(True)
-        self.deepspeed.step()
+        with self._norm_is_known():
+            self.deepspeed.step()
+
+    @contextmanager
+    def _norm_is_known(self) -> Iterator[None]:
+        """DeepSpeed's step takes the norm that `gradient_norm` found, and looks for no overflow: it was finite.
+
+        It would read all gradients two more times, and wait for the device before each group's update.
+        """
+        owner, norms, answers = self.optimizer, self._norms, {}
+        self._norms = None
+        if norms is not None and isinstance(owner, DeepSpeedZeroOptimizer_Stage3):
+            answers = {"_get_norm_groups": lambda: list(norms), "check_overflow": lambda *_, **__: None}
+        elif norms is not None and isinstance(owner, DeepSpeedZeroOptimizer):
+            answers = {"scaled_global_norm": lambda: norms[0], "check_overflow": lambda *_, **__: None}
+        elif norms is not None and isinstance(owner, FP16_UnfusedOptimizer):
+            owner, answers = owner.overflow_checker, {"check": lambda: False}  # it waits at every single parameter
+        vars(owner).update(answers)
+        try:
+            yield
+        finally:
+            for name in answers:
+                del vars(owner)[name]
 
     def discard(self) -> None:
         """Drop the gradients of this accumulation without a step, as DeepSpeed does after an overflow."""
-        optimizer = self.optimizer
+        optimizer, self._norms = self.optimizer, None
         if not math.isfinite(self.last_gradient_norm) and hasattr(optimizer, "_update_scale"):
             optimizer._update_scale(True)  # fp16: else the next steps would overflow too
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -182,15 +218,16 @@ class TrainingEngine:
         self.discard()
 
     @contextmanager
-    def generation(self) -> Iterator[None]:
+    def generation(self, *, gather: bool = True) -> Iterator[None]:
         """Weights are whole and forward passes are plain inside: what a sampling loop needs.
 
         Under ZeRO-3 the weights are gathered once and DeepSpeed's hooks are taken off, so that ranks may run different
-        numbers of forward passes; with the hooks on, uneven lengths hang.
+        numbers of forward passes; with the hooks on, uneven lengths hang. Without `gather` neither happens: for a
+        sampler that copies the weights itself and calls no module.
         """
         self.deepspeed.eval()
         try:
-            if not self.partitions_weights:
+            if not (gather and self.partitions_weights):
                 yield
                 return
             parameters = list(self.module.parameters())
@@ -213,20 +250,31 @@ class TrainingEngine:
         offload.forward_hooks, offload.backward_hooks = [], []
 
 
-def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: torch.Tensor) -> bool:
+def global_norm(partition: Iterable[torch.Tensor]) -> torch.Tensor:
+    """(1,) fp32 L2 norm over all ranks' gradients, of which each rank holds a part; -1 where any is not finite.
+
+    DeepSpeed's own takes a kernel and a copy for every parameter.
+    """
+    norms = torch.stack(torch._foreach_norm(list(partition), dtype=torch.float32))
+    total = dist.sum_over_ranks(norms.double().square().sum()).sqrt().float()
+    return torch.where(total.isfinite(), total, -1.0).reshape(1)
+
+
+def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: torch.Tensor | float) -> bool:
     """Step all engines, or none: where a loss or any gradient of any rank is not finite, all gradients are dropped.
 
     Every rank decides alike: gradient norms are global, and the ranks' losses are looked at together. Each engine keeps
     its norm as `last_gradient_norm`. A collective.
 
     Args:
-        loss: this rank's, of any shape.
+        loss: this rank's, of any shape; or a number that is the sum over all ranks already.
     """
     for engine in engines:
         engine.set_rate(rate_factor)  # also where the step is dropped: it is what is logged
         engine.last_gradient_norm = engine.gradient_norm()
-    bad_losses = dist.sum_over_ranks((~loss.isfinite()).any().float()).item()
-    if bad_losses or not all(math.isfinite(engine.last_gradient_norm) for engine in engines):
+    if isinstance(loss, torch.Tensor):
+        loss = dist.sum_over_ranks((loss * 0.0).sum()).item()  # NaN where any of them is not finite
+    if not math.isfinite(loss) or not all(math.isfinite(engine.last_gradient_norm) for engine in engines):
         for engine in engines:
             engine.discard()
         return False

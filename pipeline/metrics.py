@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.files import tolerated, write_text
+from pipeline.memory import Peaks, memory_table, model_memory
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +27,9 @@ DEFINITIONS = {
     "samples_per_s": "rows of the step per second, all ranks",
     "mfu": "matrix work of training (step 3: of the update) over what the devices could do; absent where unknown",
     "gpu_memory_gib": "peak memory allocated on rank 0's device since the last line",
+    "memory/generate_gib": "the same while the rollout was sampled, GiB; GPU only",
+    "memory/score_gib": "the same while it was scored, GiB; GPU only",
+    "memory/train_gib": "the same during the update, GiB; GPU only",
     "step_s": "seconds of the step",
     "skipped_updates": "steps so far whose gradients or losses were not finite and that changed nothing",
     "eval_loss": "mean loss over all held-out tokens (step 2: pairs)",
@@ -44,7 +46,8 @@ DEFINITIONS = {
     "objective/kl_coef": "weight of the KL penalty in this rollout",
     "policy/ratio_mean": "mean over response tokens of new over old probability",
     "policy/ratio_max": "largest of these ratios",
-    "policy/first_ratio_error": "largest |log ratio| before the first update of the rollout; 0 when nothing drifted",
+    "policy/first_ratio_error": "largest |log ratio| before the first update of the rollout; 0 when nothing drifted; "
+    "with old_log_probs sampler: policy/sampler_error, as the ratio itself is 1 by construction",
     "policy/sampler_error": "largest |trainer's - sampler's log-probability| of a sampled token",
     "policy/clipfrac": "share of response tokens whose ratio was clipped",
     "policy/approx_kl": "estimate of KL(old || new) per token, nats",
@@ -177,9 +180,21 @@ def wandb_sink(stage: str, run_dir: Path) -> Any:
 class Recorder:
     """Writes metrics and progress on rank 0 and does nothing elsewhere."""
 
-    def __init__(self, run: Any, config: Any, *, start_step: int, total_steps: int, shown: Sequence[str] = ("loss",)):
+    def __init__(
+        self,
+        run: Any,
+        config: Any,
+        *,
+        start_step: int,
+        total_steps: int,
+        shown: Sequence[str] = ("loss",),
+        models: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`models`: the engines of the run, whose memory the log tells after the first step."""
         self.shown = shown
         self.device = run.world.device
+        self._models = dict(models or {})
+        self._peaks = Peaks(self.device)
         self._writer: MetricsWriter | None = None
         if run.world.is_main:
             self._writer = MetricsWriter(
@@ -201,6 +216,10 @@ class Recorder:
             numbers = "  ".join(f"{name} {readable(value)}" for name, value in values.items())
             self._progress.note(f"[{self._writer.stage}] step {step}: {numbers}")
 
+    def begin(self, phase: str) -> float:
+        """A phase of the step (memory.PHASES) begins: its peak memory is told apart. The time, as time.monotonic()."""
+        return self._peaks.begin(phase)
+
     def write_training(
         self, step: int, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
     ) -> None:
@@ -208,22 +227,19 @@ class Recorder:
         if self._writer is None:
             return
         rates = {"step_s": seconds, "tokens_per_s": num_tokens / seconds, "samples_per_s": num_rows / seconds}
-        self._writer.write(step, {**values, **rates, **peak_memory(self.device)})
+        peaks = self._peaks.taken()
+        self._writer.write(step, {**values, **rates, **peaks})
+        if self._models:
+            # Once, after a step: before it there are neither gradients nor moments.
+            held = {name: model_memory(engine, self.device) for name, engine in self._models.items()}
+            log.info("\n".join(memory_table(held, peaks)))
+            self._models = {}
         self._progress.update(step, {name: values[name] for name in self.shown if name in values})
 
     def sync(self) -> None:
         """Before a checkpoint: no line of its past may be lost where it stays."""
         if self._writer is not None:
             self._writer.sync()
-
-
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """`gpu_memory_gib` since the last call; nothing on a CPU."""
-    if device.type != "cuda":
-        return {}
-    peak = torch.cuda.max_memory_allocated(device) / 2**30
-    torch.cuda.reset_peak_memory_stats(device)
-    return {"gpu_memory_gib": peak}
 
 
 class Progress:

@@ -18,6 +18,7 @@ FRAME = {
     "gradient_clipping": 1.0,
     "steps_per_print": 1_000_000_000,
     "wall_clock_breakdown": False,
+    "timers": {"throughput": {"enabled": False}},
     "zero_force_ds_cpu_optimizer": False,
     "bf16": {"enabled": True},
     "fp16": {"enabled": False},
@@ -54,6 +55,22 @@ def test_stage_3_with_everything_offloaded():
 def test_on_a_cpu_nothing_overlaps_and_nothing_is_pinned():
     zero = built(DeepSpeedConfig(offload=True), device="cpu", dtype="fp32")["zero_optimization"]
     assert zero["overlap_comm"] is False and zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+
+
+def test_one_rank_does_without_what_serves_several():
+    alone = built(world_size=1)["zero_optimization"]
+    assert alone == built(zero_stage=1)["zero_optimization"] | {"overlap_comm": False}
+    assert built(zero_stage=1, world_size=1)["zero_optimization"] == alone
+    for stage in (0, 3):
+        several, one = (built(zero_stage=stage, world_size=size)["zero_optimization"] for size in (8, 1))
+        assert one == several
+    assert built(DeepSpeedConfig(offload=True), world_size=1)["zero_optimization"]["stage"] == 2
+    typed = built(world_size=1, user_json={"data_types": {"grad_accum_dtype": "fp32"}})
+    assert typed["zero_optimization"]["stage"] == 2
+    said = {"zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}}}
+    zero = built(world_size=1, user_json=said, origins={"zero_stage": "ds.json"})["zero_optimization"]
+    assert zero == alone | {"offload_optimizer": {"device": "none"}}
+    assert built(user_json=said)["zero_optimization"]["stage"] == 2
 
 
 def test_fp16():

@@ -1,0 +1,73 @@
+"""Memory on a CUDA device: peaks of the phases, and optimizer states that leave the device during a rollout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_run import run_command
+from safetensors.torch import load_file
+from tiny_run import make_folder, read_metrics
+from torch import nn
+
+from pipeline.memory import optimizer_tensors
+from pipeline.optimizer_offload import optimizers_away
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Plain:
+    """What optimizers_away needs of an engine: a module, AdamW with fp32 copies as its parameters, stage 0."""
+
+    zero_stage = 0
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
+        groups = [list(self.module.parameters())]
+        copies = [[parameter.detach().float() for parameter in group] for group in groups]
+        adam = torch.optim.AdamW(copies[0], fused=True)
+        self.optimizer = type("Optimizer", (), {"fp32_groups": copies, "fp16_groups": groups, "optimizer": adam})()
+        self.host_buffers: list[torch.Tensor] = []
+        for copy in copies[0]:
+            copy.grad = torch.randn_like(copy)
+        adam.step()
+        for copy in copies[0]:
+            copy.grad = None
+
+
+def test_memory_is_free_while_the_states_are_away():
+    engine = Plain()
+    before = [tensor.clone() for tensor in optimizer_tensors(engine)]
+    held = torch.cuda.memory_allocated()
+    states = sum(tensor.nbytes for tensor in before)
+    with optimizers_away([engine]):
+        assert torch.cuda.memory_allocated() <= held - states
+        assert all(buffer.is_pinned() for buffer in engine.host_buffers)
+        torch.full((states,), 7, dtype=torch.uint8, device="cuda")  # something else uses the room
+    assert all(torch.equal(mine, kept) for mine, kept in zip(optimizer_tensors(engine), before, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_run_goes_the_same_way_with_and_without(tmp_path: Path, stage: int):
+    folder = make_folder(tmp_path)
+    found = []
+    for flag in ("false", "true"):
+        given = {
+            "actor_model_name_or_path": "base", "critic_model_name_or_path": "scorer", "data_path": "train.jsonl",
+            "data_split": "none", "max_prompt_seq_len": 48, "max_answer_seq_len": 8, "max_steps": 3, "dtype": "bf16",
+            "per_device_generation_batch_size": 4, "per_device_train_batch_size": 4, "actor_zero_stage": stage,
+            "critic_zero_stage": stage, "actor_learning_rate": 1e-3, "keep_checkpoints": 0, "deterministic": "true",
+            "offload_optimizer_during_rollout": flag, "output_dir": f"out-{flag}",
+        }  # fmt: skip
+        words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+        ended = run_command("step3_ppo", words, folder=folder)
+        assert ended.code == 0, ended.stderr[-2000:]
+        run = folder / f"out-{flag}" / "runs" / "ppo"
+        lines = [line for line in read_metrics(run) if "step_s" in line]
+        names = [f"memory/{phase}_gib" for phase in ("generate", "score", "train")]
+        assert all(0 < line[name] <= line["gpu_memory_gib"] for line in lines for name in names)
+        assert "peak of generate" in (run / "log.txt").read_text()
+        found.append(load_file(folder / f"out-{flag}" / "actor" / "model.safetensors"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
