@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 
-.PHONY: demo demo-seeds test test-slow test-faults test-gpu check audit reference clean
+.PHONY: demo demo-seeds test test-slow test-faults test-gpu bench check audit reference clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -24,6 +24,11 @@ test-faults: $(VENV)/installed-dev
 
 test-gpu: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -m gpu
+
+# A row of tests/bench and its options: make bench ROW="step3 --batch 128"
+ROW ?= step3
+bench: $(VENV)/installed
+	$(PYTHON) tests/bench $(ROW)
 
 check: $(VENV)/installed-dev
 	$(PYTHON) -m ruff format --check .

@@ -7,25 +7,49 @@ import json
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 WARM_UP_STEPS = 3
-TIMES = ("time/generate_s", "time/score_s", "time/train_s", "step_s")
-CHECKED = ("loss/policy", "loss/value", "actor/grad_norm", "critic/grad_norm", "objective/kl")
+PPO_TIMES = {"generate_s": "time/generate_s", "score_s": "time/score_s", "train_s": "time/train_s"}
+RATES = ("step_s", "samples_per_s", "tokens_per_s", "generate_tokens_per_s", "mfu", "completions/mean_length")
+CHECKED = ("loss", "grad_norm", "loss/policy", "loss/value", "actor/grad_norm", "critic/grad_norm", "objective/kl")
+PEAKS = {f"{phase}_peak_gib": f"memory/{phase}_gib" for phase in ("generate", "score", "train")}
+ERRORS = {"first_ratio_error": "policy/first_ratio_error", "sampler_error": "policy/sampler_error"}
+
+
+def training_lines(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl` that are of training steps."""
+    text = Path(run_dir, "metrics.jsonl").read_text(encoding="utf-8")
+    return [line for line in map(json.loads, text.splitlines()) if "step_s" in line]
+
+
+def measure(run_dir: str | Path, *, warm_up: int = WARM_UP_STEPS) -> dict[str, Any]:
+    """Medians over the steps after `warm_up`; a shorter run gives its last step. Tokens are those of a whole step.
+
+    Of steps 1 and 2 too: what a run does not log is left out.
+    """
+    lines = training_lines(run_dir)
+    measured = lines[warm_up:] or lines[-1:]
+    names = PPO_TIMES | {name.rpartition("/")[2]: name for name in RATES}
+    found: dict[str, Any] = {}
+    for short, name in names.items():
+        values = [line[name] for line in measured if line.get(name) is not None]
+        if values:
+            found[short] = median(values)
+    found["tokens_per_step"] = median(line["tokens_per_s"] * line["step_s"] for line in measured)
+    found["peak_gib"] = max(line.get("gpu_memory_gib", 0.0) for line in lines)
+    found["steps"] = len(measured)
+    for short, name in (ERRORS | PEAKS).items():
+        values = [line[name] for line in lines if line.get(name) is not None]
+        if values:
+            found[short] = max(values)
+    found["skipped"] = lines[-1]["skipped_updates"]
+    found["finite"] = all(line[name] is not None for line in lines for name in CHECKED if name in line)
+    return found
 
 
 def main() -> None:
-    lines = [json.loads(line) for line in Path(sys.argv[1], "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if "time/train_s" in line]
-    measured = steps[WARM_UP_STEPS:] or steps
-    found = {name: median(line[name] for line in measured if name in line) for name in TIMES}
-    found["samples_per_s"] = median(line["samples_per_s"] for line in measured)
-    found["generate_tokens_per_s"] = median(line["generate_tokens_per_s"] for line in measured)
-    found["peak_gib"] = max(line.get("gpu_memory_gib", 0.0) for line in steps)
-    found["steps"] = len(steps)
-    found["first_ratio_error"] = max(line["policy/first_ratio_error"] for line in steps)
-    found["sampler_error"] = max(line["policy/sampler_error"] for line in steps if "policy/sampler_error" in line)
-    found["skipped"] = steps[-1]["skipped_updates"]
-    found["finite"] = all(line[name] is not None for line in steps for name in CHECKED if name in line)
+    found = measure(sys.argv[1])
     for name, value in found.items():
         print(f"{name:<24}{value:>12.4g}" if not isinstance(value, bool) else f"{name:<24}{value!s:>12}")
     print(json.dumps(found))

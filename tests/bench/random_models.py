@@ -1,10 +1,11 @@
-"""Folders with OPT-shaped random models, a tokenizer and prompts of full length, for runs whose speed is measured.
+"""Folders with random models of published shapes, a tokenizer, prompts and pairs, for runs whose speed is measured.
 
 `python tests/bench/random_models.py --output FOLDER --actor 1.3b --critic 350m --prompts 1300`
 """
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from random import Random
@@ -17,9 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from demo.make import make_data, make_tokenizer
 from demo.rule import make_prompt
 
-VOCABULARY = 50272
-# Zhang et al. 2022 (OPT), table 1, and the published configurations.
+OPT_VOCABULARY, LLAMA_VOCABULARY = 50272, 32000
+EOS = 2
+# Zhang et al. 2022 (OPT), table 1, and the published configurations; Touvron et al. 2023 (Llama), table 2.
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "ffn_dim": 64,
+        "vocab_size": 1024,
+    },
     "125m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072},
     "350m": {
         "hidden_size": 1024,
@@ -30,43 +39,142 @@ SHAPES: dict[str, dict[str, Any]] = {
         "do_layer_norm_before": False,
     },
     "1.3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192},
+    "llama-tiny": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 1024,
+    },
+    "llama-1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 5632,
+    },
+    "llama-7b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11008,
+    },
 }
+# Scale of the final norm where responses end early. Small: the chance of an end is then nearly the same in every
+# state. Not 0: no gradient would reach the layers, and products of zeros are faster than real ones.
+END_NORM_SCALE = 0.1
 
 
-def make_model(folder: Path, shape: str, tokenizer: Any, *, scores: bool) -> None:
+def config_of(shape: str) -> Any:
+    """The transformers configuration of one of SHAPES; ids are those of the demo's tokenizer."""
+    from transformers import LlamaConfig, OPTConfig
+
+    sizes = SHAPES[shape]
+    common = {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": 1}
+    if shape.startswith("llama"):
+        own = {"vocab_size": LLAMA_VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+        return LlamaConfig(**(common | own | sizes))
+    own = {"vocab_size": OPT_VOCABULARY, "word_embed_proj_dim": sizes["hidden_size"]}
+    return OPTConfig(**(common | own | sizes))
+
+
+def hazard_for(mean: float, longest: int) -> float:
+    """The chance p of an end at each token that gives lengths cut at T = `longest` this mean: (1 - (1 - p)^T) / p."""
+    low, high = 1e-9, 1.0
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        is_long = -math.expm1(longest * math.log1p(-middle)) / middle > mean if middle < 1.0 else False
+        low, high = (middle, high) if is_long else (low, middle)
+    return low
+
+
+@torch.no_grad()
+def set_end_probability(model: Any, wanted: float) -> float:
+    """Let an OPT with tied embeddings draw its EOS with nearly the same chance everywhere; returns that chance.
+
+    The final norm's bias is laid along the EOS embedding: that lifts its logit, and others
+    only by their likeness to it. How far is found by bisection on the rounded weights.
+    """
+    norm, rows = model.model.decoder.final_layer_norm, model.get_output_embeddings().weight.float()
+    if rows.shape[1] != norm.bias.numel():
+        raise ValueError("early stopping needs an OPT whose last norm stands right before its head")
+    direction = rows[EOS] / rows[EOS].square().sum()
+    norm.weight.fill_(END_NORM_SCALE)
+    # Normalised states add noise of this variance to each logit, and its mean to the partition function.
+    noise = (END_NORM_SCALE * rows).square().sum(1) / 2
+
+    def chance(lift: float) -> float:
+        norm.bias.copy_(lift * direction)
+        return float(torch.softmax(rows @ norm.bias.float() + noise, dim=0)[EOS])
+
+    low, high = -100.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chance(middle) < wanted else (low, middle)
+    return chance(high)
+
+
+def make_model(folder: Path, shape: str, tokenizer: Any, *, scores: bool, end_probability: float = 0.0) -> None:
     """Save a random model of `shape` in bf16; `scores`: a sequence classifier, as step 2 writes it."""
-    from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    sizes = {"word_embed_proj_dim": SHAPES[shape]["hidden_size"], **SHAPES[shape]}
-    config = OPTConfig(vocab_size=VOCABULARY, bos_token_id=2, eos_token_id=2, pad_token_id=1, num_labels=1, **sizes)
-    config.score_mean, config.score_std = 0.0, 1.0
+    config = config_of(shape)
+    if scores:
+        config.num_labels, config.score_mean, config.score_std = 1, 0.0, 1.0
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = (OPTForSequenceClassification if scores else OPTForCausalLM)(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
+        auto_class = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        model = auto_class.from_config(config, dtype=torch.bfloat16)
+    if end_probability:
+        set_end_probability(model, end_probability)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
+def text_of(random: Random, words: int) -> str:
+    return " ".join(make_prompt(random) for _ in range(max(words // 9, 1)))
+
+
 def make_prompts(file: Path, count: int, words: int) -> None:
+    """A file of different prompts of about `words` words; a word is one token or more."""
     random = Random(0)
     with file.open("w", encoding="utf-8") as out:
         for _ in range(count):
-            out.write(json.dumps({"prompt": " ".join(make_prompt(random) for _ in range(words // 9))}) + "\n")
+            out.write(json.dumps({"prompt": text_of(random, words)}) + "\n")
+
+
+def make_pairs(file: Path, count: int, *, prompt_words: int, responses: tuple[int, int]) -> None:
+    """A file of pairs whose responses have from the one to the other number of words, evenly."""
+    random, (shortest, longest) = Random(1), responses
+    with file.open("w", encoding="utf-8") as out:
+        for number in range(count):
+            words = int(shortest + (longest - shortest) * random.random())
+            texts = {name: text_of(random, words) for name in ("chosen", "rejected")}
+            out.write(json.dumps({"prompt": f"Number {number}. {text_of(random, prompt_words)}"} | texts) + "\n")
 
 
 def main() -> None:
+    """Make the models and prompts that the options name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True)
     parser.add_argument("--actor", default="1.3b", choices=SHAPES)
     parser.add_argument("--critic", default="350m", choices=SHAPES)
     parser.add_argument("--prompts", type=int, default=1300)
+    parser.add_argument("--prompt_words", type=int, default=400)
+    parser.add_argument("--mean_length", type=float, default=0.0, help="of a second actor, actor-early; 0: none")
+    parser.add_argument("--longest", type=int, default=256, help="tokens at which its responses are cut")
     options = parser.parse_args()
     folder = Path(options.output)
     make_data(folder, seed=0)
     tokenizer = make_tokenizer(folder)
     make_model(folder / "actor", options.actor, tokenizer, scores=False)
     make_model(folder / "critic", options.critic, tokenizer, scores=True)
-    make_prompts(folder / "prompts.jsonl", options.prompts, words=400)
+    if options.mean_length:
+        hazard = hazard_for(options.mean_length, options.longest)
+        make_model(folder / "actor-early", options.actor, tokenizer, scores=False, end_probability=hazard)
+    make_prompts(folder / "prompts.jsonl", options.prompts, words=options.prompt_words)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""Generation by itself: `HybridEngine` on full prompts at several batch sizes. A worker: prints one JSON line.
+
+`python -m bench.generation --batches 64,128 --repeats 5 -- STEP-3 FLAGS`: the actor is made as step 3 makes it.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from statistics import median
+from typing import Any
+
+BATCHES: dict[str, Any] = {}
+
+
+def measure(run: Any, config: Any) -> None:
+    """In place of step 3's loop: sample `repeats` rollouts a batch size, and print what they took."""
+    import torch
+
+    from pipeline.engine import start_deepspeed
+    from pipeline.generate import Prompt, RandomKey, Sampling
+    from pipeline.modeling import DTYPES
+    from pipeline.prepare import compute_dtype
+    from pipeline.tokenizers import eos_ids
+    from step3_ppo.hybrid_engine import HybridEngine
+    from step3_ppo.models import make_actor, make_tokenizers
+
+    start_deepspeed()
+    tokenizer = make_tokenizers(config).actor
+    engine = make_actor(run, config, DTYPES[compute_dtype(config.deepspeed, run.world.device)])
+    ends = eos_ids(tokenizer, engine.module.model.generation_config)
+    hybrid = HybridEngine(engine, eos_ids=ends, pad_id=tokenizer.pad_token_id)
+    sampling = Sampling(config.sampling.max_answer_seq_len)
+    vocabulary = engine.module.config.vocab_size
+    on_gpu = run.world.device.type == "cuda"
+
+    def sample(batch: int, number: int) -> tuple[float, list[int]]:
+        """Seconds of a rollout, and the lengths of its responses."""
+        ids = torch.randint(4, vocabulary, (batch, config.data.max_prompt_seq_len), generator=generator)
+        prompts = [Prompt(row.tolist(), index) for index, row in enumerate(ids)]
+        if on_gpu:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        with hybrid.generation():
+            rollout = hybrid.generate(
+                prompts, num_samples=1, sampling=sampling, key=RandomKey(number, "bench"), should_stop=lambda: False
+            )
+        lengths = [len(response) for response in rollout.responses]
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started, lengths
+
+    found = {}
+    for batch in BATCHES["sizes"]:
+        generator = torch.Generator().manual_seed(batch)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        rollouts = [sample(batch, number) for number in range(BATCHES["warm_up"] + BATCHES["repeats"])]
+        rollouts = rollouts[BATCHES["warm_up"] :]
+        found[str(batch)] = {
+            "generate_s": median(seconds for seconds, _ in rollouts),
+            "generate_tokens_per_s": median(sum(lengths) / seconds for seconds, lengths in rollouts),
+            "seconds": [seconds for seconds, _ in rollouts],
+            "lengths": [lengths for _, lengths in rollouts],
+            "rung": str(hybrid.rung),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        }
+    print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    """Measure in the surroundings that the stage makes: process group, run folder, configuration."""
+    cut = sys.argv.index("--")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", default="64", help="prompts generated at once, by commas")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm_up", type=int, default=2)
+    options = parser.parse_args(sys.argv[1:cut])
+    BATCHES.update(sizes=[int(size) for size in options.batches.split(",")], **vars(options))
+
+    from step3_ppo.config import PPOConfig
+
+    entry = importlib.import_module("pipeline.entry")
+    # The stage's own way in imports a loop by its name: it is to find this module, not a second copy.
+    sys.modules["bench.generation"] = sys.modules[__name__]
+    code = entry.enter(PPOConfig, "ppo", "bench.generation", sys.argv[cut + 1 :])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+train = measure
+
+if __name__ == "__main__":
+    main()

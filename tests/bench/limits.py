@@ -1,0 +1,90 @@
+"""What this device can do: copy bandwidth and matrix throughput, measured. `python -m bench.limits` prints JSON."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+
+# Of a device whose name holds the word: bytes/s of its data sheet, and dense bf16 operations/s (H200: the figure that
+# real matrices reach, against which MFU is given).
+DATA_SHEETS = {"H200": (4.8e12, 790e12), "H100": (3.35e12, 790e12), "A100": (2.04e12, 312e12)}
+WARM_UP, REPEATS = 3, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """bandwidth: bytes/s between the device's memory and its cores, read or written. flops: matrix operations/s."""
+
+    name: str
+    bandwidth: float
+    flops: float
+
+
+def data_sheet(measured: Device) -> Device:
+    """The published figures of a known device, else the measured ones."""
+    for word, (bandwidth, flops) in DATA_SHEETS.items():
+        if word in measured.name:
+            return Device(measured.name, bandwidth, flops)
+    return measured
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call, the device's work included."""
+    found = []
+    for _ in range(WARM_UP + REPEATS):
+        synchronize(device)
+        started = time.perf_counter()
+        call()
+        synchronize(device)
+        found.append(time.perf_counter() - started)
+    return median(found[WARM_UP:])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes/s of a copy within the device's memory; what is read and what is written both count."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device)
+
+
+def matrix_throughput(device: torch.device, size: int) -> float:
+    """Operations/s of a product of two random square matrices; with zeros a GPU would be faster than in use.
+
+    In bf16 on a GPU; in fp32 on a CPU, where few have fast units for bf16.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    return 2.0 * size**3 / seconds_of(lambda: torch.mm(left, right, out=product), device)
+
+
+def measure(*, copy_mib: int = 0, matrix: int = 0) -> Device:
+    """The device of this process, measured; 0: sizes that fit its kind."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    num_bytes = (copy_mib or (8192 if on_gpu else 64)) * 2**20
+    bandwidth = copy_bandwidth(device, num_bytes)
+    flops = matrix_throughput(device, matrix or (8192 if on_gpu else 256))
+    return Device(torch.cuda.get_device_name(device) if on_gpu else "cpu", bandwidth, flops)
+
+
+def main() -> None:
+    """Print what this device does."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--copy_mib", type=int, default=0, help="MiB that are copied; 0: by the device's kind")
+    parser.add_argument("--matrix", type=int, default=0, help="rows of the square matrices; 0: by the device's kind")
+    options = parser.parse_args()
+    print(json.dumps(asdict(measure(copy_mib=options.copy_mib, matrix=options.matrix))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The rows of the benchmark that are about PPO: each makes its runs, then its figures from what they found."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.figures import Figures, quotient
+from bench.jobs import Jobs, output_words, ppo_words
+from bench.limits import Device, data_sheet
+from bench.random_models import SHAPES, config_of
+from bench.watched import WATCHED
+from bench.work import Shape, generation_seconds, lora_weights, ppo_flops, shape_of, state_bytes, step_bounds
+
+PHASES = tuple(dict.fromkeys(WATCHED.values()))
+
+
+def shapes(jobs: Jobs) -> tuple[Shape, Shape]:
+    """Of the actor and the critic."""
+    return shape_of(config_of(jobs.options.actor)), shape_of(config_of(jobs.options.critic))
+
+
+def device_of(jobs: Jobs) -> Device | None:
+    """The device as measured in this job; its limits by the data sheet stand in `data_sheet`."""
+    found = jobs.runs.get("device") or jobs.device()
+    return Device(found["name"], found["bandwidth"], found["flops"]) if "bandwidth" in found else None
+
+
+def note_limits(jobs: Jobs, *, batch: int = 0, gpus: int = 1) -> dict[str, float]:
+    """Bounds of a step with responses of full length, by measured figures and by the data sheet; the former."""
+    measured = device_of(jobs)
+    if measured is None:
+        return {}
+    actor, critic = shapes(jobs)
+    options = jobs.options
+    lengths = [options.answer] * (batch or options.batch)
+    for name, device in (("limit", measured), ("limit (data sheet)", data_sheet(measured))):
+        jobs.runs[name] = step_bounds(actor, critic, device, prompt=options.prompt, lengths=lengths, gpus=gpus)
+    return jobs.runs["limit"]
+
+
+def add_mfu(jobs: Jobs, run: dict[str, Any], *, full: bool = True) -> float | None:
+    """`train_mfu` and `score_mfu` of a run over full-length rows, against the data sheet; the former.
+
+    full: all weights are trained; else (LoRA) the backward pass makes no weight gradients: as much as the forward.
+    """
+    device = device_of(jobs)
+    if device is None or "train_s" not in run:
+        return None
+    options = jobs.options
+    lengths = [run.get("mean_length", options.answer)] * options.batch
+    flops = ppo_flops(*shapes(jobs), prompt=options.prompt, lengths=lengths)
+    peak = data_sheet(device).flops
+    run["score_mfu"] = flops["score"] / (run["score_s"] * peak)
+    run["train_mfu"] = flops["train"] * (1.0 if full else 2 / 3) / (run["train_s"] * peak)
+    for name, seconds in (("score_tokens_per_s", run["score_s"]), ("train_tokens_per_s", run["train_s"])):
+        run[name] = sum(options.prompt + length for length in lengths) * run.get("gpus", 1) / seconds
+    return run["train_mfu"]
+
+
+def noted(jobs: Jobs, name: str, run: dict[str, Any], *, full: bool = True) -> dict[str, Any]:
+    """`run` with its MFU, also where it is printed."""
+    add_mfu(jobs, run, full=full)
+    jobs.runs[name] |= run
+    return run
+
+
+def step3(jobs: Jobs, figures: Figures) -> None:
+    """A whole step: this project, DeepSpeed-Chat's loop, and the limit of the device."""
+    gpus, batch = jobs.options.gpus[-1], jobs.options.batch
+    jobs.make_models()
+    limit = note_limits(jobs, gpus=gpus)
+    own = noted(jobs, "project", jobs.step3("project", gpus=gpus))
+    base = noted(jobs, "DeepSpeed-Chat", jobs.baseline("DeepSpeed-Chat", gpus=gpus))
+    targets = {64: (">= 40", ">= 3"), 128: (">= 45", ">= 2.2")}.get(batch, ("", "")) if gpus == 1 else ("", "")
+    figures.add("samples/s", own.get("samples_per_s"), "1/s", targets[0])
+    figures.add("samples/s, DeepSpeed-Chat", base.get("samples_per_s"), "1/s")
+    speedup = quotient(own.get("samples_per_s"), base.get("samples_per_s"))
+    figures.add("samples/s over DeepSpeed-Chat's", speedup, "x", targets[1])
+    for name, phase in (("generation", "generate_s"), ("scoring", "score_s"), ("training", "train_s")):
+        figures.add(f"{name}, DeepSpeed-Chat's time over this", quotient(base.get(phase), own.get(phase)), "x")
+    figures.add("samples/s over the limit", quotient(own.get("samples_per_s"), limit.get("samples_per_s")))
+    figures.add("training MFU", own.get("train_mfu"))
+    figures.add("peak memory", own.get("peak_gib"), "GiB", "<= 48" if batch == 64 else "")
+
+
+def generate_alone(jobs: Jobs, name: str, batches: Sequence[int], *, actor: str = "actor") -> dict[str, Any]:
+    """HybridEngine on full prompts at each batch size: batch -> seconds, tokens/s, lengths."""
+    options = jobs.options
+    words = [*ppo_words(options, jobs.prompts(), actor=actor), *output_words(jobs.fresh(name))]
+    sizes = ["--batches", ",".join(map(str, batches)), "--repeats", options.repeats, "--"]
+    found = jobs.worker(name, "bench.generation", [*sizes, *words, *jobs.extra])
+    for batch in (str(size) for size in batches if str(size) in found):
+        # A line of its own in the table; lengths are for the bounds.
+        jobs.runs[f"{name}, batch {batch}"] = {k: v for k, v in found[batch].items() if k not in ("lengths", "seconds")}
+    if found:
+        del jobs.runs[name]
+    return found
+
+
+def generation(jobs: Jobs, figures: Figures) -> None:
+    """Sampling by itself at several batch sizes, against the bandwidth of the device."""
+    jobs.make_models()
+    found, measured = generate_alone(jobs, "generation", jobs.options.batches), device_of(jobs)
+    targets = {"64": ">= 25000", "128": ">= 34000", "256": ">= 42000"}
+    for batch, run in found.items():
+        figures.add(f"tokens/s, batch {batch}", run["generate_tokens_per_s"], "1/s", targets.get(batch, ""))
+        for device, by in ((measured, "measured"), (measured and data_sheet(measured), "data sheet")):
+            if device is not None:
+                share = share_of_bound(jobs, run, device)
+                figures.add(f"share of the bound ({by} bandwidth), batch {batch}", share)
+
+
+def share_of_bound(jobs: Jobs, run: dict[str, Any], device: Device) -> float:
+    """The bound of the rollouts that were made, by their own lengths, over the time they took."""
+    actor, _ = shapes(jobs)
+    bounds = [generation_seconds(actor, device, prompt=jobs.options.prompt, lengths=rows) for rows in run["lengths"]]
+    return sum(bounds) / sum(run["seconds"])
+
+
+def training(jobs: Jobs, figures: Figures) -> None:
+    """MFU of the update phase with and without recomputation of activations."""
+    jobs.make_models()
+    checkpointing = ("--actor_gradient_checkpointing", "true", "--critic_gradient_checkpointing", "true")
+    runs = {"plain": ((), ">= 0.6"), "checkpointing": (checkpointing, ">= 0.5")}
+    for name, (words, target) in runs.items():
+        run = noted(jobs, name, jobs.step3(name, *words))
+        figures.add(f"training MFU, {name}", run.get("train_mfu"), "", target)
+        figures.add(f"training time, {name}", run.get("train_s"), "s")
+        figures.add(f"peak memory, {name}", run.get("peak_gib"), "GiB")
+
+
+def scaling(jobs: Jobs, figures: Figures) -> None:
+    """The same work on each of more and more GPUs."""
+    jobs.make_models()
+    single: float | None = None
+    for gpus in jobs.options.gpus:
+        run = noted(jobs, f"{gpus} GPU", jobs.step3(f"{gpus} GPU", gpus=gpus))
+        rate = run.get("samples_per_s")
+        single = single or quotient(rate, gpus)
+        figures.add(f"samples/s, {gpus} GPU", rate, "1/s")
+        if gpus > jobs.options.gpus[0]:
+            efficiency = quotient(quotient(rate, gpus), single)
+            figures.add(f"weak scaling to {gpus} GPU", efficiency, "", ">= 0.95" if gpus <= 4 else "")
+
+
+def zero3(jobs: Jobs, figures: Figures) -> None:
+    """Partitioned weights against partitioned gradients, here and in DeepSpeed-Chat's loop."""
+    gpus = jobs.options.gpus[-1]
+    jobs.make_models()
+    found = {}
+    for stage in (2, 3):
+        words = ("--actor_zero_stage", stage, "--critic_zero_stage", stage)
+        found[stage] = noted(jobs, f"ZeRO-{stage}", jobs.step3(f"ZeRO-{stage}", *words, gpus=gpus))
+        name = f"DeepSpeed-Chat ZeRO-{stage}"
+        found[stage, "base"] = noted(jobs, name, jobs.baseline(name, gpus=gpus, zero_stage=stage))
+    for field, what, target in (("step_s", "step time", "<= 1.3"), ("generate_s", "generation time", "")):
+        figures.add(f"{what}, ZeRO-3 over ZeRO-2", quotient(found[3].get(field), found[2].get(field)), "x", target)
+        base = quotient(found[3, "base"].get(field), found[2, "base"].get(field))
+        figures.add(f"{what}, ZeRO-3 over ZeRO-2, DeepSpeed-Chat", base, "x")
+
+
+def early(jobs: Jobs, figures: Figures) -> None:
+    """Responses that end by themselves: the work has to shrink with the real lengths."""
+    options = jobs.options
+    jobs.make_models(early=True)
+    measured = device_of(jobs)
+    full = generate_alone(jobs, "generation, full", [options.batch]).get(str(options.batch))
+    short = generate_alone(jobs, "generation, early", [options.batch], actor="actor-early").get(str(options.batch))
+    if short:
+        lengths = [length for rollout in short["lengths"] for length in rollout]
+        figures.add("mean response", sum(lengths) / len(lengths), "tokens")
+        if measured is not None:
+            for device, by in ((measured, "measured"), (data_sheet(measured), "data sheet")):
+                target = "<= 1.3" if by == "data sheet" else ""
+                figures.add(f"generation over its bound ({by})", 1 / share_of_bound(jobs, short, device), "x", target)
+        if full:
+            per_token = quotient(full["generate_tokens_per_s"], short["generate_tokens_per_s"])
+            figures.add("generation per token over that of full length", per_token, "x", "<= 1.25")
+    own = {name: noted(jobs, f"step, {name}", jobs.step3(f"step, {name}", actor=actor))
+           for name, actor in (("full", "actor"), ("early", "actor-early"))}  # fmt: skip
+    rates = {name: run.get("train_tokens_per_s") for name, run in own.items()}
+    per_token = quotient(rates["full"], rates["early"])
+    figures.add("training time per real token, early over full", per_token, "x", "<= 1.1")
+    figures.add("step time, early over full", quotient(own["early"].get("step_s"), own["full"].get("step_s")), "x")
+    base = noted(jobs, "DeepSpeed-Chat, early", jobs.baseline("DeepSpeed-Chat, early", actor="actor-early"))
+    speedup = quotient(own["early"].get("samples_per_s"), base.get("samples_per_s"))
+    figures.add("samples/s over DeepSpeed-Chat's, early", speedup, "x")
+
+
+def lora(jobs: Jobs, figures: Figures) -> None:
+    """Low-rank adapters on the actor against training all of its weights."""
+    options, rank = jobs.options, jobs.options.lora_dim
+    jobs.make_models()
+    full = noted(jobs, "full", jobs.step3("full"))
+    name = f"LoRA r={rank}"
+    found = noted(jobs, name, jobs.step3(name, "--actor_lora_dim", rank), full=False)
+    for name, target in (("generate", "<= 1.03"), ("train", "<= 1.0"), ("step", "")):
+        ratio = quotient(found.get(f"{name}_s"), full.get(f"{name}_s"))
+        figures.add(f"{name} time, LoRA over full", ratio, "x", target)
+    shape, trainable = shapes(jobs)[0], lora_weights(config_of(options.actor), rank)
+    weights = shape.layer_weights + shape.head_weights
+    states = state_bytes(weights + trainable, trainable) / state_bytes(weights, weights)
+    figures.add("actor's model states, LoRA over full (counted)", states, "", "<= 0.3")
+    for name, run in (("full", full), ("LoRA", found)):
+        figures.add(f"peak memory, {name}", run.get("peak_gib"), "GiB")
+
+
+def watch(jobs: Jobs, name: str, *words: object) -> dict[str, Any]:
+    """Step 3 with its phases watched, under the cap of memory where there is one."""
+    output = jobs.fresh(name)
+    every = [*ppo_words(jobs.options, jobs.prompts()), *words, *output_words(output), *jobs.extra]
+    found = jobs.worker(name, "bench.watched", ["--cap_gib", jobs.options.cap_gib, "--", *every])
+    if found:
+        # Times, and what the run itself says of memory, which is the same where both say it.
+        jobs.runs[name] = jobs.read(output / "run") | jobs.runs[name]
+    shutil.rmtree(output, ignore_errors=True)
+    return found
+
+
+def memory(jobs: Jobs, figures: Figures) -> None:
+    """Peak memory of each phase, under a cap where one is given."""
+    options = jobs.options
+    jobs.make_models()
+    words = []
+    if options.actor_lora_dim:
+        words += ["--actor_lora_dim", options.actor_lora_dim, "--save_adapter_only", "true"]
+    found = watch(jobs, "memory", *words)
+    for phase in PHASES:
+        figures.add(f"peak memory, {phase}", found.get(f"{phase}_peak_gib"), "GiB")
+    target = f"<= {options.cap_gib or 48:g}"
+    figures.add("peak memory", found.get("peak_gib"), "GiB", target)
+    figures.add("peak memory held by the allocator", found.get("reserved_gib"), "GiB")
+
+
+def start(jobs: Jobs, figures: Figures) -> None:
+    """From the end of the imports to the first step, data prepared and files in the page cache."""
+    jobs.make_models()
+    watch(jobs, "first", "--max_steps", 1)
+    again = watch(jobs, "again", "--max_steps", 1)
+    figures.add("imports", again.get("imports_s"), "s")
+    figures.add("start to first step after the imports", again.get("first_step_s"), "s", "<= 20")
+
+
+Row = Callable[[Jobs, Figures], None]
+PPO_ROWS: dict[str, Row] = {
+    "step3": step3,
+    "generation": generation,
+    "training": training,
+    "scaling": scaling,
+    "zero3": zero3,
+    "early": early,
+    "lora": lora,
+    "memory": memory,
+    "start": start,
+}
+SHAPE_NAMES = tuple(SHAPES)
