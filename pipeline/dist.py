@@ -203,6 +203,38 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts).to(rows.dtype)
 
 
+class RankGroup:
+    """The `size` neighbouring ranks that this one belongs to. Making one is a collective over all ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank = size, rank() % size
+        self._group = None
+        for first in range(0, world_size(), size) if size > 1 else ():
+            made = dist.new_group(list(range(first, first + size)))
+            if first <= rank() < first + size:
+                self._group = made
+
+    def add(self, values: torch.Tensor) -> None:
+        """Replace `values` by their element-wise sum over the group."""
+        dist.all_reduce(values, group=self._group)
+
+    def any(self, value: bool, device: torch.device) -> bool:
+        """Whether any rank of the group says so."""
+        if self.size == 1:
+            return value
+        flag = torch.tensor(float(value), device=device)
+        self.add(flag)
+        return flag.item() > 0
+
+    def least(self, value: int, device: torch.device) -> int:
+        """The smallest of the group's numbers."""
+        if self.size == 1:
+            return value
+        smallest = torch.tensor(value, device=device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
+        return int(smallest.item())
+
+
 def on_main(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 alone; its result, or its error, reaches every rank.
 

@@ -9,8 +9,7 @@ ALIASES = {
 END_TOKEN = "the tokenizer's own end token is trained: leave it out"
 NO_DROPOUT = "dropout is always 0: leave it out"
 SAMPLES = "samples are in <run_dir>/samples.jsonl: use --eval_interval"
-HYBRID = "step 3 gathers the weights once per rollout and frees its caches: leave it out"
-DATA_PARALLEL = "generation is data-parallel: leave it out"
+HYBRID = "the hybrid engine is always on (--generation_engine): leave it out"
 
 # Flags that have no counterpart, and what to do instead.
 RETIRED = {
@@ -25,9 +24,7 @@ RETIRED = {
     "tensorboard_path": "curves are in <run_dir>/tensorboard: use --run_dir",
     "enable_hybrid_engine": HYBRID,
     "unpin_actor_parameters": HYBRID,
-    "release_inference_cache": HYBRID,
-    "inference_tp_size": DATA_PARALLEL,
-    "tp_gather_partition_size": DATA_PARALLEL,
+    "tp_gather_partition_size": "weights are gathered a layer at a time: leave it out",
     "align_overflow": "actor and critic always step together: leave it out",
     "print_answers": SAMPLES,
     "print_answers_interval": SAMPLES,

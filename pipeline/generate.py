@@ -70,15 +70,18 @@ class GenerationStopped(Exception):
 def truncate(logits: torch.Tensor, *, top_p: float, top_k: int) -> torch.Tensor:
     """(N, V) logits with everything outside the top_k tokens and the top_p nucleus at -inf.
 
-    The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al. 2020).
+    The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al. 2020). Tokens
+    as likely as the last of either set belong to it: which of them a sort puts first would be chance.
     """
     if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p < 1.0:
-        ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
-        outside = ordered.cumsum(-1) - ordered >= top_p
-        logits = logits.masked_fill(outside.scatter(1, order, outside), float("-inf"))
+        ordered = logits.sort(dim=-1, descending=True).values
+        probabilities = ordered.softmax(-1)
+        outside = probabilities.cumsum(-1) - probabilities >= top_p
+        last = ordered.masked_fill(outside, float("inf")).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < last, float("-inf"))
     return logits
 
 
@@ -149,6 +152,20 @@ class Drawn:
         return [row[:length] for row, length in zip(self.log_probs, self.lengths.tolist(), strict=True)]
 
 
+def rollout_uniforms(
+    key: RandomKey, prompt_ids: torch.Tensor, sample_index: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """(N, T) float64: the uniform of every token of N rows, whose prompt ids and sample numbers are (N,) int64."""
+    return uniforms(
+        seed=key.seed,
+        purpose=key.purpose,
+        epoch=key.epoch,
+        prompt_ids=prompt_ids.unsqueeze(1),
+        sample_index=sample_index.unsqueeze(1),
+        position=torch.arange(num_tokens, device=prompt_ids.device),
+    )
+
+
 @torch.no_grad()
 def generate(
     model: Any,
@@ -171,14 +188,7 @@ def generate(
     rows = [torch.as_tensor(prompt.ids, dtype=torch.int64, device=device) for prompt in repeated]
     prompt_ids = torch.tensor([prompt.prompt_id for prompt in repeated], dtype=torch.int64, device=device)
     sample_index = torch.arange(len(rows), device=device) % num_samples
-    uniform = uniforms(
-        seed=key.seed,
-        purpose=key.purpose,
-        epoch=key.epoch,
-        prompt_ids=prompt_ids.unsqueeze(1),
-        sample_index=sample_index.unsqueeze(1),
-        position=torch.arange(sampling.max_new_tokens, device=device),
-    )  # (N, T)
+    uniform = rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
     drawn = Drawn(len(rows), sampling.max_new_tokens, pad_id=pad_id, device=device)
     decoder = Decoder(model, rows, pad_id)
@@ -212,3 +222,18 @@ def decode_one(
         decoder.keep(still)
         tokens = tokens[still]
     decoder.advance(tokens)
+
+
+def generate_batches(model: Any, prompts: Sequence[Prompt], *, batch_size: int, **settings: Any) -> Rollout:
+    """`generate` on `batch_size` prompts after the other, as one rollout."""
+    parts = [
+        generate(model, prompts[start : start + batch_size], **settings) for start in range(0, len(prompts), batch_size)
+    ]
+    return Rollout(
+        prompts=[row for part in parts for row in part.prompts],
+        responses=[row for part in parts for row in part.responses],
+        log_probs=[row for part in parts for row in part.log_probs],
+        finished=torch.cat([part.finished for part in parts]),
+        prompt_ids=torch.cat([part.prompt_ids for part in parts]),
+        sample_index=torch.cat([part.sample_index for part in parts]),
+    )

@@ -81,7 +81,10 @@ def adapters_off(model: Any) -> Iterator[None]:
 @torch.no_grad()
 def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
     """W + scale * B A in fp32, then W's type; `layer`'s own weights are not touched (and must be whole)."""
-    weight = layer.get_base_layer().weight
+    weight, scale = layer.get_base_layer().weight, layer.scaling[adapter]
+    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    if weight.is_cuda and weight.dtype == a.dtype and not layer.fan_in_fan_out:
+        return torch.addmm(weight, b, a, alpha=scale)  # one kernel, which adds in fp32 and rounds once
     # peft's own get_delta_weight multiplies in the weights' type, which rounds a second time.
-    delta = layer.scaling[adapter] * layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
+    delta = scale * b.float() @ a.float()
     return (weight.float() + (delta.T if layer.fan_in_fan_out else delta)).to(weight.dtype)

@@ -36,6 +36,19 @@ class SamplingConfig(Group):
     temperature: float = Field(1.0, gt=0, description="Divides the logits of sampling and of every log-probability")
     top_p: float = Field(1.0, gt=0, le=1, description="Sample from the most likely tokens of this total probability")
     top_k: int = Field(0, ge=0, description="Sample from this many most likely tokens; 0: all")
+    generation_engine: Literal["auto", "fused", "static", "eager"] = Field(
+        "auto", description="How responses are made; auto: the fastest that knows the model and the device"
+    )
+    merge_lora_for_generation: bool = Field(
+        True, description="Sample from a copy of the weights with the adapters added; false: base and adapters apart"
+    )
+    release_inference_cache: bool = Field(
+        False, description="Give the memory of generation (cache, graph, copied weights) back after each rollout"
+    )
+    inference_tp_size: int = Field(1, ge=1, description="GPUs that share the actor's weights while they generate")
+    offload_optimizer_during_rollout: bool = Field(
+        False, description="Optimizer states wait in host memory while responses are sampled and scored"
+    )
 
 
 class PPOCoefficients(Group):
@@ -52,6 +65,9 @@ class PPOCoefficients(Group):
     kl_in_loss: bool = Field(False, description="Put the KL into the policy loss (k2 or k3) instead of the reward")
     kl_target: float = Field(0.0, ge=0, description="Nats per sequence that an adaptive kl_coef aims at; 0: fixed")
     kl_horizon: int = Field(10_000, ge=1, description="Sequences over which the adaptive kl_coef moves")
+    old_log_probs: Literal["trainer", "sampler"] = Field(
+        "trainer", description="Whose log-probabilities the KL takes; sampler: no extra pass, one step per rollout"
+    )
     approx_kl_stop: float = Field(0.0, ge=0, description="Skip the rest of an update phase above this KL; 0: never")
     reward_clip: float = Field(5.0, gt=0, description="Normalised scores are cut to plus and minus this")
     missing_eos_penalty: float = Field(1.0, ge=0, description="Subtracted from the reward of a response without EOS")
@@ -91,6 +107,12 @@ class PPOConfig(Group):
         return self
 
     @model_validator(mode="after")
+    def _states_leave_the_device_once(self) -> Self:
+        if self.sampling.offload_optimizer_during_rollout and self.deepspeed.offload:
+            raise ValueError("offload_optimizer_during_rollout: with --offload the states never are on the device")
+        return self
+
+    @model_validator(mode="after")
     def _rollouts_divide_into_steps(self) -> Self:
         sampling, optimizer = self.sampling, self.optimizer
         batch = sampling.per_device_generation_batch_size
@@ -103,5 +125,19 @@ class PPOConfig(Group):
                 f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples), an "
                 f"optimizer step {per_step} (per_device_train_batch_size x gradient_accumulation_steps); rows must be "
                 f"a multiple of it: --per_device_generation_batch_size {fitting} is one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sampler_log_probs_serve_one_step(self) -> Self:
+        sampling, optimizer = self.sampling, self.optimizer
+        prompts = sampling.per_device_generation_batch_size * sampling.generation_batches
+        per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+        steps = prompts * sampling.num_samples_per_prompt // per_step * self.ppo.ppo_epochs
+        if self.ppo.old_log_probs == "sampler" and steps != 1:
+            # Later steps need the log-probabilities of the policy before the first one, from the trainer's own pass.
+            raise ValueError(
+                f"old_log_probs: sampler needs one optimizer step per rollout, found {steps}; use trainer, or set "
+                f"--ppo_epochs 1 and --gradient_accumulation_steps to take all rows of a rollout in one step"
             )
         return self

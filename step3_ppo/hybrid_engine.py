@@ -1,40 +1,117 @@
 """The actor in its two roles: trained under DeepSpeed, and sampled from with the same weights.
 
-Nothing outside this object knows how generation sees the weights (ZeRO-3's gathered buffers and hooks, caches, LoRA).
+Nothing outside this object knows how generation sees the weights: ZeRO-3's partitions and hooks, LoRA, tensor-parallel
+parts, caches and graphs.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from pipeline import dist
+from pipeline.decode.ladder import Rung, RungSettings, choose_rung, decode_function
 from pipeline.engine import TrainingEngine
-from pipeline.generate import Prompt, RandomKey, Rollout, Sampling, generate
+from pipeline.errors import InputError
+from pipeline.generate import Prompt, RandomKey, Rollout, Sampling, generate_batches
 from pipeline.modeling import base_model
+from step3_ppo.config import PPOConfig
 
 log = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """How the actor generates.
+
+    rung: which rung to take, and with which adapters. release_cache: give the cache's memory back after each rollout.
+    group_size: ranks that share one copy of the weights during a rollout (tensor parallelism).
+    """
+
+    rung: RungSettings = RungSettings()
+    release_cache: bool = False
+    group_size: int = 1
+
+
+def generation_options(config: PPOConfig) -> GenerationOptions:
+    """What the flags say."""
+    sampling = config.sampling
+    positions = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
+    return GenerationOptions(
+        rung=RungSettings(sampling.generation_engine, sampling.merge_lora_for_generation, positions),
+        release_cache=sampling.release_inference_cache,
+        group_size=sampling.inference_tp_size,
+    )
 
 
 class HybridEngine:
     """Samples from the model that `engine` trains."""
 
-    rung = "eager"
-
-    def __init__(self, engine: TrainingEngine, *, eos_ids: frozenset[int], pad_id: int) -> None:
-        self.engine = engine
-        self.eos_ids = eos_ids
-        self.pad_id = pad_id
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        *,
+        eos_ids: frozenset[int],
+        pad_id: int,
+        options: GenerationOptions = GenerationOptions(),
+    ) -> None:
+        self.engine, self.options, self.eos_ids, self.pad_id = engine, options, eos_ids, pad_id
+        if dist.world_size() % options.group_size:
+            raise InputError(f"--inference_tp_size {options.group_size}: must divide the {dist.world_size()} ranks")
+        self.group = dist.RankGroup(options.group_size)
+        self._model: Any = engine.module.model
+        self.rung: Rung
+        self.rung, passed_over = choose_rung(self._model, options.rung, next(engine.module.parameters()).device)
+        for line in passed_over:
+            log.info("generation: not %s", line)
+        log.info("generation: %s rung", self.rung)
+        self._check_group()
+        self._generator: Any = None
         self._open = False
+
+    def _check_group(self) -> None:
+        size = self.group.size
+        if size == 1:
+            return
+        config = base_model(self._model).config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if self.rung != "fused":
+            raise InputError(f"--inference_tp_size {size}: needs the fused rung, found {self.rung}")
+        if heads % size:
+            raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Enter generation once per rollout: under ZeRO-3 this is where the weights are gathered."""
-        with self.engine.generation():
+        """Enter generation once per rollout: the weights are gathered, merged and refreshed here. A collective."""
+        with ExitStack() as stack:
+            # The fused rung takes its own copy, a layer at a time; the others need the modules whole.
+            stack.enter_context(self.engine.generation(gather=self.rung != "fused"))
+            if self.rung != "eager":
+                self._prepare()
             self._open = True
             try:
                 yield
             finally:
                 self._open = False
+                if self.options.release_cache:
+                    self._generator = None
+
+    def _prepare(self) -> None:
+        """The decode function, with the weights as they are now."""
+        first = self._generator is None
+        model = decode_function(self._model, self.rung, self.group) if first else self._generator.model
+        if self.rung == "fused":
+            model.weights.refresh()
+        if first:
+            from pipeline.decode.generator import Generator
+
+            self._generator = Generator(model, eos_ids=self.eos_ids, pad_id=self.pad_id, group=self.group)
+            if self.rung == "fused":
+                copied = model.weights.num_copied_bytes / GIB
+                log.info("generation: %.2f GiB of weights are copied beside the trained ones", copied)
 
     def generate(
         self,
@@ -43,19 +120,37 @@ class HybridEngine:
         num_samples: int,
         sampling: Sampling,
         key: RandomKey,
+        batch_size: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Rollout:
-        """Sample responses; only inside `generation()`. LoRA layers are used as they are: nothing is rounded away."""
+        """Sample responses; only inside `generation()`.
+
+        Args:
+            batch_size: prompts that are generated at once; all where None.
+
+        Raises:
+            GenerationStopped: `should_stop` answered True between two tokens (on any rank of the group).
+        """
         if not self._open:
             raise RuntimeError("generate() outside generation(): the weights may be partitioned")
-        model: Any = base_model(self.engine.module.model)
-        return generate(
-            model,
+        at_once = batch_size or len(prompts)
+        if self.rung == "eager":
+            return generate_batches(
+                base_model(self._model),
+                prompts,
+                batch_size=at_once,
+                num_samples=num_samples,
+                sampling=sampling,
+                key=key,
+                eos_ids=self.eos_ids,
+                pad_id=self.pad_id,
+                should_stop=should_stop,
+            )
+        return self._generator.generate(
             prompts,
             num_samples=num_samples,
+            num_slots=at_once * num_samples,
             sampling=sampling,
             key=key,
-            eos_ids=self.eos_ids,
-            pad_id=self.pad_id,
             should_stop=should_stop,
         )

@@ -5,8 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-import torch
-
 from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.data.batching import SFTBatch
 from pipeline.data.datasets_cache import Built
@@ -22,11 +20,12 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.ema import MovingAverage
 from step3_ppo.eval import append_samples, evaluation_metrics, rollout_metrics
 from step3_ppo.experience import Responses, Scores
-from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.hybrid_engine import HybridEngine, generation_options
+from step3_ppo.micro_batches import Lengths, MicroBatch, micro_batches, places, scoring_batches
 from step3_ppo.models import Models
 from step3_ppo.plan import Plan
 from step3_ppo.ppo_math import next_kl_coef
-from step3_ppo.rollout import Rewarded, Sampler, micro_batches, reward, score
+from step3_ppo.rollout import Rewarded, Sampler, reward, score
 from step3_ppo.state import Collected, State
 from step3_ppo.trainer import Updater, should_stop_early
 
@@ -61,7 +60,10 @@ class Phases:
         tokenizer = models.tokenizer
         generation_config = models.actor.module.model.generation_config
         self.hybrid = HybridEngine(
-            models.actor, eos_ids=eos_ids(tokenizer, generation_config), pad_id=tokenizer.pad_token_id
+            models.actor,
+            eos_ids=eos_ids(tokenizer, generation_config),
+            pad_id=tokenizer.pad_token_id,
+            options=generation_options(config),
         )
         self.updater = Updater(
             actor=models.actor,
@@ -105,7 +107,7 @@ class Phases:
             Interrupted: the run is to stop; nothing of the rollout is kept.
         """
         config, state = self.config, self.state
-        started = time.monotonic()
+        started = self.recorder.begin("generate")
         epoch, planned = self.plan.prompts(
             seed=config.run.seed, rollout=state.rollout, num_prompts=len(self.prompts.train)
         )
@@ -115,9 +117,11 @@ class Phases:
             batch_size=config.sampling.per_device_generation_batch_size,
         )
         responses = sampler.sample(planned, RandomKey(config.run.seed, "rollout", epoch))
-        sampled = time.monotonic()
-        batches = [batch for step in self.updater.plan(len(responses.order), rollout=0, epoch=0) for batch in step]
-        _, rewarded, metrics = self.assess(responses, batches, self.prompts.train)
+        sampled = self.recorder.begin("score")
+        lengths = Lengths.of(responses)
+        steps = self.updater.plan(lengths, rollout=0, epoch=0)
+        batches = None if self.updater.without_old_pass else [batch for step in steps for batch in step]
+        _, rewarded, metrics = self.assess(responses, lengths, batches, self.prompts.train)
         if metrics["completions/empty_fraction"] > EMPTY_WARNING:
             log.warning("step %d: most responses are an EOS alone: the policy answers nothing", state.step)
         num_response_tokens = int(responses.response_mask.sum())
@@ -133,12 +137,23 @@ class Phases:
         return Collected(responses, rewarded.experience, metrics)
 
     def assess(
-        self, responses: Responses, batches: list[list[int]], rows: object
+        self, responses: Responses, lengths: Lengths, policy_batches: list[MicroBatch] | None, rows: object
     ) -> tuple[Scores, Rewarded, dict[str, float]]:
-        """What the models say about responses, rewards and advantages, and the rollout's metrics. A collective."""
+        """What the models say about responses, rewards and advantages, and the rollout's metrics. A collective.
+
+        policy_batches: of the policy's own pass; None: there is none, and the sampler's log-probabilities serve.
+        """
         beat("score", self.state.step)
-        models, temperature = self.models, self.config.sampling.temperature
-        scores = score(models, responses, batches, rows=rows, temperature=temperature, between=self._between_batches)
+        models = self.models
+        scores = score(
+            models,
+            responses,
+            scoring_batches(lengths, world=self.run.world),
+            policy_batches,
+            rows=rows,
+            temperature=self.config.sampling.temperature,
+            between=self._between_batches,
+        )
         rewarded = reward(
             responses,
             scores,
@@ -159,7 +174,7 @@ class Phases:
             DivergedError: too many steps in a row were not finite.
         """
         state = self.state
-        planned = list(self.updater.updates(len(collected.responses.order), rollout=state.rollout))
+        planned = list(self.updater.updates(Lengths.of(collected.responses), rollout=state.rollout))
         while planned:
             beat("train", state.step)
             before = state.step
@@ -172,14 +187,14 @@ class Phases:
             if is_last:
                 return
 
-    def _update(self, collected: Collected, batches: list[list[int]]) -> bool:
+    def _update(self, collected: Collected, batches: list[MicroBatch]) -> bool:
         """One optimizer step, unless the rows are all fillers; whether the rollout's other steps are to be left out."""
         config, state = self.config, self.state
         num_response_tokens, num_sampled = self.updater.num_tokens(collected.responses, collected.experience, batches)
         if not num_sampled:
             # Fillers of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
             return False
-        started = time.monotonic()
+        started = self.recorder.begin("train")
         first = state.update == 0
         rollout_values = collected.metrics if first else {}
         metrics: dict[str, float] = {}
@@ -221,9 +236,8 @@ class Phases:
         self.state.rollout += 1
         self.state.update = 0
 
-    def _note_bad_step(self, collected: Collected, batches: list[list[int]], cause: str) -> None:
-        index = torch.tensor([row for batch in batches for row in batch], device=self.run.world.device)
-        rows = collected.responses.select(index)
+    def _note_bad_step(self, collected: Collected, batches: list[MicroBatch], cause: str) -> None:
+        rows = collected.responses.select(places(batches, self.run.world.device))
         cause = f"loss or gradient {cause}" if cause == "not finite" else cause
         prompts = rows.row_index.tolist()
         note_bad_step(self.run, step=self.state.step, rows=prompts, input_ids=[rows.sequences], cause=cause)
@@ -268,13 +282,11 @@ class Phases:
         planned = list(range(count))
         sampler = self.sampler(rows, num_samples=1, batch_size=size)
         responses = sampler.sample(planned, RandomKey(self.config.run.seed, "eval"))
-        whole = micro_batches(
-            list(range(len(responses.order))),
-            rows_per_step=size * self.run.world.size,
-            world=self.run.world,
-            size=size,
+        lengths = Lengths.of(responses)
+        (batches,) = micro_batches(
+            range(len(lengths)), lengths, rows_per_step=len(lengths), world=self.run.world, size=size
         )
-        scores, rewarded, metrics = self.assess(responses, [batch for step in whole for batch in step], rows)
+        scores, rewarded, metrics = self.assess(responses, lengths, batches, rows)
         self.recorder.write(self.state.step, evaluation_metrics(metrics))
         if self.run.world.is_main:
             append_samples(

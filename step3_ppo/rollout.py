@@ -25,6 +25,7 @@ from step3_ppo.experience import (
     pack_responses,
 )
 from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.micro_batches import MicroBatch, cut
 from step3_ppo.models import Models, log_probs_of
 from step3_ppo.ppo_math import gae, kl_estimate, shape_scores, token_rewards
 
@@ -51,22 +52,39 @@ class Sampler:
         Raises:
             Interrupted: on all ranks, where `should_stop` answered True on any between two tokens.
         """
-        places = rank_slices(list(range(len(planned))), self.world.size, self.world.rank, self.batch_size)
+        group = self.hybrid.group
+        places = self._places(len(planned))
         stopped = False
         with self.hybrid.generation():
             try:
-                parts = [self._sample_batch(planned, batch, key) for batch in places]
+                mine = self._sample_places(planned, places, key)
             except GenerationStopped:
                 stopped = True
         if dist.max_over_ranks(float(stopped), self.world.device):
             raise Interrupted
-        return gather_responses(parts)
+        if group.size > 1:
+            # All ranks of the group hold the same rows; each hands in its part of them.
+            rows = torch.arange(len(mine.order), device=mine.order.device)
+            mine = mine.select(rows.chunk(group.size)[group.rank])
+        return gather_responses([mine])
 
-    def _sample_batch(self, planned: Sequence[int | None], places: Sequence[int | None], key: RandomKey) -> Responses:
+    def _places(self, num_planned: int) -> list[int | None]:
+        """The places in the plan that this rank's group samples, batch after batch; None fills up."""
+        size = self.hybrid.group.size
+        batches = rank_slices(
+            list(range(num_planned)), self.world.size // size, self.world.rank // size, self.batch_size * size
+        )
+        return [place for batch in batches for place in batch]
+
+    def _sample_places(self, planned: Sequence[int | None], places: Sequence[int | None], key: RandomKey) -> Responses:
         rows = [None if place is None else planned[place] for place in places]
-        prompts = [self._prompt(row or 0) for row in rows]
         rollout = self.hybrid.generate(
-            prompts, num_samples=self.num_samples, sampling=self.sampling, key=key, should_stop=self.should_stop
+            [self._prompt(row or 0) for row in rows],
+            num_samples=self.num_samples,
+            sampling=self.sampling,
+            key=key,
+            batch_size=self.batch_size * self.hybrid.group.size,
+            should_stop=self.should_stop,
         )
         device = rollout.finished.device
         # Places beyond the plan come from rounding up to whole batches; they sort to the end.
@@ -88,18 +106,12 @@ class Sampler:
         return Prompt(found["prompt_ids"], found["prompt_id"])
 
 
-def micro_batches(rows: Sequence[int], *, rows_per_step: int, world: dist.World, size: int) -> list[list[list[int]]]:
-    """This rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start)."""
-    steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
-    slices = [rank_slices(step, world.size, world.rank, size) for step in steps]
-    return [[[row for row in part if row is not None] for part in step] for step in slices]
-
-
 @torch.no_grad()
 def score(
     models: Models,
     responses: Responses,
-    batches: Sequence[Sequence[int]],
+    batches: Sequence[MicroBatch],
+    policy_batches: Sequence[MicroBatch] | None,
     *,
     rows: Any,
     temperature: float,
@@ -108,34 +120,40 @@ def score(
     """All four models on all responses, each rank its own micro-batches; the same on every rank. A collective.
 
     Args:
-        batches: this rank's micro-batches, in the very shapes of the first epoch's updates: in 16 bits a forward pass
-            depends on its batch shape, and the first ratio must be 1.
+        batches: this rank's micro-batches of reference, critic and reward model.
+        policy_batches: those of the policy, in the very shapes of the first epoch's updates: in 16 bits a forward pass
+            depends on its batch shape, and the first ratio must be 1. None: the sampler's log-probabilities serve.
         between: called before each of them; may raise.
     """
-    parts, order = [], []
-    for batch in batches:
-        between()
-        index = torch.tensor(batch, device=responses.sequences.device)
-        parts.append(score_batch(models, responses.select(index).trimmed(), rows, temperature))
-        order.append(index)
-    return gather_scores(parts, torch.cat(order), width=responses.sampler_log_probs.shape[1])
+    width = responses.sampler_log_probs.shape[1]
 
+    def each(batches: Sequence[MicroBatch], compute: Callable[[Responses, MicroBatch], Any]) -> list[torch.Tensor]:
+        parts, places = [], []
+        for batch, index, part in cut(responses, batches):
+            between()
+            parts.append(compute(part, batch))
+            places.append(index)
+        return gather_scores(parts, places, width=width)
 
-def score_batch(models: Models, responses: Responses, rows: Any, temperature: float) -> Scores:
-    """One micro-batch of `score`, on this rank."""
-    mask, selected = responses.attention_mask, responses.predicts_response
-    policy = log_probs_of(models.actor, responses.sequences, mask=mask, selected=selected, temperature=temperature)
-    with models.reference_policy() as reference:
-        ref = log_probs_of(reference, responses.sequences, mask=mask, selected=selected, temperature=temperature)
-    values = models.critic(responses.sequences, mask)
-    assert policy.entropy is not None
-    return Scores(
-        log_probs=responses.in_response_space(policy.log_probs),
-        ref_log_probs=responses.in_response_space(ref.log_probs),
-        entropy=responses.in_response_space(policy.entropy),
-        values=responses.in_response_space(values),
-        scores=sequence_scores(models, responses, rows),
+    log_probs, entropy = responses.sampler_log_probs, None
+    if policy_batches is not None:
+        log_probs, entropy = each(
+            policy_batches, lambda *part: log_probs_of(models.actor, *part, temperature=temperature, with_entropy=True)
+        )
+    ref_log_probs, values, scores = each(
+        batches, lambda *part: score_batch(models, *part, rows=rows, temperature=temperature)
     )
+    return Scores(log_probs, ref_log_probs, entropy, values, scores)
+
+
+def score_batch(
+    models: Models, responses: Responses, batch: MicroBatch, *, rows: Any, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(n, T') reference log-probabilities, (n, T') values and (n,) scores of one micro-batch, on this rank."""
+    with models.reference_policy() as reference:
+        ref_log_probs, _ = log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)
+    values = models.critic(responses.sequences, responses.attention_mask)
+    return ref_log_probs, responses.in_response_space(values), sequence_scores(models, responses, rows)
 
 
 def sequence_scores(models: Models, responses: Responses, rows: Any) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """Step 3's loop: build, resume, then rollout -> rewards -> updates -> log -> save, readable from top to bottom."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from pipeline import checkpoint
 from pipeline.engine import start_deepspeed
 from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
+from pipeline.optimizer_offload import optimizers_away
 from pipeline.run import Run, write_done
 from pipeline.schedule import rate_factor
 from pipeline.stopping import Interrupted, Stopping
@@ -20,6 +22,8 @@ from step3_ppo.save import checkpoint_content, make_facts, save_models
 from step3_ppo.state import Collected, State
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def train(run: Run, config: PPOConfig) -> None:
@@ -59,6 +63,7 @@ def train(run: Run, config: PPOConfig) -> None:
         start_step=state.step if resumed else -1,
         total_steps=plan.total_steps,
         shown=("objective/scores", "objective/kl", "policy/approx_kl", "loss/value"),
+        models=models.named(),
     )
     phases = Phases(
         run,
@@ -86,28 +91,34 @@ def train(run: Run, config: PPOConfig) -> None:
         checkpoint.attempt(save_state)
         checkpoint.attempt(lambda: save_models(run, config, models, average))
 
+    def at_rest(sampling: Callable[[], T]) -> T:
+        """No step is taken while responses are made: the optimizer states may be elsewhere."""
+        resting = config.sampling.offload_optimizer_during_rollout
+        with optimizers_away([models.actor, models.critic] if resting else []):
+            return sampling()
+
     def one_rollout() -> Iterator[None]:
         """Sample unless a checkpoint held the rollout; then an item for each optimizer step."""
         nonlocal collected
-        collected = collected or phases.collect()
+        collected = collected or at_rest(phases.collect)
         yield from phases.updates(collected)
         collected = None
 
     try:
         if state.step % config.run.eval_interval == 0 if config.run.eval_interval else state.step == 0:
-            phases.evaluate()  # once a step: a run that was stopped within an evaluation makes it now
+            at_rest(phases.evaluate)  # once a step: a run that was stopped within an evaluation makes it now
         while not plan.is_done(step=state.step, rollout=state.rollout):
             for _ in one_rollout():
                 checkpoint.attempt(saver.poll)
                 if plan.is_done(step=state.step, rollout=state.rollout):
                     break
                 if config.run.eval_interval and state.step % config.run.eval_interval == 0:
-                    phases.evaluate()
+                    at_rest(phases.evaluate)
                 if phases.stopping.after_step():
                     raise Interrupted
                 if config.run.save_steps and state.step % config.run.save_steps == 0:
                     save_everything()
-        phases.evaluate()
+        at_rest(phases.evaluate)
     except Interrupted:
         beat("save", state.step)
         save_state()

@@ -47,6 +47,11 @@ def test_no_file_is_too_long():
     assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
 
 
+def is_kernel(node: ast.FunctionDef) -> bool:
+    """Whether triton compiles it: it knows no parameters by name alone."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
 def positional(node: ast.FunctionDef) -> int:
     names = [argument.arg for argument in [*node.args.posonlyargs, *node.args.args]]
     return len([name for name in names if name not in ("self", "cls")])
@@ -55,7 +60,7 @@ def positional(node: ast.FunctionDef) -> int:
 def test_more_than_five_parameters_are_given_by_name():
     wide = {
         f"{name} {node.name}" for name, tree in TREES.items() for node in functions(tree)
-        if positional(node) > MAX_POSITIONAL
+        if positional(node) > MAX_POSITIONAL and not is_kernel(node)
     }  # fmt: skip
     assert wide == WIDE
 

@@ -15,17 +15,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.causal_lm import CausalLM
 from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message
-from pipeline.dist import World
+from pipeline.dist import RankGroup, World
 from pipeline.engine import FrozenEngine
-from pipeline.generate import RandomKey, Sampling, generate
+from pipeline.generate import RandomKey, Sampling, generate_batches
 from pipeline.lora import add_lora
 from pipeline.modeling import load_causal_lm
 from pipeline.reward_model import TokenValueModel, load_reward_model
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.eval import evaluation_metrics, rollout_metrics
 from step3_ppo.experience import Responses, Scores
+from step3_ppo.micro_batches import Lengths, MicroBatch
 from step3_ppo.models import Models, same_tokens
-from step3_ppo.rollout import Sampler, micro_batches, reward, score
+from step3_ppo.rollout import Sampler, reward, score
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
@@ -77,12 +78,13 @@ class PlainHybrid:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
+        self.group = RankGroup(1)
 
     def generation(self):
         return torch.no_grad()
 
     def generate(self, prompts, **settings):
-        return generate(self.model, prompts, eos_ids=frozenset(range(EOS, 50)), pad_id=PAD, **settings)
+        return generate_batches(self.model, prompts, eos_ids=frozenset(range(EOS, 50)), pad_id=PAD, **settings)
 
 
 def sample(model: nn.Module, planned, *, batch_size: int = 2, num_samples: int = 2) -> Responses:
@@ -120,14 +122,6 @@ def test_places_that_only_fill_do_not_count(folders):
         assert three.sequences[n, :length].equal(whole.sequences[n, :length])
 
 
-def test_micro_batches_by_hand():
-    two = [World(rank=rank, size=2, local_rank=rank, device=CPU) for rank in (0, 1)]
-    rows = [7, 6, 5, 4, 3, 2, 1, 0]
-    assert micro_batches(rows, rows_per_step=4, world=two[0], size=1) == [[[7], [5]], [[3], [1]]]
-    assert micro_batches(rows, rows_per_step=4, world=two[1], size=1) == [[[6], [4]], [[2], [0]]]
-    assert micro_batches(rows, rows_per_step=8, world=WORLD, size=4) == [[[7, 6, 5, 4], [3, 2, 1, 0]]]
-
-
 # --- scoring ---
 
 
@@ -156,6 +150,14 @@ def slow_scores(folders, responses: Responses, temperature: float) -> list[dict[
     return found
 
 
+def scored(models: Models, responses: Responses, batches: list[list[int]], **settings) -> Scores:
+    """The policy in one order and shape of batches, the three others in another."""
+    lengths = Lengths.of(responses)
+    cut = [MicroBatch.of(rows, lengths) for rows in batches]
+    others = [MicroBatch.of(rows[::-1], lengths) for rows in batches[::-1]]
+    return score(models, responses, others, cut, **settings)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     "batches", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[0, 1, 2], [3, 4, 5], [6, 7]], [[7, 0], [6, 1], [5, 2, 3, 4]]]
@@ -163,7 +165,7 @@ def slow_scores(folders, responses: Responses, temperature: float) -> list[dict[
 def test_scores_equal_transformers_row_by_row(folders, batches):
     models = make_models(folders)
     responses = sample(models.actor.module.model, [2, 0, 3, 1])
-    found = score(models, responses, batches, rows=DATA, temperature=0.8)
+    found = scored(models, responses, batches, rows=DATA, temperature=0.8)
     for n, expected in enumerate(slow_scores(folders, responses, 0.8)):
         length = int(responses.response_lengths[n])
         for name in ("log_probs", "ref_log_probs", "entropy", "values"):
@@ -175,11 +177,25 @@ def test_scores_equal_transformers_row_by_row(folders, batches):
     assert sampled_log_probs.abs().max() < 1e-3
 
 
+def test_without_a_pass_of_the_policy_the_samplers_log_probs_serve(folders):
+    models = make_models(folders)
+    responses = sample(models.actor.module.model, [2, 0, 3, 1])
+    batches = [MicroBatch.of(range(8), Lengths.of(responses))]
+    settings = {"rows": DATA, "temperature": 0.8}
+    expected = score(models, responses, batches, batches, **settings)
+    found = score(replace(models, actor=None), responses, batches, None, **settings)
+    assert found.entropy is None and found.log_probs.equal(responses.sampler_log_probs)
+    assert found.ref_log_probs.equal(expected.ref_log_probs) and found.scores.equal(expected.scores)
+    rewards = reward(responses, found, PPOCoefficients(), kl_coef=0.1, score_mean=0.0, score_std=1.0)
+    metrics = rollout_metrics(responses, found, rewards, kl_coef=0.1)
+    assert "objective/kl" in metrics and not {"objective/entropy", "policy/sampler_error"} & set(metrics)
+
+
 def test_the_critic_starts_as_the_normalised_score(folders):
     """Its value behind the last token, which PPO never reads, is the normalised score of the sequence."""
     models = make_models(folders)
     responses = sample(models.actor.module.model, [2, 0, 3, 1])
-    found = score(models, responses, [list(range(8))], rows=DATA, temperature=0.8)
+    found = scored(models, responses, [list(range(8))], rows=DATA, temperature=0.8)
     values = models.critic(responses.sequences, responses.attention_mask)
     last = responses.attention_mask.sum(1) - 1
     torch.testing.assert_close(values[torch.arange(8), last], (found.scores - 0.5) / 2, rtol=1e-4, atol=1e-4)
@@ -195,8 +211,8 @@ def test_a_lora_actor_without_its_adapters_is_the_reference(folders):
     responses = sample(load_causal_lm(folders.actor, dtype=torch.float32), [2, 0, 3, 1])
     batches = [list(range(8))]
     base = frozen(CausalLM(load_causal_lm(folders.actor, dtype=torch.float32)))
-    expected = score(make_models(folders, reference=base), responses, batches, rows=DATA, temperature=1.0)
-    found = score(make_models(folders, actor=actor, reference=None), responses, batches, rows=DATA, temperature=1.0)
+    expected = scored(make_models(folders, reference=base), responses, batches, rows=DATA, temperature=1.0)
+    found = scored(make_models(folders, actor=actor, reference=None), responses, batches, rows=DATA, temperature=1.0)
     torch.testing.assert_close(found.ref_log_probs, expected.ref_log_probs, rtol=1e-4, atol=1e-4)
     assert (found.log_probs - expected.log_probs).abs().max() > 0.05
 
@@ -233,7 +249,7 @@ def test_a_reward_model_of_another_tokenizer_reads_the_text(folders, tmp_path):
     responses = text_responses(tokenizer, ["tea", "a longer prompt"], [" The fox.", " Paris is"], [True, False])
     rows = [{"messages": json.dumps([{"role": "user", "content": text}])} for text in ("How?", "Where?")]
     models = make_models(folders, reward_tokenizer=other)
-    found = score(models, responses, [[0, 1]], rows=rows, temperature=1.0).scores
+    found = scored(models, responses, [[0, 1]], rows=rows, temperature=1.0).scores
     texts = [(Message("user", "How?"), "The fox."), (Message("user", "Where?"), "Paris is")]
     ids = [encode_conversation(other, [question, Message("assistant", answer)]).ids for question, answer in texts]
     assert ids[0][-1] == ids[1][-1] == EOS

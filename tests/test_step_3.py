@@ -168,6 +168,7 @@ COMPLAINTS = {
     "rows that do not divide": ({"per_device_train_batch_size": 3}, "must be a multiple"),
     "too many tokens": ({"max_answer_seq_len": 4096}, "positions"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
+    "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, found 4"),
     "no such actor": ({"actor_model_name_or_path": "./absent"}, "absent"),
     "offload of a plain reference": ({"offload_reference_model": "true"}, "offload_reference_model"),
 }

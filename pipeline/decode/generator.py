@@ -1,0 +1,249 @@
+"""Generation in slots: prompts fill them, one replayed CUDA graph moves all of them on, free ones are filled again.
+
+R responses in all (prompts x samples), M slots, T new tokens at most. A response takes a slot until its EOS; the next
+one waiting then takes over, so that work follows real lengths. Which slot a response sits in changes none of its random
+numbers.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.decode.sampling import Slots, Written, draw_tokens, padded_eos
+from pipeline.dist import RankGroup
+from pipeline.errors import InputError
+from pipeline.generate import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
+from pipeline.tensor_ops import pad_rows
+
+log = logging.getLogger(__name__)
+
+# Decode steps between two looks at which rows have finished: a look waits for the device.
+CHECK_EVERY = 16
+# The same while responses wait for a slot: an empty slot costs then.
+CHECK_EVERY_WHILE_WAITING = 8
+# Prompt tokens of one forward pass: bounds the activations of a prefill.
+PREFILL_TOKENS = 32_768
+# Rows of the cache are a multiple of this long, so that a slightly longer prompt finds room.
+ROOM_UNIT = 64
+# Of the free memory that the cache may take; the rest is for activations and fragmentation.
+SHARE_OF_FREE_MEMORY = 0.9
+
+
+class DecodeFunction(Protocol):
+    """The model as generation sees it; `step.DecodeModel` and `own_forward.OwnForward` are such."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def bytes_per_token(self) -> int: ...
+    def prepare(self, positions: int) -> None: ...
+    def new_cache(self, rows: int, positions: int) -> Any: ...
+    def prompt(self, ids: Tensor, lengths: Tensor, cache: Any, *, slots: Tensor, source: Tensor) -> Tensor: ...
+    def step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: Any) -> Tensor: ...
+    def addresses(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What buffers and graph are made for; `num_slots` as wanted, memory may allow fewer."""
+
+    num_slots: int
+    num_rows: int
+    sampling: Sampling
+
+
+class Arena:
+    """Buffers of a job and the graph over them; kept while jobs of the same shape follow each other."""
+
+    def __init__(self, model: DecodeFunction, job: Job, size: tuple[int, int], *, eos: Tensor, pad_id: int) -> None:
+        device = model.device
+        self.job, self.eos, self.pad_id, self._model = job, eos, pad_id, model
+        self.num_slots, self.room = size
+        model.prepare(self.room)
+        self.cache = model.new_cache(self.num_slots, self.room)
+        self.slots = Slots.empty(self.num_slots, device)
+        shape = (job.num_rows, job.sampling.max_new_tokens)
+        self.written = Written.empty(shape, pad_id=pad_id, device=device)
+        self.uniforms = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._everywhere = torch.arange(self.num_slots, device=device)
+        self.addresses = model.addresses()
+        self._graph = self._captured() if device.type == "cuda" else None
+
+    def fits(self, job: Job, room: int) -> bool:
+        return self.job == job and self.room >= room and self.addresses == self._model.addresses()
+
+    def clear(self) -> None:
+        """Nothing drawn, all slots free."""
+        self.slots.active.zero_()
+        self.written.tokens.fill_(self.pad_id)
+        for counts in (self.written.log_probs, self.written.lengths, self.written.finished):
+            counts.zero_()
+
+    def draw(self, logits: Tensor, index: Tensor) -> None:
+        draw_tokens(
+            logits, index, self.slots, self.written, uniforms=self.uniforms, eos=self.eos, sampling=self.job.sampling
+        )
+
+    def advance(self, steps: int) -> None:
+        """`steps` decode steps of all active rows."""
+        for _ in range(steps):
+            if self._graph is None:
+                self._step()
+            else:
+                self._graph.replay()
+
+    def _step(self) -> None:
+        slots = self.slots
+        logits = self._model.step(slots.tokens, slots.lengths, slots.active, self.cache)
+        slots.lengths.add_(slots.active)
+        self.draw(logits, self._everywhere)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """One step as a graph. It is tried first on a side stream, with no row active: nothing is written."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph
+
+
+class Generator:
+    """Samples with a decode function; owns the arena. The ranks of `group` run the same rows side by side."""
+
+    def __init__(self, model: DecodeFunction, *, eos_ids: frozenset[int], pad_id: int, group: RankGroup) -> None:
+        self.model, self.pad_id, self.group = model, pad_id, group
+        self._eos = padded_eos(eos_ids, model.device)
+        self._arena: Arena | None = None
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int,
+        num_slots: int,
+        sampling: Sampling,
+        key: RandomKey,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Rollout:
+        """Sample `num_samples` responses to each prompt, `num_slots` of them at a time.
+
+        Raises:
+            GenerationStopped: `should_stop` answered True, on any rank of the group.
+        """
+        device = self.model.device
+        prompt_ids = torch.tensor([prompt.prompt_id for prompt in prompts], dtype=torch.int64, device=device)
+        prompt_ids = prompt_ids.repeat_interleave(num_samples)
+        sample_index = torch.arange(len(prompt_ids), device=device) % num_samples
+        rows = [torch.as_tensor(prompt.ids, dtype=torch.int64) for prompt in prompts]
+        job = Job(min(num_slots, len(prompt_ids)), len(prompt_ids), sampling)
+        arena = self._arena_for(job, max(map(len, rows)) + sampling.max_new_tokens)
+        arena.clear()
+        arena.uniforms.copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
+        Round(arena, self.model, rows, num_samples).run(lambda: self.group.any(should_stop(), device))
+        lengths = arena.written.lengths.tolist()
+        on_device = [row.to(device, non_blocking=True) for row in rows]
+        return Rollout(
+            prompts=[row for row in on_device for _ in range(num_samples)],
+            responses=[row[:length].clone() for row, length in zip(arena.written.tokens, lengths, strict=True)],
+            log_probs=[row[:length].clone() for row, length in zip(arena.written.log_probs, lengths, strict=True)],
+            finished=arena.written.finished.bool(),
+            prompt_ids=prompt_ids,
+            sample_index=sample_index,
+        )
+
+    def _arena_for(self, job: Job, positions: int) -> Arena:
+        if self._arena is None or not self._arena.fits(job, positions):
+            self._arena = None  # first, so that the old cache makes room for the new
+            room = -(-positions // ROOM_UNIT) * ROOM_UNIT
+            slots = self.group.least(affordable_slots(self.model, job.num_slots, room), self.model.device)
+            self._arena = Arena(self.model, job, (slots, room), eos=self._eos, pad_id=self.pad_id)
+        return self._arena
+
+
+def affordable_slots(model: DecodeFunction, wanted: int, room: int) -> int:
+    """How many rows of `room` tokens find space for their keys and values; `wanted` on a CPU. Logs the arithmetic.
+
+    Raises:
+        InputError: not even one.
+    """
+    device, each = model.device, model.bytes_per_token * room
+    if device.type != "cuda":
+        return wanted
+    reserved_unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + reserved_unused
+    fitting = min(wanted, int(SHARE_OF_FREE_MEMORY * free // each))
+    said = f"{wanted} rows x {room} tokens x {model.bytes_per_token / 2**10:.0f} KiB = {wanted * each / 2**30:.2f} GiB"
+    log.info("generation: the cache takes %s of the %.2f GiB that are free", said, free / 2**30)
+    if fitting < 1:
+        raise InputError(
+            f"--max_answer_seq_len: one row of {room} tokens takes {each / 2**30:.2f} GiB of cache, {free / 2**30:.2f} "
+            "GiB are free; shorten it, or lower the models' memory (--actor_zero_stage 3, --inference_tp_size)"
+        )
+    if fitting < wanted:
+        log.warning("generation: memory for %d rows at once, not %d; the others wait for a free place", fitting, wanted)
+    return fitting
+
+
+class Round:
+    """One call of generate: who waits, who sits where."""
+
+    def __init__(self, arena: Arena, model: DecodeFunction, prompts: list[Tensor], num_samples: int) -> None:
+        self.arena, self.model, self.prompts, self.num_samples = arena, model, prompts, num_samples
+        self.waiting = deque(range(arena.job.num_rows))
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Until every response has its EOS or its last token."""
+        free = list(range(self.arena.num_slots))
+        while True:
+            if should_stop():
+                raise GenerationStopped
+            # Few rows make a slow forward pass: wait until an eighth of the slots is free, or nothing else is left.
+            if self.waiting and (8 * len(free) >= self.arena.num_slots or len(free) >= len(self.waiting)):
+                self._fill(free)
+            if len(free) == self.arena.num_slots:
+                return
+            self.arena.advance(CHECK_EVERY_WHILE_WAITING if self.waiting else CHECK_EVERY)
+            free = [slot for slot, active in enumerate(self.arena.slots.active.tolist()) if not active]
+
+    def _fill(self, free: list[int]) -> None:
+        """Give free slots to waiting responses, run their prompts and draw their first tokens."""
+        while free and self.waiting:
+            taken: list[int] = []
+            width = 0
+            while self.waiting and len(taken) < len(free):
+                width = max(width, len(self.prompts[self.waiting[0] // self.num_samples]))
+                if taken and width * (len(self._unique(taken)) + 1) > PREFILL_TOKENS:
+                    break
+                taken.append(self.waiting.popleft())
+            self._prefill(taken, [free.pop(0) for _ in taken])
+
+    def _unique(self, taken: list[int]) -> list[int]:
+        """The prompts of responses, each once, in order."""
+        return list(dict.fromkeys(row // self.num_samples for row in taken))
+
+    def _prefill(self, taken: list[int], places: list[int]) -> None:
+        device, slots = self.model.device, self.arena.slots
+        unique = self._unique(taken)
+        number = {prompt: index for index, prompt in enumerate(unique)}
+        found = [self.prompts[prompt] for prompt in unique]
+        lengths = torch.tensor([len(prompt) for prompt in found])
+        source = torch.tensor([number[row // self.num_samples] for row in taken])
+        index = torch.tensor(places, device=device)
+        slots.lengths[index] = lengths[source].to(device, torch.int32)
+        slots.row[index] = torch.tensor(taken, dtype=torch.int32, device=device)
+        slots.place[index] = 0
+        slots.active[index] = 1
+        ids = pad_rows(found, self.arena.pad_id).to(device)
+        source = source.to(device)
+        logits = self.model.prompt(ids, lengths.to(device), self.arena.cache, slots=index, source=source)
+        self.arena.draw(logits[source], index)

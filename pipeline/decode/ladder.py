@@ -1,0 +1,105 @@
+"""Which rung generation stands on: the fastest one that computes this model's function on this device.
+
+fused: a hand-written decode step (OPT and the shape of Llama) in a CUDA graph; static: the model's own forward pass
+on a static cache in a CUDA graph; eager: the model's own forward pass, for CPUs and everything else.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pipeline.dist import RankGroup
+from pipeline.errors import InputError
+from pipeline.lora import is_lora
+
+Rung = Literal["fused", "static", "eager"]
+RUNGS: tuple[Rung, ...] = ("fused", "static", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class RungSettings:
+    """What the flags say.
+
+    wanted: the rung, or auto. merge_lora: sample from base and adapters added up (in a copy). positions: tokens of the
+    longest sequence.
+    """
+
+    wanted: Literal["auto", "fused", "static", "eager"] = "auto"
+    merge_lora: bool = True
+    positions: int = 0
+
+
+class Unavailable(Exception):
+    """Why a rung cannot be taken here."""
+
+
+def choose_rung(model: nn.Module, settings: RungSettings, device: torch.device) -> tuple[Rung, list[str]]:
+    """The rung to take, and why each faster one was passed over.
+
+    Raises:
+        InputError: a rung was asked for by name that cannot be taken.
+    """
+    checks = {"fused": _check_fused, "static": _check_static}
+    passed_over: list[str] = []
+    for rung in RUNGS:
+        if settings.wanted not in ("auto", rung):
+            continue
+        try:
+            if rung in checks:
+                checks[rung](model, settings, device)
+            return rung, passed_over
+        except Unavailable as reason:
+            passed_over.append(f"{rung}: {reason}")
+    raise InputError(f"--generation_engine {settings.wanted}: {passed_over[0].split(': ', 1)[1]}; use auto")
+
+
+def _check_fused(model: Any, settings: RungSettings, device: torch.device) -> None:
+    _check_kernels(settings, device)
+    from pipeline.decode.architecture import UnsupportedModel, read_architecture
+
+    try:
+        architecture = read_architecture(model)
+    except UnsupportedModel as reason:
+        raise Unavailable(str(reason)) from reason
+    if architecture.window is not None and settings.positions > architecture.window:
+        raise Unavailable(f"sequences of {settings.positions} tokens are longer than the window {architecture.window}")
+    if is_lora(model) and not settings.merge_lora:
+        raise Unavailable("it knows no adapters beside the weights (--merge_lora_for_generation false)")
+
+
+def _check_static(model: Any, settings: RungSettings, device: torch.device) -> None:
+    _check_kernels(settings, device)
+    from pipeline.decode.architecture import UnsupportedModel
+    from pipeline.decode.own_forward import check_own_forward
+
+    try:
+        check_own_forward(model)
+    except UnsupportedModel as reason:
+        raise Unavailable(str(reason)) from reason
+
+
+def _check_kernels(settings: RungSettings, device: torch.device) -> None:
+    """Triton's kernels run on CUDA devices; and in its interpreter, slowly, where a rung is asked for by name."""
+    try:
+        import triton
+    except ImportError:
+        raise Unavailable("triton is not installed") from None
+    interpreted = settings.wanted != "auto" and triton.knobs.runtime.interpret
+    if device.type != "cuda" and not interpreted:
+        raise Unavailable("there is no CUDA device")
+
+
+def decode_function(model: Any, rung: Rung, group: RankGroup) -> Any:
+    """What a `generator.Generator` samples with; of the fused rung this rank's part, its weights not read yet."""
+    if rung == "static":
+        from pipeline.decode.own_forward import OwnForward
+
+        return OwnForward(model)
+    from pipeline.decode.architecture import read_architecture
+    from pipeline.decode.step import DecodeModel
+    from pipeline.decode.weights import DecodeWeights, Shard
+
+    weights = DecodeWeights(read_architecture(model), Shard(group.rank, group.size))
+    return DecodeModel(weights, group.add if group.size > 1 else None)
