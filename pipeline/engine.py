@@ -62,6 +62,14 @@ def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
+def hook_whole_layers(module: nn.Module) -> None:
+    """Let ZeRO-3 gather decoder layers as wholes: hooks at every linear layer cost more time than the gathering."""
+    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    found = {type(part).__name__ for part in module.modules()} & names
+    if found:
+        deepspeed.utils.set_z3_leaf_modules(module, sorted(found))
+
+
 class FrozenEngine:
     """A model that is only read: a ZeRO-3 engine when `config` says stage 3, else the plain model on its device."""
 
@@ -70,6 +78,7 @@ class FrozenEngine:
         self.module = module.eval()
         self._forward: Any = module.to(device) if config["zero_optimization"]["stage"] < 3 else None
         if self._forward is None:
+            hook_whole_layers(module)
             self._forward = deepspeed.initialize(model=module, config=config)[0]
             self._forward.eval()
 
@@ -93,6 +102,8 @@ class TrainingEngine:
         self.module: Any = module
         optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
         trainable = [parameter for group in groups for parameter in group["params"]]
+        if config["zero_optimization"]["stage"] == 3:
+            hook_whole_layers(module)
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=trainable, config=config
         )

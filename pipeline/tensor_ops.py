@@ -62,11 +62,9 @@ def pad_rows(
     width = longest if length is None else length
     if longest > width:
         raise ValueError(f"a row has {longest} entries, more than the length {width} to pad to")
+    filled = lengths_to_mask(torch.tensor([len(row) for row in rows], device=rows[0].device), width)
     padded = rows[0].new_full((len(rows), width), value)
-    for index, row in enumerate(rows):
-        start = 0 if side == "right" else width - len(row)
-        padded[index, start : start + len(row)] = row
-    return padded
+    return padded.masked_scatter_(filled if side == "right" else filled.flip(1), torch.cat(rows))
 
 
 def lengths_to_mask(lengths: Tensor, length: int) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline.tensor_ops import finish_moments, masked_sum
 
@@ -23,6 +24,8 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 # exp(20) is 5e8: far beyond any ratio of a healthy run, and its square is still finite in fp32.
 LOG_RATIO_LIMIT = 20.0
+# Tokens whose discounted sums are one matrix product.
+SUM_BLOCK = 256
 
 # Ziegler et al. 2019, section 2.2: the controller never reacts to more than a 20 % error.
 ADAPTIVE_KL_ERROR_LIMIT = 0.2
@@ -156,14 +159,27 @@ def gae(
     """
     _check_tokens(rewards, values, mask=response_mask)
     rewards, values = _zero_outside(response_mask, rewards, values)
-    advantages = torch.zeros_like(values)
-    next_advantage = next_value = torch.zeros_like(values[:, 0])  # (B,)
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = delta + gamma * gae_lambda * next_advantage
-        next_value = values[:, t]
-        advantages[:, t] = next_advantage
+    next_values = functional.pad(values[:, 1:], (0, 1))
+    advantages = discounted_sums(rewards + gamma * next_values - values, gamma * gae_lambda)
     return advantages, advantages + values
+
+
+def discounted_sums(terms: Tensor, decay: float) -> Tensor:
+    """(B, T) -> (B, T): s_t = terms_t + decay * s_{t+1}, as products with powers of `decay` in fp64.
+
+    A loop over tokens would launch some thousand small kernels; blocks keep the matrix of powers small.
+    """
+    sums = torch.empty_like(terms)
+    carried = terms.new_zeros(len(terms), 1, dtype=torch.float64)  # the sum behind the block
+    for stop in range(terms.shape[1], 0, -SUM_BLOCK):
+        start = max(0, stop - SUM_BLOCK)
+        place = torch.arange(stop - start, device=terms.device)
+        distance = (place.unsqueeze(1) - place).double()  # [j, t]: term j counts towards sum t from j = t on
+        powers = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
+        block = terms[:, start:stop].double() @ powers + carried * decay ** (stop - start - place).double()
+        sums[:, start:stop] = block
+        carried = block[:, :1]
+    return sums
 
 
 def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from ragged import B, T, ragged_mask, random_tokens, sequences
 
 from pipeline.tensor_ops import lengths_to_mask, moments
-from step3_ppo.ppo_math import explained_variance, gae, shape_scores, token_rewards
+from step3_ppo.ppo_math import SUM_BLOCK, explained_variance, gae, shape_scores, token_rewards
 
 NAN = math.nan
 
@@ -95,6 +95,17 @@ def test_gae_equals_a_slow_loop(seed, gamma, gae_lambda):
     expected_returns = expected + torch.where(mask, values, 0).numpy()
     np.testing.assert_allclose(returns, expected_returns, rtol=1e-5, atol=1e-5)
     assert advantages.dtype == returns.dtype == torch.float32
+
+
+@pytest.mark.parametrize("length", [SUM_BLOCK, SUM_BLOCK + 1, 3 * SUM_BLOCK - 5])
+def test_gae_over_several_blocks_equals_a_slow_loop(length):
+    random = np.random.default_rng(length)
+    rewards, values = random.normal(size=(2, 3, length))
+    mask = torch.ones(3, length, dtype=torch.bool)
+    rewards, values = rewards.astype(np.float32), values.astype(np.float32)
+    found, _ = gae(torch.tensor(rewards), torch.tensor(values), mask, gamma=0.99, gae_lambda=0.97)
+    expected = np.stack([slow_gae(r, v, 0.99, 0.97) for r, v in zip(rewards, values, strict=True)])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gae_with_lambda_one_is_the_discounted_return_minus_the_value():

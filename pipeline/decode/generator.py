@@ -150,12 +150,14 @@ class Generator:
         arena.clear()
         arena.uniforms.copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
         Round(arena, self.model, rows, num_samples).run(lambda: self.group.any(should_stop(), device))
+        # One copy of what the next call writes over, in place of one a row.
+        tokens, log_probs = arena.written.tokens.clone(), arena.written.log_probs.clone()
         lengths = arena.written.lengths.tolist()
-        on_device = [row.to(device, non_blocking=True) for row in rows]
+        on_device = torch.cat(rows).to(device).split([len(row) for row in rows])
         return Rollout(
             prompts=[row for row in on_device for _ in range(num_samples)],
-            responses=[row[:length].clone() for row, length in zip(arena.written.tokens, lengths, strict=True)],
-            log_probs=[row[:length].clone() for row, length in zip(arena.written.log_probs, lengths, strict=True)],
+            responses=[row[:length] for row, length in zip(tokens, lengths, strict=True)],
+            log_probs=[row[:length] for row, length in zip(log_probs, lengths, strict=True)],
             finished=arena.written.finished.bool(),
             prompt_ids=prompt_ids,
             sample_index=sample_index,
