@@ -16,6 +16,20 @@ from pipeline import dist
 from pipeline.generate import Rollout
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
+# Lengths of forward passes on a GPU are multiples of this: each new shape costs it some tenths of a second once, when
+# attention kernels are planned and memory is laid out.
+LENGTH_UNIT = 32
+
+
+def length_unit(device: torch.device) -> int:
+    """What lengths of forward passes are rounded up to."""
+    return LENGTH_UNIT if device.type == "cuda" else 1
+
+
+def round_up(length: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return -(-length // unit) * unit
+
 
 class Rows:
     """Frozen dataclasses whose tensors all have one row a sequence."""
@@ -77,9 +91,10 @@ class Responses(Rows):
         return replace(self, sequences=self.sequences[:, :length], sampler_log_probs=self.sampler_log_probs[:, :width])
 
     def trimmed(self) -> "Responses":
-        """Without the columns that are padding in every row. Waits for the device."""
+        """Without the columns that are padding in every row, but for those up to a whole unit. Waits for the device."""
         both = torch.stack([self.prompt_lengths + self.response_lengths, self.response_lengths])
-        return self.narrowed(*both.amax(1).tolist())
+        length, width = both.amax(1).tolist()
+        return self.narrowed(round_up(length, length_unit(self.sequences.device)), width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from pipeline import dist
 from pipeline.data.batching import balanced_slices
-from step3_ppo.experience import Responses
+from step3_ppo.experience import Responses, length_unit, round_up
 
 # Tokens of a forward pass without gradients, padding included: enough to keep a device busy. Activations of one layer
 # are then 1 to 3 GiB in models of 1 to 13 B parameters.
@@ -21,15 +21,17 @@ SCORING_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of N prompts and N responses, on the host."""
+    """Tokens of N prompts and N responses, on the host; `unit`: what the length of a forward pass is a multiple of."""
 
     prompts: list[int]
     responses: list[int]
+    unit: int = 1
 
     @classmethod
     def of(cls, responses: Responses) -> Self:
         """Waits for the device once."""
-        return cls(*torch.stack([responses.prompt_lengths, responses.response_lengths]).tolist())
+        prompts, answers = torch.stack([responses.prompt_lengths, responses.response_lengths]).tolist()
+        return cls(prompts, answers, length_unit(responses.sequences.device))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -44,7 +46,7 @@ class Lengths:
 class MicroBatch:
     """Rows of one forward pass, and its shape.
 
-    rows: places in the rollout. length, width: tokens of its longest sequence and of its longest response.
+    rows: places in the rollout. length: tokens of its longest sequence, rounded up. width: of its longest response.
     num_response_tokens: of all its rows together, those that only fill included.
     """
 
@@ -58,9 +60,8 @@ class MicroBatch:
         """With the shape that follows from the rows' lengths."""
         rows = tuple(rows)
         responses = [lengths.responses[row] for row in rows]
-        return cls(
-            rows, max(lengths.prompts[row] + lengths.responses[row] for row in rows), max(responses), sum(responses)
-        )
+        longest = max(lengths.prompts[row] + lengths.responses[row] for row in rows)
+        return cls(rows, round_up(longest, lengths.unit), max(responses), sum(responses))
 
 
 def micro_batches(

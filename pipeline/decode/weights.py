@@ -62,16 +62,21 @@ class Held:
     def __init__(self, sources: Callable[[], list[Tensor]], *, copied: bool) -> None:
         self._sources, self._copied = sources, copied
         self._copy: Tensor | None = None
+        self._seen: list[int] = []  # where the parts lay that `tensor` is a view of
         self.tensor: Tensor
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Read the trained weights again; they must be whole."""
-        parts = [part.detach() for part in self._sources()]
-        view = None if self._copied else adjacent(parts)
-        if view is not None:
-            self.tensor, self._copy = view, None
+        """Read the trained weights again; they must be whole. A view costs nothing."""
+        parts = self._sources()
+        places = [part.data_ptr() for part in parts]
+        if self._seen and places == self._seen:
             return
+        view = None if self._copied else adjacent([part.detach() for part in parts])
+        if view is not None:
+            self.tensor, self._copy, self._seen = view, None, places
+            return
+        self._seen = []
         if self._copy is None:
             self._copy = torch.cat(parts)
         else:
@@ -204,8 +209,12 @@ class DecodeWeights:
         outside += [architecture.project_out]
         by_id: dict[int, Any] = {id(module.weight): module.weight for module in outside if module is not None}
         self._whole = {key: whole(parameter) for key, parameter in by_id.items()}  # tied ones are held once
-        self._whole_parameters = list(by_id.values())
+        self._whole_parameters: list[nn.Parameter] = list(by_id.values())
         self.final_norm = None if architecture.final_norm is None else Norm(architecture.final_norm)
+        norm = [] if architecture.final_norm is None else list(architecture.final_norm.parameters())
+        # What is gathered together under ZeRO-3: all outside the layers, then layer by layer.
+        self._groups = [([*self._whole_parameters, *norm], self._outside())]
+        self._groups += [(block.parameters(), block.held) for block in self.blocks]
 
     def of(self, module: Any) -> Tensor:
         """The weight of a module outside the layers."""
@@ -213,18 +222,17 @@ class DecodeWeights:
 
     def refresh(self) -> None:
         """Read the trained weights. Under ZeRO-3 a collective, a layer at a time."""
-        norm = [] if self.architecture.final_norm is None else list(self.architecture.final_norm.parameters())
-        with gathered([*self._whole_parameters, *norm]):
-            for held in [*self._whole.values(), *(self.final_norm.held if self.final_norm else [])]:
-                held.refresh()
-        for block in self.blocks:
-            with gathered(block.parameters()):
-                for held in block.held:
+        for parameters, group in self._groups:
+            with gathered(parameters):
+                for held in group:
                     held.refresh()
 
+    def _outside(self) -> list[Held]:
+        """What does not belong to a layer."""
+        return [*self._whole.values(), *(self.final_norm.held if self.final_norm else [])]
+
     def _held(self) -> list[Held]:
-        norm = self.final_norm.held if self.final_norm else []
-        return [*self._whole.values(), *norm, *(held for block in self.blocks for held in block.held)]
+        return [held for _, group in self._groups for held in group]
 
     @property
     def num_copied_bytes(self) -> int:

@@ -36,16 +36,17 @@ def measure(run: Any, config: Any) -> None:
     vocabulary = engine.module.config.vocab_size
     on_gpu = run.world.device.type == "cuda"
 
-    def sample(batch: int, number: int) -> tuple[float, list[int]]:
-        """Seconds of a rollout, and the lengths of its responses."""
-        ids = torch.randint(4, vocabulary, (batch, config.data.max_prompt_seq_len), generator=generator)
+    def sample(batch: int, number: int, sampling: Sampling) -> tuple[float, list[int]]:
+        """Seconds of a rollout of `batch` responses at a time, and the lengths of its responses."""
+        count = batch * BATCHES["fill"]
+        ids = torch.randint(4, vocabulary, (count, config.data.max_prompt_seq_len), generator=generator)
         prompts = [Prompt(row.tolist(), index) for index, row in enumerate(ids)]
         if on_gpu:
             torch.cuda.synchronize()
         started = time.perf_counter()
         with hybrid.generation():
             rollout = hybrid.generate(
-                prompts, num_samples=1, sampling=sampling, key=RandomKey(number, "bench"), should_stop=lambda: False
+                prompts, num_samples=1, sampling=sampling, key=RandomKey(number, "bench"), batch_size=batch
             )
         lengths = [len(response) for response in rollout.responses]
         if on_gpu:
@@ -57,15 +58,21 @@ def measure(run: Any, config: Any) -> None:
         generator = torch.Generator().manual_seed(batch)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        rollouts = [sample(batch, number) for number in range(BATCHES["warm_up"] + BATCHES["repeats"])]
-        rollouts = rollouts[BATCHES["warm_up"] :]
+        numbers, warm_up = range(BATCHES["warm_up"] + BATCHES["repeats"]), BATCHES["warm_up"]
+        rollouts = [sample(batch, number, sampling) for number in numbers][warm_up:]
+        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+        # Prompts and the first token alone: what is left of a rollout is the time of its decode steps.
+        first = median([sample(batch, number, Sampling(1))[0] for number in numbers][warm_up:])
+        decoding = median(seconds for seconds, _ in rollouts) - first
         found[str(batch)] = {
             "generate_s": median(seconds for seconds, _ in rollouts),
             "generate_tokens_per_s": median(sum(lengths) / seconds for seconds, lengths in rollouts),
             "seconds": [seconds for seconds, _ in rollouts],
             "lengths": [lengths for _, lengths in rollouts],
             "rung": str(hybrid.rung),
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+            "first_token_s": first,
+            "decode_tokens_per_s": median(sum(lengths) - len(lengths) for _, lengths in rollouts) / decoding,
+            "peak_gib": peak,
         }
     print(json.dumps(found), flush=True)
 
@@ -75,6 +82,7 @@ def main() -> None:
     cut = sys.argv.index("--")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="64", help="prompts generated at once, by commas")
+    parser.add_argument("--fill", type=int, default=1, help="responses of a rollout for each that fits at once")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm_up", type=int, default=2)
     options = parser.parse_args(sys.argv[1:cut])
