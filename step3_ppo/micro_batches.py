@@ -14,9 +14,9 @@ from pipeline import dist
 from pipeline.data.batching import balanced_slices
 from step3_ppo.experience import Responses, length_unit, round_up
 
-# Tokens of a forward pass without gradients, padding included: enough to keep a device busy. Activations of one layer
-# are then 1 to 3 GiB in models of 1 to 13 B parameters.
-SCORING_TOKENS = 32_768
+# Tokens of a forward pass without gradients, padding included: enough to keep a device busy, few enough that rows of
+# much different lengths do not meet.
+SCORING_TOKENS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,31 @@ def micro_batches(
 ) -> list[list[MicroBatch]]:
     """This rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
 
-    A step holds the next `rows_per_step` rows, whatever their lengths. The longest micro-batch comes first: memory that
-    does not suffice shows at once.
+    A step holds the next `rows_per_step` rows, whatever their lengths. A micro-batch has `size` rows of the step's
+    longest length, and more of shorter ones, as many as take the same room: then work follows the tokens, and short
+    rows make fewer passes. The longest micro-batch comes first: memory that does not suffice shows at once.
     """
     steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
-    return [[MicroBatch.of(part, lengths) for part in dealt(step, lengths, world, size)] for step in steps]
+    return [by_tokens(step, lengths, world, longest_rows=size) for step in steps]
+
+
+def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longest_rows: int = 0) -> list[MicroBatch]:
+    """This rank's share of `rows`, longest first, cut where the padded tokens of a micro-batch reach their limit.
+
+    longest_rows: the limit is that many of the longest rows; 0: SCORING_TOKENS, or one row.
+    """
+    share = len(rows) // world.size
+    (mine,) = dealt(rows, lengths, world, share)
+    # Of the rows that the ranks hold at one place: all ranks must cut at the same places.
+    whole = sorted((lengths.whole[row] for row in rows), reverse=True)[:: world.size]
+    longest = [round_up(length, lengths.unit) for length in whole]
+    limit = longest_rows * longest[0] or SCORING_TOKENS
+    batches, start = [], 0
+    while start < share:
+        stop = start + max(1, limit // longest[start])
+        batches.append(MicroBatch.of(mine[start:stop], lengths))
+        start = stop
+    return batches
 
 
 def dealt(rows: Sequence[int], lengths: Lengths, world: dist.World, size: int) -> list[list[int]]:
@@ -84,16 +104,7 @@ def dealt(rows: Sequence[int], lengths: Lengths, world: dist.World, size: int) -
 
 def scoring_batches(lengths: Lengths, *, world: dist.World) -> list[MicroBatch]:
     """This rank's share of all rows in forward passes of at most SCORING_TOKENS tokens, or of one row."""
-    share = len(lengths) // world.size
-    (mine,) = dealt(range(len(lengths)), lengths, world, share)
-    # Of the rows that the ranks hold at one place: all ranks must cut at the same places.
-    longest = sorted(lengths.whole, reverse=True)[:: world.size]
-    batches, start = [], 0
-    while start < share:
-        stop = start + max(1, SCORING_TOKENS // longest[start])
-        batches.append(MicroBatch.of(mine[start:stop], lengths))
-        start = stop
-    return batches
+    return by_tokens(range(len(lengths)), lengths, world)
 
 
 def places(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # Decode steps between two looks at which rows have finished: a look waits for the device.
 CHECK_EVERY = 16
 # The same while responses wait for a slot: an empty slot costs then.
-CHECK_EVERY_WHILE_WAITING = 8
+CHECK_EVERY_WHILE_WAITING = 4
 # Prompt tokens of one forward pass: bounds the activations of a prefill.
 PREFILL_TOKENS = 32_768
 # Rows of the cache are a multiple of this long, so that a slightly longer prompt finds room.
