@@ -26,6 +26,7 @@ from torch import nn
 from pipeline import dist
 from pipeline.engine_state import loss_scaler
 from pipeline.memory import gradient_bytes
+from pipeline.modeling import base_model
 from pipeline.partitions import gathered
 
 
@@ -62,12 +63,16 @@ def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
-def hook_whole_layers(module: nn.Module) -> None:
+def hook_whole_layers(module: Any, *, trained: bool) -> None:
     """Let ZeRO-3 gather decoder layers as wholes: hooks at every linear layer cost more time than the gathering."""
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     found = {type(part).__name__ for part in module.modules()} & names
-    if found:
-        deepspeed.utils.set_z3_leaf_modules(module, sorted(found))
+    if not found:
+        return
+    deepspeed.utils.set_z3_leaf_modules(module, sorted(found))
+    if trained and not all(parameter.requires_grad for parameter in module.parameters()):
+        # With LoRA the first layer's input would need no gradient, and DeepSpeed not gather that layer going back.
+        base_model(module.model).enable_input_require_grads()
 
 
 class FrozenEngine:
@@ -78,7 +83,7 @@ class FrozenEngine:
         self.module = module.eval()
         self._forward: Any = module.to(device) if config["zero_optimization"]["stage"] < 3 else None
         if self._forward is None:
-            hook_whole_layers(module)
+            hook_whole_layers(module, trained=False)
             self._forward = deepspeed.initialize(model=module, config=config)[0]
             self._forward.eval()
 
@@ -103,7 +108,7 @@ class TrainingEngine:
         optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
         trainable = [parameter for group in groups for parameter in group["params"]]
         if config["zero_optimization"]["stage"] == 3:
-            hook_whole_layers(module)
+            hook_whole_layers(module, trained=True)
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=trainable, config=config
         )

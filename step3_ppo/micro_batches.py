@@ -16,7 +16,7 @@ from step3_ppo.experience import Responses, length_unit, round_up
 
 # Tokens of a forward pass without gradients, padding included: enough to keep a device busy, few enough that rows of
 # much different lengths do not meet.
-SCORING_TOKENS = 8_192
+SCORING_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)

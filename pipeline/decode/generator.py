@@ -221,11 +221,14 @@ class Round:
         """Give free slots to waiting responses, run their prompts and draw their first tokens."""
         while free and self.waiting:
             taken: list[int] = []
+            prompts: set[int] = set()
             width = 0
             while self.waiting and len(taken) < len(free):
-                width = max(width, len(self.prompts[self.waiting[0] // self.num_samples]))
-                if taken and width * (len(self._unique(taken)) + 1) > PREFILL_TOKENS:
+                prompt = self.waiting[0] // self.num_samples
+                width = max(width, len(self.prompts[prompt]))
+                if taken and width * len(prompts | {prompt}) > PREFILL_TOKENS:
                     break
+                prompts.add(prompt)
                 taken.append(self.waiting.popleft())
             self._prefill(taken, [free.pop(0) for _ in taken])
 

@@ -1,0 +1,212 @@
+"""Generation on a CUDA device: compiled kernels and captured graphs at real head sizes; `make test-gpu`.
+
+The tests of tests/test_decode_*.py, which need no GPU, run on one where there is one: compiled there too.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from chi_square import exact_probabilities, p_value
+from decode_models import (
+    DEVICE,
+    EOS,
+    KEY,
+    PAD,
+    assert_same,
+    fused,
+    generator_of,
+    llama,
+    opt,
+    random_ids,
+    random_prompts,
+    rollouts,
+)
+
+from pipeline.decode.own_forward import OwnForward
+from pipeline.decode.sampling import Slots, Written, draw_tokens, padded_eos
+from pipeline.generate import GenerationStopped, RandomKey, Sampling, rollout_uniforms
+from pipeline.tensor_ops import pad_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Head sizes of OPT-1.3B and of Llama: one key head for four query heads.
+SHAPES: dict[str, Any] = {
+    "opt, heads of 64": lambda: opt(hidden_size=512, word_embed_proj_dim=512, num_attention_heads=8, ffn_dim=1024),
+    "opt-350m": lambda: opt(
+        hidden_size=512, word_embed_proj_dim=256, num_attention_heads=8, ffn_dim=1024, do_layer_norm_before=False
+    ),
+    "llama, heads of 128": lambda: llama(
+        hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1536, num_hidden_layers=3
+    ),
+}
+LENGTHS = (20, 3, 33, 1)
+ENDS = [EOS, *range(20, 40)]
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest) -> Any:
+    """Small weights at a large width, so that logits are of the size of a real model's."""
+    made = SHAPES[request.param]()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.25)
+    return made
+
+
+@torch.no_grad()
+def forced(function: Any, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
+    """(N, 1 + T, V) logits behind the prompts and behind each of T given tokens."""
+    function.prepare(64)
+    cache = function.new_cache(len(prompts), 64)
+    everywhere = torch.arange(len(prompts), device=DEVICE)
+    lengths = torch.tensor([len(ids) for ids in prompts], device=DEVICE)
+    ids = pad_rows([torch.tensor(row) for row in prompts], PAD).to(DEVICE)
+    found = [function.prompt(ids, lengths, cache, slots=everywhere, source=everywhere)]
+    active = torch.ones(len(prompts), dtype=torch.int32, device=DEVICE)
+    for step in range(len(tokens[0])):
+        given = torch.tensor([row[step] for row in tokens], device=DEVICE)
+        found.append(function.step(given, (lengths + step).int(), active, cache))
+    return torch.stack(found, 1).float()
+
+
+@torch.no_grad()
+def plain(model: Any, prompts: list[list[int]], tokens: list[list[int]], *, together: bool) -> torch.Tensor:
+    """The same by the model's own forward pass: rows one by one, or in one batch padded on the right."""
+    rows = [torch.tensor([*prompt, *more]) for prompt, more in zip(prompts, tokens, strict=True)]
+    batches = [rows] if together else [[row] for row in rows]
+    logits = []
+    for batch in batches:
+        mask = pad_rows([torch.ones_like(row) for row in batch], 0).to(DEVICE)
+        logits += list(model(input_ids=pad_rows(batch, PAD).to(DEVICE), attention_mask=mask).logits.float())
+    kept = len(tokens[0]) + 1
+    return torch.stack([row[len(prompt) - 1 :][:kept] for row, prompt in zip(logits, prompts, strict=True)])
+
+
+@pytest.mark.parametrize("make", [fused, OwnForward])
+def test_logits_in_fp32(model, make):
+    prompts, tokens = random_ids(LENGTHS), random_ids([6] * len(LENGTHS), 2)
+    expected = plain(model, prompts, tokens, together=False)
+    torch.testing.assert_close(forced(make(model), prompts, tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [fused, OwnForward])
+def test_logits_in_bf16_are_within_the_noise_of_two_batch_shapes(model, make):
+    """Both differ from fp32 by rounding; the decode step by no more than the model's own forward pass does."""
+    prompts, tokens = random_ids(LENGTHS), random_ids([6] * len(LENGTHS), 2)
+    exact = plain(model, prompts, tokens, together=False)
+    model.bfloat16()
+    alone = plain(model, prompts, tokens, together=False)
+    together = plain(model, prompts, tokens, together=True)
+    found = forced(make(model), prompts, tokens)
+    own = max((part - exact).square().mean().sqrt().item() for part in (alone, together))
+    assert (found - exact).square().mean().sqrt().item() < 1.5 * own
+    largest = max((alone - together).abs().max().item(), (alone - exact).abs().max().item())
+    assert (found - alone).abs().max().item() < 3 * largest
+
+
+@pytest.mark.parametrize("make", [fused, OwnForward])
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 30, "temperature": 0.7}]
+)
+def test_rollouts_are_those_of_the_eager_loop(model, make, settings):
+    """Early ends, and eight responses in three slots of a graph."""
+    sampling = Sampling(20, **settings)
+    found, expected = rollouts(model, make(model), random_prompts(LENGTHS), sampling=sampling, num_samples=2, ends=ENDS)
+    assert_same(found, expected, tolerance=1e-4)
+    assert settings or len({len(row) for row in found.responses}) > 2
+
+
+@pytest.mark.parametrize("make", [fused, OwnForward])
+def test_a_replayed_graph_is_the_step_itself(model, make, monkeypatch):
+    """Bit for bit, and from call to call."""
+    settings = {"num_samples": 2, "num_slots": 3, "sampling": Sampling(20), "key": KEY}
+    prompts = random_prompts(LENGTHS)
+    graphed = generator_of(make(model), ENDS)
+    found = [graphed.generate(prompts, **settings) for _ in range(2)]
+    assert graphed._arena._graph is not None
+    monkeypatch.setattr("pipeline.decode.generator.Arena._captured", lambda arena: None)
+    found.append(generator_of(make(model), ENDS).generate(prompts, **settings))
+    for other in found[1:]:
+        assert_same(found[0], other, tolerance=0.0)
+
+
+@pytest.mark.parametrize("make", [fused, OwnForward])
+def test_the_graph_stays_when_the_weights_change(model, make):
+    function = make(model)
+    gen = generator_of(function, ENDS)
+    prompts, common = random_prompts(LENGTHS), {"sampling": Sampling(12), "ends": ENDS}
+    first, _ = rollouts(model, gen, prompts, **common)
+    arena = gen._arena
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    if make is fused:
+        function.weights.refresh()
+    second, expected = rollouts(model, gen, prompts, **common)
+    assert gen._arena is arena
+    assert_same(second, expected, tolerance=1e-4)
+    assert any((a[0] - b[0]).abs() > 1e-3 for a, b in zip(first.log_probs, second.log_probs, strict=True))
+
+
+def test_weights_that_move_get_another_graph():
+    model = opt(hidden_size=64, word_embed_proj_dim=64)
+    function = fused(model)
+    gen = generator_of(function, ENDS)
+    rollouts(model, gen, random_prompts(LENGTHS), sampling=Sampling(8), ends=ENDS)
+    arena = gen._arena
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.05
+    function.weights.refresh()
+    found, expected = rollouts(model, gen, random_prompts(LENGTHS), sampling=Sampling(8), ends=ENDS)
+    assert_same(found, expected, tolerance=1e-4)
+    assert gen._arena is not arena
+
+
+def test_a_stop_leaves_the_graph_usable():
+    model = llama(hidden_size=128)
+    gen = generator_of(fused(model))
+    prompts, asked = random_prompts(LENGTHS), []
+    with pytest.raises(GenerationStopped):
+        gen.generate(
+            prompts, num_samples=1, num_slots=3, sampling=Sampling(30), key=KEY,
+            should_stop=lambda: bool(asked) or asked.append(None),
+        )  # fmt: skip
+    assert_same(*rollouts(model, gen, prompts, sampling=Sampling(30)), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 40}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
+    """100,000 draws from 5,000 tokens, whose three blocks the kernels join."""
+    width, rows, replays = 5000, 4000, 25
+    logits = (2 * torch.randn(width, generator=torch.Generator().manual_seed(4))).to(DEVICE, dtype)
+    slots, written = Slots.empty(rows, DEVICE), Written.empty((rows, 1), pad_id=PAD, device=DEVICE)
+    slots.row.copy_(torch.arange(rows))
+    everywhere, uniforms = torch.arange(rows, device=DEVICE), torch.zeros(rows, 1, dtype=torch.float64, device=DEVICE)
+    many, eos = logits.repeat(rows, 1), padded_eos(frozenset(), DEVICE)
+
+    def draw() -> None:
+        slots.active.fill_(1)
+        slots.place.zero_()
+        draw_tokens(many, everywhere, slots, written, uniforms=uniforms, eos=eos, sampling=Sampling(1, **settings))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        draw()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        draw()
+    counts = torch.zeros(width, device=DEVICE)
+    for epoch in range(replays):
+        uniforms.copy_(rollout_uniforms(RandomKey(5, "rollout", epoch), everywhere, everywhere * 0, 1))
+        graph.replay()
+        counts += torch.bincount(written.tokens[:, 0], minlength=width)
+    exact = exact_probabilities(logits.float().cpu(), **({"temperature": 1.0, "top_p": 1.0, "top_k": 0} | settings))
+    assert p_value(counts.cpu(), exact) > 1e-3

@@ -1,0 +1,11 @@
+"""Where there is no CUDA device, Triton's kernels run in its interpreter. Import this before transformers.
+
+Triton reads the variable when its own library is imported, which transformers' models do by way of torch._dynamo.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

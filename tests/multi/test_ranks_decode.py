@@ -1,0 +1,67 @@
+"""Ranks that share the weights in a rollout, or partition them, sample what the eager loop does on one rank."""
+
+from typing import Any
+
+import pytest
+import torch
+from compare import TOLERANCE, apart
+from group import run_group
+from tiny_run import make_folder, take_lines
+
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """World size -> rank -> case -> findings."""
+    folder = tmp_path_factory.mktemp("decode")
+    make_folder(folder)
+    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
+    return {size: run_group("worker_decode.py", size, folder / f"world-{size}", folder) for size in (1, 2)}
+
+
+def assert_same(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert mine["responses"] == reference["responses"] and mine["finished"] == reference["finished"]
+    torch.testing.assert_close(mine["log_probs"], reference["log_probs"], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_rollouts_are_worth_comparing(found: Found) -> None:
+    """Some end early, and the weights that change are other ones."""
+    for name in ("shared opt", "shared llama"):
+        case = found[1][0][name]
+        assert any(case["first"]["finished"]) and not all(case["first"]["finished"])
+        assert case["first"]["responses"] != case["second"]["responses"]
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "llama"])
+def test_ranks_that_share_the_weights_sample_what_one_rank_does(found: Found, name: str) -> None:
+    for rank in found[2]:
+        for part in ("first", "second"):
+            assert_same(rank[f"shared {name}"][part], found[1][0][f"shared {name}"][part])
+
+
+@pytest.mark.parametrize("case", ["shared llama z3", "whole llama z3"])
+def test_zero_3_samples_what_one_rank_does(found: Found, case: str) -> None:
+    """The weights are gathered whole on each rank, or the parts that ranks share."""
+    for rank in found[2]:
+        for part in ("first", "second"):
+            assert_same(rank[case][part], found[1][0]["shared llama"][part])
+
+
+def test_ranks_may_draw_different_numbers_of_tokens(found: Found) -> None:
+    assert [rank["uneven z3"]["longest"] for rank in found[2]] == [7, 2]
+    for rank in found[2]:
+        assert_same(rank["uneven z3"]["second"], found[1][0]["shared opt"]["second"])
+
+
+def test_a_stop_on_one_rank_stops_its_group(found: Found) -> None:
+    for rank in found[2]:
+        assert rank["stopped"]["stopped"] and rank["stopped"]["asked"] == 3
+        assert_same(rank["stopped"]["next"], found[1][0]["shared opt"]["first"])
+
+
+def test_inference_tp_size_changes_no_rollout_of_step_3(found: Found) -> None:
+    reference = found[1][0]["step 3"]
+    for rank in found[2]:
+        assert rank["step 3"]["sequences"].equal(reference["sequences"])
+        assert apart(rank["step 3"], reference) < TOLERANCE

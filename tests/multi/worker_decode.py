@@ -1,0 +1,136 @@
+"""Fast generation over ranks: what tests/multi/test_ranks_decode.py compares."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_models import EOS, KEY, PAD, llama, opt, random_prompts, shaken_all
+from group import run_cases
+from stages import current_world
+from worker_ppo import setup, tensors_of
+
+from pipeline import dist
+from pipeline.causal_lm import CausalLM
+from pipeline.config import DeepSpeedConfig
+from pipeline.decode import generator
+from pipeline.decode.ladder import RungSettings
+from pipeline.ds_config import training_config
+from pipeline.engine import TrainingEngine, step_together
+from pipeline.generate import GenerationStopped, Rollout, Sampling
+from pipeline.parameter_groups import parameter_groups
+from pipeline.partitions import gathered
+from step3_ppo.hybrid_engine import GenerationOptions, HybridEngine
+
+FUSED, EAGER = (GenerationOptions(rung=RungSettings(wanted=rung)) for rung in ("fused", "eager"))
+PROMPTS = random_prompts((3, 5, 1))
+ENDS = frozenset({EOS, *range(20, 60)})
+MAKERS = {
+    "opt": opt,
+    "opt-350m": partial(opt, do_layer_norm_before=False, word_embed_proj_dim=16),
+    "llama": partial(llama, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+}
+
+
+def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
+    module = CausalLM(model)
+    partitioned = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
+    settings = training_config(
+        partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=1, gradient_accumulation_steps=1,
+        world_size=dist.world_size(), max_grad_norm=0.0, run_dir="unused", device="cpu",
+    )  # fmt: skip
+    # A gradient that is zero but for rounding must not become a step of full size.
+    groups = parameter_groups(module, learning_rate=1e-2, weight_decay=0.0, lora_learning_rate=1e-2)
+    return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=1e-2)
+
+
+def change_weights(engine: TrainingEngine) -> None:
+    """A step on the same rows on every rank, and another value for every number."""
+    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(2))
+    chosen = torch.ones(2, 8, dtype=torch.bool)
+    loss = -engine(ids, attention_mask=torch.ones_like(ids, dtype=torch.bool), selected=chosen).log_probs.mean()
+    engine.backward(loss, last=True)
+    assert step_together([engine], 1.0, loss=loss)
+    parameters = list(engine.module.parameters())
+    with gathered(parameters, writer=True):
+        shaken_all(parameters)
+
+
+def hybrid_of(engine: TrainingEngine, options: GenerationOptions) -> HybridEngine:
+    return HybridEngine(engine, eos_ids=ENDS, pad_id=PAD, options=options)
+
+
+def sampled(hybrid: HybridEngine, length: int = 4, **more: Any) -> Rollout:
+    with hybrid.generation():
+        return hybrid.generate(PROMPTS, num_samples=2, sampling=Sampling(length), key=KEY, batch_size=2, **more)
+
+
+def findings(found: Rollout) -> dict[str, Any]:
+    return {
+        "responses": [row.tolist() for row in found.responses],
+        "log_probs": torch.cat(found.log_probs),
+        "finished": found.finished.tolist(),
+    }
+
+
+def shared(inputs: Path, name: str, stage: int = 0, size: int | None = None) -> dict[str, Any]:
+    """Rollouts before and after a change of weights, which `size` ranks (or all) share. One rank is the eager loop."""
+    engine = engine_of(MAKERS[name](), stage)
+    hybrid = hybrid_of(
+        engine, EAGER if dist.world_size() == 1 else replace(FUSED, group_size=size or dist.world_size())
+    )
+    first = findings(sampled(hybrid))
+    change_weights(engine)
+    return {"first": first, "second": findings(sampled(hybrid))}
+
+
+def uneven(inputs: Path) -> dict[str, Any]:
+    """Under ZeRO-3 ranks draw different numbers of tokens, train on, and draw again."""
+    engine = engine_of(opt(), 3)
+    hybrid = hybrid_of(engine, FUSED)
+    first = sampled(hybrid, length=2 if current_world().rank else 7)
+    change_weights(engine)
+    return {"longest": max(map(len, first.responses)), "second": findings(sampled(hybrid))}
+
+
+def stopped(inputs: Path) -> dict[str, Any]:
+    """One rank of a group is asked to stop: none goes on; the next rollout is whole."""
+    hybrid = hybrid_of(engine_of(opt(), 0), replace(FUSED, group_size=dist.world_size()))
+    asked: list[None] = []
+
+    def should_stop() -> bool:
+        asked.append(None)
+        return current_world().rank == dist.world_size() - 1 and len(asked) > 2
+
+    try:
+        sampled(hybrid, should_stop=should_stop)
+        ended = False
+    except GenerationStopped:
+        ended = True
+    return {"stopped": ended, "asked": len(asked), "next": findings(sampled(hybrid))}
+
+
+def step_3(inputs: Path) -> dict[str, Any]:
+    """The responses of a rollout of step 3: eager on one rank; on more they share the weights."""
+    size = dist.world_size()
+    rung = ("--generation_engine", "eager") if size == 1 else ("--generation_engine", "fused")
+    words = (*rung, "--inference_tp_size", size, "--max_answer_seq_len", 4)
+    loop = setup(inputs, 2 // size, words)
+    return tensors_of(loop.phases.collect().responses)
+
+
+def cases() -> dict[str, Any]:
+    found: dict[str, Any] = {f"shared {name}": partial(shared, name=name) for name in MAKERS}
+    if dist.read_environment()[1] > 1:
+        found["shared llama z3"] = partial(shared, name="llama", stage=3)
+        found["whole llama z3"] = partial(shared, name="llama", stage=3, size=1)
+        found["uneven z3"] = uneven
+        found["stopped"] = stopped
+    found["step 3"] = step_3
+    return found
+
+
+if __name__ == "__main__":
+    generator.CHECK_EVERY, generator.CHECK_EVERY_WHILE_WAITING = 2, 1
+    run_cases(cases())

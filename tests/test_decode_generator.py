@@ -1,0 +1,271 @@
+"""Whole generations in slots against the eager loop: equal tokens, log-probabilities and ends, whatever sits where."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from decode_models import (
+    DEVICE,
+    EOS,
+    FUNCTIONS,
+    NUM_TOKENS,
+    assert_same,
+    fewer_idle_steps,
+    fused,
+    generator_of,
+    llama,
+    opt,
+    random_prompts,
+    rollouts,
+)
+
+from pipeline.decode import generator
+from pipeline.decode.generator import Generator, affordable_slots
+from pipeline.decode.own_forward import OwnForward
+from pipeline.errors import InputError
+from pipeline.generate import GenerationStopped, RandomKey, Sampling
+
+# Many tokens end a response, so that rows end at different times.
+ENDS = [EOS, *range(20, 70)]
+PROMPTS = random_prompts((3, 5, 1))
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer_idle_steps(monkeypatch)
+
+
+@pytest.mark.parametrize("make", [opt, llama])
+def test_the_fused_rung_samples_what_the_eager_loop_does(make):
+    """Six responses in three slots: later ones take the places of those that ended."""
+    model = make()
+    found, expected = rollouts(model, fused(model), PROMPTS, sampling=Sampling(5), num_samples=2, ends=ENDS)
+    assert_same(found, expected)
+    assert found.finished.any() and not found.finished.all()
+    assert len({len(row) for row in found.responses}) > 1
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.6, "top_k": 9, "top_p": 0.7}, {"max_new_tokens": 1}])
+def test_the_fused_rung_knows_the_settings(settings):
+    model = opt()
+    sampling = Sampling(**({"max_new_tokens": 3} | settings))
+    assert_same(*rollouts(model, fused(model), PROMPTS[:2], sampling=sampling, num_slots=2, ends=ENDS))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one slot": {"num_slots": 1},
+    "two slots, three samples": {"num_slots": 2, "num_samples": 3},
+    "more slots than rows": {"num_slots": 50, "num_samples": 2},
+    "every token is an end": {"ends": range(NUM_TOKENS)},
+    "no token is an end": {"ends": ()},
+    "one token": {"max_new_tokens": 1, "num_samples": 2},
+    "hot": {"temperature": 2.5},
+    "cold": {"temperature": 0.3},
+    "top_k": {"top_k": 3},
+    "top_k 1": {"top_k": 1},
+    "top_k beyond the vocabulary": {"top_k": 9999},
+    "top_p": {"top_p": 0.4},
+    "all of it": {"top_p": 0.8, "top_k": 20, "temperature": 1.4, "num_samples": 2, "num_slots": 4},
+}
+
+
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    return Sampling(**({"max_new_tokens": 7} | {name: settings[name] for name in names if name in settings}))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_static_rung_samples_what_the_eager_loop_does(name):
+    settings = SETTINGS[name]
+    others = {name: settings[name] for name in ("num_slots", "num_samples", "ends") if name in settings}
+    model = llama()
+    found, expected = rollouts(
+        model, OwnForward(model), PROMPTS, sampling=sampling_of(settings), **({"ends": ENDS} | others)
+    )
+    assert_same(found, expected)
+    if name == "every token is an end":
+        assert [len(row) for row in found.responses] == [1, 1, 1] and found.finished.all()
+    if name == "no token is an end":
+        assert [len(row) for row in found.responses] == [7, 7, 7] and not found.finished.any()
+
+
+@pytest.mark.parametrize("rung", FUNCTIONS)
+def test_equal_prompts_of_other_ids_differ_and_a_seed_repeats_bit_for_bit(rung):
+    model = opt()
+    ids = PROMPTS[0].ids
+    prompts = [type(PROMPTS[0])(ids, 7), type(PROMPTS[0])(ids, 8)]
+    settings = {"num_samples": 1, "num_slots": 2, "sampling": Sampling(4), "key": RandomKey(5, "rollout", 2)}
+    first, again = (generator_of(FUNCTIONS[rung](model)).generate(prompts, **settings) for _ in range(2))
+    assert first.responses[0].tolist() != first.responses[1].tolist()
+    for one, other in zip(first.responses + first.log_probs, again.responses + again.log_probs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_further_calls_take_the_same_buffers_and_other_numbers():
+    model = opt()
+    gen = generator_of(OwnForward(model), ENDS)
+    common = {"sampling": Sampling(5), "num_samples": 2, "ends": ENDS}
+    found = []
+    for key in (RandomKey(3, "rollout"), RandomKey(3, "rollout", 1), RandomKey(4, "rollout"), RandomKey(3, "rollout")):
+        mine, expected = rollouts(model, gen, PROMPTS, key=key, **common)
+        assert_same(mine, expected)
+        found.append(mine)
+        arena = gen._arena
+    assert gen._arena is arena and arena.num_slots == 3
+    tokens = [[row.tolist() for row in one.responses] for one in found]
+    assert tokens[0] == tokens[3] and len({str(one) for one in tokens}) == 3
+
+
+def test_a_rollout_is_not_written_over_by_the_next():
+    model = opt()
+    gen = generator_of(OwnForward(model), ENDS)
+    first, expected = rollouts(model, gen, PROMPTS, sampling=Sampling(5), ends=ENDS)
+    rollouts(model, gen, PROMPTS, sampling=Sampling(5), ends=ENDS, key=RandomKey(9, "rollout"))
+    assert_same(first, expected)
+
+
+@pytest.mark.parametrize("change", ["rows", "slots", "sampling", "longer prompts"])
+def test_other_shapes_get_other_buffers(change):
+    model = llama()
+    gen = generator_of(OwnForward(model), ENDS)
+    rollouts(model, gen, PROMPTS, sampling=Sampling(5))
+    arena = gen._arena
+    prompts = PROMPTS[:2] if change == "rows" else random_prompts((3, 61, 5)) if change == "longer prompts" else PROMPTS
+    sampling = Sampling(5, top_k=2) if change == "sampling" else Sampling(5)
+    assert_same(*rollouts(model, gen, prompts, sampling=sampling, num_slots=2 if change == "slots" else 3, ends=ENDS))
+    assert gen._arena is not arena
+
+
+def test_weights_that_move_get_other_buffers():
+    """A captured graph would read the old places."""
+    model = llama()
+    gen = generator_of(OwnForward(model))
+    rollouts(model, gen, PROMPTS, sampling=Sampling(3))
+    arena = gen._arena
+    model.model.norm.weight.data = model.model.norm.weight.data * 1.5
+    assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(3)))
+    assert gen._arena is not arena
+
+
+def test_rows_that_ended_stay_where_they_are():
+    """While others go on: their lengths must not run out of the room."""
+    model = llama()
+    gen = generator_of(OwnForward(model), ENDS)
+    found, expected = rollouts(model, gen, PROMPTS, sampling=Sampling(9), num_samples=2, num_slots=6, ends=ENDS)
+    assert_same(found, expected)
+    ends = [len(prompt) + len(response) - 1 for prompt, response in zip(found.prompts, found.responses, strict=True)]
+    assert gen._arena.slots.lengths.tolist() == ends and len({len(row) for row in found.responses}) > 1
+
+
+def test_a_slightly_longer_prompt_finds_room_in_the_same_buffers():
+    model = llama()
+    gen = generator_of(OwnForward(model))
+    rollouts(model, gen, PROMPTS, sampling=Sampling(5))
+    arena = gen._arena
+    assert_same(*rollouts(model, gen, random_prompts((9, 20, 3), seed=8), sampling=Sampling(5)))
+    assert gen._arena is arena and arena.room == generator.ROOM_UNIT
+
+
+@pytest.mark.parametrize("limit", [1, 6, 9])
+def test_prompts_run_in_parts_of_bounded_size(monkeypatch, limit):
+    """A part holds `limit` tokens, padding counted, or one prompt."""
+    monkeypatch.setattr(generator, "PREFILL_TOKENS", limit)
+    model = llama()
+    function = OwnForward(model)
+    shapes = watched_prompts(function, monkeypatch)
+    assert_same(*rollouts(model, function, PROMPTS, sampling=Sampling(3), num_samples=2, num_slots=6, ends=ENDS))
+    assert all(rows * width <= limit or rows == 1 for rows, width in shapes)
+    assert len(shapes) > 2
+
+
+def watched_prompts(function: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(prompts, tokens) of each pass over prompts from now on."""
+    shapes: list[tuple[int, int]] = []
+    prompt = function.prompt
+
+    def watched(ids: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        shapes.append(tuple(ids.shape))
+        return prompt(ids, *given, **more)
+
+    monkeypatch.setattr(function, "prompt", watched)
+    return shapes
+
+
+def test_samples_of_a_prompt_share_its_pass(monkeypatch):
+    model = llama()
+    function = OwnForward(model)
+    shapes = watched_prompts(function, monkeypatch)
+    assert_same(*rollouts(model, function, PROMPTS[:2], sampling=Sampling(3), num_samples=3, num_slots=6, ends=ENDS))
+    assert shapes == [(2, 5)]
+
+
+# --- stopping ---
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("rung", FUNCTIONS)
+def test_generation_stops_when_asked_and_the_next_call_is_whole(rung, after):
+    model = opt()
+    gen = generator_of(FUNCTIONS[rung](model))
+    asked: list[None] = []
+
+    def should_stop() -> bool:
+        asked.append(None)
+        return len(asked) > after
+
+    with pytest.raises(GenerationStopped):
+        gen.generate(
+            PROMPTS[:2],
+            num_samples=1,
+            num_slots=2,
+            sampling=Sampling(6),
+            key=RandomKey(3, "r"),
+            should_stop=should_stop,
+        )
+    assert len(asked) == after + 1
+    assert_same(*rollouts(model, gen, PROMPTS[1:2] * 2, sampling=Sampling(6), num_slots=2, ends=[EOS]))
+
+
+# --- memory ---
+
+MIB = 2**20
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1000 MiB are free, and 24 MiB that torch has reserved are unused."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 124 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * MIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 * MIB, 2000 * MIB))
+
+
+def model_on(device: str, mib_per_token: int) -> Any:
+    return SimpleNamespace(device=torch.device(device), bytes_per_token=mib_per_token * MIB)
+
+
+# 64 tokens of 1 MiB a row: 0.9 * 1024 MiB hold 14.4 rows.
+@pytest.mark.parametrize(("wanted", "found"), [(10, 10), (14, 14), (15, 14), (900, 14)])
+def test_rows_are_those_that_find_memory(free_memory, caplog, wanted, found):
+    with caplog.at_level(logging.INFO, logger="pipeline.decode.generator"):
+        assert affordable_slots(model_on("cuda", 1), wanted, 64) == found
+    assert f"{wanted} rows x 64 tokens x 1024 KiB = {wanted * 64 / 1024:.2f} GiB of the 1.00 GiB" in caplog.text
+    assert (f"memory for 14 rows at once, not {wanted}" in caplog.text) == (wanted > 14)
+
+
+def test_not_even_one_row_is_an_error_that_says_what_to_do(free_memory):
+    with pytest.raises(InputError, match="max_answer_seq_len: one row of 64 tokens takes 1.25 GiB.*1.00 GiB are free"):
+        affordable_slots(model_on("cuda", 20), 3, 64)
+
+
+def test_a_cpu_has_all_rows(free_memory):
+    assert affordable_slots(model_on("cpu", 20), 3, 64) == 3
+
+
+def test_fewer_slots_than_wanted_change_no_token(monkeypatch):
+    monkeypatch.setattr(generator, "affordable_slots", lambda model, wanted, room: 2)
+    model = llama()
+    gen: Generator = generator_of(OwnForward(model), ENDS)
+    assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=6, ends=ENDS))
+    assert gen._arena.num_slots == 2 and gen.model.device.type == DEVICE.type
