@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline import dist
 from pipeline.decode.ladder import Rung, RungSettings, choose_rung, decode_function
+from pipeline.decode.room import check_copies_fit
 from pipeline.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.generate import Prompt, RandomKey, Rollout, Sampling, generate_batches
@@ -63,8 +64,9 @@ class HybridEngine:
             raise InputError(f"--inference_tp_size {options.group_size}: must divide the {dist.world_size()} ranks")
         self.group = dist.RankGroup(options.group_size)
         self._model: Any = engine.module.model
+        self._device = next(engine.module.parameters()).device
         self.rung: Rung
-        self.rung, passed_over = choose_rung(self._model, options.rung, next(engine.module.parameters()).device)
+        self.rung, passed_over = choose_rung(self._model, options.rung, self._device)
         for line in passed_over:
             log.info("generation: not %s", line)
         log.info("generation: %s rung", self.rung)
@@ -104,6 +106,8 @@ class HybridEngine:
         first = self._generator is None
         model = decode_function(self._model, self.rung, self.group) if first else self._generator.model
         if self.rung == "fused":
+            if first:
+                check_copies_fit(model.weights.num_bytes_to_copy, self._device)
             model.weights.refresh()
         if first:
             from pipeline.decode.generator import Generator

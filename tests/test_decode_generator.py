@@ -22,8 +22,9 @@ from decode_models import (
 )
 
 from pipeline.decode import generator
-from pipeline.decode.generator import Generator, affordable_slots
+from pipeline.decode.generator import Generator
 from pipeline.decode.own_forward import OwnForward
+from pipeline.decode.room import affordable_slots, check_copies_fit
 from pipeline.errors import InputError
 from pipeline.generate import GenerationStopped, RandomKey, Sampling
 
@@ -248,7 +249,7 @@ def model_on(device: str, mib_per_token: int) -> Any:
 # 64 tokens of 1 MiB a row: 0.9 * 1024 MiB hold 14.4 rows.
 @pytest.mark.parametrize(("wanted", "found"), [(10, 10), (14, 14), (15, 14), (900, 14)])
 def test_rows_are_those_that_find_memory(free_memory, caplog, wanted, found):
-    with caplog.at_level(logging.INFO, logger="pipeline.decode.generator"):
+    with caplog.at_level(logging.INFO, logger="pipeline.decode.room"):
         assert affordable_slots(model_on("cuda", 1), wanted, 64) == found
     assert f"{wanted} rows x 64 tokens x 1024 KiB = {wanted * 64 / 1024:.2f} GiB of the 1.00 GiB" in caplog.text
     assert (f"memory for 14 rows at once, not {wanted}" in caplog.text) == (wanted > 14)
@@ -261,6 +262,17 @@ def test_not_even_one_row_is_an_error_that_says_what_to_do(free_memory):
 
 def test_a_cpu_has_all_rows(free_memory):
     assert affordable_slots(model_on("cpu", 20), 3, 64) == 3
+    check_copies_fit(2**40, torch.device("cpu"))
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_copied(free_memory, caplog):
+    with caplog.at_level("INFO"):
+        check_copies_fit(2**29, torch.device("cuda"))
+    assert "copied weights take at most 0.50 GiB of the 1.00 GiB" in caplog.text
+    with pytest.raises(
+        InputError, match="weights take 1.50 GiB during a rollout, 1.00 GiB are free.*inference_tp_size"
+    ):
+        check_copies_fit(3 * 2**29, torch.device("cuda"))
 
 
 def test_fewer_slots_than_wanted_change_no_token(monkeypatch):

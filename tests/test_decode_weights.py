@@ -9,8 +9,9 @@ import torch
 from decode_models import DEVICE, FUSED, PAD, fused, llama, opt, plain_logits, shaken
 from torch import nn
 
+from pipeline.decode.architecture import read_architecture
 from pipeline.decode.step import DecodeModel
-from pipeline.decode.weights import Held, Shard, adjacent
+from pipeline.decode.weights import DecodeWeights, Held, Shard, adjacent
 from pipeline.lora import add_lora
 
 IDS = [5, 77]
@@ -189,6 +190,19 @@ def test_adapters_are_added_to_a_copy(make, module_name):
             shaken(parameter)
     function.weights.refresh()
     torch.testing.assert_close(last_logits(function), plain_logits(wrapped, IDS)[-1], **TOLERANCE)
+
+
+def test_what_will_be_copied_is_known_before():
+    """All of a model with adapters, at most; half of a model that two ranks share; nothing of one that is looked at."""
+    model = llama()
+    whole = sum(parameter.numel() * 4 for parameter in model.parameters())
+    architecture = fused(model).architecture
+    assert DecodeWeights(architecture).num_bytes_to_copy == 0
+    assert DecodeWeights(architecture, Shard(0, 2)).num_bytes_to_copy == whole // 2
+    weights = DecodeWeights(read_architecture(with_lora(model)))
+    expected = weights.num_bytes_to_copy
+    weights.refresh()
+    assert weights.num_copied_bytes <= expected <= 1.1 * whole
 
 
 def test_adapters_are_added_where_the_weights_lie_side_by_side_too():

@@ -42,6 +42,14 @@ def test_micro_batches_by_hand():
     assert second == MicroBatch(rows=(4, 7), length=4, width=1, num_response_tokens=2)
 
 
+def test_on_a_gpu_lengths_are_whole_units():
+    """Rows of 16 + 17, 16 + 16 and 1 + 1 tokens; units of 32: the limit of two longest rows counts padded tokens."""
+    lengths = Lengths([16, 16, 1, 1], [17, 16, 1, 1], unit=32)
+    ((first, second),) = micro_batches(range(4), lengths, rows_per_step=4, world=worlds(1)[0], size=2)
+    assert first == MicroBatch(rows=(0, 1), length=64, width=17, num_response_tokens=33)
+    assert (second.rows, second.length) == ((2, 3), 32)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_share_a_step_evenly_and_completely(size):
     lengths = random_lengths(96)

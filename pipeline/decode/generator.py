@@ -5,7 +5,6 @@ one waiting then takes over, so that work follows real lengths. Which slot a res
 numbers.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipeline.decode.room import affordable_slots
 from pipeline.decode.sampling import Slots, Written, draw_tokens, padded_eos
 from pipeline.dist import RankGroup
-from pipeline.errors import InputError
 from pipeline.generate import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
 from pipeline.tensor_ops import pad_rows
-
-log = logging.getLogger(__name__)
 
 # Decode steps between two looks at which rows have finished: a look waits for the device.
 CHECK_EVERY = 16
@@ -30,8 +27,6 @@ CHECK_EVERY_WHILE_WAITING = 4
 PREFILL_TOKENS = 32_768
 # Rows of the cache are a multiple of this long, so that a slightly longer prompt finds room.
 ROOM_UNIT = 64
-# Of the free memory that the cache may take; the rest is for activations and fragmentation.
-SHARE_OF_FREE_MEMORY = 0.9
 
 
 class DecodeFunction(Protocol):
@@ -111,7 +106,8 @@ class Arena:
             self._step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads may prepare data meanwhile: what they ask of the device does not belong to the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step()
         return graph
 
@@ -170,30 +166,6 @@ class Generator:
             slots = self.group.least(affordable_slots(self.model, job.num_slots, room), self.model.device)
             self._arena = Arena(self.model, job, (slots, room), eos=self._eos, pad_id=self.pad_id)
         return self._arena
-
-
-def affordable_slots(model: DecodeFunction, wanted: int, room: int) -> int:
-    """How many rows of `room` tokens find space for their keys and values; `wanted` on a CPU. Logs the arithmetic.
-
-    Raises:
-        InputError: not even one.
-    """
-    device, each = model.device, model.bytes_per_token * room
-    if device.type != "cuda":
-        return wanted
-    reserved_unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + reserved_unused
-    fitting = min(wanted, int(SHARE_OF_FREE_MEMORY * free // each))
-    said = f"{wanted} rows x {room} tokens x {model.bytes_per_token / 2**10:.0f} KiB = {wanted * each / 2**30:.2f} GiB"
-    log.info("generation: the cache takes %s of the %.2f GiB that are free", said, free / 2**30)
-    if fitting < 1:
-        raise InputError(
-            f"--max_answer_seq_len: one row of {room} tokens takes {each / 2**30:.2f} GiB of cache, {free / 2**30:.2f} "
-            "GiB are free; shorten it, or lower the models' memory (--actor_zero_stage 3, --inference_tp_size)"
-        )
-    if fitting < wanted:
-        log.warning("generation: memory for %d rows at once, not %d; the others wait for a free place", fitting, wanted)
-    return fitting
 
 
 class Round:

@@ -235,6 +235,17 @@ class DecodeWeights:
         return [held for _, group in self._groups for held in group]
 
     @property
+    def num_bytes_to_copy(self) -> int:
+        """At most, before anything is copied: weights in pieces, with adapters, or shared among ranks."""
+        parameters = [parameter for group, _ in self._groups for parameter in group]
+        sizes = {id(p): getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters}
+        copied = self.shard.size > 1 or any(
+            has_lora(block.block.q) or has_lora(block.block.down) for block in self.blocks
+        )
+        whole = [p for p in parameters if copied or is_partitioned(p)]
+        return sum(sizes[key] for key in {id(p) for p in whole}) // self.shard.size
+
+    @property
     def num_copied_bytes(self) -> int:
         """Device memory beyond the trained weights."""
         return sum(held.num_bytes for held in self._held())
