@@ -43,11 +43,11 @@ def test_micro_batches_by_hand():
 
 
 def test_on_a_gpu_lengths_are_whole_units():
-    """Rows of 16 + 17, 16 + 16 and 1 + 1 tokens; units of 32: the limit of two longest rows counts padded tokens."""
-    lengths = Lengths([16, 16, 1, 1], [17, 16, 1, 1], unit=32)
-    ((first, second),) = micro_batches(range(4), lengths, rows_per_step=4, world=worlds(1)[0], size=2)
+    """Rows of 33 and of 17 tokens in units of 32: two of 64 take the room of four of 32."""
+    lengths = Lengths([16, 16, 10, 10, 10, 10], [17, 16, 7, 7, 7, 7], unit=32)
+    ((first, second),) = micro_batches(range(6), lengths, rows_per_step=6, world=worlds(1)[0], size=2)
     assert first == MicroBatch(rows=(0, 1), length=64, width=17, num_response_tokens=33)
-    assert (second.rows, second.length) == ((2, 3), 32)
+    assert (second.rows, second.length) == ((2, 3, 4, 5), 32)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
