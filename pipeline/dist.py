@@ -226,6 +226,19 @@ class RankGroup:
         self.add(flag)
         return flag.item() > 0
 
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum over the group, as a new tensor; `values` themselves where it is one rank."""
+        if self.size == 1:
+            return values
+        found = values.clone()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return found
+
+    def check_same(self, values: torch.Tensor) -> None:
+        """Raise RuntimeError on all ranks of the group unless they hold equal integers."""
+        if self.size > 1 and not torch.equal(self.largest(values), -self.largest(-values)):
+            raise RuntimeError("the ranks that generate together have drawn different tokens")
+
     def least(self, value: int, device: torch.device) -> int:
         """The smallest of the group's numbers."""
         if self.size == 1:

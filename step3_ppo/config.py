@@ -47,7 +47,7 @@ class SamplingConfig(Group):
     )
     inference_tp_size: int = Field(1, ge=1, description="GPUs that share the actor's weights while they generate")
     offload_optimizer_during_rollout: bool = Field(
-        False, description="Optimizer states wait in host memory while responses are sampled and scored"
+        False, description="Optimizer states wait in host memory during a rollout, whose cache is given back after it"
     )
 
 

@@ -43,7 +43,8 @@ def generation_options(config: PPOConfig) -> GenerationOptions:
     positions = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     return GenerationOptions(
         rung=RungSettings(sampling.generation_engine, sampling.merge_lora_for_generation, positions),
-        release_cache=sampling.release_inference_cache,
+        # Optimizer states that come back for the update need the room that the cache had.
+        release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         group_size=sampling.inference_tp_size,
     )
 
@@ -112,7 +113,13 @@ class HybridEngine:
         if first:
             from pipeline.decode.generator import Generator
 
-            self._generator = Generator(model, eos_ids=self.eos_ids, pad_id=self.pad_id, group=self.group)
+            self._generator = Generator(
+                model,
+                eos_ids=self.eos_ids,
+                pad_id=self.pad_id,
+                group=self.group,
+                positions=self.options.rung.positions,
+            )
             if self.rung == "fused":
                 copied = model.weights.num_copied_bytes / GIB
                 log.info("generation: %.2f GiB of weights are copied beside the trained ones", copied)

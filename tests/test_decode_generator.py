@@ -24,7 +24,7 @@ from decode_models import (
 from pipeline.decode import generator
 from pipeline.decode.generator import Generator
 from pipeline.decode.own_forward import OwnForward
-from pipeline.decode.room import affordable_slots, check_copies_fit
+from pipeline.decode.room import affordable_slots, check_copies_fit, checked_slots
 from pipeline.errors import InputError
 from pipeline.generate import GenerationStopped, RandomKey, Sampling
 
@@ -256,8 +256,11 @@ def test_rows_are_those_that_find_memory(free_memory, caplog, wanted, found):
 
 
 def test_not_even_one_row_is_an_error_that_says_what_to_do(free_memory):
+    model = model_on("cuda", 20)
+    assert affordable_slots(model, 3, 64) == 0
     with pytest.raises(InputError, match="max_answer_seq_len: one row of 64 tokens takes 1.25 GiB.*1.00 GiB are free"):
-        affordable_slots(model_on("cuda", 20), 3, 64)
+        checked_slots(0, model, 64)
+    assert checked_slots(2, model, 64) == 2
 
 
 def test_a_cpu_has_all_rows(free_memory):

@@ -8,13 +8,25 @@ import pytest
 import torch
 import triton
 from decode_models import COMMON, gpt_neox, llama, mistral, opt
-from transformers import BloomConfig, BloomForCausalLM, CohereConfig, CohereForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+)
 
 from pipeline.decode.ladder import RungSettings, choose_rung
 from pipeline.errors import InputError
 from pipeline.lora import add_lora
 from step3_ppo.hybrid_engine import HybridEngine
 
+NEO = GPTNeoConfig(
+    vocab_size=301, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
+)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # nothing is put there
 TYPES = "is not among opt, llama, mistral, qwen2, qwen3"
 
@@ -54,8 +66,24 @@ AUTO: dict[str, tuple[Any, RungSettings, str, list[str]]] = {
     ),
     "another gate": (lambda: changed(llama(), hidden_act="gelu"), RungSettings(), "static", ["fused: activation gelu"]),
     "rotary tables that grow": (
-        lambda: changed(llama(), rope_parameters={**ROPE, "rope_type": "dynamic"}), RungSettings(), "static",
-        ["fused: rotary positions of type dynamic"],
+        lambda: changed(llama(), rope_parameters={**ROPE, "rope_type": "dynamic"}), RungSettings(), "eager",
+        ["fused: rotary positions of type dynamic",
+         "static: rotary positions of type dynamic depend on how long the sequence is"],
+    ),
+    "a kernel that takes no mask": (
+        lambda: changed(gpt_neox(), _attn_implementation="flash_attention_2"), RungSettings(), "eager",
+        [f"fused: model type gpt_neox {TYPES}",
+         "static: flash_attention_2 attention takes no mask of every row's own length"],
+    ),
+    "gpt-neo": (
+        lambda: GPTNeoForCausalLM(NEO), RungSettings(), "eager",
+        [f"fused: model type gpt_neo {TYPES}", "static: some layers see a window of tokens only"],
+    ),
+    "falcon with alibi": (
+        lambda: FalconForCausalLM(FalconConfig(vocab_size=301, hidden_size=32, num_hidden_layers=1,
+                                               num_attention_heads=2, alibi=True)), RungSettings(), "eager",
+        [f"fused: model type falcon {TYPES}",
+         "static: attention biases by distance (alibi) come with the model's own mask"],
     ),
     "partial rotary": (
         lambda: changed(llama(), rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), RungSettings(), "static",

@@ -1,5 +1,6 @@
 """The decode step's tensors follow the trained ones: no copy is stale, what lies side by side is no copy at all."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,6 +191,25 @@ def test_adapters_are_added_to_a_copy(make, module_name):
             shaken(parameter)
     function.weights.refresh()
     torch.testing.assert_close(last_logits(function), plain_logits(wrapped, IDS)[-1], **TOLERANCE)
+
+
+def test_adapters_of_the_projections_around_the_layers_are_added():
+    """OPT-350m's embeddings are narrower than its layers: all-linear adapters stand there too."""
+    model = with_lora(FUSED["opt-350m"]())
+    adapters = {name: value for name, value in model.named_parameters() if "project_" in name and "lora_" in name}
+    assert len(adapters) == 4
+    for parameter in adapters.values():
+        shaken(parameter)
+    torch.testing.assert_close(last_logits(fused(model)), plain_logits(model, IDS)[-1], **TOLERANCE)
+
+
+def test_copies_go_with_the_decode_weights():
+    """At once: the next update wants their memory, and garbage may be collected much later."""
+    weights = fused(llama()).weights
+    copy = weakref.ref(weights.blocks[0].qkv.weight)
+    assert copy() is not None and weights.num_copied_bytes
+    del weights
+    assert copy() is None
 
 
 def test_what_will_be_copied_is_known_before():

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.decode.room import affordable_slots
+from pipeline.decode.room import affordable_slots, checked_slots
 from pipeline.decode.sampling import Slots, Written, draw_tokens, padded_eos
 from pipeline.dist import RankGroup
 from pipeline.generate import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
@@ -100,6 +100,7 @@ class Arena:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         """One step as a graph. It is tried first on a side stream, with no row active: nothing is written."""
+        self._step()  # here, so that a cache that is made at its first use belongs to this stream
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -113,10 +114,15 @@ class Arena:
 
 
 class Generator:
-    """Samples with a decode function; owns the arena. The ranks of `group` run the same rows side by side."""
+    """Samples with a decode function; owns the arena. The ranks of `group` run the same rows side by side.
 
-    def __init__(self, model: DecodeFunction, *, eos_ids: frozenset[int], pad_id: int, group: RankGroup) -> None:
-        self.model, self.pad_id, self.group = model, pad_id, group
+    positions: room of a row of the cache from the start; longer sequences make it longer.
+    """
+
+    def __init__(
+        self, model: DecodeFunction, *, eos_ids: frozenset[int], pad_id: int, group: RankGroup, positions: int = 0
+    ) -> None:
+        self.model, self.pad_id, self.group, self.positions = model, pad_id, group, positions
         self._eos = padded_eos(eos_ids, model.device)
         self._arena: Arena | None = None
 
@@ -142,10 +148,11 @@ class Generator:
         sample_index = torch.arange(len(prompt_ids), device=device) % num_samples
         rows = [torch.as_tensor(prompt.ids, dtype=torch.int64) for prompt in prompts]
         job = Job(min(num_slots, len(prompt_ids)), len(prompt_ids), sampling)
-        arena = self._arena_for(job, max(map(len, rows)) + sampling.max_new_tokens)
+        arena = self._arena_for(job, max(self.positions, max(map(len, rows)) + sampling.max_new_tokens))
         arena.clear()
         arena.uniforms.copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
-        Round(arena, self.model, rows, num_samples).run(lambda: self.group.any(should_stop(), device))
+        Round(arena, self.model, rows, num_samples, self.group).run(lambda: self.group.any(should_stop(), device))
+        self.group.check_same(arena.written.tokens)
         # One copy of what the next call writes over, in place of one a row.
         tokens, log_probs = arena.written.tokens.clone(), arena.written.log_probs.clone()
         lengths = arena.written.lengths.tolist()
@@ -163,7 +170,8 @@ class Generator:
         if self._arena is None or not self._arena.fits(job, positions):
             self._arena = None  # first, so that the old cache makes room for the new
             room = -(-positions // ROOM_UNIT) * ROOM_UNIT
-            slots = self.group.least(affordable_slots(self.model, job.num_slots, room), self.model.device)
+            found = affordable_slots(self.model, job.num_slots, room)
+            slots = checked_slots(self.group.least(found, self.model.device), self.model, room)
             self._arena = Arena(self.model, job, (slots, room), eos=self._eos, pad_id=self.pad_id)
         return self._arena
 
@@ -171,8 +179,10 @@ class Generator:
 class Round:
     """One call of generate: who waits, who sits where."""
 
-    def __init__(self, arena: Arena, model: DecodeFunction, prompts: list[Tensor], num_samples: int) -> None:
-        self.arena, self.model, self.prompts, self.num_samples = arena, model, prompts, num_samples
+    def __init__(
+        self, arena: Arena, model: DecodeFunction, prompts: list[Tensor], num_samples: int, group: RankGroup
+    ) -> None:
+        self.arena, self.model, self.prompts, self.num_samples, self.group = arena, model, prompts, num_samples, group
         self.waiting = deque(range(arena.job.num_rows))
 
     def run(self, should_stop: Callable[[], bool]) -> None:
@@ -187,7 +197,9 @@ class Round:
             if len(free) == self.arena.num_slots:
                 return
             self.arena.advance(CHECK_EVERY_WHILE_WAITING if self.waiting else CHECK_EVERY)
-            free = [slot for slot, active in enumerate(self.arena.slots.active.tolist()) if not active]
+            # Of all ranks of the group: they must make the same steps, whatever the last bits of their logits.
+            active = self.group.largest(self.arena.slots.active)
+            free = [slot for slot, busy in enumerate(active.tolist()) if not busy]
 
     def _fill(self, free: list[int]) -> None:
         """Give free slots to waiting responses, run their prompts and draw their first tokens."""

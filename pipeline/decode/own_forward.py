@@ -148,6 +148,15 @@ def check_own_forward(model: Any) -> None:
     layers = DynamicCache(config=config).layers
     if any(type(layer) is not DynamicLayer for layer in layers):
         raise UnsupportedModel(f"{config.model_type} has layers with another cache than keys and values of all tokens")
+    if inner.config._attn_implementation not in ("sdpa", "eager"):
+        raise UnsupportedModel(f"{inner.config._attn_implementation} attention takes no mask of every row's own length")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModel("attention biases by distance (alibi) come with the model's own mask")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise UnsupportedModel("some layers see a window of tokens only")
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type", "default") in ("dynamic", "longrope"):
+        raise UnsupportedModel(f"rotary positions of type {rotary['rope_type']} depend on how long the sequence is")
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None):
             raise UnsupportedModel(f"{config.model_type} changes its logits ({name})")

@@ -41,13 +41,10 @@ def check_copies_fit(num_bytes: int, device: torch.device) -> None:
 
 
 def affordable_slots(model: Any, wanted: int, room: int) -> int:
-    """How many rows of `room` tokens find space for their keys and values; `wanted` on a CPU. Logs the arithmetic.
+    """How many rows of `room` tokens find space for their keys and values, maybe none; `wanted` on a CPU.
 
     Args:
         model: a `generator.DecodeFunction`.
-
-    Raises:
-        InputError: not even one.
     """
     device, each = model.device, model.bytes_per_token * room
     if device.type != "cuda":
@@ -56,11 +53,26 @@ def affordable_slots(model: Any, wanted: int, room: int) -> int:
     fitting = min(wanted, int(SHARE_OF_FREE_MEMORY * free // each))
     said = f"{wanted} rows x {room} tokens x {model.bytes_per_token / 2**10:.0f} KiB = {wanted * each / GIB:.2f} GiB"
     log.info("generation: the cache takes %s of the %.2f GiB that are free", said, free / GIB)
-    if fitting < 1:
-        raise InputError(
-            f"--max_answer_seq_len: one row of {room} tokens takes {each / GIB:.2f} GiB of cache, {free / GIB:.2f} "
-            "GiB are free; shorten it, or lower the models' memory (--actor_zero_stage 3, --inference_tp_size)"
-        )
     if fitting < wanted:
-        log.warning("generation: memory for %d rows at once, not %d; the others wait for a free place", fitting, wanted)
+        log.warning(
+            "generation: memory for %d rows at once, not %d; the others wait for a free place. The cache stays during "
+            "updates: where they run out of memory, give --release_inference_cache true",
+            fitting,
+            wanted,
+        )
     return fitting
+
+
+def checked_slots(fitting: int, model: Any, room: int) -> int:
+    """`fitting`, on all ranks of a group alike.
+
+    Raises:
+        InputError: it is 0.
+    """
+    if fitting:
+        return fitting
+    raise InputError(
+        f"--max_answer_seq_len: one row of {room} tokens takes {model.bytes_per_token * room / GIB:.2f} GiB of cache, "
+        f"{free_bytes(model.device) / GIB:.2f} GiB are free; shorten it, or lower the models' memory "
+        "(--actor_zero_stage 3, --inference_tp_size)"
+    )

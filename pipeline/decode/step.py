@@ -128,8 +128,8 @@ class DecodeModel:
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         architecture, weights = self.architecture, self.weights
         x = functional.embedding(tokens, weights.of(architecture.tokens))
-        if architecture.project_in is not None:
-            x = functional.linear(x, weights.of(architecture.project_in))
+        if weights.project_in is not None:
+            x = linear(x, weights.project_in)
         if architecture.positions is None:
             return x
         return x + functional.embedding(positions + architecture.position_offset, weights.of(architecture.positions))
@@ -198,6 +198,6 @@ class DecodeModel:
         return found[0], found[1], found[2]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        if self.architecture.project_out is not None:
-            hidden = functional.linear(hidden, self.weights.of(self.architecture.project_out))
+        if self.weights.project_out is not None:
+            hidden = linear(hidden, self.weights.project_out)
         return functional.linear(hidden, self._head)

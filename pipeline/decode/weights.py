@@ -7,6 +7,7 @@ rank's part under tensor parallelism. They keep their addresses, so that a CUDA 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,26 +94,13 @@ class Projection:
     """Linear layers joined along their outputs; `split` says how this rank's part is taken."""
 
     def __init__(self, layers: Sequence[Any], split: str, shard: Shard) -> None:
-        self.layers, self.split, self.shard = layers, split, shard
         bases = [linear_of(layer) for layer in layers]
         part = shard.size > 1 or any(is_partitioned(base.weight) for base in bases)
-        self._weight = Held(lambda: [self._cut(self._value(x)) for x in layers], copied=part or _any_lora(layers))
+        merged = any(has_lora(layer) for layer in layers)
+        # Not bound to this object: it would keep its copies alive until the next garbage collection.
+        self._weight = Held(partial(weight_parts, layers, split, shard), copied=part or merged)
         has_bias = bases[0].bias is not None
-        self._bias = Held(lambda: [self._cut_bias(base.bias) for base in bases], copied=part) if has_bias else None
-
-    @staticmethod
-    def _value(layer: Any) -> Tensor:
-        return merged_weight(layer) if has_lora(layer) else linear_of(layer).weight
-
-    def _cut(self, weight: Tensor) -> Tensor:
-        if self.shard.size == 1:
-            return weight
-        return self.shard.rows(weight) if self.split == "rows" else self.shard.columns(weight)
-
-    def _cut_bias(self, bias: Tensor) -> Tensor:
-        if self.shard.size == 1:
-            return bias
-        return self.shard.rows(bias) if self.split == "rows" else self.shard.once(bias)
+        self._bias = Held(partial(bias_parts, bases, split, shard), copied=part) if has_bias else None
 
     @property
     def held(self) -> list[Held]:
@@ -128,8 +116,19 @@ class Projection:
         return None if self._bias is None else self._bias.tensor
 
 
-def _any_lora(layers: Sequence[Any]) -> bool:
-    return any(has_lora(layer) for layer in layers)
+def weight_parts(layers: Sequence[Any], split: str, shard: Shard) -> list[Tensor]:
+    """This rank's part of each layer's weight, its adapter added."""
+    whole = [merged_weight(layer) if has_lora(layer) else linear_of(layer).weight for layer in layers]
+    if shard.size == 1:
+        return whole
+    return [shard.rows(weight) if split == "rows" else shard.columns(weight) for weight in whole]
+
+
+def bias_parts(bases: Sequence[Any], split: str, shard: Shard) -> list[Tensor]:
+    """This rank's part of each layer's bias."""
+    if shard.size == 1:
+        return [base.bias for base in bases]
+    return [shard.rows(base.bias) if split == "rows" else shard.once(base.bias) for base in bases]
 
 
 class Norm:
@@ -205,15 +204,19 @@ class DecodeWeights:
     def __init__(self, architecture: Architecture, shard: Shard = Shard()) -> None:
         self.architecture, self.shard = architecture, shard
         self.blocks = [BlockWeights(block, shard) for block in architecture.blocks]
-        outside = [architecture.tokens, architecture.head, architecture.positions, architecture.project_in]
-        outside += [architecture.project_out]
+        outside = [architecture.tokens, architecture.head, architecture.positions]
         by_id: dict[int, Any] = {id(module.weight): module.weight for module in outside if module is not None}
         self._whole = {key: whole(parameter) for key, parameter in by_id.items()}  # tied ones are held once
         self._whole_parameters: list[nn.Parameter] = list(by_id.values())
         self.final_norm = None if architecture.final_norm is None else Norm(architecture.final_norm)
-        norm = [] if architecture.final_norm is None else list(architecture.final_norm.parameters())
+        self.project_in, self.project_out = (
+            None if layer is None else Projection([layer], "rows", Shard())
+            for layer in (architecture.project_in, architecture.project_out)
+        )
+        modules = [architecture.final_norm, architecture.project_in, architecture.project_out]
+        others = [parameter for module in modules if module is not None for parameter in module.parameters()]
         # What is gathered together under ZeRO-3: all outside the layers, then layer by layer.
-        self._groups = [([*self._whole_parameters, *norm], self._outside())]
+        self._groups = [([*self._whole_parameters, *others], self._outside())]
         self._groups += [(block.parameters(), block.held) for block in self.blocks]
 
     def of(self, module: Any) -> Tensor:
@@ -229,7 +232,8 @@ class DecodeWeights:
 
     def _outside(self) -> list[Held]:
         """What does not belong to a layer."""
-        return [*self._whole.values(), *(self.final_norm.held if self.final_norm else [])]
+        others = [part for part in (self.final_norm, self.project_in, self.project_out) if part is not None]
+        return [*self._whole.values(), *(held for part in others for held in part.held)]
 
     def _held(self) -> list[Held]:
         return [held for _, group in self._groups for held in group]
