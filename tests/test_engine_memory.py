@@ -291,14 +291,16 @@ def test_a_norm_that_is_known_gives_the_step_that_deepspeed_takes(stage, dtype, 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_norm_is_found_once_a_step(stage, monkeypatch):
+    """Once by DeepSpeed at stage 3, group by group; below it by one call of ours, and never by DeepSpeed."""
     engine = tiny_engine(stage, "bf16")
-    calls = []
+    theirs, ours = [], []
     name = "get_grad_norm_direct"
-    real = getattr(type(engine.optimizer), name)
-    monkeypatch.setattr(type(engine.optimizer), name, lambda *args: calls.append(1) or real(*args))
+    real, real_ours = getattr(type(engine.optimizer), name), torch._foreach_norm
+    monkeypatch.setattr(type(engine.optimizer), name, lambda *args: theirs.append(1) or real(*args))
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *args, **kwargs: ours.append(1) or real_ours(*args, **kwargs))
     take_steps(engine, 1)
-    groups = len(engine.optimizer.fp16_groups if stage == 3 else engine.optimizer.bit16_groups)
-    assert len(calls) == groups
+    expected = (len(engine.optimizer.fp16_groups), 0) if stage == 3 else (0, 1)
+    assert (len(theirs), len(ours)) == expected
     assert {"scaled_global_norm", "_get_norm_groups", "check_overflow"} & vars(engine.optimizer).keys() == set()
 
 
