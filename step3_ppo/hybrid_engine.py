@@ -15,13 +15,12 @@ from pipeline.decode.ladder import Rung, RungSettings, choose_rung, decode_funct
 from pipeline.decode.room import check_copies_fit
 from pipeline.engine import TrainingEngine
 from pipeline.errors import InputError
+from pipeline.files import GIB
 from pipeline.generate import Prompt, RandomKey, Rollout, Sampling, generate_batches
 from pipeline.modeling import base_model
 from step3_ppo.config import PPOConfig
 
 log = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

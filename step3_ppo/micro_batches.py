@@ -85,8 +85,9 @@ def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longe
     share = len(rows) // world.size
     (mine,) = dealt(rows, lengths, world, share)
     # Of the rows that the ranks hold at one place: all ranks must cut at the same places.
-    whole = sorted((lengths.whole[row] for row in rows), reverse=True)[:: world.size]
-    longest = [round_up(length, lengths.unit) for length in whole]
+    whole = lengths.whole
+    ordered = sorted((whole[row] for row in rows), reverse=True)[:: world.size]
+    longest = [round_up(length, lengths.unit) for length in ordered]
     limit = longest_rows * longest[0] or SCORING_TOKENS
     batches, start = [], 0
     while start < share:

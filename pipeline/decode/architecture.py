@@ -14,7 +14,7 @@ FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 class UnsupportedModel(Exception):
-    """Why a model cannot take a fast path; the text is logged."""
+    """Why a model cannot take a fast path, or not here; the text is logged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pipeline.decode.architecture import UnsupportedModel, read_architecture
+from pipeline.decode.own_forward import OwnForward, check_own_forward
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.lora import is_lora
@@ -31,10 +33,6 @@ class RungSettings:
     positions: int = 0
 
 
-class Unavailable(Exception):
-    """Why a rung cannot be taken here."""
-
-
 def choose_rung(model: nn.Module, settings: RungSettings, device: torch.device) -> tuple[Rung, list[str]]:
     """The rung to take, and why each faster one was passed over.
 
@@ -50,34 +48,25 @@ def choose_rung(model: nn.Module, settings: RungSettings, device: torch.device) 
             if rung in checks:
                 checks[rung](model, settings, device)
             return rung, passed_over
-        except Unavailable as reason:
+        except UnsupportedModel as reason:
             passed_over.append(f"{rung}: {reason}")
     raise InputError(f"--generation_engine {settings.wanted}: {passed_over[0].split(': ', 1)[1]}; use auto")
 
 
 def _check_fused(model: Any, settings: RungSettings, device: torch.device) -> None:
     _check_kernels(settings, device)
-    from pipeline.decode.architecture import UnsupportedModel, read_architecture
-
-    try:
-        architecture = read_architecture(model)
-    except UnsupportedModel as reason:
-        raise Unavailable(str(reason)) from reason
+    architecture = read_architecture(model)
     if architecture.window is not None and settings.positions > architecture.window:
-        raise Unavailable(f"sequences of {settings.positions} tokens are longer than the window {architecture.window}")
+        raise UnsupportedModel(
+            f"sequences of {settings.positions} tokens are longer than the window {architecture.window}"
+        )
     if is_lora(model) and not settings.merge_lora:
-        raise Unavailable("it knows no adapters beside the weights (--merge_lora_for_generation false)")
+        raise UnsupportedModel("it knows no adapters beside the weights (--merge_lora_for_generation false)")
 
 
 def _check_static(model: Any, settings: RungSettings, device: torch.device) -> None:
     _check_kernels(settings, device)
-    from pipeline.decode.architecture import UnsupportedModel
-    from pipeline.decode.own_forward import check_own_forward
-
-    try:
-        check_own_forward(model)
-    except UnsupportedModel as reason:
-        raise Unavailable(str(reason)) from reason
+    check_own_forward(model)
 
 
 def _check_kernels(settings: RungSettings, device: torch.device) -> None:
@@ -85,19 +74,16 @@ def _check_kernels(settings: RungSettings, device: torch.device) -> None:
     try:
         import triton
     except ImportError:
-        raise Unavailable("triton is not installed") from None
+        raise UnsupportedModel("triton is not installed") from None
     interpreted = settings.wanted != "auto" and triton.knobs.runtime.interpret
     if device.type != "cuda" and not interpreted:
-        raise Unavailable("there is no CUDA device")
+        raise UnsupportedModel("there is no CUDA device")
 
 
 def decode_function(model: Any, rung: Rung, group: RankGroup) -> Any:
     """What a `generator.Generator` samples with; of the fused rung this rank's part, its weights not read yet."""
     if rung == "static":
-        from pipeline.decode.own_forward import OwnForward
-
         return OwnForward(model)
-    from pipeline.decode.architecture import read_architecture
     from pipeline.decode.step import DecodeModel
     from pipeline.decode.weights import DecodeWeights, Shard
 

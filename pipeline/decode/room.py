@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from pipeline.errors import InputError
+from pipeline.files import GIB
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 # Of the free memory that the cache may take; the rest is for activations and fragmentation.
 SHARE_OF_FREE_MEMORY = 0.9
 

@@ -241,13 +241,12 @@ class DecodeWeights:
     @property
     def num_bytes_to_copy(self) -> int:
         """At most, before anything is copied: weights in pieces, with adapters, or shared among ranks."""
-        parameters = [parameter for group, _ in self._groups for parameter in group]
-        sizes = {id(p): getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters}
         copied = self.shard.size > 1 or any(
             has_lora(block.block.q) or has_lora(block.block.down) for block in self.blocks
         )
-        whole = [p for p in parameters if copied or is_partitioned(p)]
-        return sum(sizes[key] for key in {id(p) for p in whole}) // self.shard.size
+        distinct: dict[int, Any] = {id(p): p for parameters, _ in self._groups for p in parameters}
+        found = [p for p in distinct.values() if copied or is_partitioned(p)]
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in found) // self.shard.size
 
     @property
     def num_copied_bytes(self) -> int:
