@@ -147,6 +147,11 @@ class DeepSpeedConfig(Group):
     stage3_param_persistence_threshold: int = Field(
         100_000, ge=0, description="Weights with fewer elements are never partitioned (stage 3)"
     )
+    zero3_gather: Literal["auto", "once", "layers"] = Field(
+        "auto",
+        description="When ZeRO-3 gathers weights to compute with: once a phase, or layer by layer; auto: once where "
+        "they take at most an eighth of the device",
+    )
     loss_scale: float = Field(0.0, ge=0, description="fp16 loss scale; 0: dynamic")
     initial_scale_power: int = Field(16, ge=0, description="fp16: the dynamic scale starts at 2 to this power")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale is doubled")

@@ -60,6 +60,12 @@ def read_environment() -> tuple[int, int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_size() -> int:
+    """Ranks on this machine, as torchrun or DeepSpeed's launcher says; all of them where neither does."""
+    environ = os.environ
+    return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ.get("WORLD_SIZE", "1"))
+
+
 def pick_device(local_rank: int) -> torch.device:
     """The rank's own CUDA device, or the CPU. Raises EnvironmentFault where there are fewer devices than ranks."""
     if not torch.cuda.is_available():
@@ -84,8 +90,7 @@ def start(*, timeout_s: int) -> World:
     rank, size, local_rank = read_environment()
     device = pick_device(local_rank)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size()))
     if not dist.is_initialized():
         join(device, timedelta(seconds=timeout_s))
     return World(rank, size, local_rank, device)
@@ -217,6 +222,10 @@ class RankGroup:
     def add(self, values: torch.Tensor) -> None:
         """Replace `values` by their element-wise sum over the group."""
         dist.all_reduce(values, group=self._group)
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Fill `whole` with the ranks' parts, in their order: flat, of one length and contiguous on every rank."""
+        dist.all_gather_into_tensor(whole, part, group=self._group)
 
     def any(self, value: bool, device: torch.device) -> bool:
         """Whether any rank of the group says so."""

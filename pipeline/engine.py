@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from deepspeed.utils import logger as deepspeed_logger
 from torch import nn
 
-from pipeline import dist
 from pipeline.engine_state import loss_scaler
+from pipeline.gradients import global_norm, wait_on_device
 from pipeline.memory import gradient_bytes
-from pipeline.modeling import base_model
 from pipeline.partitions import gathered
+from pipeline.zero3 import Gather, Weights, gathers_once, inputs_need_gradients, layer_classes, remove_hooks
 
 
 def start_deepspeed(*, deterministic: bool = False) -> None:
@@ -41,6 +41,7 @@ def start_deepspeed(*, deterministic: bool = False) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
     deepspeed_logger.setLevel(logging.WARNING)
+    deepspeed.utils.nvtx.enable_nvtx = False  # ranges for a profiler, pushed and popped thousands of times a step
     if get_accelerator().device_name() == "cpu":
         # Used by inference kernels only; building it takes a compiler and 50 s.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -63,33 +64,44 @@ def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
-def hook_whole_layers(module: Any, *, trained: bool) -> None:
-    """Let ZeRO-3 gather decoder layers as wholes: hooks at every linear layer cost more time than the gathering."""
-    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    found = {type(part).__name__ for part in module.modules()} & names
-    if not found:
-        return
-    deepspeed.utils.set_z3_leaf_modules(module, sorted(found))
-    if trained and not all(parameter.requires_grad for parameter in module.parameters()):
-        # With LoRA the first layer's input would need no gradient, and DeepSpeed not gather that layer going back.
-        base_model(module.model).enable_input_require_grads()
+def by_layer_or_once(module: Any, config: dict[str, Any], wanted: Gather) -> bool:
+    """Before DeepSpeed partitions a model: whether its weights are gathered once a phase, else layer by layer."""
+    if gathers_once(module, config, wanted):
+        return True
+    # Decoder layers as wholes: hooks at every linear layer cost more time than the gathering.
+    if classes := layer_classes(module):
+        deepspeed.utils.set_z3_leaf_modules(module, classes)
+        inputs_need_gradients(module)
+    return False
 
 
 class FrozenEngine:
     """A model that is only read: a ZeRO-3 engine when `config` says stage 3, else the plain model on its device."""
 
-    def __init__(self, module: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, config: dict[str, Any], device: torch.device, *, gather: Gather = "auto"
+    ) -> None:
         module.requires_grad_(False)
         self.module = module.eval()
-        self._forward: Any = module.to(device) if config["zero_optimization"]["stage"] < 3 else None
-        if self._forward is None:
-            hook_whole_layers(module, trained=False)
-            self._forward = deepspeed.initialize(model=module, config=config)[0]
-            self._forward.eval()
+        self.weights: Weights | None = None
+        if config["zero_optimization"]["stage"] < 3:
+            self._forward: Any = module.to(device)
+            return
+        once = by_layer_or_once(module, config, gather)
+        self._forward = deepspeed.initialize(model=module, config=config)[0]
+        self._forward.eval()
+        self.weights = Weights(module, self._forward.optimizer, once=once)
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.weights is not None:
+            self.weights.gather()
         return self._forward(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """The phase that read the model is over: what ZeRO-3 gathered for it goes."""
+        if self.weights is not None:
+            self.weights.let_go()
 
 
 class TrainingEngine:
@@ -103,12 +115,13 @@ class TrainingEngine:
         *,
         betas: tuple[float, float],
         eps: float,
+        gather: Gather = "auto",
     ) -> None:
         self.module: Any = module
         optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
         trainable = [parameter for group in groups for parameter in group["params"]]
-        if config["zero_optimization"]["stage"] == 3:
-            hook_whole_layers(module, trained=True)
+        partitioned = config["zero_optimization"]["stage"] == 3
+        once = partitioned and by_layer_or_once(module, config, gather)
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=trainable, config=config
         )
@@ -116,6 +129,8 @@ class TrainingEngine:
             # It took a step with zero gradients to allocate its states: Adam would count from 2, and weights decayed.
             self.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
+        self.weights = Weights(module, self.optimizer.parameter_offload, once=once) if partitioned else None
+        wait_on_device(self.optimizer)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.zero_stage: int = self.deepspeed.zero_optimization_stage()
         self.last_gradient_norm = 0.0
@@ -124,7 +139,14 @@ class TrainingEngine:
         self._norms: torch.Tensor | None = None  # what `gradient_norm` found of these gradients, as DeepSpeed has it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.weights is not None:
+            self.weights.gather()
         return self.deepspeed(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """What ZeRO-3 gathered for the forward passes until here goes; a step lets it go too."""
+        if self.weights is not None:
+            self.weights.let_go()
 
     @property
     def learning_rate(self) -> float:
@@ -212,6 +234,7 @@ class TrainingEngine:
     def discard(self) -> None:
         """Drop the gradients of this accumulation without a step, as DeepSpeed does after an overflow."""
         optimizer, self._norms = self.optimizer, None
+        self.let_go()
         if not math.isfinite(self.last_gradient_norm) and hasattr(optimizer, "_update_scale"):
             optimizer._update_scale(True)  # fp16: else the next steps would overflow too
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -241,59 +264,20 @@ class TrainingEngine:
         numbers of forward passes; with the hooks on, uneven lengths hang. Without `gather` neither happens: for a
         sampler that copies the weights itself and calls no module.
         """
+        self.let_go()
         self.deepspeed.eval()
         try:
-            if not (gather and self.partitions_weights):
+            if not gather or self.weights is None:
                 yield
                 return
             parameters = list(self.module.parameters())
             offload = self.optimizer.parameter_offload
             try:
                 with gathered(parameters):
-                    self._remove_hooks(offload, parameters)
+                    remove_hooks(offload, parameters)
                     yield
             finally:
-                offload._register_deepspeed_module(offload.module)
+                if not self.weights.once:
+                    offload._register_deepspeed_module(offload.module)
         finally:
             self.deepspeed.train()
-
-    @staticmethod
-    def _remove_hooks(offload: Any, parameters: Iterable[Any]) -> None:
-        for parameter in parameters:
-            parameter.ds_active_sub_modules.clear()
-        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
-            hook.remove()
-        offload.forward_hooks, offload.backward_hooks = [], []
-
-
-def global_norm(partition: Iterable[torch.Tensor]) -> torch.Tensor:
-    """(1,) fp32 L2 norm over all ranks' gradients, of which each rank holds a part; -1 where any is not finite.
-
-    DeepSpeed's own takes a kernel and a copy for every parameter.
-    """
-    norms = torch.stack(torch._foreach_norm(list(partition), dtype=torch.float32))
-    total = dist.sum_over_ranks(norms.double().square().sum()).sqrt().float()
-    return torch.where(total.isfinite(), total, -1.0).reshape(1)
-
-
-def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: torch.Tensor | float) -> bool:
-    """Step all engines, or none: where a loss or any gradient of any rank is not finite, all gradients are dropped.
-
-    Every rank decides alike: gradient norms are global, and the ranks' losses are looked at together. Each engine keeps
-    its norm as `last_gradient_norm`. A collective.
-
-    Args:
-        loss: this rank's, of any shape; or a number that is the sum over all ranks already.
-    """
-    for engine in engines:
-        engine.set_rate(rate_factor)  # also where the step is dropped: it is what is logged
-        engine.last_gradient_norm = engine.gradient_norm()
-    if isinstance(loss, torch.Tensor):
-        loss = dist.sum_over_ranks((loss * 0.0).sum()).item()  # NaN where any of them is not finite
-    if not math.isfinite(loss) or not all(math.isfinite(engine.last_gradient_norm) for engine in engines):
-        for engine in engines:
-            engine.discard()
-        return False
-    for engine in engines:
-        engine.step(rate_factor)
-    return True

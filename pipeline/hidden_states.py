@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pipeline.attention_kernels import choose_attention_kernel
 from pipeline.modeling import backbone, base_model
 
 
@@ -25,6 +26,7 @@ def hidden_states(
     positions: torch.Tensor | None
     if attention_mask.dim() == 2:
         check_padding(attention_mask)
+        choose_attention_kernel(model, *input_ids.shape)
         # A causal model never looks to the right: without a mask real tokens get the same numbers, and SDPA its flash
         # kernel. Given positions spare OPT the counting of a mask; one row of them is all that transformers looks
         # through in architectures that ask whether rows are packed.

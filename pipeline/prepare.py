@@ -29,6 +29,7 @@ from pipeline.parameter_groups import parameter_groups
 from pipeline.reward_model import TokenValueModel
 from pipeline.run import Run
 from pipeline.tokenizers import load_tokenizer, pad_policy
+from pipeline.zero3 import Gather
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ def deepspeed_json(
         max_grad_norm=optimizer.max_grad_norm,
         run_dir=run.folder,
         device=run.world.device.type,  # type: ignore[arg-type]
+        one_node=dist.local_size() == run.world.size,
         user_json=user,
         origins=run.resolved.origins,
     )
@@ -140,7 +142,12 @@ def with_lora(model: Any, config: ModelConfig, settings: DeepSpeedConfig, *, tas
 
 
 def training_engine(
-    module: CausalLM | TokenValueModel, config: ModelConfig, optimizer: OptimizerConfig, ds_json: dict[str, Any]
+    module: CausalLM | TokenValueModel,
+    config: ModelConfig,
+    optimizer: OptimizerConfig,
+    ds_json: dict[str, Any],
+    *,
+    gather: Gather,
 ) -> TrainingEngine:
     """`module` (a CausalLM or TokenValueModel) under DeepSpeed with its parameter groups."""
     if config.gradient_checkpointing:
@@ -152,7 +159,7 @@ def training_engine(
         lora_learning_rate=config.lora_learning_rate,
     )
     betas = (optimizer.adam_beta1, optimizer.adam_beta2)
-    return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps)
+    return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
 
 
 def make_facts(config: Any, loader: StepLoader[Any]) -> checkpoint.Facts:

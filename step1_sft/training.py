@@ -15,9 +15,10 @@ from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.causal_lm import CausalLM
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, to_device
-from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
+from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed
 from pipeline.errors import InputError
 from pipeline.flops import forward_work, training_mfu
+from pipeline.gradients import step_together
 from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
 from pipeline.model_fit import check_positions
@@ -229,7 +230,9 @@ def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
     if config.data.packing:
         keep_apart(model, device=run.world.device)
     model = with_lora(model, config.model, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)
-    return training_engine(CausalLM(model), config.model, config.optimizer, ds_json)
+    return training_engine(
+        CausalLM(model), config.model, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather
+    )
 
 
 def train_step(

@@ -13,8 +13,9 @@ from pipeline import checkpoint, dist
 from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, pair_lengths, to_device
-from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed, step_together
+from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed
 from pipeline.flops import forward_work, training_mfu
+from pipeline.gradients import step_together
 from pipeline.heartbeat import beat
 from pipeline.metrics import Recorder
 from pipeline.model_fit import check_positions
@@ -233,7 +234,7 @@ def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:
         )
     initialise_head(reward.model.score, seed=config.run.seed)
     reward.model = with_lora(reward.model, config.model, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
-    return training_engine(reward, config.model, config.optimizer, ds_json)
+    return training_engine(reward, config.model, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather)
 
 
 def train_step(

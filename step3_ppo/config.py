@@ -45,6 +45,11 @@ class SamplingConfig(Group):
     release_inference_cache: bool = Field(
         False, description="Give the memory of generation (cache, graph, copied weights) back after each rollout"
     )
+    rollout_weights: Literal["auto", "whole", "streamed"] = Field(
+        "auto",
+        description="The actor under ZeRO-3 while it generates: whole on each GPU, or streamed: layers come in turn; "
+        "auto: whole where it fits",
+    )
     inference_tp_size: int = Field(1, ge=1, description="GPUs that share the actor's weights while they generate")
     offload_optimizer_during_rollout: bool = Field(
         False, description="Optimizer states wait in host memory during a rollout, whose cache is given back after it"

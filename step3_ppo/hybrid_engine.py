@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pipeline import dist
 from pipeline.decode.ladder import Rung, RungSettings, choose_rung, decode_function
-from pipeline.decode.room import check_copies_fit
+from pipeline.decode.room import check_copies_fit, check_stream_fits, whole_weights_fit
 from pipeline.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.files import GIB
@@ -28,12 +28,14 @@ class GenerationOptions:
     """How the actor generates.
 
     rung: which rung to take, and with which adapters. release_cache: give the cache's memory back after each rollout.
-    group_size: ranks that share one copy of the weights during a rollout (tensor parallelism).
+    group_size: ranks that share one copy of the weights during a rollout (tensor parallelism). weights: whole on each
+    rank or group, or streamed: gathered a few layers at a time during each step.
     """
 
     rung: RungSettings = RungSettings()
     release_cache: bool = False
     group_size: int = 1
+    weights: Literal["auto", "whole", "streamed"] = "auto"
 
 
 def generation_options(config: PPOConfig) -> GenerationOptions:
@@ -45,6 +47,7 @@ def generation_options(config: PPOConfig) -> GenerationOptions:
         # Optimizer states that come back for the update need the room that the cache had.
         release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         group_size=sampling.inference_tp_size,
+        weights=sampling.rollout_weights,
     )
 
 
@@ -71,6 +74,9 @@ class HybridEngine:
             log.info("generation: not %s", line)
         log.info("generation: %s rung", self.rung)
         self._check_group()
+        if options.weights == "streamed" and (reason := self._why_not_streamed()):
+            raise InputError(f"--rollout_weights streamed: {reason}; else give auto")
+        self._stream: dist.RankGroup | None = None  # the ranks that share streamed weights
         self._generator: Any = None
         self._open = False
 
@@ -84,6 +90,18 @@ class HybridEngine:
             raise InputError(f"--inference_tp_size {size}: needs the fused rung, found {self.rung}")
         if heads % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
+
+    def _why_not_streamed(self) -> str | None:
+        """What stands against streamed weights, found and wanted."""
+        if not self.engine.partitions_weights:
+            return f"found --actor_zero_stage {self.engine.zero_stage}, wanted 3"
+        if dist.world_size() == 1:
+            return "found 1 rank, wanted several, which share the weights"
+        if self.group.size > 1:
+            return f"found --inference_tp_size {self.group.size}, wanted 1"
+        if self.rung != "fused":
+            return f"found the {self.rung} rung, wanted the fused one (--generation_engine)"
+        return None
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -104,24 +122,55 @@ class HybridEngine:
     def _prepare(self) -> None:
         """The decode function, with the weights as they are now."""
         first = self._generator is None
-        model = decode_function(self._model, self.rung, self.group) if first else self._generator.model
+        model = self._made_model() if first else self._generator.model
         if self.rung == "fused":
-            if first:
-                check_copies_fit(model.weights.num_bytes_to_copy, self._device)
             model.weights.refresh()
         if first:
-            from pipeline.decode.generator import Generator
-
-            self._generator = Generator(
-                model,
-                eos_ids=self.eos_ids,
-                pad_id=self.pad_id,
-                group=self.group,
-                positions=self.options.rung.positions,
-            )
+            self._generator = self._made_generator(model)
             if self.rung == "fused":
                 copied = model.weights.num_copied_bytes / GIB
                 log.info("generation: %.2f GiB of weights are copied beside the trained ones", copied)
+
+    def _made_model(self) -> Any:
+        """The decode function, its weights not read yet, where they fit."""
+        model = decode_function(self._model, self.rung, self.group)
+        if self.rung != "fused":
+            return model
+        if self._stream is None and self._streams(model):
+            self._stream = dist.RankGroup(dist.world_size())
+        if self._stream is None:
+            check_copies_fit(model.weights.num_bytes_to_copy, self._device)
+            return model
+        model = decode_function(self._model, self.rung, self.group, stream=self._stream)
+        check_stream_fits(model.weights, self._device)
+        return model
+
+    def _streams(self, whole: Any) -> bool:
+        """Whether the ranks share the weights, all or none of them; `whole` would hold them whole."""
+        if self.options.weights != "auto" or self._why_not_streamed():
+            return self.options.weights == "streamed"
+        row = whole.bytes_per_token * self.options.rung.positions
+        fit = whole_weights_fit(whole.weights.num_bytes_to_copy, row, self._device)
+        streams = dist.max_over_ranks(float(not fit), self._device) > 0
+        log.info("generation: weights are %s", "streamed: on some rank they do not fit" if streams else "whole")
+        return streams
+
+    def _made_generator(self, model: Any) -> Any:
+        from pipeline.decode.generator import Generator, Pace
+
+        pace = Pace()
+        if self._stream is not None:
+            from pipeline.decode.streaming import CommonPace
+
+            pace = CommonPace(model.weights, self._device)
+        return Generator(
+            model,
+            eos_ids=self.eos_ids,
+            pad_id=self.pad_id,
+            group=self.group,
+            positions=self.options.rung.positions,
+            pace=pace,
+        )
 
     def generate(
         self,

@@ -50,6 +50,12 @@ class Models:
         found = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "reward": self.reward}
         return {name: engine for name, engine in found.items() if engine is not None}
 
+    def let_go(self) -> None:
+        """The scoring of a rollout is over; what ZeRO-3 gathered of the critic stays for the update that follows."""
+        for engine in (self.reference, self.reward):
+            if engine is not None:
+                engine.let_go()
+
     @contextmanager
     def reference_policy(self) -> Iterator[Any]:
         """What gives reference log-probabilities: a model of its own, or the actor with its adapters off."""
@@ -139,7 +145,9 @@ def make_actor(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngin
             config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
         )
     model = with_lora(model, config.actor, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)
-    return training_engine(CausalLM(model), config.actor, config.optimizer, ds_json)
+    return training_engine(
+        CausalLM(model), config.actor, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather
+    )
 
 
 def make_critic(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngine:
@@ -158,7 +166,7 @@ def make_critic(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngi
     if config.ppo.normalise_scores:
         critic.score_mean, critic.score_std = score_constants(critic.model.source_config)
     critic.model = with_lora(critic.model, config.critic, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
-    return training_engine(critic, config.critic, config.optimizer, ds_json)
+    return training_engine(critic, config.critic, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather)
 
 
 def make_reference(run: Run, config: PPOConfig, dtype: torch.dtype) -> FrozenEngine | None:
@@ -172,7 +180,7 @@ def make_reference(run: Run, config: PPOConfig, dtype: torch.dtype) -> FrozenEng
         model = load_causal_lm(
             config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
         )
-    return FrozenEngine(CausalLM(model), ds_json, run.world.device)
+    return FrozenEngine(CausalLM(model), ds_json, run.world.device, gather=config.deepspeed.zero3_gather)
 
 
 def make_reward(run: Run, config: PPOConfig, path: str, dtype: torch.dtype) -> FrozenEngine:
@@ -182,7 +190,7 @@ def make_reward(run: Run, config: PPOConfig, path: str, dtype: torch.dtype) -> F
     )
     with partitioned_loading(ds_json):
         model = load_reward_model(path, dtype=dtype, attn_implementation=config.critic.attn_implementation)
-    return FrozenEngine(model, ds_json, run.world.device)
+    return FrozenEngine(model, ds_json, run.world.device, gather=config.deepspeed.zero3_gather)
 
 
 def log_probs_of(

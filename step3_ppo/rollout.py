@@ -143,6 +143,7 @@ def score(
     ref_log_probs, values, scores = each(
         batches, lambda *part: score_batch(models, *part, rows=rows, temperature=temperature)
     )
+    models.let_go()
     return Scores(log_probs, ref_log_probs, entropy, values, scores)
 
 

@@ -9,7 +9,8 @@ import torch
 from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step, to_device
-from pipeline.engine import TrainingEngine, step_together
+from pipeline.engine import TrainingEngine
+from pipeline.gradients import step_together
 from pipeline.random_numbers import permutation
 from pipeline.stopping import Stopping
 from pipeline.tensor_ops import masked_sum

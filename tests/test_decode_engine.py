@@ -17,9 +17,10 @@ from pipeline.causal_lm import CausalLM
 from pipeline.config import DeepSpeedConfig
 from pipeline.decode.ladder import RungSettings
 from pipeline.ds_config import training_config
-from pipeline.engine import TrainingEngine, start_deepspeed, step_together
+from pipeline.engine import TrainingEngine, start_deepspeed
 from pipeline.errors import InputError
 from pipeline.generate import GenerationStopped, RandomKey, Rollout, Sampling
+from pipeline.gradients import step_together
 from pipeline.lora import add_lora, merged_weight
 from pipeline.parameter_groups import parameter_groups
 from pipeline.partitions import gathered

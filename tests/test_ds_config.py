@@ -73,6 +73,21 @@ def test_one_rank_does_without_what_serves_several():
     assert built(user_json=said)["zero_optimization"]["stage"] == 2
 
 
+def test_ranks_of_one_machine_reduce_at_the_end_at_stage_1():
+    plain = built(zero_stage=1)["zero_optimization"]
+    together = built(zero_stage=1, one_node=True)["zero_optimization"]
+    assert plain["overlap_comm"] and plain["contiguous_gradients"]
+    assert together == plain | {"overlap_comm": False, "contiguous_gradients": False}
+    for stage in (0, 2, 3):
+        assert built(zero_stage=stage, one_node=True) == built(zero_stage=stage)
+    # What was asked for stays.
+    assert built(zero_stage=1, one_node=True, origins={"overlap_comm": "command line"})["zero_optimization"] == plain
+    said = {"zero_optimization": {"contiguous_gradients": True}}
+    assert built(zero_stage=1, one_node=True, user_json=said)["zero_optimization"] == plain
+    offloaded = built(DeepSpeedConfig(offload=True), zero_stage=1, one_node=True)["zero_optimization"]
+    assert offloaded["overlap_comm"]
+
+
 def test_fp16():
     settings = DeepSpeedConfig(loss_scale=128, initial_scale_power=8, loss_scale_window=50, hysteresis=1)
     assert built(settings, dtype="fp16")["fp16"] == {

@@ -18,7 +18,8 @@ from pipeline import dist
 from pipeline.causal_lm import CausalLM
 from pipeline.config import DeepSpeedConfig
 from pipeline.ds_config import training_config
-from pipeline.engine import FrozenEngine, TrainingEngine, start_deepspeed, step_together
+from pipeline.engine import FrozenEngine, TrainingEngine, start_deepspeed
+from pipeline.gradients import step_together
 from pipeline.lora import add_lora
 from pipeline.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
 from pipeline.modeling import load_causal_lm

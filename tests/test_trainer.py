@@ -29,10 +29,11 @@ from pipeline.data.datasets_cache import Built
 from pipeline.data.loader import Step
 from pipeline.data.templates import set_template
 from pipeline.ds_config import training_config
-from pipeline.engine import TrainingEngine, start_deepspeed, step_together
+from pipeline.engine import TrainingEngine, start_deepspeed
 from pipeline.errors import DivergedError, InputError
 from pipeline.flags import Resolved
 from pipeline.generate import GenerationStopped, Prompt, RandomKey, Sampling
+from pipeline.gradients import step_together
 from pipeline.metrics import check_name
 from pipeline.modeling import load_causal_lm
 from pipeline.parameter_groups import parameter_groups

@@ -113,16 +113,36 @@ class Arena:
         return graph
 
 
+class Pace:
+    """How ranks go through a rollout that wait for each other nowhere; `streaming.CommonPace` is the other way."""
+
+    def most(self, *wanted: int) -> Sequence[int]:
+        """The largest of each number over the ranks in step with this one."""
+        return wanted
+
+    def take_part(self) -> None:
+        """Help with a pass over prompts that only other ranks have."""
+
+
 class Generator:
     """Samples with a decode function; owns the arena. The ranks of `group` run the same rows side by side.
 
-    positions: room of a row of the cache from the start; longer sequences make it longer.
+    positions: room of a row of the cache from the start; longer sequences make it longer. pace: with which ranks it
+    makes its passes, though each has rows of its own; None: with none.
     """
 
     def __init__(
-        self, model: DecodeFunction, *, eos_ids: frozenset[int], pad_id: int, group: RankGroup, positions: int = 0
+        self,
+        model: DecodeFunction,
+        *,
+        eos_ids: frozenset[int],
+        pad_id: int,
+        group: RankGroup,
+        positions: int = 0,
+        pace: Pace | None = None,
     ) -> None:
         self.model, self.pad_id, self.group, self.positions = model, pad_id, group, positions
+        self.pace = pace or Pace()
         self._eos = padded_eos(eos_ids, model.device)
         self._arena: Arena | None = None
 
@@ -140,7 +160,7 @@ class Generator:
         """Sample `num_samples` responses to each prompt, `num_slots` of them at a time.
 
         Raises:
-            GenerationStopped: `should_stop` answered True, on any rank of the group.
+            GenerationStopped: `should_stop` answered True, on any rank of the group or in step with this one.
         """
         device = self.model.device
         prompt_ids = torch.tensor([prompt.prompt_id for prompt in prompts], dtype=torch.int64, device=device)
@@ -151,7 +171,7 @@ class Generator:
         arena = self._arena_for(job, max(self.positions, max(map(len, rows)) + sampling.max_new_tokens))
         arena.clear()
         arena.uniforms.copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
-        Round(arena, self.model, rows, num_samples, self.group).run(lambda: self.group.any(should_stop(), device))
+        Round(self, arena, rows, num_samples).run(lambda: self.group.any(should_stop(), device))
         self.group.check_same(arena.written.tokens)
         # One copy of what the next call writes over, in place of one a row.
         tokens, log_probs = arena.written.tokens.clone(), arena.written.log_probs.clone()
@@ -167,11 +187,13 @@ class Generator:
         )
 
     def _arena_for(self, job: Job, positions: int) -> Arena:
-        if self._arena is None or not self._arena.fits(job, positions):
+        stale = self._arena is None or not self._arena.fits(job, positions)
+        # Making one is passes over the layers: ranks in step make theirs together.
+        if any(self.pace.most(stale)) or self._arena is None:
             self._arena = None  # first, so that the old cache makes room for the new
             room = -(-positions // ROOM_UNIT) * ROOM_UNIT
-            found = affordable_slots(self.model, job.num_slots, room)
-            slots = checked_slots(self.group.least(found, self.model.device), self.model, room)
+            found = self.group.least(affordable_slots(self.model, job.num_slots, room), self.model.device)
+            slots = checked_slots(0 if any(self.pace.most(found == 0)) else found, self.model, room)
             self._arena = Arena(self.model, job, (slots, room), eos=self._eos, pad_id=self.pad_id)
         return self._arena
 
@@ -179,30 +201,38 @@ class Generator:
 class Round:
     """One call of generate: who waits, who sits where."""
 
-    def __init__(
-        self, arena: Arena, model: DecodeFunction, prompts: list[Tensor], num_samples: int, group: RankGroup
-    ) -> None:
-        self.arena, self.model, self.prompts, self.num_samples, self.group = arena, model, prompts, num_samples, group
+    def __init__(self, generator: Generator, arena: Arena, prompts: list[Tensor], num_samples: int) -> None:
+        self.model, self.group, self.pace = generator.model, generator.group, generator.pace
+        self.arena, self.prompts, self.num_samples = arena, prompts, num_samples
         self.waiting = deque(range(arena.job.num_rows))
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Until every response has its EOS or its last token."""
         free = list(range(self.arena.num_slots))
         while True:
-            if should_stop():
-                raise GenerationStopped
+            asked_to_stop = should_stop()
             # Few rows make a slow forward pass: wait until an eighth of the slots is free, or nothing else is left.
-            if self.waiting and (8 * len(free) >= self.arena.num_slots or len(free) >= len(self.waiting)):
-                self._fill(free)
-            if len(free) == self.arena.num_slots:
+            worth_it = 8 * len(free) >= self.arena.num_slots or len(free) >= len(self.waiting)
+            fills = self._fills(free) if worth_it else []
+            stop, passes, busy, waiting = self.pace.most(
+                asked_to_stop, len(fills), len(free) < self.arena.num_slots, bool(self.waiting)
+            )
+            if stop:
+                raise GenerationStopped
+            for taken, places in fills:
+                self._prefill(taken, places)
+            for _ in range(passes - len(fills)):
+                self.pace.take_part()
+            if not busy:
                 return
-            self.arena.advance(CHECK_EVERY_WHILE_WAITING if self.waiting else CHECK_EVERY)
+            self.arena.advance(CHECK_EVERY_WHILE_WAITING if waiting else CHECK_EVERY)
             # Of all ranks of the group: they must make the same steps, whatever the last bits of their logits.
             active = self.group.largest(self.arena.slots.active)
             free = [slot for slot, busy in enumerate(active.tolist()) if not busy]
 
-    def _fill(self, free: list[int]) -> None:
-        """Give free slots to waiting responses, run their prompts and draw their first tokens."""
+    def _fills(self, free: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Give free slots to waiting responses: (responses, their slots) of each pass over prompts."""
+        fills = []
         while free and self.waiting:
             taken: list[int] = []
             prompts: set[int] = set()
@@ -214,13 +244,15 @@ class Round:
                     break
                 prompts.add(prompt)
                 taken.append(self.waiting.popleft())
-            self._prefill(taken, [free.pop(0) for _ in taken])
+            fills.append((taken, [free.pop(0) for _ in taken]))
+        return fills
 
     def _unique(self, taken: list[int]) -> list[int]:
         """The prompts of responses, each once, in order."""
         return list(dict.fromkeys(row // self.num_samples for row in taken))
 
     def _prefill(self, taken: list[int], places: list[int]) -> None:
+        """Run the prompts of responses and draw their first tokens."""
         device, slots = self.model.device, self.arena.slots
         unique = self._unique(taken)
         number = {prompt: index for index, prompt in enumerate(unique)}

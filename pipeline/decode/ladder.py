@@ -80,12 +80,20 @@ def _check_kernels(settings: RungSettings, device: torch.device) -> None:
         raise UnsupportedModel("there is no CUDA device")
 
 
-def decode_function(model: Any, rung: Rung, group: RankGroup) -> Any:
-    """What a `generator.Generator` samples with; of the fused rung this rank's part, its weights not read yet."""
+def decode_function(model: Any, rung: Rung, group: RankGroup, *, stream: RankGroup | None = None) -> Any:
+    """What a `generator.Generator` samples with; of the fused rung this rank's part, its weights not read yet.
+
+    Args:
+        group: ranks that compute together, each with its part of a layer. stream: ranks that each compute alone with
+            whole layers, of which each keeps a slice.
+    """
     if rung == "static":
         return OwnForward(model)
     from pipeline.decode.step import DecodeModel
+    from pipeline.decode.streaming import StreamedWeights
     from pipeline.decode.weights import DecodeWeights, Shard
 
+    if stream is not None:
+        return DecodeModel(StreamedWeights(read_architecture(model), stream))
     weights = DecodeWeights(read_architecture(model), Shard(group.rank, group.size))
     return DecodeModel(weights, group.add if group.size > 1 else None)

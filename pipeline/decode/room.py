@@ -12,6 +12,8 @@ log = logging.getLogger(__name__)
 
 # Of the free memory that the cache may take; the rest is for activations and fragmentation.
 SHARE_OF_FREE_MEMORY = 0.9
+# Rows that must find space beside whole weights; with fewer at a time, streaming the weights is taken to be better.
+LEAST_ROWS = 8
 
 
 def free_bytes(device: torch.device) -> int:
@@ -35,8 +37,54 @@ def check_copies_fit(num_bytes: int, device: torch.device) -> None:
     if num_bytes > free:
         raise InputError(
             f"--generation_engine: the actor's weights take {num_bytes / GIB:.2f} GiB during a rollout, "
-            f"{free / GIB:.2f} GiB are free; share them among GPUs (--inference_tp_size), or make room "
-            "(--offload_optimizer_during_rollout)"
+            f"{free / GIB:.2f} GiB are free; share them among GPUs (--inference_tp_size; --actor_zero_stage 3 with "
+            "--rollout_weights auto), or make room (--offload_optimizer_during_rollout)"
+        )
+
+
+def whole_weights_fit(num_bytes: int, bytes_per_row: int, device: torch.device) -> bool:
+    """Whether copies of all weights leave space for a few rows of the cache; always on a CPU."""
+    if device.type != "cuda":
+        return True
+    free, cache = free_bytes(device), LEAST_ROWS * bytes_per_row
+    log.info(
+        "generation: whole weights take at most %.2f GiB, %d rows of the cache %.2f GiB, of %.2f GiB that are free",
+        num_bytes / GIB,
+        LEAST_ROWS,
+        cache / GIB,
+        free / GIB,
+    )
+    return num_bytes + cache <= SHARE_OF_FREE_MEMORY * free
+
+
+def check_stream_fits(weights: Any, device: torch.device) -> None:
+    """Log what streamed weights take.
+
+    Args:
+        weights: `streaming.StreamedWeights`.
+
+    Raises:
+        InputError: more than is free on a CUDA device.
+    """
+    if device.type != "cuda":
+        return
+    total, free = weights.num_bytes_to_copy / GIB, free_bytes(device) / GIB
+    log.info(
+        "generation: streamed weights take %.2f GiB (1/%d of the layers) + %.2f GiB (%d groups of %d layers) "
+        "+ %.2f GiB (whole on each rank) = %.2f GiB of the %.2f GiB that are free",
+        weights.slice_bytes / GIB,
+        weights.ranks.size,
+        weights.ring_bytes / GIB,
+        len(weights.groups[:2]),
+        len(weights.groups[0].layers),
+        weights.whole_bytes / GIB,
+        total,
+        free,
+    )
+    if total > free:
+        raise InputError(
+            f"--rollout_weights: also streamed, the actor's weights take {total:.2f} GiB during a rollout, {free:.2f} "
+            "GiB are free; take more GPUs, or make room (--offload_optimizer_during_rollout)"
         )
 
 

@@ -62,7 +62,8 @@ class DecodeModel:
     def bytes_per_token(self) -> int:
         """Of the cache, on this rank."""
         layout = self.layouts[0]
-        return 2 * len(self.layouts) * layout.num_kv_heads * layout.head_dim * self._head.element_size()
+        size = self.architecture.head.weight.element_size()  # also known before the weights are read
+        return 2 * len(self.layouts) * layout.num_kv_heads * layout.head_dim * size
 
     @property
     def _head(self) -> Tensor:
@@ -138,13 +139,13 @@ class DecodeModel:
         """All layers over x (T, H), overwritten; `mix` is the attention of a layer on its joined q, k and v."""
         blocks, architecture = self.weights.blocks, self.architecture
         if not architecture.norm_first:
-            for number, block in enumerate(blocks):
+            for number, block in enumerate(self.weights.in_turn()):
                 self._add(x, self._attention(block, number, x, positions, mix), block.attention_norm, out=x)
                 self._add(x, self._mlp(block, x), block.mlp_norm, out=x)
             return x if self.weights.final_norm is None else self._normed(x, self.weights.final_norm)
         h = self._normed(x, blocks[0].attention_norm)
         following = [*(block.attention_norm for block in blocks[1:]), self.weights.final_norm]
-        for number, (block, next_norm) in enumerate(zip(blocks, following, strict=True)):
+        for number, (block, next_norm) in enumerate(zip(self.weights.in_turn(), following, strict=True)):
             self._add(x, self._attention(block, number, h, positions, mix), block.mlp_norm, out=h)
             branch = self._mlp(block, h)
             if next_norm is None:

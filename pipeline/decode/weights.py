@@ -5,7 +5,7 @@ side), of layers with LoRA (merged: the base weights are never written), of weig
 rank's part under tensor parallelism. They keep their addresses, so that a CUDA graph stays valid after a refresh.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +84,10 @@ class Held:
             torch.cat(parts, out=self._copy)
         self.tensor = self._copy
 
+    def lie_in(self, place: Tensor) -> None:
+        """Copy to `place` from the next refresh on: contiguous, of the right shape, and somebody else's memory."""
+        self.tensor, self._copy, self._copied, self._seen = place, place, True, []
+
     @property
     def num_bytes(self) -> int:
         """Of the copy, 0 for a view."""
@@ -94,7 +98,7 @@ class Projection:
     """Linear layers joined along their outputs; `split` says how this rank's part is taken."""
 
     def __init__(self, layers: Sequence[Any], split: str, shard: Shard) -> None:
-        bases = [linear_of(layer) for layer in layers]
+        self._bases = bases = [linear_of(layer) for layer in layers]
         part = shard.size > 1 or any(is_partitioned(base.weight) for base in bases)
         merged = any(has_lora(layer) for layer in layers)
         # Not bound to this object: it would keep its copies alive until the next garbage collection.
@@ -105,6 +109,12 @@ class Projection:
     @property
     def held(self) -> list[Held]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
+
+    @property
+    def parameters(self) -> list[list[nn.Parameter]]:
+        """What each of `held` joins."""
+        weights = [base.weight for base in self._bases]
+        return [weights] if self._bias is None else [weights, [base.bias for base in self._bases]]
 
     @property
     def weight(self) -> Tensor:
@@ -137,6 +147,7 @@ class Norm:
     def __init__(self, module: Any) -> None:
         self._rms, self._eps = norm_kind(module)
         weight, bias = module.weight, getattr(module, "bias", None)
+        self.parameters: list[nn.Parameter] = [parameter for parameter in (weight, bias) if parameter is not None]
         self._weight = None if weight is None else whole(weight)
         self._bias = None if bias is None else whole(bias)
 
@@ -169,9 +180,17 @@ class BlockWeights:
         self.head_norms = None if block.head_norms is None else tuple(Norm(norm) for norm in block.head_norms)
 
     @property
+    def projections(self) -> list[Projection]:
+        return [self.qkv, self.out, self.up, self.down]
+
+    @property
+    def norms(self) -> list[Norm]:
+        return [self.attention_norm, self.mlp_norm, *(self.head_norms or ())]
+
+    @property
     def held(self) -> list[Held]:
-        parts: list[Projection | Norm] = [self.qkv, self.out, self.up, self.down, self.attention_norm, self.mlp_norm]
-        return [held for part in [*parts, *(self.head_norms or ())] for held in part.held]
+        parts: list[Projection | Norm] = [*self.projections, *self.norms]
+        return [held for part in parts for held in part.held]
 
     def parameters(self) -> list[nn.Parameter]:
         modules = [self.block.q, self.block.k, self.block.v, self.block.out, *self.block.up, self.block.down]
@@ -216,8 +235,8 @@ class DecodeWeights:
         modules = [architecture.final_norm, architecture.project_in, architecture.project_out]
         others = [parameter for module in modules if module is not None for parameter in module.parameters()]
         # What is gathered together under ZeRO-3: all outside the layers, then layer by layer.
-        self._groups = [([*self._whole_parameters, *others], self._outside())]
-        self._groups += [(block.parameters(), block.held) for block in self.blocks]
+        self._sources = [([*self._whole_parameters, *others], self._outside())]
+        self._sources += [(block.parameters(), block.held) for block in self.blocks]
 
     def of(self, module: Any) -> Tensor:
         """The weight of a module outside the layers."""
@@ -225,10 +244,18 @@ class DecodeWeights:
 
     def refresh(self) -> None:
         """Read the trained weights. Under ZeRO-3 a collective, a layer at a time."""
-        for parameters, group in self._groups:
-            with gathered(parameters):
-                for held in group:
-                    held.refresh()
+        for parameters, group in self._sources:
+            self._read(parameters, group)
+
+    @staticmethod
+    def _read(parameters: Sequence[nn.Parameter], group: Sequence[Held]) -> None:
+        with gathered(parameters):
+            for held in group:
+                held.refresh()
+
+    def in_turn(self) -> Iterator[BlockWeights]:
+        """The layers in order, as a pass over them wants them: each can be read until the next one is asked for."""
+        yield from self.blocks
 
     def _outside(self) -> list[Held]:
         """What does not belong to a layer."""
@@ -236,7 +263,7 @@ class DecodeWeights:
         return [*self._whole.values(), *(held for part in others for held in part.held)]
 
     def _held(self) -> list[Held]:
-        return [held for _, group in self._groups for held in group]
+        return [held for _, group in self._sources for held in group]
 
     @property
     def num_bytes_to_copy(self) -> int:
@@ -244,7 +271,7 @@ class DecodeWeights:
         copied = self.shard.size > 1 or any(
             has_lora(block.block.q) or has_lora(block.block.down) for block in self.blocks
         )
-        distinct: dict[int, Any] = {id(p): p for parameters, _ in self._groups for p in parameters}
+        distinct: dict[int, Any] = {id(p): p for parameters, _ in self._sources for p in parameters}
         found = [p for p in distinct.values() if copied or is_partitioned(p)]
         return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in found) // self.shard.size
 

@@ -166,8 +166,10 @@ class Jobs:
     def baseline(
         self, name: str, *, gpus: int = 1, zero_stage: int | None = None, actor: str = "actor"
     ) -> dict[str, Any]:
-        """DeepSpeed-Chat's loop with the same models, batch, lengths, dtype and ZeRO stage."""
+        """DeepSpeed-Chat's loop with the same models, batch, lengths, dtype and ZeRO stage; {} where it is left out."""
         options = self.options
+        if not options.baseline:
+            return {}
         micro = options.baseline_micro_batch or min(options.batch, 64)
         stage = options.zero_stage if zero_stage is None else zero_stage
         # A step at stage 3 takes over a minute: one of warm-up and one measured say enough.

@@ -59,8 +59,9 @@ def add_mfu(jobs: Jobs, run: dict[str, Any], *, full: bool = True) -> float | No
 
 def noted(jobs: Jobs, name: str, run: dict[str, Any], *, full: bool = True) -> dict[str, Any]:
     """`run` with its MFU, also where it is printed."""
-    add_mfu(jobs, run, full=full)
-    jobs.runs[name] |= run
+    if run:  # neither failed nor left out
+        add_mfu(jobs, run, full=full)
+        jobs.runs[name] |= run
     return run
 
 

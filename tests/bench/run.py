@@ -22,6 +22,7 @@ ACTOR, CRITIC, PROMPT, ANSWER = "1.3b", "350m", 256, 256
 SIZES = {
     "batch": (64, "sequences of a step on each GPU"),
     "micro_batch": (16, "sequences of a forward pass in this project's update, and in SFT and reward training"),
+    "baseline": (1, "0: DeepSpeed-Chat's loop is left out"),
     "baseline_micro_batch": (0, "sequences of a forward pass in DeepSpeed-Chat's loop; 0: the batch, at most 64"),
     "baseline_steps": (0, "measured steps of DeepSpeed-Chat's loop; 0: as --steps, one of one warm-up at stage 3"),
     "prompt": (PROMPT, "tokens of a prompt"),

@@ -12,8 +12,9 @@ from deepspeed.utils import safe_get_full_grad
 
 from pipeline import dist
 from pipeline.data.batching import plan_step
-from pipeline.engine import TrainingEngine, step_together
+from pipeline.engine import TrainingEngine
 from pipeline.flags import parse
+from pipeline.gradients import step_together
 from pipeline.partitions import gathered
 from pipeline.run import Run, StopRequest
 

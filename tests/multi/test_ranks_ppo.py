@@ -125,7 +125,10 @@ def test_last_rollout_of_an_epoch_masks_its_fillers(found: Found) -> None:
     assert not first["experience"]["response_mask"][4:].any()
 
 
-@pytest.mark.parametrize("case", ["z1 offload", "z2 offload", "z3 offload", "z3 unpartitioned", "z3 actor z0 critic"])
+PARTITIONED = ["z3 by layers", "z3 unpartitioned", "z3 actor z0 critic"]
+
+
+@pytest.mark.parametrize("case", ["z1 offload", "z2 offload", "z3 offload", *PARTITIONED])
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
         assert_equal_rollouts(mine, found[1][0]["z0 m2"])

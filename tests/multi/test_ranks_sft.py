@@ -60,7 +60,9 @@ def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
         assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["z1 offload", "z2 offload", "z3 offload", "z3 offload parameters", UNPARTITIONED])
+@pytest.mark.parametrize(
+    "case", ["z1 offload", "z2 offload", "z3 offload", "z3 offload parameters", "z3 by layers", UNPARTITIONED]
+)
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     reference = found[1][0]["z0 m2"]
     for mine in every_rank(found, case):

@@ -17,8 +17,9 @@ from pipeline.config import DeepSpeedConfig
 from pipeline.decode import generator
 from pipeline.decode.ladder import RungSettings
 from pipeline.ds_config import training_config
-from pipeline.engine import TrainingEngine, step_together
+from pipeline.engine import TrainingEngine
 from pipeline.generate import GenerationStopped, Rollout, Sampling
+from pipeline.gradients import step_together
 from pipeline.parameter_groups import parameter_groups
 from pipeline.partitions import gathered
 from step3_ppo.hybrid_engine import GenerationOptions, HybridEngine

@@ -359,6 +359,7 @@ def cases() -> dict[str, Any]:
     whole = ("--stage3_param_persistence_threshold", 100_000)
     found["z3 unpartitioned"] = partial(rollouts, micro=micro, stage=3, words=whole)
     found["z3 unpartitioned saved"] = partial(saved, stage=3, words=whole)
+    found["z3 by layers"] = partial(rollouts, micro=micro, stage=3, words=("--zero3_gather", "layers"))
     offload = ("--offload", "--offload_parameters", "--offload_reference_model", "--offload_reward_model")
     found["z3 offload"] = partial(rollouts, micro=micro, stage=3, words=offload)
     found["z3 offload bad actor"] = partial(bad_gradient, stage=3, engine="actor", words=("--offload",))

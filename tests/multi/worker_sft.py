@@ -187,6 +187,7 @@ def cases() -> dict[str, Any]:
     found["z3 unpartitioned"] = partial(steps, micro=2, words=whole)
     found["z3 unpartitioned saved"] = partial(saved, micro=2, words=whole)
     found["z3 unpartitioned saved lora"] = partial(saved, micro=2, words=(*whole, *lora))
+    found["z3 by layers"] = partial(steps, micro=2, words=("--zero_stage", 3, "--zero3_gather", "layers"))
     found["z3 offload parameters"] = partial(
         steps, micro=2, words=("--zero_stage", 3, "--offload", "--offload_parameters")
     )

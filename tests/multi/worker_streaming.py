@@ -1,0 +1,129 @@
+"""Layers that are gathered in turn during each step: what tests/multi/test_ranks_streaming.py compares."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from decode_models import KEY, NUM_TOKENS, PAD, llama, opt, random_prompts
+from group import run_cases
+from stages import current_world
+from worker_decode import FUSED, change_weights, engine_of, findings
+from worker_ppo import setup, tensors_of
+
+from pipeline import dist
+from pipeline.decode import generator, streaming
+from pipeline.engine import TrainingEngine
+from pipeline.generate import GenerationStopped, Rollout, Sampling
+from pipeline.lora import add_lora
+from step3_ppo import hybrid_engine
+from step3_ppo.hybrid_engine import GenerationOptions, HybridEngine
+
+WHOLE, STREAMED = (replace(FUSED, weights=weights) for weights in ("whole", "streamed"))
+# Of rank 0 and of rank 1: six responses in four slots, two in two.
+PROMPTS = [random_prompts((3, 5, 1), seed=4), random_prompts((4,), seed=7)]
+PROMPTS_AT_ONCE = [2, 1]
+# Every other token, so that short responses end at different times.
+ENDS = frozenset(range(2, NUM_TOKENS, 2))
+
+
+def lora() -> Any:
+    settings: dict[str, Any] = {"dim": 3, "alpha": 12, "dropout": 0.0, "module_name": "all-linear", "seed": 1}
+    return add_lora(opt(num_attention_heads=1), only_lora=True, task="CAUSAL_LM", **settings)
+
+
+MAKERS = {
+    "opt": partial(opt, num_attention_heads=1),
+    "llama": partial(llama, num_hidden_layers=3, attention_bias=True),
+    "lora": lora,
+}
+
+
+def hybrid_of(engine: TrainingEngine, options: GenerationOptions) -> HybridEngine:
+    return HybridEngine(engine, eos_ids=ENDS, pad_id=PAD, options=options)
+
+
+def sampled(hybrid: HybridEngine, **more: Any) -> Rollout:
+    rank = current_world().rank
+    with hybrid.generation():
+        return hybrid.generate(
+            PROMPTS[rank], num_samples=2, sampling=Sampling(3), key=KEY, batch_size=PROMPTS_AT_ONCE[rank], **more
+        )
+
+
+def groups_of(hybrid: HybridEngine) -> list[int]:
+    """Layers of each group that is gathered; none where the weights are whole."""
+    weights = hybrid._generator.model.weights
+    return [len(group.layers) for group in weights.groups] if isinstance(weights, streaming.StreamedWeights) else []
+
+
+def compared(inputs: Path, name: str) -> dict[str, Any]:
+    """Rollouts before and after a change of all weights, whole and streamed."""
+    engine = engine_of(MAKERS[name](), 3)
+    hybrids = {"whole": hybrid_of(engine, WHOLE), "streamed": hybrid_of(engine, STREAMED)}
+    first = {kind: findings(sampled(hybrid)) for kind, hybrid in hybrids.items()}
+    addresses = hybrids["streamed"]._generator.model.addresses()
+    change_weights(engine)
+    second = {kind: findings(sampled(hybrid)) for kind, hybrid in hybrids.items()}
+    weights = hybrids["streamed"]._generator.model.weights
+    return {
+        "first": first,
+        "second": second,
+        "groups": {kind: groups_of(hybrid) for kind, hybrid in hybrids.items()},
+        "same addresses": addresses == hybrids["streamed"]._generator.model.addresses(),
+        "bytes": [weights.num_copied_bytes, weights.slice_bytes, weights.ring_bytes],
+    }
+
+
+def stopped(inputs: Path) -> dict[str, Any]:
+    """One rank is asked to stop: none goes on; the next rollout is whole."""
+    hybrid = hybrid_of(engine_of(MAKERS["opt"](), 3), STREAMED)
+    asked: list[None] = []
+
+    def should_stop() -> bool:
+        asked.append(None)
+        return current_world().rank == 1 and len(asked) > 2
+
+    try:
+        sampled(hybrid, should_stop=should_stop)
+        ended = False
+    except GenerationStopped:
+        ended = True
+    return {"stopped": ended, "asked": len(asked), "next": findings(sampled(hybrid))}
+
+
+def decided(inputs: Path) -> dict[str, Any]:
+    """Weights that do not fit on rank 1 alone are streamed on both."""
+    engine = engine_of(MAKERS["opt"](), 3)
+    found = {}
+    for what, fit in {"does not fit": current_world().rank == 0, "fits": True}.items():
+        hybrid_engine.whole_weights_fit = lambda *_, fit=fit: fit
+        hybrid = hybrid_of(engine, FUSED)
+        with hybrid.generation():
+            found[what] = groups_of(hybrid)
+    return found
+
+
+def step_3(inputs: Path) -> dict[str, Any]:
+    """The responses of a rollout of step 3 with the flag."""
+    words = ("--generation_engine", "fused", "--rollout_weights", "streamed", "--max_answer_seq_len", 2)
+    loop = setup(inputs, 1, words, stage=3)
+    hybrid = loop.phases.hybrid
+    streamed = tensors_of(loop.phases.collect().responses)
+    groups = groups_of(hybrid)
+    loop.phases.hybrid = HybridEngine(hybrid.engine, eos_ids=hybrid.eos_ids, pad_id=hybrid.pad_id, options=WHOLE)
+    return {"streamed": streamed, "groups": groups, "whole": tensors_of(loop.phases.collect().responses)}
+
+
+def cases() -> dict[str, Any]:
+    found: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}
+    return found | {"stopped": stopped, "decided": decided, "step 3": step_3}
+
+
+if __name__ == "__main__":
+    generator.CHECK_EVERY, generator.CHECK_EVERY_WHILE_WAITING = 2, 1
+    # Prompts of six tokens at once, padding counted: a fill takes several passes, and not as many on each rank.
+    generator.PREFILL_TOKENS = 6
+    streaming.GROUP_BYTES = 1  # each layer is a group
+    assert dist.read_environment()[1] == 2
+    run_cases(cases())
