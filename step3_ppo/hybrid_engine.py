@@ -156,7 +156,8 @@ class HybridEngine:
         return streams
 
     def _made_generator(self, model: Any) -> Any:
-        from pipeline.decode.generator import Generator, Pace
+        from pipeline.decode.generator import Generator
+        from pipeline.decode.refill import Pace
 
         pace = Pace()
         if self._stream is not None:

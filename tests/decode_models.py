@@ -26,9 +26,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pipeline.decode import generator as generator_module
+from pipeline.decode import refill
 from pipeline.decode.architecture import read_architecture
-from pipeline.decode.generator import DecodeFunction, Generator
+from pipeline.decode.arena import DecodeFunction
+from pipeline.decode.generator import Generator
 from pipeline.decode.own_forward import OwnForward
 from pipeline.decode.step import DecodeModel
 from pipeline.decode.weights import DecodeWeights
@@ -178,5 +179,5 @@ def assert_same(mine: Rollout, theirs: Rollout, *, tolerance: float = 1e-5) -> N
 
 def fewer_idle_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for rows that have ended often: in the interpreter a step costs more than a look."""
-    monkeypatch.setattr(generator_module, "CHECK_EVERY", 2)
-    monkeypatch.setattr(generator_module, "CHECK_EVERY_WHILE_WAITING", 1)
+    monkeypatch.setattr(refill, "CHECK_EVERY", 2)
+    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", 1)

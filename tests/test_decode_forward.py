@@ -12,7 +12,7 @@ import pytest
 import torch
 from decode_models import DEVICE, FUSED, PAD, STATIC, fused, llama, opt, plain_logits, random_ids
 
-from pipeline.decode.generator import DecodeFunction
+from pipeline.decode.arena import DecodeFunction
 from pipeline.decode.own_forward import OwnForward
 from pipeline.tensor_ops import pad_rows
 

@@ -21,7 +21,8 @@ from decode_models import (
     rollouts,
 )
 
-from pipeline.decode import generator
+from pipeline.decode import generator, refill
+from pipeline.decode.arena import Arena
 from pipeline.decode.generator import Generator
 from pipeline.decode.own_forward import OwnForward
 from pipeline.decode.room import affordable_slots, check_copies_fit, checked_slots
@@ -70,6 +71,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.4},
     "all of it": {"top_p": 0.8, "top_k": 20, "temperature": 1.4, "num_samples": 2, "num_slots": 4},
 }
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["one slot", "two slots, three samples", "every token is an end", "one token", "all of it"]
+)
+def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
+    """Looks of a turn ago, as with a GPU: a slot that was filled since is not given away once more."""
+    monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset({"cpu"}))
+    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", every)
+    test_the_static_rung_samples_what_the_eager_loop_does(name)
+
+
+@pytest.mark.parametrize("looks_behind", [(), ("cpu",)])
+@pytest.mark.parametrize(
+    ("num_slots", "steps", "ends"), [(6, 6, ()), (3, 12, ()), (1, 36, ()), (6, 5, range(NUM_TOKENS))]
+)
+def test_no_step_is_made_that_nobody_needs(monkeypatch, num_slots, steps, ends, looks_behind):
+    """Six responses of seven tokens, the first of which the pass over the prompt draws; or that end there, unseen."""
+    monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset(looks_behind))
+    monkeypatch.setattr(refill, "CHECK_EVERY", 5)
+    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", 4)
+    made, advance = [], Arena.advance
+    monkeypatch.setattr(Arena, "advance", lambda arena, count: (made.append(count), advance(arena, count))[1])
+    model = opt()
+    rollouts(model, OwnForward(model), PROMPTS, sampling=Sampling(7), num_samples=2, num_slots=num_slots, ends=ends)
+    assert sum(made) == steps and max(made) <= 5
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:
@@ -172,7 +200,7 @@ def test_a_slightly_longer_prompt_finds_room_in_the_same_buffers():
 @pytest.mark.parametrize("limit", [1, 6, 9])
 def test_prompts_run_in_parts_of_bounded_size(monkeypatch, limit):
     """A part holds `limit` tokens, padding counted, or one prompt."""
-    monkeypatch.setattr(generator, "PREFILL_TOKENS", limit)
+    monkeypatch.setattr(refill, "PREFILL_TOKENS", limit)
     model = llama()
     function = OwnForward(model)
     shapes = watched_prompts(function, monkeypatch)

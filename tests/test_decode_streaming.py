@@ -29,8 +29,10 @@ from tiny_run import make_folder
 
 from pipeline.decode import streaming
 from pipeline.decode.architecture import read_architecture
-from pipeline.decode.generator import Arena, Generator, Pace
+from pipeline.decode.arena import Arena
+from pipeline.decode.generator import Generator
 from pipeline.decode.own_forward import OwnForward
+from pipeline.decode.refill import Pace
 from pipeline.decode.room import check_stream_fits, whole_weights_fit
 from pipeline.decode.step import DecodeModel
 from pipeline.decode.streaming import ALIGNMENT, Ring, Spec, StreamedWeights, plan_groups
@@ -193,7 +195,7 @@ PROMPTS = random_prompts((3, 1))
 
 
 class Others(Pace):
-    """Ranks beside this one: in their first turn they run prompts twice, and they need six turns."""
+    """Ranks beside this one: in their first turn they run prompts twice, and they have steps left for six turns."""
 
     def __init__(self) -> None:
         self.turns, self.helped, self.stops = 0, 0, False
@@ -201,10 +203,10 @@ class Others(Pace):
     def most(self, *wanted: int) -> list[int]:
         if len(wanted) == 1:
             return list(wanted)
-        stop, passes, busy, waiting = wanted
+        stop, passes, left, waiting = wanted
         self.turns += 1
-        theirs = (self.stops, 2 if self.turns == 1 else 0, self.turns < 6, False)
-        return [max(pair) for pair in zip((stop, passes, busy, waiting), theirs, strict=True)]
+        theirs = (self.stops, 2 if self.turns == 1 else 0, 2 if self.turns < 6 else 0, False)
+        return [max(pair) for pair in zip((stop, passes, left, waiting), theirs, strict=True)]
 
     def take_part(self) -> None:
         self.helped += 1

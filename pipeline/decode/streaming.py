@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decode.architecture import Architecture
-from pipeline.decode.generator import Pace
+from pipeline.decode.refill import Pace
 from pipeline.decode.weights import BlockWeights, DecodeWeights, Held
 from pipeline.dist import RankGroup
 

@@ -129,7 +129,7 @@ def test_a_replayed_graph_is_the_step_itself(model, make, monkeypatch):
     graphed = generator_of(make(model), ENDS)
     found = [graphed.generate(prompts, **settings) for _ in range(2)]
     assert graphed._arena._graph is not None
-    monkeypatch.setattr("pipeline.decode.generator.Arena._captured", lambda arena: None)
+    monkeypatch.setattr("pipeline.decode.arena.Arena._captured", lambda arena: None)
     found.append(generator_of(make(model), ENDS).generate(prompts, **settings))
     for other in found[1:]:
         assert_same(found[0], other, tolerance=0.0)

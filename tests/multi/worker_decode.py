@@ -14,7 +14,7 @@ from worker_ppo import setup, tensors_of
 from pipeline import dist
 from pipeline.causal_lm import CausalLM
 from pipeline.config import DeepSpeedConfig
-from pipeline.decode import generator
+from pipeline.decode import refill
 from pipeline.decode.ladder import RungSettings
 from pipeline.ds_config import training_config
 from pipeline.engine import TrainingEngine
@@ -133,5 +133,5 @@ def cases() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    generator.CHECK_EVERY, generator.CHECK_EVERY_WHILE_WAITING = 2, 1
+    refill.CHECK_EVERY, refill.CHECK_EVERY_WHILE_WAITING = 2, 1
     run_cases(cases())

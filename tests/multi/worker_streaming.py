@@ -12,7 +12,7 @@ from worker_decode import FUSED, change_weights, engine_of, findings
 from worker_ppo import setup, tensors_of
 
 from pipeline import dist
-from pipeline.decode import generator, streaming
+from pipeline.decode import refill, streaming
 from pipeline.engine import TrainingEngine
 from pipeline.generate import GenerationStopped, Rollout, Sampling
 from pipeline.lora import add_lora
@@ -121,9 +121,9 @@ def cases() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    generator.CHECK_EVERY, generator.CHECK_EVERY_WHILE_WAITING = 2, 1
+    refill.CHECK_EVERY, refill.CHECK_EVERY_WHILE_WAITING = 2, 1
     # Prompts of six tokens at once, padding counted: a fill takes several passes, and not as many on each rank.
-    generator.PREFILL_TOKENS = 6
+    refill.PREFILL_TOKENS = 6
     streaming.GROUP_BYTES = 1  # each layer is a group
     assert dist.read_environment()[1] == 2
     run_cases(cases())
