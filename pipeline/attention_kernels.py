@@ -14,6 +14,12 @@ PASSES_BEFORE_A_PLAN = 16
 _passes: Counter[tuple[int, int, int, bool]] = Counter()
 
 
+def avoid_plans() -> None:
+    """Before a forward pass that is short of attention and has a shape of its own, as passes over prompts are."""
+    if torch.cuda.is_available():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def choose_attention_kernel(model: object, rows: int, width: int) -> None:
     """Before a forward pass of `model` over `rows` x `width` tokens; holds until the next call.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline import attention_kernels
-from pipeline.attention_kernels import PASSES_BEFORE_A_PLAN, choose_attention_kernel
+from pipeline.attention_kernels import PASSES_BEFORE_A_PLAN, avoid_plans, choose_attention_kernel
 
 
 @pytest.fixture
@@ -38,6 +38,13 @@ def test_other_shapes_models_and_passes_without_gradients_count_apart(cudnn: lis
     assert not any(cudnn)
     choose_attention_kernel(model, 16, 512)
     assert cudnn[-1]
+
+
+def test_passes_over_prompts_plan_nothing(cudnn: list[bool]) -> None:
+    for _ in range(PASSES_BEFORE_A_PLAN + 1):
+        choose_attention_kernel(None, 16, 512)
+    avoid_plans()
+    assert cudnn[-2:] == [True, False]
 
 
 def test_deterministic_runs_do_not_depend_on_what_came_before(cudnn: list[bool]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.attention_kernels import choose_attention_kernel
+from pipeline.attention_kernels import avoid_plans
 from pipeline.decode.architecture import rotary_table
 from pipeline.decode.attention import attend, store_prompts
 from pipeline.decode.layer_kernels import Branch, Rotary, add_norm, rotate, silu_gate
@@ -94,7 +94,7 @@ class DecodeModel:
             slots, source: (R,) int64: cache row slots[i] gets prompt source[i] (several samples share a prompt).
         """
         rows, width = ids.shape
-        choose_attention_kernel(self, rows, width)
+        avoid_plans()
         positions = torch.arange(width, dtype=torch.int32, device=ids.device).repeat(rows)
         shape = (rows, width)
 
