@@ -29,13 +29,15 @@ class GenerationOptions:
 
     rung: which rung to take, and with which adapters. release_cache: give the cache's memory back after each rollout.
     group_size: ranks that share one copy of the weights during a rollout (tensor parallelism). weights: whole on each
-    rank or group, or streamed: gathered a few layers at a time during each step.
+    rank or group, or streamed: gathered a few layers at a time during each step. slots: responses of a rank at once
+    that there is room for from the start.
     """
 
     rung: RungSettings = RungSettings()
     release_cache: bool = False
     group_size: int = 1
     weights: Literal["auto", "whole", "streamed"] = "auto"
+    slots: int = 0
 
 
 def generation_options(config: PPOConfig) -> GenerationOptions:
@@ -48,6 +50,10 @@ def generation_options(config: PPOConfig) -> GenerationOptions:
         release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         group_size=sampling.inference_tp_size,
         weights=sampling.rollout_weights,
+        slots=max(
+            sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
+            config.optimizer.per_device_eval_batch_size,
+        ),
     )
 
 
@@ -170,6 +176,7 @@ class HybridEngine:
             pad_id=self.pad_id,
             group=self.group,
             positions=self.options.rung.positions,
+            slots=self.options.slots * self.group.size,
             pace=pace,
         )
 

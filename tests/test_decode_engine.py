@@ -216,9 +216,12 @@ def test_flags_become_options():
             "data": {"data_path": ["d"], "max_prompt_seq_len": 30},
             "sampling": {
                 "max_answer_seq_len": 12, "generation_engine": "static", "merge_lora_for_generation": False,
-                "release_inference_cache": True, "inference_tp_size": 4,
+                "release_inference_cache": True, "inference_tp_size": 4, "rollout_weights": "whole",
+                "per_device_generation_batch_size": 7, "num_samples_per_prompt": 3,
             },
         }
     )  # fmt: skip
-    expected = GenerationOptions(RungSettings("static", merge_lora=False, positions=42), True, 4)
-    assert generation_options(config) == expected
+    rung = RungSettings("static", merge_lora=False, positions=42)
+    assert generation_options(config) == GenerationOptions(rung, True, 4, "whole", slots=21)
+    config.optimizer.per_device_eval_batch_size = 30
+    assert generation_options(config).slots == 30

@@ -11,6 +11,7 @@ from decode_models import (
     EOS,
     FUNCTIONS,
     NUM_TOKENS,
+    PAD,
     assert_same,
     fewer_idle_steps,
     fused,
@@ -26,6 +27,7 @@ from pipeline.decode.arena import Arena
 from pipeline.decode.generator import Generator
 from pipeline.decode.own_forward import OwnForward
 from pipeline.decode.room import affordable_slots, check_copies_fit, checked_slots
+from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.generate import GenerationStopped, RandomKey, Sampling
 
@@ -155,16 +157,45 @@ def test_a_rollout_is_not_written_over_by_the_next():
     assert_same(first, expected)
 
 
-@pytest.mark.parametrize("change", ["rows", "slots", "sampling", "longer prompts"])
-def test_other_shapes_get_other_buffers(change):
+CHANGES: dict[str, dict[str, Any]] = {
+    "more rows": {"num_samples": 2},
+    "more slots": {"num_slots": 3},
+    "sampling": {"sampling": Sampling(5, top_k=2)},
+    "longer prompts": {"prompts": random_prompts((3, 61, 5))},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_larger_jobs_and_other_sampling_get_other_buffers(change):
     model = llama()
     gen = generator_of(OwnForward(model), ENDS)
-    rollouts(model, gen, PROMPTS, sampling=Sampling(5))
+    usual = {"prompts": PROMPTS, "sampling": Sampling(5), "num_slots": 2}
+    rollouts(model, gen, **usual)
     arena = gen._arena
-    prompts = PROMPTS[:2] if change == "rows" else random_prompts((3, 61, 5)) if change == "longer prompts" else PROMPTS
-    sampling = Sampling(5, top_k=2) if change == "sampling" else Sampling(5)
-    assert_same(*rollouts(model, gen, prompts, sampling=sampling, num_slots=2 if change == "slots" else 3, ends=ENDS))
+    assert_same(*rollouts(model, gen, **(usual | CHANGES[change]), ends=ENDS))
     assert gen._arena is not arena
+
+
+def test_evaluations_between_rollouts_take_their_buffers():
+    """Fewer rows at once, and more of them: after one of each, nothing is made anew."""
+    model = llama()
+    gen = generator_of(OwnForward(model), ENDS)
+    rollout = {"prompts": PROMPTS[:2], "num_samples": 2, "num_slots": 4}
+    evaluation = {"prompts": [*PROMPTS, *random_prompts((4, 2, 6), seed=9)], "num_slots": 2}
+    arenas = []
+    for job in (rollout, evaluation, rollout, evaluation):
+        assert_same(*rollouts(model, gen, **job, sampling=Sampling(5), ends=ENDS))
+        arenas.append(gen._arena)
+    assert arenas[0] is not arenas[1] and arenas[1] is arenas[2] is arenas[3]
+    assert arenas[3].num_slots == 4 and arenas[3].job.num_rows == 6
+
+
+def test_the_number_of_slots_does_not_follow_from_who_came_first():
+    """In 16 bits the last bits of a product depend on its rows: a resumed run may evaluate before it samples."""
+    model = llama()
+    gen = Generator(OwnForward(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), slots=5)
+    assert_same(*rollouts(model, gen, PROMPTS[:1], sampling=Sampling(5), num_slots=1, ends=ENDS))
+    assert gen._arena.num_slots == 5
 
 
 def test_weights_that_move_get_other_buffers():

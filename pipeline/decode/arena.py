@@ -32,9 +32,21 @@ class Job:
     num_rows: int
     sampling: Sampling
 
+    def holds(self, other: "Job") -> bool:
+        """Whether what was made for this one serves the other too."""
+        enough = self.num_slots >= other.num_slots and self.num_rows >= other.num_rows
+        return enough and self.sampling == other.sampling
+
+    def joined(self, other: "Job") -> "Job":
+        """A job that holds both, where they sample alike; else the other one."""
+        if self.sampling != other.sampling:
+            return other
+        rows = max(self.num_rows, other.num_rows)
+        return Job(max(self.num_slots, other.num_slots), rows, self.sampling)
+
 
 class Arena:
-    """Buffers of a job and the graph over them; kept while jobs of the same shape follow each other."""
+    """Buffers of a job and the graph over them; kept for all jobs that they hold."""
 
     def __init__(self, model: DecodeFunction, job: Job, size: tuple[int, int], *, eos: Tensor, pad_id: int) -> None:
         device = model.device
@@ -51,7 +63,7 @@ class Arena:
         self._graph = self._captured() if device.type == "cuda" else None
 
     def fits(self, job: Job, room: int) -> bool:
-        return self.job == job and self.room >= room and self.addresses == self._model.addresses()
+        return self.job.holds(job) and self.room >= room and self.addresses == self._model.addresses()
 
     def clear(self) -> None:
         """Nothing drawn, all slots free."""

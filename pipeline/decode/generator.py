@@ -23,7 +23,8 @@ ROOM_UNIT = 64
 class Generator:
     """Samples with a decode function; owns the arena. The ranks of `group` run the same rows side by side.
 
-    positions: room of a row of the cache from the start; longer sequences make it longer. pace: with which ranks it
+    positions, slots: room of a row of the cache, and rows of it, from the start; longer sequences and larger calls make
+    more. So smaller calls find what larger ones left, and the same bits whichever came first. pace: with which ranks it
     makes its passes, though each has rows of its own; None: with none.
     """
 
@@ -35,9 +36,11 @@ class Generator:
         pad_id: int,
         group: RankGroup,
         positions: int = 0,
+        slots: int = 0,
         pace: Pace | None = None,
     ) -> None:
-        self.model, self.pad_id, self.group, self.positions = model, pad_id, group, positions
+        self.model, self.pad_id, self.group = model, pad_id, group
+        self.positions, self.slots = positions, slots
         self.pace = pace or Pace()
         self._eos = padded_eos(eos_ids, model.device)
         self._arena: Arena | None = None
@@ -63,21 +66,23 @@ class Generator:
         prompt_ids = prompt_ids.repeat_interleave(num_samples)
         sample_index = torch.arange(len(prompt_ids), device=device) % num_samples
         rows = [torch.as_tensor(prompt.ids, dtype=torch.int64) for prompt in prompts]
-        job = Job(min(num_slots, len(prompt_ids)), len(prompt_ids), sampling)
+        num_rows = len(prompt_ids)
+        job = Job(max(self.slots, min(num_slots, num_rows)), num_rows, sampling)
         arena = self._arena_for(job, max(self.positions, max(map(len, rows)) + sampling.max_new_tokens))
         arena.clear()
-        arena.uniforms.copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
+        arena.uniforms[:num_rows].copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
         Round(self, arena, rows, num_samples).run(lambda: self.group.any(should_stop(), device))
         self.group.check_same(arena.written.tokens)
         # One copy of what the next call writes over, in place of one a row.
-        tokens, log_probs = arena.written.tokens.clone(), arena.written.log_probs.clone()
-        lengths = arena.written.lengths.tolist()
+        written = arena.written
+        tokens, log_probs = written.tokens[:num_rows].clone(), written.log_probs[:num_rows].clone()
+        lengths = written.lengths[:num_rows].tolist()
         on_device = torch.cat(rows).to(device).split([len(row) for row in rows])
         return Rollout(
             prompts=[row for row in on_device for _ in range(num_samples)],
             responses=[row[:length] for row, length in zip(tokens, lengths, strict=True)],
             log_probs=[row[:length] for row, length in zip(log_probs, lengths, strict=True)],
-            finished=arena.written.finished.bool(),
+            finished=written.finished[:num_rows].bool(),
             prompt_ids=prompt_ids,
             sample_index=sample_index,
         )
@@ -86,6 +91,8 @@ class Generator:
         stale = self._arena is None or not self._arena.fits(job, positions)
         # Making one is passes over the layers: ranks in step make theirs together.
         if any(self.pace.most(stale)) or self._arena is None:
+            if self._arena is not None:
+                job, positions = self._arena.job.joined(job), max(positions, self._arena.room)
             self._arena = None  # first, so that the old cache makes room for the new
             room = -(-positions // ROOM_UNIT) * ROOM_UNIT
             found = self.group.least(affordable_slots(self.model, job.num_slots, room), self.model.device)

@@ -67,7 +67,7 @@ class Round:
     def __init__(self, generator: "Generator", arena: Arena, prompts: list[Tensor], num_samples: int) -> None:
         self.model, self.group, self.pace = generator.model, generator.group, generator.pace
         self.arena, self.prompts, self.num_samples = arena, prompts, num_samples
-        self.waiting = deque(range(arena.job.num_rows))
+        self.waiting = deque(range(len(prompts) * num_samples))
         self.step = 0  # decode steps made
         self.last_step = 0  # when these are made, whatever sits in a slot has ended
         self.looks: deque[Look] = deque()
