@@ -223,5 +223,5 @@ def test_flags_become_options():
     )  # fmt: skip
     rung = RungSettings("static", merge_lora=False, positions=42)
     assert generation_options(config) == GenerationOptions(rung, True, 4, "whole", slots=21)
-    config.optimizer.per_device_eval_batch_size = 30
-    assert generation_options(config).slots == 30
+    optimizer = config.optimizer.model_copy(update={"per_device_eval_batch_size": 30})
+    assert generation_options(config.model_copy(update={"optimizer": optimizer})).slots == 30
