@@ -217,11 +217,11 @@ def test_flags_become_options():
             "sampling": {
                 "max_answer_seq_len": 12, "generation_engine": "static", "merge_lora_for_generation": False,
                 "release_inference_cache": True, "inference_tp_size": 4, "rollout_weights": "whole",
-                "per_device_generation_batch_size": 8, "num_samples_per_prompt": 2,
+                "per_device_generation_batch_size": 16, "num_samples_per_prompt": 2,
             },
         }
     )  # fmt: skip
     rung = RungSettings("static", merge_lora=False, positions=42)
-    assert generation_options(config) == GenerationOptions(rung, True, 4, "whole", slots=16)
-    optimizer = config.optimizer.model_copy(update={"per_device_eval_batch_size": 30})
-    assert generation_options(config.model_copy(update={"optimizer": optimizer})).slots == 30
+    assert generation_options(config) == GenerationOptions(rung, True, 4, "whole", slots=32)
+    optimizer = config.optimizer.model_copy(update={"per_device_eval_batch_size": 40})
+    assert generation_options(config.model_copy(update={"optimizer": optimizer})).slots == 40
