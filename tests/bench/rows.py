@@ -186,6 +186,8 @@ def early(jobs: Jobs, figures: Figures) -> None:
     }
     rates = [refilled[name].get(str(options.batch), {}).get("generate_tokens_per_s") for name in ("full", "early")]
     figures.add("generation per token over that of full length, refilled", quotient(*rates), "x", "<= 1.25")
+    rates = [refilled[name].get(str(options.batch), {}).get("decode_tokens_per_s") for name in ("full", "early")]
+    figures.add("the same without the prompts", quotient(*rates), "x")
     own = {name: noted(jobs, f"step, {name}", jobs.step3(f"step, {name}", actor=actor))
            for name, actor in (("full", "actor"), ("early", "actor-early"))}  # fmt: skip
     rates = {name: run.get("train_tokens_per_s") for name, run in own.items()}
