@@ -4,8 +4,10 @@ They follow from the lengths alone, which every rank knows of all rows: ranks ge
 many rows, and nearly equally many tokens. N rows of a rollout.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -17,6 +19,8 @@ from step3_ppo.experience import Responses, length_unit, round_up
 # Tokens of a forward pass without gradients, padding included: enough to keep a device busy, few enough that rows of
 # much different lengths do not meet.
 SCORING_TOKENS = 16_384
+# What a pass costs beside its tokens, in tokens: a pass more must save more padding than this.
+PASS_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +73,16 @@ def micro_batches(
 ) -> list[list[MicroBatch]]:
     """This rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
 
-    A step holds the next `rows_per_step` rows, whatever their lengths. A micro-batch has `size` rows of the step's
-    longest length, and more of shorter ones, as many as take the same room: then work follows the tokens, and short
-    rows make fewer passes. The longest micro-batch comes first: memory that does not suffice shows at once.
+    A step holds the next `rows_per_step` rows, whatever their lengths. A micro-batch takes at most the room of `size`
+    rows of the step's longest length: then work follows the tokens, and short rows make fewer passes. The longest rows
+    come first.
     """
     steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
     return [by_tokens(step, lengths, world, longest_rows=size) for step in steps]
 
 
 def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longest_rows: int = 0) -> list[MicroBatch]:
-    """This rank's share of `rows`, longest first, cut where the padded tokens of a micro-batch reach their limit.
+    """This rank's share of `rows`, longest first, in micro-batches whose padded tokens stay within a limit.
 
     longest_rows: the limit is that many of the longest rows; 0: SCORING_TOKENS, or one row.
     """
@@ -89,12 +93,31 @@ def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longe
     ordered = sorted((whole[row] for row in rows), reverse=True)[:: world.size]
     longest = [round_up(length, lengths.unit) for length in ordered]
     limit = longest_rows * longest[0] or SCORING_TOKENS
-    batches, start = [], 0
-    while start < share:
-        stop = start + max(1, limit // longest[start])
-        batches.append(MicroBatch.of(mine[start:stop], lengths))
-        start = stop
-    return batches
+    cuts = best_cuts(longest, limit)
+    return [MicroBatch.of(mine[start:stop], lengths) for start, stop in pairwise(cuts)]
+
+
+def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:
+    """Where to cut N falling lengths so that padding and passes cost least: [0, ..., N].
+
+    A part of n rows from row i on costs n * lengths[i], at most `limit` unless n is 1, and PASS_TOKENS. Found by
+    dynamic programming over the ends of parts; among equals the cut that makes the last parts shortest.
+    """
+    costs, starts = [0], [0]
+    for stop in range(1, len(lengths) + 1):
+        best, found = math.inf, stop - 1
+        for start in range(stop - 1, -1, -1):
+            padded = (stop - start) * lengths[start]
+            if padded > limit and stop - start > 1:
+                break
+            if (cost := costs[start] + padded + PASS_TOKENS) < best:
+                best, found = cost, start
+        costs.append(int(best))
+        starts.append(found)
+    cuts = [len(lengths)]
+    while cuts[-1]:
+        cuts.append(starts[cuts[-1]])
+    return cuts[::-1]
 
 
 def dealt(rows: Sequence[int], lengths: Lengths, world: dist.World, size: int) -> list[list[int]]:
