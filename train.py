@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pipeline.ds_config import read_user_json, training_config
+from pipeline.ds_config import EngineDtype, frozen_config, read_user_json, training_config
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError
 from pipeline.flags import flat_items
 from pipeline.launching.launcher import run_script
@@ -30,7 +30,7 @@ from pipeline.layout import done_file
 from pipeline.model_paths import has_config
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
-from step3_ppo.config import PPOConfig
+from step3_ppo.config import PPOConfig, check_generation
 
 ROOT = Path(__file__).resolve().parent
 STEPS = {
@@ -89,12 +89,15 @@ def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"
     user = read_user_json(config.deepspeed.deepspeed_config) if config.deepspeed.deepspeed_config else None
     if user and ranks is None:
         user.pop("train_batch_size", None)
-    dtype = config.deepspeed.dtype
+    wanted = config.deepspeed.dtype
+    dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
+    if stage.step == 3:
+        check_step_3(config, ranks, dtype)
     for model in (config.actor, config.critic) if stage.step == 3 else (config.model,):
         training_config(
             config.deepspeed,
             zero_stage=model.zero_stage,
-            dtype=("bf16" if device == "cuda" else "fp32") if dtype == "auto" else dtype,
+            dtype=dtype,
             micro_batch_size=config.optimizer.per_device_train_batch_size,
             gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
             world_size=ranks or 1,
@@ -103,6 +106,21 @@ def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"
             device=device,
             user_json=user,
             origins=stage.resolved.origins,
+        )
+
+
+def check_step_3(config: PPOConfig, ranks: int | None, dtype: EngineDtype) -> None:
+    """Raises InputError for what step 3 would refuse once its models are loaded, and needs none of them to see."""
+    check_generation(config, ranks)
+    frozen = ((config.actor, config.offload_reference_model), (config.critic, config.offload_reward_model))
+    for model, offload in frozen:
+        frozen_config(
+            config.deepspeed,
+            zero_stage=3 if model.zero_stage == 3 else 0,
+            dtype=dtype,
+            micro_batch_size=1,
+            world_size=ranks or 1,
+            offload=offload,
         )
 
 

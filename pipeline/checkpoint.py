@@ -33,6 +33,7 @@ from pipeline.run import Run
 log = logging.getLogger(__name__)
 
 SHARED = "shared.safetensors"  # tensors that are the same on every rank
+Json = Mapping[str, Any]
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 
@@ -41,13 +42,14 @@ class Facts:
     """What does not change while a run lasts and has to be the same when it is resumed.
 
     settings: flags that decide what is learnt. fingerprints: of data and start models. sizes: rows of an optimizer
-    step and the like, over all ranks. layout: ranks and flags that only decide how the work is cut.
+    step and the like, over all ranks. layout: ranks, flags that only cut the work. defaults: of flags that are new.
     """
 
     settings: Mapping[str, Any]
     fingerprints: Mapping[str, str]
     sizes: Mapping[str, int]
     layout: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +273,12 @@ def load(run: Run, resume: str, engines: Mapping[str, TrainingEngine], facts: Fa
     if folder is None:
         return None
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    current = json.loads(json.dumps({"settings": facts.settings, "layout": facts.layout}))
-    check_same_settings(folder, saved["settings"], current["settings"], force=force)
+    settings, layout, defaults = json.loads(json.dumps([facts.settings, facts.layout, facts.defaults]))
+    check_same_settings(folder, saved["settings"], settings, defaults=defaults, force=force)
     check_same_facts(folder, saved["fingerprints"] | saved["sizes"], {**facts.fingerprints, **facts.sizes}, force=force)
-    if saved["engines"].keys() != engines.keys():
-        held, wanted = ", ".join(saved["engines"]), ", ".join(engines)
+    if (held := ", ".join(sorted(saved["engines"]))) != (wanted := ", ".join(sorted(engines))):
         raise InputError(f"{folder}: found the state of {held}, wanted that of {wanted}: it is of another step")
-    tell_differences(folder, saved, current["layout"])
+    tell_differences(folder, saved, layout, defaults)
     if resume != "auto":
         dist.on_main(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
     for name, engine in engines.items():
@@ -289,11 +290,11 @@ def load(run: Run, resume: str, engines: Mapping[str, TrainingEngine], facts: Fa
     return Resumed(saved["state"], readers, shared)
 
 
-def tell_differences(folder: Path, saved: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+def tell_differences(folder: Path, saved: Json, layout: Json, defaults: Json) -> None:
     """Log what is resumed and, in a line each, why the rest may differ from an uninterrupted run by rounding."""
     log.info("resuming from %s (--overwrite starts over)", folder)
     now = {**layout, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
-    then = {**saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
+    then = {**defaults, **saved["settings"], **saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
     changed = [f"{name} {then.get(name)} -> {now[name]}" for name in sorted(now) if then.get(name) != now[name]]
     if changed:
         log.warning("resumed under another layout: %s; numbers are equal up to rounding", ", ".join(changed))

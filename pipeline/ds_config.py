@@ -132,6 +132,11 @@ def frozen_config(
             "--offload_reference_model / --offload_reward_model: need stage 3, found 0; give --actor_zero_stage 3"
             " (reference) or --critic_zero_stage 3 (reward), or leave the flag out"
         )
+    if offload and settings.zero3_gather == "once":
+        raise InputError(
+            "--zero3_gather once: needs weights on the device, found --offload_reference_model or"
+            " --offload_reward_model; use auto or layers"
+        )
     zero: Json = {"stage": zero_stage}
     if zero_stage == 3:
         zero["stage3_param_persistence_threshold"] = settings.stage3_param_persistence_threshold

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from pipeline.config import RunConfig
 from pipeline.errors import InputError
+from pipeline.flag_table import flag_table
 from pipeline.flags import flat_items
 from pipeline.layout import done_file
 from pipeline.model_paths import has_config
@@ -24,7 +26,8 @@ CHANGEABLE = frozenset(
     "output_dir run_dir max_steps num_train_epochs save_steps keep_checkpoints resume overwrite save_dtype print_steps "
     "eval_interval eval_iters enable_tensorboard enable_csv enable_wandb process_group_timeout_s debug local_rank "
     "deepspeed data_output_path deepspeed_monitor wall_clock_breakdown keep_best save_adapter_only max_bad_steps "
-    "rank_timeout_s force_resume save_in_background offload_optimizer_during_rollout".split()
+    "rank_timeout_s force_resume save_in_background offload_optimizer_during_rollout "
+    "release_inference_cache".split()
 )
 # Flags that decide how the same work is cut: another value changes numbers by rounding only.
 LAYOUT = frozenset(
@@ -33,7 +36,8 @@ LAYOUT = frozenset(
     "offload offload_parameters offload_reference_model offload_reward_model gradient_checkpointing "
     "actor_gradient_checkpointing critic_gradient_checkpointing attn_implementation actor_attn_implementation "
     "critic_attn_implementation communication_data_type reduce_bucket_size allgather_bucket_size overlap_comm "
-    "deterministic stage3_param_persistence_threshold".split()
+    "deterministic stage3_param_persistence_threshold zero3_gather generation_engine rollout_weights inference_tp_size "
+    "merge_lora_for_generation".split()
 )
 # Compared by content (fingerprints.py): a folder that was moved is the same.
 COMPARED_BY_CONTENT = frozenset(
@@ -110,12 +114,28 @@ def layout_of(config: BaseModel) -> dict[str, Any]:
     return {name: value for name, value in flat_items(config) if name in LAYOUT}
 
 
+def defaults_of(config: BaseModel) -> dict[str, Any]:
+    """The defaults of all flags that have one."""
+    table = flag_table(type(config))
+    return {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
+
+
 def check_same_settings(
-    folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any], *, force: bool = False
+    folder: Path,
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    force: bool = False,
 ) -> None:
-    """Raise InputError, a line for each flag, where a checkpoint was written under other settings; `force`: log it."""
-    changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
-    lines = [f"--{name}: found {current.get(name)!r}, the checkpoint has {saved.get(name)!r}" for name in changed]
+    """Raise InputError, a line for each flag, where a checkpoint was written under other settings; `force`: log it.
+
+    defaults: what an older version did that did not know a flag yet. What it held and need not be the same is left out.
+    """
+    names = sorted((saved.keys() - CHANGEABLE - LAYOUT - COMPARED_BY_CONTENT) | current.keys())
+    held = {**(defaults or {}), **saved}
+    changed = [name for name in names if held.get(name) != current.get(name)]
+    lines = [f"--{name}: found {current.get(name)!r}, the checkpoint has {held.get(name)!r}" for name in changed]
     refuse(folder, lines, "resume with the same flags, or start over with --overwrite", force=force)
 
 

@@ -14,7 +14,7 @@ from pipeline.data.loader import StepLoader
 from pipeline.data.selection import DataOptions, Stage, parse_column_map
 from pipeline.data.templates import set_template
 from pipeline.ds_config import frozen_config, read_user_json, training_config
-from pipeline.earlier_runs import layout_of, settings_of
+from pipeline.earlier_runs import defaults_of, layout_of, settings_of
 from pipeline.engine import TrainingEngine
 from pipeline.fingerprints import data_fingerprint, model_fingerprint
 from pipeline.lora import add_lora
@@ -172,6 +172,7 @@ def make_facts(config: Any, loader: StepLoader[Any]) -> checkpoint.Facts:
         },
         sizes={"rows of an optimizer step": loader.rows_per_step},
         layout=layout_of(config),
+        defaults=defaults_of(config),
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pipeline import dist
+from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.modeling import base_model
 
@@ -70,22 +72,29 @@ def bunches(parameters: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def gathers_once(module: nn.Module, config: dict[str, Any], wanted: Gather) -> bool:
-    """What `wanted` says; auto: an eighth of the device holds the weights. The arithmetic is logged.
+    """What `wanted` says; auto: an eighth of each rank's device holds the weights. The arithmetic is logged.
 
     Args:
         config: the engine's JSON. Where it puts shards in host memory, there is no room for them on the device.
+
+    Raises:
+        InputError: once, with shards in host memory.
     """
     on_host = (config["zero_optimization"].get("offload_param") or {}).get("device", "none") != "none"
+    if on_host and wanted == "once":
+        raise InputError("--zero3_gather once: needs weights on the device, found them offloaded; use auto or layers")
     if wanted != "auto" or on_host:
         return wanted == "once"
     needed = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters())
     if not torch.cuda.is_available():
         return True
-    room = int(SHARE_OF_DEVICE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    how = "once a phase" if needed <= room else "layer by layer"
+    device = torch.device("cuda", torch.cuda.current_device())
+    room = int(SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
+    once = dist.max_over_ranks(float(needed > room), device) == 0  # ranks make the same gathers
+    how = "once a phase" if once else "layer by layer"
     log.info("ZeRO-3: %.2f GiB of weights, an eighth of the device is %.2f GiB: gathered %s (--zero3_gather)",
              needed / GIB, room / GIB, how)  # fmt: skip
-    return needed <= room
+    return once
 
 
 def layer_classes(module: nn.Module) -> list[str]:

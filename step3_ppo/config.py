@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.config import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
+from pipeline.errors import InputError
 
 
 class PromptDataConfig(DataConfig):
@@ -114,7 +115,7 @@ class PPOConfig(Group):
     @model_validator(mode="after")
     def _states_leave_the_device_once(self) -> Self:
         if self.sampling.offload_optimizer_during_rollout and self.deepspeed.offload:
-            raise ValueError("offload_optimizer_during_rollout: with --offload the states never are on the device")
+            raise ValueError("--offload_optimizer_during_rollout: with --offload the states never are on the device")
         return self
 
     @model_validator(mode="after")
@@ -126,7 +127,7 @@ class PPOConfig(Group):
         if rows % per_step:
             fitting = per_step // math.gcd(per_step, rows) * batch
             raise ValueError(
-                f"per_device_generation_batch_size: a rollout has {rows} rows a device ({batch} prompts x "
+                f"--per_device_generation_batch_size: a rollout has {rows} rows a device ({batch} prompts x "
                 f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples), an "
                 f"optimizer step {per_step} (per_device_train_batch_size x gradient_accumulation_steps); rows must be "
                 f"a multiple of it: --per_device_generation_batch_size {fitting} is one"
@@ -142,7 +143,40 @@ class PPOConfig(Group):
         if self.ppo.old_log_probs == "sampler" and steps != 1:
             # Later steps need the log-probabilities of the policy before the first one, from the trainer's own pass.
             raise ValueError(
-                f"old_log_probs: sampler needs one optimizer step per rollout, found {steps}; use trainer, or set "
+                f"--old_log_probs: sampler needs one optimizer step per rollout, found {steps}; use trainer, or set "
                 f"--ppo_epochs 1 and --gradient_accumulation_steps to take all rows of a rollout in one step"
             )
         return self
+
+
+def why_not_streamed(*, zero_stage: int, ranks: int | None, group_size: int, rung: str) -> str | None:
+    """What stands against `--rollout_weights streamed`, found and wanted; `ranks` None: not known yet."""
+    if zero_stage != 3:
+        return f"found --actor_zero_stage {zero_stage}, wanted 3"
+    if ranks == 1:
+        return "found 1 rank, wanted several, which share the weights"
+    if group_size > 1:
+        return f"found --inference_tp_size {group_size}, wanted 1"
+    if rung not in ("auto", "fused"):
+        return f"found the {rung} rung, wanted the fused one (--generation_engine)"
+    return None
+
+
+def check_generation(config: PPOConfig, ranks: int | None) -> None:
+    """Raise InputError, a line each, for what generation cannot do with any model; `ranks` None: not known yet."""
+    sampling, stage = config.sampling, config.actor.zero_stage
+    size, rung, errors = sampling.inference_tp_size, sampling.generation_engine, []
+    if ranks is not None and ranks % size:
+        errors.append(f"--inference_tp_size {size}: must divide the {ranks} ranks")
+    if size > 1 and rung not in ("auto", "fused"):
+        errors.append(f"--inference_tp_size {size}: needs the fused rung, found {rung}")
+    reason = why_not_streamed(zero_stage=stage, ranks=ranks, group_size=size, rung=rung)
+    if sampling.rollout_weights == "streamed" and reason:
+        errors.append(f"--rollout_weights streamed: {reason}; else give auto")
+    if rung == "fused" and config.actor.lora_dim and not sampling.merge_lora_for_generation:
+        errors.append(
+            "--generation_engine fused: it knows no adapters beside the weights (--merge_lora_for_generation false); "
+            "use auto"
+        )
+    if errors:
+        raise InputError("\n".join(errors))

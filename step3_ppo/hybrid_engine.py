@@ -18,7 +18,7 @@ from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generate import Prompt, RandomKey, Rollout, Sampling, generate_batches
 from pipeline.modeling import base_model
-from step3_ppo.config import PPOConfig
+from step3_ppo.config import PPOConfig, why_not_streamed
 
 log = logging.getLogger(__name__)
 
@@ -99,15 +99,9 @@ class HybridEngine:
 
     def _why_not_streamed(self) -> str | None:
         """What stands against streamed weights, found and wanted."""
-        if not self.engine.partitions_weights:
-            return f"found --actor_zero_stage {self.engine.zero_stage}, wanted 3"
-        if dist.world_size() == 1:
-            return "found 1 rank, wanted several, which share the weights"
-        if self.group.size > 1:
-            return f"found --inference_tp_size {self.group.size}, wanted 1"
-        if self.rung != "fused":
-            return f"found the {self.rung} rung, wanted the fused one (--generation_engine)"
-        return None
+        return why_not_streamed(
+            zero_stage=self.engine.zero_stage, ranks=dist.world_size(), group_size=self.group.size, rung=self.rung
+        )
 
     @contextmanager
     def generation(self) -> Iterator[None]:

@@ -50,10 +50,10 @@ class Models:
         found = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "reward": self.reward}
         return {name: engine for name, engine in found.items() if engine is not None}
 
-    def let_go(self) -> None:
-        """The scoring of a rollout is over; what ZeRO-3 gathered of the critic stays for the update that follows."""
-        for engine in (self.reference, self.reward):
-            if engine is not None:
+    def let_go(self, *names: str) -> None:
+        """A phase that read these models (all where none is named) is over: what ZeRO-3 gathered of them goes."""
+        for name, engine in self.named().items():
+            if not names or name in names:
                 engine.let_go()
 
     @contextmanager

@@ -279,9 +279,8 @@ class Phases:
         if not count:
             return
         size = self.config.optimizer.per_device_eval_batch_size
-        planned = list(range(count))
         sampler = self.sampler(rows, num_samples=1, batch_size=size)
-        responses = sampler.sample(planned, RandomKey(self.config.run.seed, "eval"))
+        responses = sampler.sample(list(range(count)), RandomKey(self.config.run.seed, "eval"))
         lengths = Lengths.of(responses)
         (batches,) = micro_batches(
             range(len(lengths)), lengths, rows_per_step=len(lengths), world=self.run.world, size=size
@@ -297,4 +296,5 @@ class Phases:
                 rewarded=rewarded,
                 tokenizer=self.models.tokenizer,
             )
+        self.models.let_go()
         self.state.evaluated = self.state.step

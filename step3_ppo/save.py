@@ -7,7 +7,7 @@ from pipeline import checkpoint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.datasets_cache import Built
 from pipeline.data.loader import StepLoader
-from pipeline.earlier_runs import layout_of, settings_of
+from pipeline.earlier_runs import defaults_of, layout_of, settings_of
 from pipeline.fingerprints import data_fingerprint, model_fingerprint
 from pipeline.prepare import model_documents, saved_dtype
 from pipeline.reward_model import pad_id_for_pooling
@@ -81,4 +81,5 @@ def make_facts(config: PPOConfig, prompts: Built, text: StepLoader[SFTBatch] | N
         fingerprints=fingerprints,
         sizes={"prompts of a rollout": plan.prompts_per_rollout, "rows of an optimizer step": plan.rows_per_step},
         layout=layout_of(config),
+        defaults=defaults_of(config),
     )

@@ -122,6 +122,8 @@ class Updater:
         scale = self.world.size / num_tokens
         sums = UpdateSums(responses.sequences.device)
         engines = [self.actor, self.critic] if train_actor else [self.critic]
+        if not train_actor:
+            self.actor.let_go()
         for number, (batch, rows, part) in enumerate(cut(responses, batches)):
             self.stopping.check(engines)
             wanted = experience.select(rows).narrowed(batch.width)

@@ -12,7 +12,7 @@ from pipeline.optimizer_offload import optimizers_away
 from pipeline.run import Run, write_done
 from pipeline.schedule import rate_factor
 from pipeline.stopping import Interrupted, Stopping
-from step3_ppo.config import PPOConfig
+from step3_ppo.config import PPOConfig, check_generation
 from step3_ppo.data import make_prompts, make_text
 from step3_ppo.ema import MovingAverage
 from step3_ppo.models import make_models, make_tokenizers
@@ -33,6 +33,7 @@ def train(run: Run, config: PPOConfig) -> None:
         StoppedRun: asked to stop; the checkpoint is written.
         DivergedError: too many updates in a row were not finite.
     """
+    check_generation(config, run.world.size)
     start_deepspeed(deterministic=config.run.deterministic)
     tokenizers = make_tokenizers(config)
     prompts = make_prompts(run, config, tokenizers.actor)

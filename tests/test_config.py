@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from pipeline.errors import InputError
 from pipeline.flags import flag_table, flat_items, load_yaml, parse
 from pipeline.launching.train_config import SIZES, TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
-from step3_ppo.config import PPOConfig
+from step3_ppo.config import PPOConfig, check_generation
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ROOT / "launch" / "presets"
@@ -110,3 +111,40 @@ def test_run_folders_are_those_of_the_stages():
         assert run.run_folder(config, stage) == layout.run_folder(config, stage)
     folder = Path("x")
     assert run.outcome_file(folder, 3) == layout.outcome_file(folder, 3)
+
+
+def ppo_config(**sampling):
+    config = PPOConfig()
+    actor = {"zero_stage": sampling.pop("stage", 0), "lora_dim": sampling.pop("lora", 0)}
+    return config.replace(
+        actor=config.actor.replace(**actor).model_dump(), sampling=config.sampling.replace(**sampling).model_dump()
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "says"),
+    [
+        ({"inference_tp_size": 3}, 4, "--inference_tp_size 3: must divide the 4 ranks"),
+        ({"inference_tp_size": 3}, None, ""),
+        ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference_tp_size 2: needs the fused rung"),
+        ({"rollout_weights": "streamed"}, 2, "--rollout_weights streamed: found --actor_zero_stage 0, wanted 3"),
+        ({"rollout_weights": "streamed", "stage": 3}, 1, "--rollout_weights streamed: found 1 rank, wanted several"),
+        (
+            {"rollout_weights": "streamed", "stage": 3, "inference_tp_size": 2},
+            2,
+            "found --inference_tp_size 2, wanted 1",
+        ),
+        ({"rollout_weights": "streamed", "stage": 3, "generation_engine": "eager"}, 2, "found the eager rung"),
+        ({"rollout_weights": "streamed", "stage": 3}, None, ""),
+        ({"generation_engine": "fused", "merge_lora_for_generation": False, "lora": 2}, 1, "--generation_engine fused"),
+        ({"generation_engine": "fused", "merge_lora_for_generation": False}, 1, ""),
+    ],
+)
+def test_what_no_model_can_do_is_seen_without_one(flags, ranks, says):
+    config = ppo_config(**flags)
+    if not says:
+        return check_generation(config, ranks)
+    with pytest.raises(InputError) as refused:
+        check_generation(config, ranks)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith("--") and says in line

@@ -9,7 +9,9 @@ from pipeline.earlier_runs import (
     check_replaceable,
     check_same_settings,
     clear,
+    defaults_of,
     finished_steps,
+    layout_of,
     model_folders,
     settings_of,
 )
@@ -83,6 +85,31 @@ def test_settings_that_decide_what_is_learned_must_be_the_same(tmp_path):
     assert lines[0] == "--learning_rate: found 0.01, the checkpoint has 1e-05"
     assert lines[1] == "--lora_dim: found 4, the checkpoint has 0"
     assert "--overwrite" in lines[2]
+
+
+def test_flags_that_cut_the_work_may_change(tmp_path):
+    """Those that messages advise after a lack of memory among them."""
+    config = PPOConfig()
+    sampling = {"generation_engine": "eager", "rollout_weights": "whole", "inference_tp_size": 2}
+    sampling |= {"release_inference_cache": True, "merge_lora_for_generation": False}
+    other = config.replace(
+        sampling=config.sampling.replace(**sampling).model_dump(),
+        deepspeed=config.deepspeed.replace(zero3_gather="layers").model_dump(),
+    )
+    check_same_settings(tmp_path, settings_of(config), settings_of(other))
+    assert layout_of(other)["zero3_gather"] == "layers" and layout_of(other)["rollout_weights"] == "whole"
+
+
+def test_a_checkpoint_that_does_not_know_a_flag_had_its_default(tmp_path):
+    config = PPOConfig()
+    older = {name: value for name, value in settings_of(config).items() if name not in ("kl_coef", "top_k")}
+    older["generation_engine"] = "eager"  # compared in an older version, and no longer
+    check_same_settings(tmp_path, older, settings_of(config), defaults=defaults_of(config))
+    other = config.replace(ppo=config.ppo.replace(kl_coef=0.5).model_dump())
+    with pytest.raises(InputError, match="--kl_coef: found 0.5, the checkpoint has 0.1"):
+        check_same_settings(tmp_path, older, settings_of(other), defaults=defaults_of(other))
+    with pytest.raises(InputError, match="--gone: found None, the checkpoint has 3"):
+        check_same_settings(tmp_path, older | {"gone": 3}, settings_of(config), defaults=defaults_of(config))
 
 
 def test_step_3_writes_several_model_folders():

@@ -208,7 +208,7 @@ def test_checks_over_several_fields_keep_their_message():
     (line,) = errors_of("--kl_in_loss", config_class=PPOConfig)
     assert line == "kl_in_loss: k1 has no useful gradient as a loss; use --kl_estimator k2 or k3"
     (line,) = errors_of("--offload_optimizer_during_rollout", "--offload", config_class=PPOConfig)
-    assert line == "offload_optimizer_during_rollout: with --offload the states never are on the device"
+    assert line == "--offload_optimizer_during_rollout: with --offload the states never are on the device"
 
 
 # --- DeepSpeed-Chat -------------------------------------------------------------------------------------------------

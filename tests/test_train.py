@@ -184,6 +184,20 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
     assert train(tmp_path, *TINY, "--step", "3", STUB_OUTCOMES="0").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: found --actor_zero_stage 0, wanted 3"),
+        (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 1 ranks"),
+        (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need stage 3"),
+    ],
+)
+def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):
+    done = train(tmp_path, *TINY, *flags, "--dry-run")
+    assert done.returncode == 2 and f"error: ppo: {says}" in done.stderr, done.stderr
+    assert train(tmp_path, *TINY, "--dry-run").returncode == 0
+
+
 def test_batch_arithmetic_of_the_users_json(tmp_path):
     (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 2}}')
     words = ("--step", "1", "--actor-model", "tiny", "--sft.deepspeed_config", "ds.json", "--dry-run")

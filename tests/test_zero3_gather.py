@@ -17,6 +17,7 @@ from pipeline.engine import FrozenEngine, TrainingEngine, partitioned_loading, s
 from pipeline.gradients import step_together
 from pipeline.modeling import load_causal_lm
 from pipeline.parameter_groups import parameter_groups
+from step3_ppo.models import Models
 
 CPU = torch.device("cpu")
 SETTINGS = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
@@ -122,6 +123,20 @@ def test_layer_by_layer_remembers_no_values(tiny_folders: Any) -> None:
     assert once.gradient_norm() == pytest.approx(layers.gradient_norm(), rel=1e-5)
 
 
+def test_models_let_go_by_name_or_all() -> None:
+    gone: list[str] = []
+
+    def engine(name: str) -> Any:
+        return SimpleNamespace(let_go=lambda: gone.append(name))
+
+    engines = {name: engine(name) for name in ("actor", "critic", "reward")}
+    models = Models(**engines, reference=None, tokenizer=None, reward_tokenizer=None, score_mean=0.0, score_std=1.0)
+    models.let_go("reference", "reward")
+    assert gone == ["reward"]
+    models.let_go()
+    assert gone == ["reward", "actor", "critic", "reward"]
+
+
 @pytest.mark.parametrize(("gib", "once"), [(7.0, False), (9.0, True)])
 def test_auto_looks_at_the_device(monkeypatch: pytest.MonkeyPatch, gib: float, once: bool) -> None:
     """1 GiB of weights against an eighth of the device."""
@@ -130,11 +145,16 @@ def test_auto_looks_at_the_device(monkeypatch: pytest.MonkeyPatch, gib: float, o
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(dist, "max_over_ranks", lambda value, device: value)
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     assert zero3.gathers_once(module, config, "auto") is once
     assert zero3.gathers_once(module, config, "once") and not zero3.gathers_once(module, config, "layers")
     offloaded = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     assert not zero3.gathers_once(module, offloaded, "auto")
+    (line,) = refusal(zero3.gathers_once, module, offloaded, "once")
+    assert line.startswith("--zero3_gather once") and "offloaded" in line
+    monkeypatch.setattr(dist, "max_over_ranks", lambda value, device: 1.0)
+    assert not zero3.gathers_once(module, config, "auto"), "another rank has a smaller device"
 
 
 def test_once_and_weights_on_the_host_exclude_each_other() -> None:

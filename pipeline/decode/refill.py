@@ -36,6 +36,11 @@ class Pace:
         """Help with a pass over prompts that only other ranks have."""
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on the device. From memory that may be swapped out a copy waits for the steps that are handed out."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 @dataclass(slots=True)
 class Look:
     """Which slots were active (M,) at one moment, on its way to the host; `filled`: those that were filled since."""
@@ -141,14 +146,21 @@ class Round:
         unique = self._unique(taken)
         number = {prompt: index for index, prompt in enumerate(unique)}
         found = [self.prompts[prompt] for prompt in unique]
-        lengths = torch.tensor([len(prompt) for prompt in found])
         source = torch.tensor([number[row // self.num_samples] for row in taken])
-        index = torch.tensor(places, device=device)
-        slots.lengths[index] = lengths[source].to(device, torch.int32)
-        slots.row[index] = torch.tensor(taken, dtype=torch.int32, device=device)
+        lengths = torch.tensor([len(prompt) for prompt in found])
+        ids, lengths, source, index, rows = (
+            sent(values, device)
+            for values in (
+                pad_rows(found, self.arena.pad_id),
+                lengths,
+                source,
+                torch.tensor(places),
+                torch.tensor(taken),
+            )  # fmt: skip
+        )
+        slots.lengths[index] = lengths[source].to(torch.int32)
+        slots.row[index] = rows.to(torch.int32)
         slots.place[index] = 0
         slots.active[index] = 1
-        ids = pad_rows(found, self.arena.pad_id).to(device)
-        source = source.to(device)
-        logits = self.model.prompt(ids, lengths.to(device), self.arena.cache, slots=index, source=source)
+        logits = self.model.prompt(ids, lengths, self.arena.cache, slots=index, source=source)
         self.arena.draw(logits[source], index)

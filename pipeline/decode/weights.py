@@ -58,10 +58,15 @@ def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 class Held:
-    """One tensor for the decode step, made of `sources()`: a view of them where possible, else a copy of its own."""
+    """One tensor for the decode step, made of `sources()`: a view of them where possible, else a copy of its own.
 
-    def __init__(self, sources: Callable[[], list[Tensor]], *, copied: bool) -> None:
-        self._sources, self._copied = sources, copied
+    of: the parameters that the sources come from. shares: ranks that take equal parts of them.
+    """
+
+    def __init__(
+        self, sources: Callable[[], list[Tensor]], *, copied: bool, of: Sequence[nn.Parameter], shares: int = 1
+    ) -> None:
+        self._sources, self._copied, self._of, self._shares = sources, copied, list(of), shares
         self._copy: Tensor | None = None
         self._seen: list[int] = []  # where the parts lay that `tensor` is a view of
         self.tensor: Tensor
@@ -89,6 +94,13 @@ class Held:
         self.tensor, self._copy, self._copied, self._seen = place, place, True, []
 
     @property
+    def num_bytes_to_copy(self) -> int:
+        """Of the copy that the first `refresh` will make, 0 where it will find a view."""
+        if not self._copied and adjacent([parameter.detach() for parameter in self._of]) is not None:
+            return 0
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self._of) // self._shares
+
+    @property
     def num_bytes(self) -> int:
         """Of the copy, 0 for a view."""
         return 0 if self._copy is None else self._copy.numel() * self._copy.element_size()
@@ -102,9 +114,16 @@ class Projection:
         part = shard.size > 1 or any(is_partitioned(base.weight) for base in bases)
         merged = any(has_lora(layer) for layer in layers)
         # Not bound to this object: it would keep its copies alive until the next garbage collection.
-        self._weight = Held(partial(weight_parts, layers, split, shard), copied=part or merged)
-        has_bias = bases[0].bias is not None
-        self._bias = Held(partial(bias_parts, bases, split, shard), copied=part) if has_bias else None
+        self._weight = Held(
+            partial(weight_parts, layers, split, shard),
+            copied=part or merged,
+            of=[base.weight for base in bases],
+            shares=shard.size,
+        )
+        self._bias: Held | None = None
+        if bases[0].bias is not None:
+            of, shares = [base.bias for base in bases], shard.size if split == "rows" else 1
+            self._bias = Held(partial(bias_parts, bases, split, shard), copied=part, of=of, shares=shares)
 
     @property
     def held(self) -> list[Held]:
@@ -163,7 +182,7 @@ class Norm:
 
 def whole(parameter: nn.Parameter) -> Held:
     """A parameter as it is, or its copy where ZeRO-3 partitions it."""
-    return Held(lambda: [parameter.data], copied=is_partitioned(parameter))
+    return Held(lambda: [parameter.data], copied=is_partitioned(parameter), of=[parameter])
 
 
 class BlockWeights:
@@ -267,13 +286,8 @@ class DecodeWeights:
 
     @property
     def num_bytes_to_copy(self) -> int:
-        """At most, before anything is copied: weights in pieces, with adapters, or shared among ranks."""
-        copied = self.shard.size > 1 or any(
-            has_lora(block.block.q) or has_lora(block.block.down) for block in self.blocks
-        )
-        distinct: dict[int, Any] = {id(p): p for parameters, _ in self._sources for p in parameters}
-        found = [p for p in distinct.values() if copied or is_partitioned(p)]
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in found) // self.shard.size
+        """What the first `refresh` will copy: weights in pieces, with adapters, shared among ranks, or lying apart."""
+        return sum(held.num_bytes_to_copy for held in self._held())
 
     @property
     def num_copied_bytes(self) -> int:
