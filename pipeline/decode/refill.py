@@ -148,16 +148,8 @@ class Round:
         found = [self.prompts[prompt] for prompt in unique]
         source = torch.tensor([number[row // self.num_samples] for row in taken])
         lengths = torch.tensor([len(prompt) for prompt in found])
-        ids, lengths, source, index, rows = (
-            sent(values, device)
-            for values in (
-                pad_rows(found, self.arena.pad_id),
-                lengths,
-                source,
-                torch.tensor(places),
-                torch.tensor(taken),
-            )  # fmt: skip
-        )
+        on_host = (pad_rows(found, self.arena.pad_id), lengths, source, torch.tensor(places), torch.tensor(taken))
+        ids, lengths, source, index, rows = (sent(values, device) for values in on_host)
         slots.lengths[index] = lengths[source].to(torch.int32)
         slots.row[index] = rows.to(torch.int32)
         slots.place[index] = 0

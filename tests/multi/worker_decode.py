@@ -1,5 +1,6 @@
 """Fast generation over ranks: what tests/multi/test_ranks_decode.py compares."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,7 +98,13 @@ def uneven(inputs: Path) -> dict[str, Any]:
 
 def stopped(inputs: Path) -> dict[str, Any]:
     """One rank of a group is asked to stop: none goes on; the next rollout is whole."""
-    hybrid = hybrid_of(engine_of(opt(), 0), replace(FUSED, group_size=dist.world_size()))
+    return stopped_by_the_last_rank(
+        hybrid_of(engine_of(opt(), 0), replace(FUSED, group_size=dist.world_size())), sampled
+    )
+
+
+def stopped_by_the_last_rank(hybrid: HybridEngine, sample: Callable[..., Rollout]) -> dict[str, Any]:
+    """Whether a rollout ended so on this rank, how often it asked, and the rollout that follows."""
     asked: list[None] = []
 
     def should_stop() -> bool:
@@ -105,11 +112,11 @@ def stopped(inputs: Path) -> dict[str, Any]:
         return current_world().rank == dist.world_size() - 1 and len(asked) > 2
 
     try:
-        sampled(hybrid, should_stop=should_stop)
+        sample(hybrid, should_stop=should_stop)
         ended = False
     except GenerationStopped:
         ended = True
-    return {"stopped": ended, "asked": len(asked), "next": findings(sampled(hybrid))}
+    return {"stopped": ended, "asked": len(asked), "next": findings(sample(hybrid))}
 
 
 def step_3(inputs: Path) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import Any
 from decode_models import KEY, NUM_TOKENS, PAD, llama, opt, random_prompts
 from group import run_cases
 from stages import current_world
-from worker_decode import FUSED, change_weights, engine_of, findings
+from worker_decode import FUSED, change_weights, engine_of, findings, stopped_by_the_last_rank
 from worker_ppo import setup, tensors_of
 
 from pipeline import dist
 from pipeline.decode import refill, streaming
 from pipeline.engine import TrainingEngine
-from pipeline.generate import GenerationStopped, Rollout, Sampling
+from pipeline.generate import Rollout, Sampling
 from pipeline.lora import add_lora
 from step3_ppo import hybrid_engine
 from step3_ppo.hybrid_engine import GenerationOptions, HybridEngine
@@ -77,19 +77,7 @@ def compared(inputs: Path, name: str) -> dict[str, Any]:
 
 def stopped(inputs: Path) -> dict[str, Any]:
     """One rank is asked to stop: none goes on; the next rollout is whole."""
-    hybrid = hybrid_of(engine_of(MAKERS["opt"](), 3), STREAMED)
-    asked: list[None] = []
-
-    def should_stop() -> bool:
-        asked.append(None)
-        return current_world().rank == 1 and len(asked) > 2
-
-    try:
-        sampled(hybrid, should_stop=should_stop)
-        ended = False
-    except GenerationStopped:
-        ended = True
-    return {"stopped": ended, "asked": len(asked), "next": findings(sampled(hybrid))}
+    return stopped_by_the_last_rank(hybrid_of(engine_of(MAKERS["opt"](), 3), STREAMED), sampled)
 
 
 def decided(inputs: Path) -> dict[str, Any]:
