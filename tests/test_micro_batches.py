@@ -66,6 +66,16 @@ def test_no_other_cuts_cost_less(monkeypatch, seed, pass_tokens):
     assert cost_of(tuple(cuts[1:-1]), lengths, 30) == min(cost_of(chosen, lengths, 30) for chosen in every)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_very_long_response_lengthens_no_other_row(size):
+    """Of 64 rows, 63 of 50 tokens, one of 500: on its rank it passes alone, and on the other one short row does."""
+    lengths = Lengths([20] * 64, [30] * 40 + [480] + [30] * 23)
+    ranks = [micro_batches(range(64), lengths, rows_per_step=64, world=world, size=16)[0] for world in worlds(size)]
+    assert ranks[0][0].rows == (40,) and all(len(rank[0].rows) == 1 for rank in ranks)
+    computed = sum(len(batch.rows) * batch.length for rank in ranks for batch in rank)
+    assert computed == sum(lengths.whole) and len(ranks[0]) == 2
+
+
 def test_rows_of_one_length_fill_their_micro_batches():
     assert best_cuts([512] * 64, limit=16 * 512) == [0, 16, 32, 48, 64]
     assert best_cuts([40], limit=30) == [0, 1]
