@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ds_arguments import built, refusal
+from in_process import leave_group
 
 from pipeline import dist, zero3
 from pipeline.causal_lm import CausalLM
@@ -27,10 +28,11 @@ IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(5))
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
     before = dict(os.environ)
+    leave_group()  # DeepSpeed keeps that of an earlier file
     dist.start(timeout_s=60)
     start_deepspeed()
     yield
-    dist.finish()
+    leave_group()
     os.environ.clear()
     os.environ.update(before)
 
