@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeline import dist
+
 if TYPE_CHECKING:
     from pipeline.engine import TrainingEngine
-
-from pipeline import dist
 
 
 def wait_on_device(optimizer: Any) -> None:

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def round_up(number: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return -(-number // unit) * unit
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of the values that count, over everything or over `dim`; 0 where none counts."""
     assert mask.dtype == torch.bool and mask.shape == values.shape, (mask.dtype, mask.shape, values.shape)

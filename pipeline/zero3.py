@@ -85,9 +85,9 @@ def gathers_once(module: nn.Module, config: dict[str, Any], wanted: Gather) -> b
         raise InputError("--zero3_gather once: needs weights on the device, found them offloaded; use auto or layers")
     if wanted != "auto" or on_host:
         return wanted == "once"
-    needed = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters())
     if not torch.cuda.is_available():
         return True
+    needed = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters())
     device = torch.device("cuda", torch.cuda.current_device())
     room = int(SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
     once = dist.max_over_ranks(float(needed > room), device) == 0  # ranks make the same gathers

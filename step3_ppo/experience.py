@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pipeline import dist
 from pipeline.generate import Rollout
-from pipeline.tensor_ops import lengths_to_mask, pad_rows
+from pipeline.tensor_ops import lengths_to_mask, pad_rows, round_up
 
 # Lengths of forward passes on a GPU are multiples of this: each new shape costs it some tenths of a second once, when
 # attention kernels are planned and memory is laid out.
@@ -24,11 +24,6 @@ LENGTH_UNIT = 32
 def length_unit(device: torch.device) -> int:
     """What lengths of forward passes are rounded up to."""
     return LENGTH_UNIT if device.type == "cuda" else 1
-
-
-def round_up(length: int, unit: int) -> int:
-    """The next multiple of `unit`."""
-    return -(-length // unit) * unit
 
 
 class Rows:

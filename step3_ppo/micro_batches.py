@@ -14,7 +14,8 @@ import torch
 
 from pipeline import dist
 from pipeline.data.batching import balanced_slices
-from step3_ppo.experience import Responses, length_unit, round_up
+from pipeline.tensor_ops import round_up
+from step3_ppo.experience import Responses, length_unit
 
 # Tokens of a forward pass without gradients, padding included: enough to keep a device busy, few enough that rows of
 # much different lengths do not meet.

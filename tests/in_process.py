@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed
 
@@ -29,6 +30,24 @@ def undone_afterwards() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(variables)
         leave_group()
+
+
+@contextmanager
+def group_of_one() -> Iterator[Any]:
+    """The world of a process group of this process alone; the environment that joining it wrote is taken back."""
+    from pipeline import dist
+    from pipeline.engine import start_deepspeed
+
+    before = dict(os.environ)
+    leave_group()  # DeepSpeed keeps that of an earlier file
+    try:
+        made = dist.start(timeout_s=60)
+        start_deepspeed()
+        yield made
+    finally:
+        leave_group()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def error_lines(stderr: str) -> list[str]:

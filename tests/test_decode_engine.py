@@ -3,21 +3,20 @@
 Every parameter changes between two rollouts; the second is compared with the eager loop on the weights as they are.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from decode_models import EOS, PAD, assert_same, fewer_idle_steps, llama, opt, random_prompts, shaken_all
-from in_process import leave_group
+from in_process import group_of_one
 
 from pipeline import dist
 from pipeline.causal_lm import CausalLM
 from pipeline.config import DeepSpeedConfig
 from pipeline.decode.ladder import RungSettings
 from pipeline.ds_config import training_config
-from pipeline.engine import TrainingEngine, start_deepspeed
+from pipeline.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.generate import GenerationStopped, RandomKey, Rollout, Sampling
 from pipeline.gradients import step_together
@@ -36,13 +35,8 @@ CASES = [("opt", 0), ("opt", 1), ("opt", 2), ("opt", 3), ("llama", 3)]
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[dist.World]:
-    before = dict(os.environ)
-    made = dist.start(timeout_s=60)
-    start_deepspeed()
-    yield made
-    leave_group()
-    os.environ.clear()
-    os.environ.update(before)
+    with group_of_one() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

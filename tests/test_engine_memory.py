@@ -4,12 +4,12 @@ Tiny: weights 6 x 4 and 4 x 1 (28 numbers, decayed), biases 4 and 1 (5 numbers, 
 lay each group out in a buffer of an even number of elements: 28 + 6.
 """
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from command_run import run_command
+from in_process import group_of_one
 from safetensors.torch import load_file
 from tiny_run import make_folder
 from torch import nn
@@ -18,7 +18,7 @@ from pipeline import dist
 from pipeline.causal_lm import CausalLM
 from pipeline.config import DeepSpeedConfig
 from pipeline.ds_config import training_config
-from pipeline.engine import FrozenEngine, TrainingEngine, start_deepspeed
+from pipeline.engine import FrozenEngine, TrainingEngine
 from pipeline.gradients import step_together
 from pipeline.lora import add_lora
 from pipeline.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
@@ -33,13 +33,8 @@ STAGES = [(0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[dist.World]:
-    before = dict(os.environ)
-    made = dist.start(timeout_s=60)
-    start_deepspeed()
-    yield made
-    dist.finish()
-    os.environ.clear()
-    os.environ.update(before)
+    with group_of_one() as made:
+        yield made
 
 
 class Tiny(nn.Module):

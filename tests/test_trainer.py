@@ -6,7 +6,6 @@ All tests of the core that need DeepSpeed are here, so that the process group is
 import copy
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from in_process import group_of_one
 from tiny_models import EOS, NUM_TOKENS, PAD, random_rows, save_tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,7 @@ from pipeline.data.datasets_cache import Built
 from pipeline.data.loader import Step
 from pipeline.data.templates import set_template
 from pipeline.ds_config import training_config
-from pipeline.engine import TrainingEngine, start_deepspeed
+from pipeline.engine import TrainingEngine
 from pipeline.errors import DivergedError, InputError
 from pipeline.flags import Resolved
 from pipeline.generate import GenerationStopped, Prompt, RandomKey, Sampling
@@ -59,14 +59,8 @@ SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]], [[0], [1], [2], [3], [
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[dist.World]:
-    """A process group of this process alone; the environment that it wrote is taken back."""
-    before = dict(os.environ)
-    made = dist.start(timeout_s=60)
-    start_deepspeed()
-    yield made
-    dist.finish()
-    os.environ.clear()
-    os.environ.update(before)
+    with group_of_one() as made:
+        yield made
 
 
 # --- engines, experience, and the plain loop ---

@@ -1,6 +1,5 @@
 """When ZeRO-3's weights are whole: once a phase, or layer by layer (`pipeline/zero3.py`)."""
 
-import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from ds_arguments import built, refusal
-from in_process import leave_group
+from in_process import group_of_one
 
 from pipeline import dist, zero3
 from pipeline.causal_lm import CausalLM
 from pipeline.config import DeepSpeedConfig
 from pipeline.ds_config import frozen_config, training_config
-from pipeline.engine import FrozenEngine, TrainingEngine, partitioned_loading, start_deepspeed
+from pipeline.engine import FrozenEngine, TrainingEngine, partitioned_loading
 from pipeline.gradients import step_together
 from pipeline.modeling import load_causal_lm
 from pipeline.parameter_groups import parameter_groups
@@ -27,14 +26,8 @@ IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(5))
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    before = dict(os.environ)
-    leave_group()  # DeepSpeed keeps that of an earlier file
-    dist.start(timeout_s=60)
-    start_deepspeed()
-    yield
-    leave_group()
-    os.environ.clear()
-    os.environ.update(before)
+    with group_of_one() as made:
+        yield made
 
 
 def trained_engine(folder: Any, gather: zero3.Gather) -> TrainingEngine:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.tensor_ops import round_up
+
 Row = Mapping[str, Any]
 
 
@@ -216,7 +218,7 @@ def balanced_slices(
 def _padded(rows: Sequence[Sequence[int]], fill: int, length: int | None = None, multiple_of: int = 1) -> Tensor:
     """Ragged rows -> (B,S) int64, filled on the right."""
     longest = max(len(row) for row in rows)
-    width = length if length is not None else -(-longest // multiple_of) * multiple_of
+    width = length if length is not None else round_up(longest, multiple_of)
     if longest > width:
         raise ValueError(f"a row has {longest} tokens, more than the batch's length {width}")
     filled = torch.full((len(rows), width), fill, dtype=torch.int64)

@@ -15,6 +15,7 @@ from pipeline.decode.room import affordable_slots, checked_slots
 from pipeline.decode.sampling import padded_eos
 from pipeline.dist import RankGroup
 from pipeline.generate import Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
+from pipeline.tensor_ops import round_up
 
 # Rows of the cache are a multiple of this long, so that a slightly longer prompt finds room.
 ROOM_UNIT = 64
@@ -94,7 +95,7 @@ class Generator:
             if self._arena is not None:
                 job, positions = self._arena.job.joined(job), max(positions, self._arena.room)
             self._arena = None  # first, so that the old cache makes room for the new
-            room = -(-positions // ROOM_UNIT) * ROOM_UNIT
+            room = round_up(positions, ROOM_UNIT)
             found = self.group.least(affordable_slots(self.model, job.num_slots, room), self.model.device)
             slots = checked_slots(0 if any(self.pace.most(found == 0)) else found, self.model, room)
             self._arena = Arena(self.model, job, (slots, room), eos=self._eos, pad_id=self.pad_id)

@@ -18,6 +18,7 @@ from pipeline.decode.architecture import Architecture
 from pipeline.decode.refill import Pace
 from pipeline.decode.weights import BlockWeights, DecodeWeights, Held
 from pipeline.dist import RankGroup
+from pipeline.tensor_ops import round_up
 
 # Bytes of the layers that are gathered at once; a larger layer is a group of its own.
 GROUP_BYTES = 2**28
@@ -50,13 +51,9 @@ class LayerGroup:
     num_bytes: int
 
 
-def rounded_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
-
-
 def plan_groups(layers: Sequence[Sequence[Spec]], ranks: int, limit: int) -> list[LayerGroup]:
     """Cut L layers into groups of as many as fit in `limit` bytes, at least one; each fills whole slices of N ranks."""
-    sizes = [sum(rounded_up(spec.num_bytes, ALIGNMENT) for spec in layer) for layer in layers]
+    sizes = [sum(round_up(spec.num_bytes, ALIGNMENT) for spec in layer) for layer in layers]
     groups: list[LayerGroup] = []
     first = 0
     while first < len(layers):
@@ -69,8 +66,8 @@ def plan_groups(layers: Sequence[Sequence[Spec]], ranks: int, limit: int) -> lis
             starts.append([])
             for spec in layer:
                 starts[-1].append(place)
-                place += rounded_up(spec.num_bytes, ALIGNMENT)
-        groups.append(LayerGroup(range(first, last), starts, rounded_up(place, ranks * ALIGNMENT)))
+                place += round_up(spec.num_bytes, ALIGNMENT)
+        groups.append(LayerGroup(range(first, last), starts, round_up(place, ranks * ALIGNMENT)))
         first = last
     return groups
 
