@@ -48,6 +48,7 @@ class CausalLM(nn.Module):
         num_selected: int | None = None,
         temperature: float = 1.0,
         position_ids: torch.Tensor | None = None,
+        num_tokens: int | None = None,
         with_entropy: bool = False,
     ) -> TokenStatistics:
         """Log-probabilities (fp32, nats) of the selected tokens given what stands before them.
@@ -59,9 +60,10 @@ class CausalLM(nn.Module):
             num_selected: how many are; None: they are counted, for which a GPU is waited for.
             temperature: divides the logits.
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
+            num_tokens: real tokens of padded rows, where these alone are to pass (see `hidden_states`).
             with_entropy: also the entropy of each selected token's distribution, without gradient.
         """
-        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids)  # (B, S, H)
+        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
         index = selected_index(selected, num_selected)  # (M,) into (B, S - 1)
         places = index + index // max(1, selected.shape[1])  # the same positions in (B, S)
         log_probs, entropy = self._in_pieces(

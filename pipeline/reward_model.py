@@ -40,7 +40,12 @@ class TokenValueModel(nn.Module):
         return base_model(self.model).config
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        *,
+        num_tokens: int | None = None,
     ) -> torch.Tensor:
         """(B, S) fp32 values of each prefix; what stands at padding means nothing.
 
@@ -48,8 +53,9 @@ class TokenValueModel(nn.Module):
             input_ids: (B, S) int64.
             attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
+            num_tokens: real tokens of padded rows, where these alone are to pass (see `hidden_states`).
         """
-        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids)  # (B, S, H)
+        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
         raw = base_model(self.model).score(hidden).squeeze(-1)  # (B, S)
         return (raw - self.score_mean) / self.score_std
 

@@ -228,7 +228,9 @@ def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
             config.model.model_name_or_path, dtype=dtype, attn_implementation=config.model.attn_implementation
         )
     if config.data.packing:
-        keep_apart(model, device=run.world.device)
+        able = keep_apart(model, device=run.world.device)
+        kind = "by the variable-length flash kernel" if able else "under dense masks"
+        log.info("packed rows: attention %s", kind)
     model = with_lora(model, config.model, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)
     return training_engine(
         CausalLM(model), config.model, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather

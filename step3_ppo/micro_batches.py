@@ -1,9 +1,10 @@
-"""Which rows pass through a model together: micro-batches of similar length, so that little of them is padding.
+"""Which rows pass through a model together: packed, or of similar length, so that little of a pass is padding.
 
 They follow from the lengths alone, which every rank knows of all rows: ranks get equally many micro-batches of equally
 many rows, and nearly equally many tokens. N rows of a rollout.
 """
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,21 +23,28 @@ from step3_ppo.experience import Responses, length_unit
 SCORING_TOKENS = 16_384
 # What a pass costs beside its tokens, in tokens: a pass more must save more padding than this.
 PASS_TOKENS = 1_024
+# Padded rows are packed if that spares more than this share of a pass: attention of padded rows is the faster one.
+PADDING_TO_PACK = 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of N prompts and N responses, on the host; `unit`: what the length of a forward pass is a multiple of."""
+    """Tokens of N prompts and N responses, on the host.
+
+    unit: what the length of a forward pass over padded rows is a multiple of. packs: whether the models take rows
+    without their padding.
+    """
 
     prompts: list[int]
     responses: list[int]
     unit: int = 1
+    packs: bool = False
 
     @classmethod
-    def of(cls, responses: Responses) -> Self:
+    def of(cls, responses: Responses, *, packs: bool = False) -> Self:
         """Waits for the device once."""
         prompts, answers = torch.stack([responses.prompt_lengths, responses.response_lengths]).tolist()
-        return cls(prompts, answers, length_unit(responses.sequences.device))
+        return cls(prompts, answers, length_unit(responses.sequences.device), packs)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -52,21 +60,30 @@ class MicroBatch:
     """Rows of one forward pass, and its shape.
 
     rows: places in the rollout. length: tokens of its longest sequence, rounded up. width: of its longest response.
-    num_response_tokens: of all its rows together, those that only fill included.
+    num_response_tokens: of all its rows together, those that only fill included. num_packed_tokens: of its sequences,
+    where they pass without padding; None: they pass as (rows, length).
     """
 
     rows: tuple[int, ...]
     length: int
     width: int
     num_response_tokens: int
+    num_packed_tokens: int | None = None
 
     @classmethod
     def of(cls, rows: Iterable[int], lengths: Lengths) -> Self:
         """With the shape that follows from the rows' lengths."""
         rows = tuple(rows)
         responses = [lengths.responses[row] for row in rows]
-        longest = max(lengths.prompts[row] + lengths.responses[row] for row in rows)
-        return cls(rows, round_up(longest, lengths.unit), max(responses), sum(responses))
+        whole = [lengths.prompts[row] + lengths.responses[row] for row in rows]
+        length = round_up(max(whole), lengths.unit)
+        packs = lengths.packs and sum(whole) < len(rows) * length * (1 - PADDING_TO_PACK)
+        return cls(rows, length, max(responses), sum(responses), sum(whole) if packs else None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that pass through a model, padding included."""
+        return self.num_packed_tokens or len(self.rows) * self.length
 
 
 def micro_batches(
@@ -83,19 +100,42 @@ def micro_batches(
 
 
 def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longest_rows: int = 0) -> list[MicroBatch]:
-    """This rank's share of `rows`, longest first, in micro-batches whose padded tokens stay within a limit.
+    """This rank's share of `rows`, longest first, in micro-batches whose tokens stay within a limit.
 
-    longest_rows: the limit is that many of the longest rows; 0: SCORING_TOKENS, or one row.
+    longest_rows: the limit is that many of the longest rows; 0: SCORING_TOKENS, or one row. Tokens are padding too
+    where rows are not packed.
     """
     share = len(rows) // world.size
     (mine,) = dealt(rows, lengths, world, share)
     # Of the rows that the ranks hold at one place: all ranks must cut at the same places.
     whole = lengths.whole
     ordered = sorted((whole[row] for row in rows), reverse=True)[:: world.size]
-    longest = [round_up(length, lengths.unit) for length in ordered]
-    limit = longest_rows * longest[0] or SCORING_TOKENS
-    cuts = best_cuts(longest, limit)
-    return [MicroBatch.of(mine[start:stop], lengths) for start, stop in pairwise(cuts)]
+    padded = [round_up(length, lengths.unit) for length in ordered]
+    limit = longest_rows * padded[0] or SCORING_TOKENS
+    if lengths.packs:
+        parts = even_parts(ordered, limit)
+    else:
+        parts = [list(range(*ends)) for ends in pairwise(best_cuts(padded, limit))]
+    return [MicroBatch.of((mine[place] for place in part), lengths) for part in parts]
+
+
+def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Places of N falling lengths in few parts of nearly equal sums, each at most `limit`, or the longest length.
+
+    Each length goes to the part that is least full (Graham 1969, "longest processing time first"); there are as many
+    parts as that needs.
+    """
+    limit = max(limit, lengths[0])
+    for count in range(max(1, math.ceil(sum(lengths) / limit)), len(lengths)):
+        parts: list[list[int]] = [[] for _ in range(count)]
+        sums = [(0, part) for part in range(count)]
+        for place, length in enumerate(lengths):
+            full, part = heapq.heappop(sums)
+            heapq.heappush(sums, (full + length, part))
+            parts[part].append(place)
+        if max(sums)[0] <= limit:
+            return parts
+    return [[place] for place in range(len(lengths))]
 
 
 def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:

@@ -15,7 +15,8 @@ from pipeline.errors import InputError
 from pipeline.lora import adapters_off
 from pipeline.model_fit import check_model
 from pipeline.model_paths import check_language_model
-from pipeline.modeling import DTYPES, load_causal_lm, load_config
+from pipeline.modeling import DTYPES, base_model, load_causal_lm, load_config
+from pipeline.packed_attention import keep_apart, reads_bounds
 from pipeline.prepare import compute_dtype, deepspeed_json, frozen_json, prepare_tokenizer, training_engine, with_lora
 from pipeline.reward_model import load_reward_model, score_constants
 from pipeline.run import Run
@@ -49,6 +50,11 @@ class Models:
         """The models that this run holds, by their roles."""
         found = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "reward": self.reward}
         return {name: engine for name, engine in found.items() if engine is not None}
+
+    @property
+    def pack_rows(self) -> bool:
+        """Whether all models take the rows of a forward pass without their padding."""
+        return all(reads_bounds(base_model(engine.module.model).config) for engine in self.named().values())
 
     def let_go(self, *names: str) -> None:
         """A phase that read these models (all where none is named) is over: what ZeRO-3 gathered of them goes."""
@@ -98,7 +104,7 @@ def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
     reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
     dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
     mean, std = score_constants(load_config(reward_path)) if config.ppo.normalise_scores else (0.0, 1.0)
-    return Models(
+    models = Models(
         tokenizer=tokenizers.actor,
         actor=make_actor(run, config, dtype),
         critic=make_critic(run, config, dtype),
@@ -108,6 +114,10 @@ def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
         score_mean=mean,
         score_std=std,
     )
+    for engine in models.named().values():
+        keep_apart(base_model(engine.module.model), device=run.world.device)
+    log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
+    return models
 
 
 def check_inputs(config: PPOConfig, tokenizer: Any, reward_path: str) -> Any:
@@ -202,6 +212,7 @@ def log_probs_of(
         attention_mask=responses.attention_mask,
         selected=responses.predicts_response,
         num_selected=batch.num_response_tokens,
+        num_tokens=batch.num_packed_tokens,
         temperature=temperature,
         with_entropy=with_entropy,
     )

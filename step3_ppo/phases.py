@@ -55,8 +55,7 @@ class Phases:
         self.run, self.config, self.models, self.prompts, self.text = run, config, models, prompts, text
         self.plan, self.rate, self.average, self.recorder, self.state = plan, rate, average, recorder, state
         self.stopping = stopping
-        self._actor_work = forward_work(models.actor.module.model)
-        self._critic_work = forward_work(models.critic.module.model)
+        self._actor_work, self._critic_work = (forward_work(m.module.model) for m in (models.actor, models.critic))
         tokenizer = models.tokenizer
         generation_config = models.actor.module.model.generation_config
         self.hybrid = HybridEngine(
@@ -118,7 +117,7 @@ class Phases:
         )
         responses = sampler.sample(planned, RandomKey(config.run.seed, "rollout", epoch))
         sampled = self.recorder.begin("score")
-        lengths = Lengths.of(responses)
+        lengths = Lengths.of(responses, packs=self.models.pack_rows)
         steps = self.updater.plan(lengths, rollout=0, epoch=0)
         batches = None if self.updater.without_old_pass else [batch for step in steps for batch in step]
         _, rewarded, metrics = self.assess(responses, lengths, batches, self.prompts.train)
@@ -174,7 +173,8 @@ class Phases:
             DivergedError: too many steps in a row were not finite.
         """
         state = self.state
-        planned = list(self.updater.updates(Lengths.of(collected.responses), rollout=state.rollout))
+        lengths = Lengths.of(collected.responses, packs=self.models.pack_rows)
+        planned = list(self.updater.updates(lengths, rollout=state.rollout))
         while planned:
             beat("train", state.step)
             before = state.step
@@ -281,7 +281,7 @@ class Phases:
         size = self.config.optimizer.per_device_eval_batch_size
         sampler = self.sampler(rows, num_samples=1, batch_size=size)
         responses = sampler.sample(list(range(count)), RandomKey(self.config.run.seed, "eval"))
-        lengths = Lengths.of(responses)
+        lengths = Lengths.of(responses, packs=self.models.pack_rows)
         (batches,) = micro_batches(
             range(len(lengths)), lengths, rows_per_step=len(lengths), world=self.run.world, size=size
         )

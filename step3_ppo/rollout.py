@@ -153,19 +153,19 @@ def score_batch(
     """(n, T') reference log-probabilities, (n, T') values and (n,) scores of one micro-batch, on this rank."""
     with models.reference_policy() as reference:
         ref_log_probs, _ = log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)
-    values = models.critic(responses.sequences, responses.attention_mask)
-    return ref_log_probs, responses.in_response_space(values), sequence_scores(models, responses, rows)
+    values = models.critic(responses.sequences, responses.attention_mask, num_tokens=batch.num_packed_tokens)
+    return ref_log_probs, responses.in_response_space(values), sequence_scores(models, responses, batch, rows)
 
 
-def sequence_scores(models: Models, responses: Responses, rows: Any) -> torch.Tensor:
+def sequence_scores(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> torch.Tensor:
     """(n,) raw scores of the reward model at the last real token; re-encoded where it has a tokenizer of its own."""
-    sequences, mask = responses.sequences, responses.attention_mask
+    sequences, mask, num_packed = responses.sequences, responses.attention_mask, batch.num_packed_tokens
     if models.reward_tokenizer is not None:
         encoded = [torch.tensor(ids, device=sequences.device) for ids in reward_ids(models, responses, rows)]
         lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
         sequences = pad_rows(encoded, models.reward_tokenizer.pad_token_id or 0)
-        mask = lengths_to_mask(lengths, sequences.shape[1])
-    return last_token_scores(models.reward(sequences, mask), mask.sum(1))
+        mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), None
+    return last_token_scores(models.reward(sequences, mask, num_tokens=num_packed), mask.sum(1))
 
 
 def reward_ids(models: Models, responses: Responses, rows: Any) -> list[list[int]]:

@@ -131,7 +131,7 @@ class Updater:
             if train_actor:
                 loss = self._policy_loss(batch, part, wanted, kl_coef, sums)
                 self.actor.backward(loss * scale, last=last and text is None)
-            self.critic.backward(self._value_loss(part, wanted, sums) * scale, last=last)
+            self.critic.backward(self._value_loss(batch, part, wanted, sums) * scale, last=last)
         if text is not None:
             self._ptx_backward(text, sums)
         totals = sums.over_ranks()
@@ -158,8 +158,9 @@ class Updater:
             loss = loss + kl_coef * kl_loss(log_probs, wanted.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
         return loss
 
-    def _value_loss(self, part: Responses, wanted: Experience, sums: UpdateSums) -> torch.Tensor:
-        values = part.in_response_space(self.critic(part.sequences, part.attention_mask))
+    def _value_loss(self, batch: MicroBatch, part: Responses, wanted: Experience, sums: UpdateSums) -> torch.Tensor:
+        found = self.critic(part.sequences, part.attention_mask, num_tokens=batch.num_packed_tokens)
+        values = part.in_response_space(found)
         loss, clipped = value_loss(
             values, wanted.values, wanted.returns, wanted.response_mask, value_clip=self.ppo.value_clip or None
         )

@@ -19,6 +19,7 @@ from transformers import (
     GPTNeoForCausalLM,
 )
 
+from pipeline import packed_attention
 from pipeline.decode.ladder import RungSettings, choose_rung
 from pipeline.errors import InputError
 from pipeline.lora import add_lora
@@ -88,6 +89,10 @@ AUTO: dict[str, tuple[Any, RungSettings, str, list[str]]] = {
     "partial rotary": (
         lambda: changed(llama(), rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), RungSettings(), "static",
         ["fused: rotary positions on a part of each head"],
+    ),
+    "attention that takes bounds too": (
+        lambda: changed(gpt_neox(), _attn_implementation=packed_attention.NAME), RungSettings(), "static",
+        [f"fused: model type gpt_neox {TYPES}"],
     ),
     "gpt-neox": (gpt_neox, RungSettings(), "static", [f"fused: model type gpt_neox {TYPES}"]),
     "a window as long as the sequences": (mistral, RungSettings(positions=32), "fused", []),

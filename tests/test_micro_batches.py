@@ -11,7 +11,16 @@ from tiny_models import EOS
 from pipeline.dist import World
 from step3_ppo import micro_batches as module
 from step3_ppo.experience import Responses
-from step3_ppo.micro_batches import Lengths, MicroBatch, best_cuts, cut, dealt, micro_batches, scoring_batches
+from step3_ppo.micro_batches import (
+    Lengths,
+    MicroBatch,
+    best_cuts,
+    cut,
+    dealt,
+    even_parts,
+    micro_batches,
+    scoring_batches,
+)
 
 CPU = torch.device("cpu")
 
@@ -20,10 +29,10 @@ def worlds(size: int) -> list[World]:
     return [World(rank=rank, size=size, local_rank=rank, device=CPU) for rank in range(size)]
 
 
-def random_lengths(count: int, seed: int = 0) -> Lengths:
+def random_lengths(count: int, seed: int = 0, *, packs: bool = False) -> Lengths:
     """Prompts of 256 tokens and responses of 30 to 256, as in the benchmark of early ends."""
     draw = random.Random(seed)
-    return Lengths([256] * count, [draw.randint(30, 256) for _ in range(count)])
+    return Lengths([256] * count, [draw.randint(30, 256) for _ in range(count)], packs=packs)
 
 
 def test_dealing_by_hand():
@@ -89,9 +98,10 @@ def test_on_a_gpu_lengths_are_whole_units():
     assert (second.rows, second.length) == ((2, 3, 4, 5), 32)
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_share_a_step_evenly_and_completely(size):
-    lengths = random_lengths(96)
+def test_ranks_share_a_step_evenly_and_completely(size, packs):
+    lengths = random_lengths(96, packs=packs)
     order = random.Random(1).sample(range(96), 96)
     ranks = [micro_batches(order, lengths, rows_per_step=32, world=world, size=4) for world in worlds(size)]
     for number in range(3):
@@ -100,7 +110,7 @@ def test_ranks_share_a_step_evenly_and_completely(size):
         assert sorted(rows) == sorted(order[32 * number : 32 * number + 32]), "which rows make a step does not change"
         assert len({tuple(len(batch.rows) for batch in step) for step in steps}) == 1, "ranks make the same passes"
         room = 4 * max(lengths.whole[row] for row in rows)
-        assert all(len(batch.rows) * batch.length <= room for step in steps for batch in step)
+        assert all(batch.num_tokens <= room for step in steps for batch in step)
         tokens = [sum(lengths.whole[row] for batch in step for row in batch.rows) for step in steps]
         assert max(tokens) <= 1.04 * min(tokens)
 
@@ -121,13 +131,43 @@ def test_little_of_a_step_is_padding(rows, size):
     assert sum(len(batch.rows) * batch.length for batch in unsorted) > 1.1 * real
 
 
+def test_even_parts_by_hand():
+    # 23 tokens in parts of 12: two. 8 | 6, then 4 behind the 6, 3 behind the 8, 2 behind the 10.
+    assert even_parts([8, 6, 4, 3, 2], limit=12) == [[0, 3], [1, 2, 4]]
+    # 11 each would be 22 of 23: three parts then.
+    assert even_parts([8, 6, 4, 3, 2], limit=11) == [[0], [1, 4], [2, 3]]
+    assert even_parts([9, 9], limit=4) == [[0], [1]] and even_parts([5], limit=9) == [[0]]
+    assert even_parts([20, 3, 2, 1], limit=4) == [[0], [1, 2, 3]], "the longest stands alone, the others share its room"
+
+
+def test_a_packed_micro_batch_by_hand():
+    """Rows of 4, 7 and 5 tokens as 16; of 512, 510 and 508 padded, since 6 tokens are not worth another kernel."""
+    of = MicroBatch.of(range(3), Lengths([1, 2, 3], [3, 5, 2], packs=True))
+    assert of == MicroBatch((0, 1, 2), length=7, width=5, num_response_tokens=10, num_packed_tokens=16)
+    assert of.num_tokens == 16 and MicroBatch.of(range(3), Lengths([1, 2, 3], [3, 5, 2])).num_tokens == 21
+    even = MicroBatch.of(range(3), Lengths([256] * 3, [256, 254, 252], packs=True))
+    assert even.num_packed_tokens is None and even.num_tokens == 3 * 512
+
+
+def test_packed_rows_leave_no_padding_in_few_even_passes():
+    """64 rows of which 16 of the longest may pass at once: as many passes as the tokens need, all of one size."""
+    lengths = random_lengths(64, packs=True)
+    (batches,) = micro_batches(range(64), lengths, rows_per_step=64, world=worlds(1)[0], size=16)
+    real = sum(lengths.whole)
+    assert sum(batch.num_tokens for batch in batches) == real
+    assert len(batches) == math.ceil(real / (16 * max(lengths.whole)))
+    sizes = [batch.num_tokens for batch in batches]
+    assert max(sizes) < 1.02 * min(sizes)
+
+
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_scoring_batches_keep_to_their_tokens_and_cover_all_rows(monkeypatch, size):
+def test_scoring_batches_keep_to_their_tokens_and_cover_all_rows(monkeypatch, size, packs):
     monkeypatch.setattr(module, "SCORING_TOKENS", 3000)
-    lengths = random_lengths(64)
+    lengths = random_lengths(64, packs=packs)
     ranks = [scoring_batches(lengths, world=world) for world in worlds(size)]
     assert sorted(row for rank in ranks for batch in rank for row in batch.rows) == list(range(64))
-    assert all(len(batch.rows) * batch.length <= 3000 for rank in ranks for batch in rank)
+    assert all(batch.num_tokens <= 3000 for rank in ranks for batch in rank)
     shapes = [[len(batch.rows) for batch in rank] for rank in ranks]
     assert all(shape == shapes[0] for shape in shapes), "ranks must make equally many passes of equally many rows"
     assert min(shapes[0][:-1]) >= 5 and ranks == [scoring_batches(lengths, world=world) for world in worlds(size)]

@@ -1,55 +1,66 @@
-"""Packed rows by the bounds of their samples: a kernel that is given them finds what dense masks find.
+"""Packed rows by the bounds of their sequences: a kernel that is given them finds what dense masks and padding find.
 
 The kernel runs on CUDA only (tests/gpu/test_cuda_packing.py); here a plain one takes its place.
 """
 
 import pytest
 import torch
-from tiny_models import EOS, random_rows, randomise, tiny_config
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM
+from packed_rows import give_bounds, plain_kernel
+from tiny_models import EOS, NUM_TOKENS, random_rows, randomise, tiny_config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
 
 from pipeline import packed_attention
 from pipeline.causal_lm import CausalLM
 from pipeline.data.batching import packed_sft_batch, sft_batch
+from pipeline.hidden_states import PACKED_UNIT
 from pipeline.modeling import without_dropout
+from pipeline.reward_model import TokenValueModel
+from pipeline.tensor_ops import lengths_to_mask
 from step1_sft.eval import forward_log_probs
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SAMPLES = [{"ids": row.tolist(), "trained": [False] + [True] * (len(row) - 1)} for row in random_rows(3, (9, 4, 7, 5))]
 PACKS = [SAMPLES[:2], SAMPLES[2:], None]
-
-
-def plain_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
-    """varlen_attn by the book: (T, H, D) each, causal within [bounds[i], bounds[i + 1])."""
-    assert torch.equal(cu_seq_q, cu_seq_k) and cu_seq_q.dtype == torch.int32 and window_size == (-1, 0)
-    bounds = cu_seq_q.tolist()
-    assert bounds[0] == 0 and bounds[-1] == len(query) and query.shape == key.shape == value.shape
-    runs = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-    assert max(run.stop - run.start for run in runs) <= min(max_q, max_k)
-    parts = [[states[run].transpose(0, 1) for states in (query, key, value)] for run in runs]
-    found = [scaled_dot_product_attention(*part, is_causal=True, scale=scale) for part in parts]
-    return torch.cat([part.transpose(0, 1) for part in found])
+LENGTHS = torch.tensor([9, 4, 17, 1, 12])
 
 
 @pytest.fixture
-def kernel(monkeypatch):
-    monkeypatch.setattr(packed_attention, "varlen_attn", plain_kernel)
+def kernel():
+    with plain_kernel() as seen:
+        yield seen
 
 
-def tiny(name: str, dtype: torch.dtype = torch.float32):
-    config = without_dropout(tiny_config(name))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+def config_of(name: str):
+    if name == "mistral":  # each token sees five: itself and four before it
+        common = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return MistralConfig(vocab_size=NUM_TOKENS, intermediate_size=48, sliding_window=5, **common)
+    return tiny_config(name)
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float32, auto_class=AutoModelForCausalLM):
+    config = without_dropout(config_of(name))
+    config.num_labels = 1
+    model = auto_class.from_config(config, attn_implementation="sdpa")
     randomise(model, 1)
     return model.to(dtype)
 
 
-def loss_and_gradients(model: CausalLM, batch, *, packed: bool):
+def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def loss_and_gradients(model: CausalLM, batch, *, packed: bool):
     log_probs, trained = forward_log_probs(model, batch, packed=packed)
     loss = -log_probs[trained].sum()
-    loss.backward()
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss, gradients_of(model, loss)
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -60,15 +71,63 @@ def test_bounds_give_what_dense_masks_give(kernel, name, recomputed):
     batch = packed_sft_batch(PACKS, pad_id=EOS, length=18)
     dense, dense_gradients = loss_and_gradients(model, batch, packed=True)
     alone, _ = loss_and_gradients(model, sft_batch(SAMPLES, pad_id=EOS), packed=False)
-    inner.set_attn_implementation(packed_attention.NAME)
+    give_bounds(inner)
     if recomputed:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     found, gradients = loss_and_gradients(model, batch, packed=True)
     torch.testing.assert_close(found, dense, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
-    assert gradients.keys() == dense_gradients.keys()
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(gradient, dense_gradients[key], rtol=1e-4, atol=1e-4)
+    assert_same(gradients, dense_gradients)
+    assert kernel.call_count == 2 * (1 + recomputed)
+
+
+def padded_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """(5, 20) ids and mask; what stands at padding is a token like others."""
+    ids = torch.randint(3, NUM_TOKENS, (5, 20), generator=torch.Generator().manual_seed(4))
+    return ids, lengths_to_mask(LENGTHS, 20)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "llama", "mistral"])
+def test_rows_without_their_padding_give_what_padded_rows_give(kernel, name, recomputed):
+    """Log-probabilities, entropies and gradients of rows of 9, 4, 17, 1 and 12 tokens."""
+    inner = tiny(name)
+    model = CausalLM(inner).train()
+    ids, mask = padded_rows()
+
+    def run(**packed):
+        found = model(ids, attention_mask=mask, selected=mask[:, 1:], with_entropy=True, **packed)
+        return found, gradients_of(model, -found.log_probs.sum())
+
+    wanted, wanted_gradients = run()
+    give_bounds(inner)
+    if recomputed:
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found, gradients = run(num_tokens=int(LENGTHS.sum()))
+    torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.entropy, wanted.entropy, rtol=1e-4, atol=1e-5)
+    assert_same(gradients, wanted_gradients)
+    query, *_, bounds, longest = kernel.call_args.args
+    assert query.shape[0] == PACKED_UNIT and bounds.tolist() == [0, 9, 13, 30, 31, 43, 64] and longest == PACKED_UNIT
+    assert kernel.call_args.kwargs["window"] == (4 if name == "mistral" else -1)
+
+
+def test_values_of_rows_without_their_padding(kernel):
+    inner = tiny("opt", auto_class=AutoModelForSequenceClassification)
+    model = TokenValueModel(inner, score_mean=0.3, score_std=2.0)
+    ids, mask = padded_rows()
+    wanted = model(ids, mask)
+    give_bounds(inner)
+    found = model(ids, mask, num_tokens=int(LENGTHS.sum()))
+    torch.testing.assert_close(found[mask], wanted[mask], rtol=1e-4, atol=1e-5)
+    assert found.shape == (5, 20) and kernel.call_count == 2
+
+
+def test_a_model_that_takes_no_bounds_pads(kernel):
+    model = CausalLM(tiny("llama"))
+    ids, mask = padded_rows()
+    plain, packed = (model(ids, attention_mask=mask, selected=mask[:, 1:], num_tokens=n) for n in (None, 43))
+    assert torch.equal(plain.log_probs, packed.log_probs) and not kernel.called
 
 
 def test_other_masks_go_to_sdpa(kernel):
@@ -77,27 +136,23 @@ def test_other_masks_go_to_sdpa(kernel):
     model, batch = CausalLM(inner), sft_batch(SAMPLES, pad_id=EOS)
     wanted = forward_log_probs(model, batch, packed=False)[0]
     bare = inner(batch.input_ids[:1]).logits
-    inner.set_attn_implementation(packed_attention.NAME)
+    give_bounds(inner)
     assert torch.equal(forward_log_probs(model, batch, packed=False)[0], wanted)
-    assert torch.equal(inner(batch.input_ids[:1]).logits, bare)
+    assert torch.equal(inner(batch.input_ids[:1]).logits, bare) and not kernel.called
 
 
 def test_where_bounds_are_used(monkeypatch):
     def used(model, device=CUDA) -> bool:
         able = packed_attention.keep_apart(model, device=device)
-        assert (model.config._attn_implementation == packed_attention.NAME) is able
+        assert packed_attention.reads_bounds(model.config) is able
         return able
 
-    def windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)): ...
-    def no_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False): ...
-
-    monkeypatch.setattr(packed_attention, "varlen_attn", windows)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     assert used(tiny("opt", torch.bfloat16)) and used(tiny("llama", torch.float16))
     assert not used(tiny("opt", torch.bfloat16), CPU)
     assert not used(tiny("opt", torch.float32)), "the flash kernel has 16 bits only"
     eager = tiny("opt", torch.bfloat16)
     eager.set_attn_implementation("eager")
     assert not packed_attention.keep_apart(eager, device=CUDA) and eager.config._attn_implementation == "eager"
-    for absent in (no_windows, None):
-        monkeypatch.setattr(packed_attention, "varlen_attn", absent)
-        assert not used(tiny("opt", torch.bfloat16))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert not used(tiny("opt", torch.bfloat16))

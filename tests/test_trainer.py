@@ -15,6 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 from in_process import group_of_one
+from packed_rows import give_bounds, plain_kernel
 from tiny_models import EOS, NUM_TOKENS, PAD, random_rows, save_tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +41,7 @@ from pipeline.parameter_groups import parameter_groups
 from pipeline.reward_model import TokenValueModel, load_reward_model
 from pipeline.stopping import Stopping
 from pipeline.tensor_ops import lengths_to_mask
-from step3_ppo import trainer
+from step3_ppo import models, trainer
 from step3_ppo.config import PPOCoefficients, PPOConfig, PPOOptimizerConfig, PromptDataConfig, SamplingConfig
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.hybrid_engine import HybridEngine
@@ -229,9 +230,10 @@ def seen_gradients(monkeypatch):
 
 
 def update(
-    updater, responses, experience, batches=SPLITS[1], *, kl_coef=0.3, rate_factor=1.0, train_actor=True, text=None
-):
-    cut = [MicroBatch.of(rows, Lengths.of(responses)) for rows in batches]
+    updater, responses, experience, batches=SPLITS[1], *, kl_coef=0.3, rate_factor=1.0, train_actor=True, text=None,
+    packs=False,
+):  # fmt: skip
+    cut = [MicroBatch.of(rows, Lengths.of(responses, packs=packs)) for rows in batches]
     return updater.update(
         responses,
         experience,
@@ -268,6 +270,24 @@ def test_losses_and_gradients_equal_a_plain_loop_for_any_micro_batches(world, fo
     norm = math.sqrt(sum(g.square().sum().item() for g in actor.values()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert "loss/ptx" not in metrics
+
+
+@pytest.mark.parametrize("batches", SPLITS[:2], ids=["whole", "pairs"])
+def test_packed_rows_give_the_gradients_of_a_plain_loop(world, folders, seen_gradients, batches):
+    responses = make_responses()
+    experience = make_experience(folders, responses)
+    updater = make_updater(world, folders)
+    for engine in (updater.actor, updater.critic):
+        give_bounds(engine.module.model)
+    with plain_kernel() as kernel:
+        metrics, stepped = update(updater, responses, experience, batches, packs=True)
+    assert kernel.call_count == 2 * 2 * len(batches), "each of two layers of both models, each micro-batch"
+    actor, critic, numbers = slow_update(folders, responses, experience)
+    assert stepped
+    for name, value in numbers.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert_same_gradients(seen_gradients[0], actor)
+    assert_same_gradients(seen_gradients[1], critic)
 
 
 def test_a_kl_in_the_loss_adds_its_gradient(world, opt, seen_gradients):
@@ -607,6 +627,23 @@ def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_pat
         assert steps[0]["policy/sampler_error"] < 1e-4
         assert "objective/kl" in steps[0] and "objective/kl" not in steps[1]
     assert phases.state.step == 8 and phases.recorder.steps[-1][0] == 8
+
+
+def test_rollouts_of_packed_rows_score_and_train_as_padded_ones(world, trained_folders, tmp_path, monkeypatch):
+    config = ppo_config(trained_folders, accumulation=2)
+    padded = make_phases(world, tmp_path, config)
+    monkeypatch.setattr(models, "keep_apart", give_bounds)
+    packed = make_phases(world, tmp_path, config)
+    assert packed.models.pack_rows and not padded.models.pack_rows
+    with plain_kernel() as kernel:
+        found = iterate(packed)
+    assert kernel.called
+    wanted = iterate(padded)
+    assert found[0]["policy/first_ratio_error"] == 0.0 and len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        for name, value in theirs.items():
+            if not name.startswith(("time/", "generate_")) and "per_s" not in name and math.isfinite(value):
+                assert mine[name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
 
 
 def watched_passes(phases: Phases) -> list[bool]:

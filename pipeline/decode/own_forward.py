@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pipeline.decode.architecture import UnsupportedModel
 from pipeline.modeling import backbone, base_model
+from pipeline.packed_attention import NAME as PACKED
 
 
 class StaticRows(Cache):
@@ -148,7 +149,7 @@ def check_own_forward(model: Any) -> None:
     layers = DynamicCache(config=config).layers
     if any(type(layer) is not DynamicLayer for layer in layers):
         raise UnsupportedModel(f"{config.model_type} has layers with another cache than keys and values of all tokens")
-    if inner.config._attn_implementation not in ("sdpa", "eager"):
+    if inner.config._attn_implementation not in ("sdpa", "eager", PACKED):
         raise UnsupportedModel(f"{inner.config._attn_implementation} attention takes no mask of every row's own length")
     if getattr(config, "alibi", False):
         raise UnsupportedModel("attention biases by distance (alibi) come with the model's own mask")

@@ -1,4 +1,4 @@
-"""Packed rows on a CUDA device: the variable-length flash kernel against dense masks, in a real step 1 as well."""
+"""Packed rows on a CUDA device: the flash kernel against dense masks and padding, in real steps 1 and 3 as well."""
 
 from pathlib import Path
 
@@ -7,13 +7,14 @@ import torch
 from command_run import run_command
 from tiny_models import EOS, random_rows, randomise, tiny_config
 from tiny_run import make_folder, read_metrics
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from pipeline import packed_attention
 from pipeline.causal_lm import CausalLM
 from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import to_device
 from pipeline.modeling import without_dropout
+from pipeline.tensor_ops import lengths_to_mask
 from step1_sft.eval import forward_log_probs
 
 pytestmark = [
@@ -53,6 +54,55 @@ def test_kernel_equals_dense_masks(name):
     assert all(bool(gradient.isfinite().all()) for gradient in found[1][1].values())
     for key, gradient in found[1][1].items():
         assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
+
+
+def config_of(name: str):
+    if name == "mistral":  # each token sees 40: itself and 39 before it
+        return MistralConfig(
+            vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=40,
+        )  # fmt: skip
+    return without_dropout(tiny_config(name))
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "llama", "mistral"])
+def test_rows_without_their_padding_equal_padded_rows(name):
+    """Log-probabilities and gradients of rows of 1 to 60 tokens."""
+    inner = AutoModelForCausalLM.from_config(config_of(name), attn_implementation="sdpa")
+    randomise(inner, 1)
+    model = CausalLM(inner.to(CUDA, torch.bfloat16)).train()
+    lengths = torch.tensor([60, 1, 33, 17, 50, 4, 59], device=CUDA)
+    mask = lengths_to_mask(lengths, 60)
+    ids = torch.randint(3, 400, mask.shape, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1))
+    found = []
+    for packed in (False, True):
+        if packed:
+            assert packed_attention.keep_apart(inner, device=CUDA)
+        model.zero_grad()
+        selected, count = mask[:, 1:], int(lengths.sum()) if packed else None
+        log_probs = model(ids, attention_mask=mask, selected=selected, num_tokens=count).log_probs
+        (-log_probs.sum()).backward()
+        gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        found.append((log_probs.detach(), gradients))
+    assert apart(found[1][0], found[0][0]) < BF16_TOLERANCE
+    for key, gradient in found[1][1].items():
+        assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
+
+
+def test_ppo_packs_its_rows(tmp_path: Path):
+    folder = make_folder(tmp_path)
+    words = [
+        *("--actor_model_name_or_path", "base", "--critic_model_name_or_path", "scorer", "--data_path", "train.jsonl"),
+        *("--data_split", "none", "--eval_fraction", "0", "--max_steps", "3", "--max_prompt_seq_len", "48"),
+        *("--max_answer_seq_len", "24", "--per_device_generation_batch_size", "8", "--dtype", "bf16"),
+        *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--output_dir", "out"),
+    ]
+    ended = run_command("step3_ppo", words, folder=folder)
+    assert ended.code == 0, ended.stderr[-2000:]
+    run_dir = folder / "out" / "runs" / "ppo"
+    assert "rows are packed" in (run_dir / "log.txt").read_text()
+    lines = [line for line in read_metrics(run_dir) if "step_s" in line]
+    assert len(lines) == 3 and all(line["policy/first_ratio_error"] == 0.0 for line in lines)
 
 
 @pytest.mark.parametrize("recomputed", ["false", "true"])
