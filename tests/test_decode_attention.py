@@ -4,7 +4,9 @@ import pytest
 import torch
 from decode_models import DEVICE, SIXTEEN_BITS
 
-from pipeline.decode.attention import HeadLayout, attend, store_prompts
+from pipeline.decode import work_shares
+from pipeline.decode.attention import HeadLayout, attend, shared_work, store_prompts
+from pipeline.decode.work_shares import WorkShares
 
 ORDERS = ["qkv", "qvk", "kqv", "kvq", "vqk", "vkq"]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, SIXTEEN_BITS: {"rtol": 2e-2, "atol": 2e-2}}
@@ -48,6 +50,17 @@ def plain_attention(
     return found.flatten(1)
 
 
+def run(
+    qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: list[int], active: list[int], *,
+    layout: HeadLayout, out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Twice, as two layers of one step would: the second must find nothing of the first."""
+    found = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
+    shares = shared_work(*found, layout=layout, room=keys.shape[2])
+    attend(qkv, keys, values, shares=shares, layout=layout, out=torch.empty_like(out))
+    attend(qkv, keys, values, shares=shares, layout=layout, out=out)
+
+
 def check(
     heads: tuple[int, int], head_dim: int, lengths: list[int], *, room: int, order: str = "qkv",
     dtype: torch.dtype = torch.float32, active: list[int] | None = None,
@@ -67,10 +80,7 @@ def check(
             wanted[1][m, :, length] = heads_of(qkv, layout.v_offset, heads[1], layout)[m]
     out = torch.full((rows, heads[0] * head_dim), 99.0, dtype=dtype, device=DEVICE)
     before = qkv.clone()
-    attend(
-        qkv, keys, values, lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        active=torch.tensor(active, dtype=torch.int32, device=DEVICE), layout=layout, out=out,
-    )  # fmt: skip
+    run(qkv, keys, values, lengths, active, layout=layout, out=out)
     mask = torch.tensor(active, dtype=torch.bool, device=DEVICE)
     torch.testing.assert_close(out[mask].double(), expected[mask], **TOLERANCE[dtype])
     assert (out[~mask] == 99.0).all() and torch.equal(qkv, before)
@@ -106,6 +116,39 @@ def test_rows_that_are_not_active_are_left_alone(heads):
     check(heads, 16, [3, 0, 5, 2], room=6, active=[0, 1, 0, 1])
 
 
+@pytest.mark.parametrize("active", [[0, 1, 0, 0, 0], [1, 0, 0, 1, 0], [1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+def test_programs_of_free_rows_take_parts_of_the_others(heads, active):
+    """Up to eight parts of a row; the values behind a part's end are NaN in no other's sums."""
+    check(heads, 16, [40, 259, 0, 97, 31], room=260, active=active)
+
+
+def turns_of(lengths: list[int], active: list[int], *, room: int, warps: int = 1) -> list[list[int]]:
+    """(row, part, parts, keys) of each program that has something to do, for two heads."""
+    found = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
+    shares = WorkShares.of(*found, heads=2, room=room, block=(1, 16), warps=warps)
+    assert shares.live.item() == sum(active) and not shares.done.any()
+    return [turn for turn in shares.turns.tolist() if turn[2]]
+
+
+def test_shares_by_hand(monkeypatch):
+    monkeypatch.setattr(work_shares, "WARPS", 16)  # eight programs a head
+    lengths = [70, 200, 10, 300]
+    assert turns_of(lengths, [1, 1, 1, 1], room=400) == [
+        [0, 0, 2, 70], [1, 0, 2, 200], [2, 0, 1, 10], [3, 0, 2, 300],
+        [0, 1, 2, 70], [1, 1, 2, 200], [3, 1, 2, 300],
+    ]  # fmt: skip
+    # Of 70 keys three parts, since fewer than 32 keys are not worth one.
+    assert turns_of(lengths, [1, 0, 0, 0], room=400) == [[0, part, 3, 70] for part in range(3)]
+    assert turns_of(lengths, [0, 0, 0, 1], room=400) == [[3, part, 8, 300] for part in range(8)]
+    assert turns_of(lengths, [0, 0, 0, 0], room=400) == []
+    # Programs of four warps: as many as rows.
+    assert turns_of(lengths, [1, 1, 1, 0], room=400, warps=4) == [[0, 0, 1, 70], [1, 0, 1, 200], [2, 0, 1, 10]]
+    assert turns_of(lengths, [0, 1, 0, 1], room=400, warps=4) == [
+        [1, 0, 2, 200], [3, 0, 2, 300], [1, 1, 2, 200], [3, 1, 2, 300],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 def test_sixteen_bits(heads):
     check(heads, 24, [2, 70, 0], room=71, dtype=SIXTEEN_BITS)
@@ -123,11 +166,7 @@ def test_large_scores_do_not_overflow(heads):
     lengths = [79, 75, 9]
     expected = plain_attention(qkv, keys, values, lengths, layout)
     out = torch.empty(3, heads[0] * 16, device=DEVICE)
-    ones = torch.ones(3, dtype=torch.int32, device=DEVICE)
-    attend(
-        qkv, keys, values, lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE), active=ones, layout=layout,
-        out=out,
-    )  # fmt: skip
+    run(qkv, keys, values, lengths, [1, 1, 1], layout=layout, out=out)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 

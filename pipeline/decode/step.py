@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pipeline.attention_kernels import avoid_plans
 from pipeline.decode.architecture import rotary_table
-from pipeline.decode.attention import attend, store_prompts
+from pipeline.decode.attention import attend, shared_work, store_prompts
 from pipeline.decode.layer_kernels import Branch, Rotary, add_norm, rotate, silu_gate
 from pipeline.decode.split_matmul import can_split, split_matmul
 from pipeline.decode.weights import BlockWeights, DecodeWeights, Norm, Projection, head_layout
@@ -119,11 +119,13 @@ class DecodeModel:
         Rows with `active` 0 (int32) are left alone: their logits mean nothing.
         """
 
+        shares = shared_work(lengths, active, layout=self.layouts[0], room=cache.keys.shape[3])
+
         def mix(layer: int, qkv: Tensor) -> Tensor:
             layout = self.layouts[layer]
             mixed = qkv.new_empty(len(qkv), layout.num_heads * layout.head_dim)
             keys, values = cache.keys[layer], cache.values[layer]
-            attend(qkv, keys, values, lengths=lengths, active=active, layout=layout, out=mixed)
+            attend(qkv, keys, values, shares=shares, layout=layout, out=mixed)
             return mixed
 
         return self._logits(self._run(self._embed(tokens, lengths), lengths, mix))
