@@ -20,6 +20,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun
 from pipeline.files import refused_by_disk, write_json
 from pipeline.flags import Resolved, flat_items
+from pipeline.idle_flags import idle_flags
 from pipeline.layout import done_file, outcome_file, rank_log_file, run_folder
 from pipeline.outcome import (
     check_nobody_left,
@@ -225,6 +226,9 @@ def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
     if dist.on_main(lambda: is_finished(run)):
         return
     dist.on_main(lambda: write_run_files(run))
+    if run.world.is_main:
+        for line in idle_flags(dict(flat_items(run.resolved.config)), run.resolved.origins):
+            log.warning("%s", line)
     train()(run, run.resolved.config)
 
 
