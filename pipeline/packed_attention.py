@@ -17,13 +17,17 @@ from pipeline.data.batching import SFTBatch, block_diagonal_mask
 
 NAME = "packed_sdpa"
 MAX_HEAD_SIZE = 256  # of the flash kernel
+OLDEST_DEVICE = (8, 0)  # compute capability that it needs
+# Architectures that mix the tokens of a row in attention alone, with heads of one size: convolutions and recurrences
+# would run on from one sequence into the next.
+MODEL_TYPES = frozenset({"opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "olmo2", "phi3", "smollm3"})
 
 
 def keep_apart(model: Any, *, device: torch.device) -> bool:
     """Let a transformers model take bounds for a mask, where its attention and the device allow it; whether they do.
 
-    Needs a CUDA device with torch's flash kernel, 16-bit weights, and sdpa as the model's attention. Where they are not
-    there, `packed_mask` gives the dense mask.
+    Needs one of MODEL_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Where they are not
+    there, `packed_mask` gives the dense mask, and rows of PPO pass with their padding.
     """
     config = model.config
     heads = getattr(config, "num_attention_heads", 0) or 1
@@ -31,6 +35,8 @@ def keep_apart(model: Any, *, device: torch.device) -> bool:
     able = (
         device.type == "cuda"
         and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= OLDEST_DEVICE
+        and config.model_type in MODEL_TYPES
         and next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
         and config._attn_implementation == "sdpa"
         and getattr(model, "_supports_attention_backend", False)

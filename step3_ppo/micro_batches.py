@@ -18,13 +18,15 @@ from pipeline.data.batching import balanced_slices
 from pipeline.tensor_ops import round_up
 from step3_ppo.experience import Responses, length_unit
 
-# Tokens of a forward pass without gradients, padding included: enough to keep a device busy, few enough that rows of
-# much different lengths do not meet.
+# Tokens of a forward pass without gradients: enough to keep a device busy, and where rows are padded few enough that
+# those of much different lengths do not meet.
 SCORING_TOKENS = 16_384
 # What a pass costs beside its tokens, in tokens: a pass more must save more padding than this.
 PASS_TOKENS = 1_024
 # Padded rows are packed if that spares more than this share of a pass: attention of padded rows is the faster one.
 PADDING_TO_PACK = 1 / 32
+# Hidden states come back to their places in padded rows: these may take so many times the tokens that pass.
+MOST_SPREAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,10 @@ def micro_batches(
 
 
 def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longest_rows: int = 0) -> list[MicroBatch]:
-    """This rank's share of `rows`, longest first, in micro-batches whose tokens stay within a limit.
+    """This rank's share of `rows` in micro-batches whose tokens stay within a limit; padding counts where it passes.
 
-    longest_rows: the limit is that many of the longest rows; 0: SCORING_TOKENS, or one row. Tokens are padding too
-    where rows are not packed.
+    longest_rows: the limit is that many of the longest rows; 0: SCORING_TOKENS, or one row. Packed rows that are nearly
+    of one length may go beyond it by the little padding that PADDING_TO_PACK lets them have.
     """
     share = len(rows) // world.size
     (mine,) = dealt(rows, lengths, world, share)
@@ -122,19 +124,22 @@ def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longe
 def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Places of N falling lengths in few parts of nearly equal sums, each at most `limit`, or the longest length.
 
-    Each length goes to the part that is least full (Graham 1969, "longest processing time first"); there are as many
-    parts as that needs.
+    Each length goes to the part that is least full (Graham 1969, "longest processing time first"); there are about as
+    many parts as that needs. No part as padded rows takes more than MOST_SPREAD times the limit.
     """
     limit = max(limit, lengths[0])
-    for count in range(max(1, math.ceil(sum(lengths) / limit)), len(lengths)):
+    count = max(1, math.ceil(sum(lengths) / limit))
+    while count < len(lengths):
         parts: list[list[int]] = [[] for _ in range(count)]
         sums = [(0, part) for part in range(count)]
         for place, length in enumerate(lengths):
             full, part = heapq.heappop(sums)
             heapq.heappush(sums, (full + length, part))
             parts[part].append(place)
-        if max(sums)[0] <= limit:
+        spread = max(len(part) * lengths[part[0]] for part in parts if part)
+        if max(sums)[0] <= limit and spread <= MOST_SPREAD * limit:
             return parts
+        count += 1 + count // 8
     return [[place] for place in range(len(lengths))]
 
 

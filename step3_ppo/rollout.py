@@ -164,7 +164,7 @@ def sequence_scores(models: Models, responses: Responses, batch: MicroBatch, row
         encoded = [torch.tensor(ids, device=sequences.device) for ids in reward_ids(models, responses, rows)]
         lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
         sequences = pad_rows(encoded, models.reward_tokenizer.pad_token_id or 0)
-        mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), None
+        mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), sum(map(len, encoded))
     return last_token_scores(models.reward(sequences, mask, num_tokens=num_packed), mask.sum(1))
 
 

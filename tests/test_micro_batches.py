@@ -140,6 +140,15 @@ def test_even_parts_by_hand():
     assert even_parts([20, 3, 2, 1], limit=4) == [[0], [1, 2, 3]], "the longest stands alone, the others share its room"
 
 
+def test_long_rows_do_not_spread_short_ones_over_much_memory():
+    """Four rows of 2,148 tokens among 252 of 160: no pass takes more room than four times its tokens' limit."""
+    lengths = [2148] * 4 + [160] * 252
+    parts = even_parts(lengths, limit=16_384)
+    assert sorted(place for part in parts for place in part) == list(range(256))
+    assert max(len(part) * lengths[part[0]] for part in parts) <= 4 * 16_384
+    assert max(sum(lengths[place] for place in part) for part in parts) <= 16_384 and len(parts) <= 12
+
+
 def test_a_packed_micro_batch_by_hand():
     """Rows of 4, 7 and 5 tokens as 16; of 512, 510 and 508 padded, since 6 tokens are not worth another kernel."""
     of = MicroBatch.of(range(3), Lengths([1, 2, 3], [3, 5, 2], packs=True))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from packed_rows import give_bounds, plain_kernel
 from tiny_models import EOS, NUM_TOKENS, random_rows, randomise, tiny_config
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
 
 from pipeline import packed_attention
 from pipeline.causal_lm import CausalLM
@@ -112,6 +112,25 @@ def test_rows_without_their_padding_give_what_padded_rows_give(kernel, name, rec
     assert kernel.call_args.kwargs["window"] == (4 if name == "mistral" else -1)
 
 
+@pytest.mark.parametrize("name", sorted(packed_attention.MODEL_TYPES))
+def test_every_known_architecture_keeps_its_rows_apart(kernel, name):
+    """Built by transformers alone: what padded rows give, for each model type that is packed."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": NUM_TOKENS}
+    more = {"ffn_dim": 48, "word_embed_proj_dim": 32} if name == "opt" else {"intermediate_size": 48}
+    more |= {"num_key_value_heads": 2} if name not in ("opt", "gpt_neox") else {}
+    more |= {"head_dim": 8} if name in ("gemma", "qwen3") else {}
+    config = without_dropout(AutoConfig.for_model(name, **sizes, **more, pad_token_id=0))
+    inner = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    randomise(inner, 1)
+    model = CausalLM(inner).train()
+    ids, mask = padded_rows()
+    wanted = model(ids, attention_mask=mask, selected=mask[:, 1:]).log_probs
+    give_bounds(inner)
+    found = model(ids, attention_mask=mask, selected=mask[:, 1:], num_tokens=int(LENGTHS.sum())).log_probs
+    assert kernel.call_count == 4
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_values_of_rows_without_their_padding(kernel):
     inner = tiny("opt", auto_class=AutoModelForSequenceClassification)
     model = TokenValueModel(inner, score_mean=0.3, score_std=2.0)
@@ -148,11 +167,18 @@ def test_where_bounds_are_used(monkeypatch):
         return able
 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert used(tiny("opt", torch.bfloat16)) and used(tiny("llama", torch.float16))
     assert not used(tiny("opt", torch.bfloat16), CPU)
     assert not used(tiny("opt", torch.float32)), "the flash kernel has 16 bits only"
     eager = tiny("opt", torch.bfloat16)
     eager.set_attn_implementation("eager")
     assert not packed_attention.keep_apart(eager, device=CUDA) and eager.config._attn_implementation == "eager"
+    unknown = tiny("llama", torch.bfloat16)
+    unknown.config.model_type = "deepseek_v3"
+    assert not used(unknown)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not used(tiny("opt", torch.bfloat16)), "the kernel needs an Ampere device"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert not used(tiny("opt", torch.bfloat16))

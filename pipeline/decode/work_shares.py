@@ -2,7 +2,8 @@
 
 A program reads the keys of a row one block after another, so that a row takes as long when it is alone as in a full
 batch. Rows that have finished leave their programs free: these take parts of the keys of the others (as in
-Flash-Decoding, Dao et al. 2023, but only as many parts as programs are free). M rows (slots), P programs a head.
+Flash-Decoding, Dao et al. 2023, but only as many parts as programs are free). Where rows and heads are too few to keep
+a large GPU busy there are more programs than rows from the start. M rows (slots), P programs a head.
 """
 
 from dataclasses import dataclass
