@@ -94,8 +94,8 @@ def micro_batches(
     """This rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
 
     A step holds the next `rows_per_step` rows, whatever their lengths. A micro-batch takes at most the room of `size`
-    rows of the step's longest length: then work follows the tokens, and short rows make fewer passes. The longest rows
-    come first.
+    rows of the step's longest length: then work follows the tokens, and short rows make fewer passes. The longest row
+    is in the first.
     """
     steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
     return [by_tokens(step, lengths, world, longest_rows=size) for step in steps]
