@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from packed_rows import give_bounds, plain_kernel
 from tiny_models import EOS, NUM_TOKENS, PAD, random_rows, save_tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -258,6 +259,11 @@ def test_a_reward_model_of_another_tokenizer_reads_the_text(folders, tmp_path):
     judge.config.pad_token_id = None
     expected = torch.tensor([judge(input_ids=torch.tensor([row])).logits.item() for row in ids])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    give_bounds(models.reward.module.model)
+    with plain_kernel() as kernel:
+        packed = scored(models, responses, [[0, 1]], rows=rows, temperature=1.0).scores
+    assert kernel.called, "its own rows pass without their padding"
+    torch.testing.assert_close(packed, expected, rtol=1e-3, atol=1e-4)
 
 
 # --- rewards ---
