@@ -24,6 +24,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import nn
 
 from pipeline.engine_state import loss_scaler
+from pipeline.fused_layers import fuse_layers
 from pipeline.gradients import global_norm, wait_on_device
 from pipeline.memory import gradient_bytes
 from pipeline.partitions import gathered
@@ -82,6 +83,7 @@ class FrozenEngine:
         self, module: nn.Module, config: dict[str, Any], device: torch.device, *, gather: Gather = "auto"
     ) -> None:
         module.requires_grad_(False)
+        fuse_layers(module, device)
         self.module = module.eval()
         self.weights: Weights | None = None
         if config["zero_optimization"]["stage"] < 3:
@@ -118,6 +120,7 @@ class TrainingEngine:
         gather: Gather = "auto",
     ) -> None:
         self.module: Any = module
+        fuse_layers(module, torch.device(get_accelerator().device_name()))
         optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
         trainable = [parameter for group in groups for parameter in group["params"]]
         partitioned = config["zero_optimization"]["stage"] == 3

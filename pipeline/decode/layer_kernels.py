@@ -63,6 +63,11 @@ class Branch:
     bias: Tensor | None = None
 
 
+def num_warps(width: int) -> int:
+    """Of a program that holds one row."""
+    return 1 if width <= 256 else 4 if width < 2048 else 8
+
+
 def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep_sum: bool, out: Tensor) -> None:
     """out = norm(residual + branch), all (M, H) contiguous; with `keep_sum` the sum replaces `residual`."""
     rows, width = residual.shape
@@ -72,7 +77,7 @@ def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep
         residual, values, branch_bias, norm.weight, norm.bias, out, norm.eps, width, rows,
         WIDTH=triton.next_power_of_2(width), PARTS=num_parts, HAS_BRANCH_BIAS=branch_bias is not None,
         KEEP_SUM=keep_sum, RMS=norm.rms, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
-        num_warps=8 if width >= 2048 else 4,
+        num_warps=num_warps(width),
     )  # fmt: skip
 
 

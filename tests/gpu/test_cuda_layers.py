@@ -1,0 +1,93 @@
+"""Fused layers in bf16, compiled: as near to fp32 as torch's own, alone and in a model."""
+
+import pytest
+import torch
+from decode_models import FUSED, opt
+from torch.nn import functional
+
+from pipeline.fused_layers import fuse_layers
+from pipeline.training_kernels import FusedNorm, FusedReluLinear, NormKind
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=CUDA)
+
+
+def gradients_of(compute, tensors: list[torch.Tensor], weights: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+    return list(torch.autograd.grad((compute(*leaves) * weights).sum(), leaves))
+
+
+def assert_as_near(found: torch.Tensor, usual: torch.Tensor, right: torch.Tensor, what: object) -> None:
+    """`found` errs from `right` no more than torch's `usual` does; a twentieth more is noise."""
+    error, allowed = ((one.float() - right).norm() / right.norm() for one in (found, usual))
+    assert error <= 1.05 * allowed + 1e-4, (what, error, allowed)
+
+
+def rms_norm(x, weight):
+    """In one piece: torch's reference of Llama's norm."""
+    return functional.rms_norm(x, (x.shape[-1],), weight, 1e-5)
+
+
+@pytest.mark.parametrize("width", [64, 1024, 2048, 5120])
+@pytest.mark.parametrize("kind", ["layer norm", "rms norm", "relu"])
+def test_gradients_in_bf16(kind, width):
+    torch.manual_seed(width)
+    x = (random(1500, width) + 0.5).bfloat16().float()
+    if kind == "layer norm":
+        pair = (lambda x, w, b: FusedNorm.apply(x, w, b, NormKind(1e-5)),
+                lambda x, w, b: functional.layer_norm(x, (width,), w, b))  # fmt: skip
+        tensors, outputs = [x, 1 + random(width), random(width)], width
+    elif kind == "rms norm":
+        pair, tensors, outputs = (
+            (lambda x, w: FusedNorm.apply(x, w, None, NormKind(1e-5, rms=True)), rms_norm),
+            [x, 1 + random(width)],
+            width,
+        )
+    else:
+        pair = (FusedReluLinear.apply, lambda *p: functional.relu(functional.linear(*p)))
+        tensors, outputs = [x, random(192, width) / width**0.5, random(192)], 192
+    tensors = [tensor.bfloat16().float() for tensor in tensors]
+    weights = random(1500, outputs).bfloat16().float()
+    exact = gradients_of(pair[1], tensors, weights, torch.float32)
+    fused, plain = (gradients_of(one, tensors, weights.bfloat16(), torch.bfloat16) for one in pair)
+    for index, right in enumerate(exact):
+        assert_as_near(fused[index], plain[index], right, (kind, index))
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "llama", "qwen3"])
+def test_models_in_bf16(name):
+    """All gradients of a model together: those of single biases are noise (keys have none but for rounding)."""
+    ids = torch.randint(3, 300, (16, 48), generator=torch.Generator().manual_seed(0)).to(CUDA)
+
+    def gradients(model: torch.nn.Module) -> torch.Tensor:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+
+    exact, plain, fused = (FUSED[name]().to(CUDA) for _ in range(3))
+    exact.load_state_dict(exact.bfloat16().state_dict())
+    assert fuse_layers(fused, CUDA) > 0
+    assert_as_near(gradients(fused.bfloat16()), gradients(plain.bfloat16()), gradients(exact.float()), name)
+
+
+def test_a_step_without_gradients_is_captured_in_a_graph():
+    """The static rung of generation runs the model's own forward in a CUDA graph."""
+    model = opt().to(CUDA)
+    ids = torch.randint(3, 300, (4, 9), device=CUDA)
+    fuse_layers(model, CUDA)
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            wanted = model(input_ids=ids, use_cache=False).logits
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = model(input_ids=ids, use_cache=False).logits
+        found.zero_()
+        graph.replay()
+    torch.testing.assert_close(found, wanted)
