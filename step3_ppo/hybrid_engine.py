@@ -157,9 +157,8 @@ class HybridEngine:
 
     def _made_generator(self, model: Any) -> Any:
         from pipeline.decode.generator import Generator
-        from pipeline.decode.refill import Pace
 
-        pace = Pace()
+        pace = None
         if self._stream is not None:
             from pipeline.decode.streaming import CommonPace
 

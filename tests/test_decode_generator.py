@@ -86,6 +86,45 @@ def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
     test_the_static_rung_samples_what_the_eager_loop_does(name)
 
 
+@pytest.fixture
+def passes_beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As with a GPU; how many turns had passes over prompts that ran beside decode steps, one entry a pass."""
+    seen, opened = [], refill.SideStream.opened
+    monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset({DEVICE.type}))
+    monkeypatch.setattr(refill.SideStream, "opened", lambda side: (seen.append(1), opened(side))[1])
+    return seen
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("num_slots", "num_samples", "ends", "beside"),
+    [
+        (1, 1, ENDS, False),  # when the only row has ended there is no step to run beside
+        (2, 3, ENDS[:20], True),
+        (3, 3, ENDS, True),
+        (3, 2, (), False),  # all end at once
+        (2, 2, range(NUM_TOKENS), False),  # all have ended before a step
+    ],
+)
+def test_prompts_beside_steps_sample_the_same(monkeypatch, passes_beside, every, num_slots, num_samples, ends, beside):
+    """Their responses sit down a turn later, in slots that nobody else is given, and none of them is lost."""
+    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", every)
+    model, settings = opt(), {"num_samples": num_samples, "num_slots": num_slots, "ends": ends}
+    assert_same(*rollouts(model, fused(model), PROMPTS, sampling=Sampling(8), **settings))
+    assert bool(passes_beside) is beside
+
+
+def test_the_static_rung_and_ranks_in_step_run_prompts_between_steps(passes_beside):
+    """The first writes a key in free rows too; the others meet in collectives."""
+    model = opt()
+    rollouts(model, OwnForward(model), PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=2, ends=ENDS)
+    gen = Generator(fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), pace=refill.Pace())
+    rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=2, ends=ENDS)
+    assert not passes_beside
+    group: Any = SimpleNamespace(size=2)
+    assert Generator(fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=group).side is None
+
+
 @pytest.mark.parametrize("looks_behind", [(), ("cpu",)])
 @pytest.mark.parametrize(
     ("num_slots", "steps", "ends"), [(6, 6, ()), (3, 12, ()), (1, 36, ()), (6, 5, range(NUM_TOKENS))]
@@ -264,9 +303,11 @@ def test_samples_of_a_prompt_share_its_pass(monkeypatch):
 # --- stopping ---
 
 
+@pytest.mark.parametrize("looks_behind", [(), (DEVICE.type,)])
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("rung", FUNCTIONS)
-def test_generation_stops_when_asked_and_the_next_call_is_whole(rung, after):
+def test_generation_stops_when_asked_and_the_next_call_is_whole(monkeypatch, rung, after, looks_behind):
+    monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset(looks_behind))
     model = opt()
     gen = generator_of(FUNCTIONS[rung](model))
     asked: list[None] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pipeline.decode.arena import Arena, DecodeFunction, Job
-from pipeline.decode.refill import Pace, Round
+from pipeline.decode.refill import Pace, Round, side_stream
 from pipeline.decode.room import affordable_slots, checked_slots
 from pipeline.decode.sampling import padded_eos
 from pipeline.dist import RankGroup
@@ -43,6 +43,9 @@ class Generator:
         self.model, self.pad_id, self.group = model, pad_id, group
         self.positions, self.slots = positions, slots
         self.pace = pace or Pace()
+        # Collectives in prompts and in steps would have to come in one order on all ranks.
+        alone = pace is None and group.size == 1 and model.leaves_free_rows
+        self.side = side_stream(model.device) if alone else None
         self._eos = padded_eos(eos_ids, model.device)
         self._arena: Arena | None = None
 

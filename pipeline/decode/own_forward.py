@@ -86,6 +86,11 @@ class OwnForward:
         return self._parameters[0].device
 
     @property
+    def leaves_free_rows(self) -> bool:
+        """Not here: a step writes a key in every row."""
+        return False
+
+    @property
     def bytes_per_token(self) -> int:
         """Of the cache."""
         config = self.model.config.get_text_config()

@@ -1,7 +1,8 @@
 """The turns of a generation: fill free slots, make some steps, look who has finished."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 # Decode steps between two looks at which rows have finished: a look waits for the device.
 CHECK_EVERY = 16
 # The same while responses wait for a slot: an empty slot costs then.
-CHECK_EVERY_WHILE_WAITING = 4
+CHECK_EVERY_WHILE_WAITING = 2
+# Few rows make a slow forward pass: it waits until this part of the slots is free, or nothing else is left. Beside
+# decode steps it costs less.
+SLOTS_WORTH_A_PASS = 1 / 8
+SLOTS_WORTH_A_PASS_BESIDE = 1 / 16
 # Prompt tokens of one forward pass: bounds the activations of a prefill.
 PREFILL_TOKENS = 32_768
 # Where the host works ahead of the device, looks while responses wait are of the turn before.
@@ -50,14 +55,14 @@ class Look:
     filled: set[int] = field(default_factory=set)
 
     @classmethod
-    def begin(cls, active: Tensor) -> Self:
-        """Of (M,) flags as they are behind the work that has been handed out."""
+    def begin(cls, active: Tensor, promised: Sequence[int]) -> Self:
+        """Of (M,) flags as they are behind the work that has been handed out; `promised` slots are taken already."""
         if not active.is_cuda:
-            return cls(active.clone(), None)
+            return cls(active.clone(), None, set(promised))
         copy = torch.empty(active.shape, dtype=active.dtype, pin_memory=True).copy_(active, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(copy, arrived)
+        return cls(copy, arrived, set(promised))
 
     def free(self) -> list[int]:
         """Slots without a response, then and now. Waits for the copy."""
@@ -66,52 +71,103 @@ class Look:
         return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.filled]
 
 
+class SideStream:
+    """Where prompts run beside decode steps: these wait for memory, those for arithmetic. On a CPU, one by one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """What is handed out inside runs behind all work so far, and beside what comes next."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Work from here on waits for what the stream was given."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def side_stream(device: torch.device) -> SideStream | None:
+    """One where the host works ahead of the device, so that prompts and steps can be there at once."""
+    return SideStream(device) if device.type in LOOKS_BEHIND else None
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """R responses whose prompts have been run, before they sit: their slots and numbers (R,), logits (R, V)."""
+
+    places: list[int]
+    index: Tensor
+    lengths: Tensor
+    rows: Tensor
+    logits: Tensor
+
+
 class Round:
     """One call of generate: who waits, who sits where."""
 
     def __init__(self, generator: "Generator", arena: Arena, prompts: list[Tensor], num_samples: int) -> None:
         self.model, self.group, self.pace = generator.model, generator.group, generator.pace
+        self.side = generator.side
         self.arena, self.prompts, self.num_samples = arena, prompts, num_samples
         self.waiting = deque(range(len(prompts) * num_samples))
         self.step = 0  # decode steps made
         self.last_step = 0  # when these are made, whatever sits in a slot has ended
         self.looks: deque[Look] = deque()
+        self.passed: list[Passed] = []  # run beside the last steps; they sit before the next
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Until every response has its EOS or its last token."""
+        try:
+            self._turns(should_stop)
+        finally:
+            if self.side is not None:
+                self.side.join()
+
+    def _turns(self, should_stop: Callable[[], bool]) -> None:
         free = list(range(self.arena.num_slots))
         while True:
             asked_to_stop = should_stop()
-            # Few rows make a slow forward pass: wait until an eighth of the slots is free, or nothing else is left.
-            worth_it = 8 * len(free) >= self.arena.num_slots or len(free) >= len(self.waiting)
+            self._seat_passed()
+            beside = self.side is not None and self.last_step > self.step and len(free) < self.arena.num_slots
+            part = SLOTS_WORTH_A_PASS_BESIDE if beside else SLOTS_WORTH_A_PASS
+            worth_it = len(free) >= min(part * self.arena.num_slots, len(self.waiting))
             fills = self._fills(free) if worth_it else []
-            if fills:
-                self.last_step = self.step + self.arena.job.sampling.max_new_tokens - 1
+            if fills and not beside:
+                self._begin_responses()
             left = 0 if len(free) == self.arena.num_slots else self.last_step - self.step
             stop, passes, left, waiting = self.pace.most(asked_to_stop, len(fills), left, bool(self.waiting))
             if stop:
                 raise GenerationStopped
             for taken, places in fills:
-                self._prefill(taken, places)
+                self._fill(taken, places, beside=beside)
             for _ in range(passes - len(fills)):
                 self.pace.take_part()
             if not left and not waiting:
                 return
-            steps = min(left, CHECK_EVERY_WHILE_WAITING if waiting else CHECK_EVERY)
+            more = bool(waiting or self.passed)
+            steps = min(left, CHECK_EVERY_WHILE_WAITING if more else CHECK_EVERY)
             self.arena.advance(steps)
             self.step += steps
-            free = self._free(behind=bool(waiting))
+            free = self._free(behind=more)
 
     def _free(self, *, behind: bool) -> list[int]:
         """The free slots, as far as the host can know without letting the device run dry.
 
         behind: as they were a turn ago, so that the next prompts are prepared while the device still has steps to make.
         """
+        promised = [place for passed in self.passed for place in passed.places]
         if self.step >= self.last_step:
             self.looks.clear()
-            return list(range(self.arena.num_slots))
+            return [slot for slot in range(self.arena.num_slots) if slot not in promised]
         # Of all ranks of the group: they must make the same steps, whatever the last bits of their logits.
-        self.looks.append(Look.begin(self.group.largest(self.arena.slots.active)))
+        self.looks.append(Look.begin(self.group.largest(self.arena.slots.active), promised))
         kept = 2 if behind and self.model.device.type in LOOKS_BEHIND else 1
         while len(self.looks) > kept:
             self.looks.popleft()
@@ -138,11 +194,22 @@ class Round:
         """The prompts of responses, each once, in order."""
         return list(dict.fromkeys(row // self.num_samples for row in taken))
 
-    def _prefill(self, taken: list[int], places: list[int]) -> None:
-        """Run the prompts of responses and draw their first tokens."""
-        device, slots = self.model.device, self.arena.slots
+    def _begin_responses(self) -> None:
+        """Some responses begin here: when has the last of them ended?"""
+        self.last_step = self.step + self.arena.job.sampling.max_new_tokens - 1
+
+    def _fill(self, taken: list[int], places: list[int], *, beside: bool) -> None:
+        """Run the prompts of responses: at once, and let them sit; or beside the next steps."""
         for look in self.looks:
             look.filled.update(places)
+        if beside and self.side is not None:
+            with self.side.opened():
+                self.passed.append(self._run_prompts(taken, places))
+        else:
+            self._seat(self._run_prompts(taken, places))
+
+    def _run_prompts(self, taken: list[int], places: list[int]) -> Passed:
+        device = self.model.device
         unique = self._unique(taken)
         number = {prompt: index for index, prompt in enumerate(unique)}
         found = [self.prompts[prompt] for prompt in unique]
@@ -150,9 +217,23 @@ class Round:
         lengths = torch.tensor([len(prompt) for prompt in found])
         on_host = (pad_rows(found, self.arena.pad_id), lengths, source, torch.tensor(places), torch.tensor(taken))
         ids, lengths, source, index, rows = (sent(values, device) for values in on_host)
-        slots.lengths[index] = lengths[source].to(torch.int32)
-        slots.row[index] = rows.to(torch.int32)
+        logits = self.model.prompt(ids, lengths, self.arena.cache, slots=index, source=source)
+        return Passed(places, index, lengths[source].to(torch.int32), rows.to(torch.int32), logits[source])
+
+    def _seat_passed(self) -> None:
+        """Let those sit whose prompts ran beside the last steps."""
+        if self.passed and self.side is not None:
+            self.side.join()
+            self._begin_responses()
+            for passed in self.passed:
+                self._seat(passed)
+            self.passed.clear()
+
+    def _seat(self, passed: Passed) -> None:
+        """Draw the first tokens of responses, which go on with the next step."""
+        slots, index = self.arena.slots, passed.index
+        slots.lengths[index] = passed.lengths
+        slots.row[index] = passed.rows
         slots.place[index] = 0
         slots.active[index] = 1
-        logits = self.model.prompt(ids, lengths, self.arena.cache, slots=index, source=source)
-        self.arena.draw(logits[source], index)
+        self.arena.draw(passed.logits, index)

@@ -67,6 +67,11 @@ class DecodeModel:
         return 2 * len(self.layouts) * layout.num_kv_heads * layout.head_dim * size
 
     @property
+    def leaves_free_rows(self) -> bool:
+        """Whether a step neither reads nor writes rows of the cache that are not active."""
+        return True
+
+    @property
     def _head(self) -> Tensor:
         return self.weights.of(self.architecture.head)
 
