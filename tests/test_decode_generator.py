@@ -117,9 +117,9 @@ def test_prompts_beside_steps_sample_the_same(monkeypatch, passes_beside, every,
 def test_the_static_rung_and_ranks_in_step_run_prompts_between_steps(passes_beside):
     """The first writes a key in free rows too; the others meet in collectives."""
     model = opt()
-    rollouts(model, OwnForward(model), PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=2, ends=ENDS)
+    rollouts(model, OwnForward(model), PROMPTS, sampling=Sampling(8), num_samples=3, num_slots=3, ends=ENDS)
     gen = Generator(fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), pace=refill.Pace())
-    rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=2, ends=ENDS)
+    rollouts(model, gen, PROMPTS, sampling=Sampling(8), num_samples=3, num_slots=3, ends=ENDS)
     assert not passes_beside
     group: Any = SimpleNamespace(size=2)
     assert Generator(fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=group).side is None
