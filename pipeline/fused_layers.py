@@ -1,7 +1,7 @@
 """Layers of a transformers model that compute the same in fewer passes over memory on a GPU (`training_kernels.py`).
 
 A layer changes its class, not its weights or their names: what is saved, and what LoRA or DeepSpeed see, stays as it
-was. On a CPU, and where types are mixed, it computes as before.
+was. On a CPU, on small inputs, and where types are mixed, it computes as before.
 """
 
 from typing import Any
@@ -17,9 +17,13 @@ from pipeline.token_statistics import has_triton
 RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 
 
-def on_kernels(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether the kernels take these: on a GPU, all of one type."""
-    return x.is_cuda and all(p is None or p.dtype == x.dtype for p in parameters)
+# Numbers that a layer gives from which on the kernels save more of the device's time than they take of the host's.
+WORTH_IT = 2**23
+
+
+def on_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
+    """Whether the kernels are to take these: on a GPU, `size` numbers to give, all of one type."""
+    return x.is_cuda and size > WORTH_IT and all(p is None or p.dtype == x.dtype for p in parameters)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -27,7 +31,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., H) -> (..., H)."""
-        if not on_kernels(input, self.weight, self.bias):
+        if not on_kernels(input, input.numel(), self.weight, self.bias):
             return super().forward(input)
         from pipeline.training_kernels import FusedNorm, NormKind
 
@@ -42,7 +46,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., H) -> (..., H)."""
-        if not on_kernels(hidden_states, self.weight):
+        if not on_kernels(hidden_states, hidden_states.numel(), self.weight):
             return super().forward(hidden_states)
         from pipeline.training_kernels import FusedNorm, NormKind
 
@@ -54,7 +58,8 @@ class ReluLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., H) -> (..., F)."""
-        if not on_kernels(input, self.weight, self.bias) or not input.numel():
+        size = input.numel() // self.in_features * self.out_features
+        if not on_kernels(input, size, self.weight, self.bias):
             return functional.relu(super().forward(input))
         from pipeline.training_kernels import FusedReluLinear
 

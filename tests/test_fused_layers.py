@@ -3,6 +3,9 @@
 On a CPU the Triton kernels run in triton's interpreter; tests/gpu compares 16 bits.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from decode_models import DEVICE, FUSED, opt
@@ -204,10 +207,21 @@ def test_a_cpu_computes_as_before():
     assert fuse_layers(model, torch.device("cpu")) == 0 and kinds == [type(module) for module in model.modules()]
 
 
-def test_mixed_types_compute_as_before():
-    """Such as a fp32 weight under 16-bit inputs, which torch refuses or casts by its own rules."""
-    x, weight = torch.zeros(2, 4), torch.zeros(4)
-    assert not fused_layers.on_kernels(x, weight), "not on a GPU"
-    if DEVICE.type == "cuda":
-        assert fused_layers.on_kernels(x.cuda(), weight.cuda(), None)
-        assert not fused_layers.on_kernels(x.cuda(), weight.half().cuda())
+def test_where_the_kernels_serve():
+    """On a GPU, where types agree and there is enough to do: small inputs cost the host more than the device gains."""
+    large, dtype = fused_layers.WORTH_IT + 1, torch.bfloat16
+    x: Any = SimpleNamespace(is_cuda=True, dtype=dtype)
+    assert fused_layers.on_kernels(x, large, torch.zeros(4, dtype=dtype), None)
+    assert not fused_layers.on_kernels(x, large, torch.zeros(4)), "a fp32 weight under 16-bit inputs"
+    assert not fused_layers.on_kernels(x, fused_layers.WORTH_IT, None)
+    assert not fused_layers.on_kernels(torch.zeros(2, 4), large, None), "on a CPU"
+
+
+def test_each_layer_says_how_much_it_gives(monkeypatch):
+    asked = []
+    monkeypatch.setattr(fused_layers, "on_kernels", lambda x, size, *_: bool(asked.append(size)))
+    model = opt().to(DEVICE)
+    fuse_layers(model, CUDA)
+    model(input_ids=torch.full((3, 7), 5, device=DEVICE), use_cache=False)
+    norm, relu = 3 * 7 * 32, 3 * 7 * 48
+    assert asked == [norm, norm, relu] * 2 + [norm]

@@ -5,12 +5,18 @@ import torch
 from decode_models import FUSED, opt
 from torch.nn import functional
 
+from pipeline import fused_layers
 from pipeline.fused_layers import fuse_layers
 from pipeline.training_kernels import FusedNorm, FusedReluLinear, NormKind
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def also_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_layers, "WORTH_IT", 0)
 
 
 def random(*shape: int) -> torch.Tensor:
