@@ -4,6 +4,7 @@ A layer changes its class, not its weights or their names: what is saved, and wh
 was. On a CPU, on small inputs, and where types are mixed, it computes as before.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from pipeline.token_statistics import has_triton
 RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 
 
-# Numbers that a layer gives from which on the kernels save more of the device's time than they take of the host's.
+# Where a layer gives more numbers, the kernels save more of the device's time than they take of the host's.
 WORTH_IT = 2**23
 
 
 def on_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
-    """Whether the kernels are to take these: on a GPU, `size` numbers to give, all of one type."""
-    return x.is_cuda and size > WORTH_IT and all(p is None or p.dtype == x.dtype for p in parameters)
+    """Whether the kernels are to take these: on a GPU, `size` numbers to give, all of one type that is to stay."""
+    able = x.is_cuda and size > WORTH_IT and not torch.is_autocast_enabled("cuda")
+    return able and all(p is None or p.dtype == x.dtype for p in parameters)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -76,12 +78,18 @@ def fuse_layers(model: nn.Module, device: torch.device) -> int:
     return sum(_fuse(module) for module in list(model.modules()))
 
 
+@cache
+def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind` as an RMSNorm of here; one class for all norms of a kind."""
+    return type(kind.__name__, (RMSNorm, kind), {})
+
+
 def _fuse(module: Any) -> bool:
-    kind = type(module)
+    kind: Any = type(module)
     if kind is nn.LayerNorm and len(module.normalized_shape) == 1:
         module.__class__ = LayerNorm
-    elif kind.__name__ in RMS_NORMS:
-        module.__class__ = type(kind.__name__, (RMSNorm, kind), {})
+    elif kind.__name__ in RMS_NORMS and not issubclass(kind, RMSNorm):
+        module.__class__ = fused_class(kind)
     elif kind is OPTDecoderLayer and _has_plain_relu(module):
         module.fc1.__class__ = ReluLinear
         module.activation_fn = nn.Identity()

@@ -106,8 +106,8 @@ def _relu_gradient(
         r = start + tl.arange(0, ROWS)
         inside = (r < rows)[:, None] & (c < width)[None, :]
         at = r[:, None].to(tl.int64) * width + c[None, :]
-        passed = tl.load(out + at, mask=inside, other=0.0) > 0
-        found = tl.where(passed, tl.load(gradient + at, mask=inside, other=0.0), 0.0)
+        stopped = tl.load(out + at, mask=inside, other=0.0) <= 0  # not a NaN, which is to be seen in gradients
+        found = tl.where(stopped, 0.0, tl.load(gradient + at, mask=inside, other=0.0))
         tl.store(before + at, found.to(before.dtype.element_ty), mask=inside)
         total += found.to(tl.float32)
     tl.store(sums + part * width + c, tl.sum(total, 0), mask=c < width)
@@ -134,7 +134,8 @@ class FusedReluLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """x (T, H), weight (F, H), bias (F,) -> (T, F); all of one floating type."""
         out = torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
-        ctx.save_for_backward(x, weight, out)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, out)
         return out
 
     @staticmethod

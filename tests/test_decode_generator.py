@@ -88,7 +88,7 @@ def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
 
 @pytest.fixture
 def passes_beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As with a GPU; how many turns had passes over prompts that ran beside decode steps, one entry a pass."""
+    """As with a GPU; an entry for each pass over prompts that ran beside decode steps."""
     seen, opened = [], refill.SideStream.opened
     monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset({DEVICE.type}))
     monkeypatch.setattr(refill.SideStream, "opened", lambda side: (seen.append(1), opened(side))[1])
@@ -108,7 +108,7 @@ def passes_beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_prompts_beside_steps_sample_the_same(monkeypatch, passes_beside, every, num_slots, num_samples, ends, beside):
     """Their responses sit down a turn later, in slots that nobody else is given, and none of them is lost."""
-    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", every)
+    monkeypatch.setattr(refill, "CHECK_EVERY_BESIDE", every)
     model, settings = opt(), {"num_samples": num_samples, "num_slots": num_slots, "ends": ends}
     assert_same(*rollouts(model, fused(model), PROMPTS, sampling=Sampling(8), **settings))
     assert bool(passes_beside) is beside

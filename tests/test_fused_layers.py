@@ -121,6 +121,23 @@ def test_relu_passes_no_gradient_at_zero():
     assert not any(gradient.any() for gradient in gradients_of(FusedReluLinear.apply(*inputs), *inputs))
 
 
+def test_a_nan_passes_into_gradients():
+    """As torch's ReLU lets it: whoever checks them is to see it."""
+    gradient, bias_gradient = training_kernels.relu_gradient(
+        torch.ones(2, 3, device=DEVICE), torch.tensor([[1.0, 0.0, torch.nan], [0.0, 0.0, 1.0]], device=DEVICE)
+    )
+    assert gradient.tolist() == [[1, 0, 1], [0, 0, 1]] and bias_gradient.tolist() == [1, 0, 2]
+
+
+def test_what_is_frozen_is_not_kept_for_the_backward_pass():
+    x, weight, bias = random(6, 4).requires_grad_(), random(5, 4, seed=1), random(5, seed=2)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda one: one):
+        out = FusedReluLinear.apply(x, weight, bias)
+    assert [tuple(tensor.shape) for tensor in kept] == [(5, 4), (6, 5)]
+    assert_close(gradients_of(out, x), gradients_of(functional.relu(functional.linear(x, weight, bias)), x))
+
+
 def test_gradients_that_are_not_contiguous():
     """That of a sum is one number, stretched; that of a transposed result lies the other way round."""
     x, weight, bias, factors = (tensor.requires_grad_() for tensor in (
@@ -173,9 +190,20 @@ FUSABLE = {
 }
 
 
+@pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("name", FUSABLE)
-def test_fused_models_train_as_before(name, kernels_anywhere):
+def test_fused_models_train_as_before(monkeypatch, name, taken):
+    """By the kernels, and where inputs are too small for them."""
+    monkeypatch.setattr(fused_layers, "on_kernels", lambda *_: taken)
     assert_same_training(FUSED[name], FUSABLE[name])
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_a_fused_model_is_not_fused_again(name):
+    model = FUSED[name]()
+    assert fuse_layers(model, CUDA) == FUSABLE[name] and fuse_layers(model, CUDA) == 0
+    norms = {type(module) for module in model.modules() if isinstance(module, fused_layers.RMSNorm)}
+    assert len(norms) == (name == "llama")
 
 
 def test_another_activation_stays(kernels_anywhere):
@@ -207,7 +235,7 @@ def test_a_cpu_computes_as_before():
     assert fuse_layers(model, torch.device("cpu")) == 0 and kinds == [type(module) for module in model.modules()]
 
 
-def test_where_the_kernels_serve():
+def test_where_the_kernels_serve(monkeypatch):
     """On a GPU, where types agree and there is enough to do: small inputs cost the host more than the device gains."""
     large, dtype = fused_layers.WORTH_IT + 1, torch.bfloat16
     x: Any = SimpleNamespace(is_cuda=True, dtype=dtype)
@@ -215,6 +243,8 @@ def test_where_the_kernels_serve():
     assert not fused_layers.on_kernels(x, large, torch.zeros(4)), "a fp32 weight under 16-bit inputs"
     assert not fused_layers.on_kernels(x, fused_layers.WORTH_IT, None)
     assert not fused_layers.on_kernels(torch.zeros(2, 4), large, None), "on a CPU"
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    assert not fused_layers.on_kernels(x, large, None), "torch chooses types itself"
 
 
 def test_each_layer_says_how_much_it_gives(monkeypatch):

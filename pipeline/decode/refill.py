@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 # Decode steps between two looks at which rows have finished: a look waits for the device.
 CHECK_EVERY = 16
-# The same while responses wait for a slot: an empty slot costs then.
-CHECK_EVERY_WHILE_WAITING = 2
+# The same while responses wait for a slot: an empty slot costs then. Where prompts run beside steps a turn costs less.
+CHECK_EVERY_WHILE_WAITING = 4
+CHECK_EVERY_BESIDE = 2
 # Few rows make a slow forward pass: it waits until this part of the slots is free, or nothing else is left. Beside
 # decode steps it costs less.
 SLOTS_WORTH_A_PASS = 1 / 8
@@ -71,11 +73,17 @@ class Look:
         return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.filled]
 
 
+@cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: torch keeps memory, and cuBLAS a workspace, for each stream that was ever used."""
+    return torch.cuda.Stream(device)
+
+
 class SideStream:
     """Where prompts run beside decode steps: these wait for memory, those for arithmetic. On a CPU, one by one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = second_stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -94,13 +102,17 @@ class SideStream:
 
 
 def side_stream(device: torch.device) -> SideStream | None:
-    """One where the host works ahead of the device, so that prompts and steps can be there at once."""
+    """Where the host works ahead of the device, so that prompts and steps can be there at once."""
     return SideStream(device) if device.type in LOOKS_BEHIND else None
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """R responses whose prompts have been run, before they sit: their slots and numbers (R,), logits (R, V)."""
+    """R responses whose prompts have been run, before they sit.
+
+    places, index (R,) int64: their slots, on the host and on the device. lengths (R,) int32: tokens of their prompts.
+    rows (R,) int32: their numbers. logits (R, V).
+    """
 
     places: list[int]
     index: Tensor
@@ -152,7 +164,8 @@ class Round:
             if not left and not waiting:
                 return
             more = bool(waiting or self.passed)
-            steps = min(left, CHECK_EVERY_WHILE_WAITING if more else CHECK_EVERY)
+            waiting_turn = CHECK_EVERY_WHILE_WAITING if self.side is None else CHECK_EVERY_BESIDE
+            steps = min(left, waiting_turn if more else CHECK_EVERY)
             self.arena.advance(steps)
             self.step += steps
             free = self._free(behind=more)

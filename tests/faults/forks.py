@@ -260,14 +260,14 @@ def kill_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
     """
     draw = random.Random(seed)
     expected, length = tell_whole(story)
-    killed, wrong = 0, []
+    killed, wrong, latest = 0, [], length
     for number in range(3 * count):
         if killed == count:
             break
-        after = draw.uniform(0.0, length)
+        after = draw.uniform(0.0, latest)
         in_time = run_killed(story, "killed", after) == -signal.SIGKILL
         killed += in_time
-        length *= 1.0 if in_time else 0.9
+        latest *= 1.0 if in_time else 0.9
         code = run(story, "killed")
         apart = [f"exit {code}"] if code else differences(findings(story, "killed"), expected)
         wrong += [f"{number} after {after:.2f} s: {', '.join(apart)}"] if apart else []
@@ -300,18 +300,18 @@ def stop_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
     """As `kill_and_compare` with SIGTERM: the run stops by itself with 75 and says how long that took."""
     draw = random.Random(seed)
     expected, length = tell_whole(story)
-    stopped, wrong, seconds = 0, [], []
+    stopped, wrong, seconds, latest = 0, [], [], length
     for number in range(3 * count):
         if stopped == count:
             break
         children = start(story, "stopped", first=stop_anywhere)
-        time.sleep(draw.uniform(0.3, 1.0) * length)
+        time.sleep(draw.uniform(0.3, 1.0) * latest)
         signalled = time.monotonic()
         send(children, signal.SIGTERM)
         code = finish(children)
         seconds.append(time.monotonic() - signalled)
         stopped += code == 75
-        length *= 1.0 if code == 75 else 0.9
+        latest *= 1.0 if code == 75 else 0.9
         again = run(story, "stopped")
         apart = [] if code in (0, 75) and again == 0 else [f"exit {code}, then {again}"]
         apart = apart or differences(findings(story, "stopped"), expected)
