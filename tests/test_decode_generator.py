@@ -95,15 +95,15 @@ def passes_beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(
-    ("num_slots", "num_samples", "ends", "beside"),
+    ("every", "num_slots", "num_samples", "ends", "beside"),
     [
-        (1, 1, ENDS, False),  # when the only row has ended there is no step to run beside
-        (2, 3, ENDS[:20], True),
-        (3, 3, ENDS, True),
-        (3, 2, (), False),  # all end at once
-        (2, 2, range(NUM_TOKENS), False),  # all have ended before a step
+        (1, 1, 1, ENDS, False),  # when the only row has ended there is no step to run beside
+        (1, 2, 3, ENDS[:20], True),
+        (3, 2, 3, ENDS[:20], True),
+        (1, 3, 3, ENDS, True),
+        (3, 3, 2, (), False),  # all end at once
+        (1, 2, 2, range(NUM_TOKENS), False),  # all have ended before a step
     ],
 )
 def test_prompts_beside_steps_sample_the_same(monkeypatch, passes_beside, every, num_slots, num_samples, ends, beside):
