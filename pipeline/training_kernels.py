@@ -99,7 +99,7 @@ class FusedNorm(torch.autograd.Function):
 def _relu_gradient(
     gradient, out, before, sums, rows, share, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """before = gradient where out > 0, else 0, all (rows, width); sums (parts, width) of its columns."""
+    """before = 0 where out <= 0, else gradient, all (rows, width); sums (parts, width) of its columns."""
     c, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(part * share, tl.minimum((part + 1) * share, rows), ROWS):

@@ -147,18 +147,18 @@ class Round:
         while True:
             asked_to_stop = should_stop()
             self._seat_passed()
-            beside = self.side is not None and self.last_step > self.step and len(free) < self.arena.num_slots
-            part = SLOTS_WORTH_A_PASS_BESIDE if beside else SLOTS_WORTH_A_PASS
+            side = self.side if self.last_step > self.step and len(free) < self.arena.num_slots else None
+            part = SLOTS_WORTH_A_PASS if side is None else SLOTS_WORTH_A_PASS_BESIDE
             worth_it = len(free) >= min(part * self.arena.num_slots, len(self.waiting))
             fills = self._fills(free) if worth_it else []
-            if fills and not beside:
+            if fills and side is None:
                 self._begin_responses()
             left = 0 if len(free) == self.arena.num_slots else self.last_step - self.step
             stop, passes, left, waiting = self.pace.most(asked_to_stop, len(fills), left, bool(self.waiting))
             if stop:
                 raise GenerationStopped
             for taken, places in fills:
-                self._fill(taken, places, beside=beside)
+                self._fill(taken, places, side)
             for _ in range(passes - len(fills)):
                 self.pace.take_part()
             if not left and not waiting:
@@ -211,15 +211,15 @@ class Round:
         """Some responses begin here: when has the last of them ended?"""
         self.last_step = self.step + self.arena.job.sampling.max_new_tokens - 1
 
-    def _fill(self, taken: list[int], places: list[int], *, beside: bool) -> None:
-        """Run the prompts of responses: at once, and let them sit; or beside the next steps."""
+    def _fill(self, taken: list[int], places: list[int], side: SideStream | None) -> None:
+        """Run the prompts of responses: at once, and let them sit; or on `side`, beside the next steps."""
         for look in self.looks:
             look.filled.update(places)
-        if beside and self.side is not None:
-            with self.side.opened():
-                self.passed.append(self._run_prompts(taken, places))
-        else:
+        if side is None:
             self._seat(self._run_prompts(taken, places))
+            return
+        with side.opened():
+            self.passed.append(self._run_prompts(taken, places))
 
     def _run_prompts(self, taken: list[int], places: list[int]) -> Passed:
         device = self.model.device
