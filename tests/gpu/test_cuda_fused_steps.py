@@ -1,0 +1,73 @@
+"""Whole steps with fused layers and without: the same losses and gradients, whatever engine is around the model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_run import environment
+from tiny_run import make_folder, read_metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# argv: from how many numbers on layers are fused, the module to run, its flags.
+RUN = """
+import runpy, sys
+from pipeline import fused_layers
+fused_layers.WORTH_IT = int(sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+ALWAYS, NEVER = 0, 2**62
+KERNELS = {"_norm_gradient", "_relu_gradient"}
+TINY = "--eval_data_path test.jsonl --data_path train.jsonl --data_split none --keep_checkpoints 0 --dtype fp32"
+SUPERVISED = "--model_name_or_path base --max_seq_len 64 --per_device_train_batch_size 8 --max_steps 4"
+PPO = (
+    "--actor_model_name_or_path base --critic_model_name_or_path scorer --max_prompt_seq_len 64 "
+    "--max_answer_seq_len 16 --per_device_generation_batch_size 8 --per_device_train_batch_size 4 --max_steps 2"
+)
+CASES = {
+    "sft, ZeRO 2": ("step1_sft.main", f"{SUPERVISED} --zero_stage 2"),
+    "sft, ZeRO 3 with checkpointing": (
+        "step1_sft.main",
+        f"{SUPERVISED} --zero_stage 3 --gradient_checkpointing true",
+    ),
+    "reward, ZeRO 0": ("step2_reward.main", f"{SUPERVISED} --zero_stage 0"),
+    "ppo, ZeRO 3": ("step3_ppo.main", f"{PPO} --actor_zero_stage 3 --critic_zero_stage 3"),
+}
+# What hangs on the model's arithmetic alone.
+NAMES = ("loss", "grad_norm", "loss/policy", "loss/value", "actor/grad_norm", "critic/grad_norm", "objective/scores")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("fused-steps"))
+
+
+def run(case: str, size: int, inputs: Path, folder: Path) -> tuple[list[dict[str, float]], set[str]]:
+    """Fused from `size` numbers on: (its steps' numbers, which of KERNELS were compiled for it)."""
+    module, flags = CASES[case]
+    folder.mkdir()
+    for path in inputs.iterdir():
+        (folder / path.name).symlink_to(path)
+    words = [sys.executable, "-c", RUN, str(size), module, *TINY.split(), *flags.split(), "--output_dir", "out"]
+    compiled = {"TRITON_CACHE_DIR": str(folder / "kernels")}
+    done = subprocess.run(words, cwd=folder, env=environment() | compiled, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (metrics,) = folder.rglob("metrics.jsonl")
+    steps = [line for line in read_metrics(metrics.parent) if "step_s" in line]
+    names = {path.stem for path in (folder / "kernels").rglob("*.ttir")}
+    return [{name: line[name] for name in NAMES if name in line} for line in steps], KERNELS & names
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_the_same(case, inputs, tmp_path):
+    fused, kernels = run(case, ALWAYS, inputs, tmp_path / "fused")
+    plain, no_kernels = run(case, NEVER, inputs, tmp_path / "plain")
+    assert kernels == KERNELS and not no_kernels
+    assert len(fused) == len(plain) > 1 and len(fused[0]) > 1
+    for mine, theirs in zip(fused, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
