@@ -57,11 +57,32 @@ def _put(
 
 
 @triton.jit
+def _with_keys(
+    keys, values, start, stop, q, highest, total, mixed,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Highest score, sum and (D_PAD,) mixed values with BLOCK keys from `start` on too; FULL: all before `stop`."""
+    t, d = start + tl.arange(0, BLOCK), tl.arange(0, D_PAD)
+    places = t[:, None] * D + d[None, :]
+    if FULL and D == D_PAD:
+        k, v = tl.load(keys + places), tl.load(values + places)
+    else:
+        mask = (t < stop)[:, None] & (d < D)[None, :]
+        k, v = tl.load(keys + places, mask=mask, other=0.0), tl.load(values + places, mask=mask, other=0.0)
+    scores = tl.sum(k.to(tl.float32) * q[None, :], 1)
+    if not FULL:
+        scores = tl.where(t < stop, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 0))
+    shrink, weights = tl.exp(highest - new_highest), tl.exp(scores - new_highest)
+    mixed = mixed * shrink + tl.sum(weights[:, None] * v.to(tl.float32), 0)
+    return new_highest, total * shrink + tl.sum(weights, 0), mixed
+
+
+@triton.jit
 def _attend_one(
     qkv, keys, values, out, turns, live, done, marks, sums,
     scale, q_offset, k_offset, v_offset, qkv_stride, row_stride, head_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    MOST: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """A query head with keys of its own: dot products as sums, one program a (row or part of it, head)."""
     turn, head = tl.program_id(0), tl.program_id(1)
@@ -83,22 +104,18 @@ def _attend_one(
         highest, total, mixed = tl.sum(q * k_new.to(tl.float32)), 1.0, v_new.to(tl.float32)
     else:
         highest, total, mixed = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
-    t = tl.arange(0, BLOCK)
-    stop = tl.minimum((part + 1) * share, length)
-    for start in tl.range(part * share, stop, BLOCK, num_stages=STAGES):
-        inside = start + t < stop
-        places = base + (start + t)[:, None] * D + d[None, :]
-        mask = inside[:, None] & in_d[None, :]
-        k = tl.load(keys + places, mask=mask, other=0.0)
-        v = tl.load(values + places, mask=mask, other=0.0)
-        scores = tl.sum(k.to(tl.float32) * q[None, :], 1)
-        scores = tl.where(inside, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 0))
-        shrink = tl.exp(highest - new_highest)
-        weights = tl.exp(scores - new_highest)
-        total = total * shrink + tl.sum(weights, 0)
-        mixed = mixed * shrink + tl.sum(weights[:, None] * v.to(tl.float32), 0)
-        highest = new_highest
+    begin = tl.minimum(part * share, length)
+    stop = tl.minimum(begin + share, length)
+    blocks = (stop - begin) // BLOCK * BLOCK
+    # What fills no block goes first: its loads are under way together with the query's.
+    if begin + blocks < stop:
+        highest, total, mixed = _with_keys(
+            keys + base, values + base, begin + blocks, stop, q, highest, total, mixed, D, D_PAD, BLOCK, False
+        )
+    for start in tl.range(begin, begin + blocks, BLOCK, num_stages=1):
+        highest, total, mixed = _with_keys(
+            keys + base, values + base, start, stop, q, highest, total, mixed, D, D_PAD, BLOCK, True
+        )
     one = tl.zeros([1], tl.float32)
     places_out = row.to(tl.int64) * (HEADS * D) + head * D + d[None, :]
     _put(
@@ -213,7 +230,7 @@ def attend(qkv: Tensor, keys: Tensor, values: Tensor, *, shares: WorkShares, lay
     grid = (len(shares.turns), layout.num_kv_heads)
     if group == 1:
         _attend_one[grid](
-            *common, HEADS=layout.num_heads, D=head_dim, D_PAD=padded, BLOCK=64 if padded <= 64 else 32, STAGES=1,
+            *common, HEADS=layout.num_heads, D=head_dim, D_PAD=padded, BLOCK=64 if padded <= 64 else 32,
             MOST=MOST_PARTS, num_warps=1,
         )  # fmt: skip
     else:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from pipeline.decode.attention import HeadLayout
 
+# Fewer rows than a GPU has room for: each is done sooner by more threads.
+MANY_ROWS = 1024
+
 
 @triton.jit
 def _add_norm(
@@ -57,7 +60,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What a layer adds to the residual: (M, H), or parts (S, M, H) fp32 whose sum it is; and a bias (H,) besides."""
+    """What a layer adds to the residual: (M, H), or parts (S, M, H) whose sum it is; and a bias (H,) besides."""
 
     values: Tensor
     bias: Tensor | None = None
@@ -73,11 +76,12 @@ def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep
     rows, width = residual.shape
     values, branch_bias = (None, None) if branch is None else (branch.values, branch.bias)
     num_parts = 0 if values is None else len(values) if values.dim() == 3 else 1
+    warps = num_warps(width) if rows > MANY_ROWS else 2 * num_warps(width)
     _add_norm[(rows,)](
         residual, values, branch_bias, norm.weight, norm.bias, out, norm.eps, width, rows,
         WIDTH=triton.next_power_of_2(width), PARTS=num_parts, HAS_BRANCH_BIAS=branch_bias is not None,
         KEEP_SUM=keep_sum, RMS=norm.rms, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
-        num_warps=num_warps(width),
+        num_warps=warps,
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""Products of few rows with a wide weight, split along the inner dimension so that all multiprocessors read weights.
+"""Products of few rows with a wide weight, split along the inner dimension so that all multiprocessors have work.
 
-A decode step is bound by the bandwidth at which weights are read. Layers with few outputs (attention's and the MLP's
-output projections) make too few tiles for a large GPU; here several programs share a tile, and the kernel that adds the
-result to the residual sums their parts (`kernels.add_norm`).
+Layers with few outputs (attention's and the MLP's output projections) make too few tiles for a large GPU; here several
+programs share a tile, and the kernel that adds the result to the residual sums their parts (`layer_kernels.add_norm`).
 """
 
 import torch
@@ -11,9 +10,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAX_ROWS = 256
-# Programs of one product: about two on each multiprocessor of the largest GPUs.
-MOST_PROGRAMS = 264
+# Up to here reading weights bounds a product, and the kernel below is the fastest; then arithmetic, and cuBLAS is.
+FEW_ROWS = 64
+# The fastest tile of that kernel on an H200, and loads in flight (docs/experiments.md).
+TILE_OUTPUTS, TILE_INNER, STAGES = 32, 128, 4
+# Programs of one product: about two of that kernel, or one of cuBLAS, on each multiprocessor of the largest GPUs.
+MOST_PROGRAMS, MOST_CUBLAS_PROGRAMS = 264, 132
+CUBLAS_TILE, CUBLAS_LEAST_INNER = 128, 512
 MOST_PARTS = 4
 
 
@@ -22,46 +25,59 @@ def _split_matmul(
     x, weight, parts, rows, outputs, share,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    n, part, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, part = tl.program_id(0), tl.program_id(1)
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     # Outside of a tensor a descriptor reads zeros: remainders need no mask.
     for k in tl.range(part * share, (part + 1) * share, INNER, num_stages=STAGES):
         w = weight.load([n * OUTPUTS, k])
-        a = x.load([m * ROWS, k])
+        a = x.load([0, k])
         total = tl.dot(a, w.T, total, input_precision="ieee")
-    r, c = m * ROWS + tl.arange(0, ROWS), n * OUTPUTS + tl.arange(0, OUTPUTS)
+    r, c = tl.arange(0, ROWS), n * OUTPUTS + tl.arange(0, OUTPUTS)
     at = (part * rows + r)[:, None].to(tl.int64) * outputs + c[None, :]
     tl.store(parts + at, total, mask=(r < rows)[:, None] & (c < outputs)[None, :])
 
 
-def can_split(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel takes these: few rows of a 16-bit type, aligned for the copy engine."""
-    fits = len(x) <= MAX_ROWS and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
-    return fits and aligned
+def split_matmul(x: Tensor, weight: Tensor) -> Tensor | None:
+    """x (M, K) @ weight (N, K) transposed, as parts (S, M, N) whose sum in fp32 it is; None: a plain product is better.
+
+    Takes 16-bit types alone, contiguous and aligned for the copy engine.
+    """
+    fits = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    aligned = weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
+    if not (fits and aligned and x.is_contiguous() and weight.is_contiguous()):
+        return None
+    return _of_few_rows(x, weight) if len(x) <= FEW_ROWS else _of_more_rows(x, weight)
 
 
-def split_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x (M, K) @ weight (N, K) transposed, as parts (S, M, N) fp32 to be summed."""
+def _of_few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """Parts in fp32."""
     (rows, inner), outputs = x.shape, len(weight)
-    tile_rows, tile_outputs, tile_inner, stages = _tile(rows)
-    tiles = triton.cdiv(outputs, tile_outputs) * triton.cdiv(rows, tile_rows)
-    steps = triton.cdiv(inner, tile_inner)
-    num_parts = 1
-    while num_parts < MOST_PARTS and tiles * num_parts * 2 <= MOST_PROGRAMS and steps >= num_parts * 4:
-        num_parts *= 2
+    tiles, steps = triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(inner, TILE_INNER)
+    num_parts = _num_parts(tiles, steps, MOST_PROGRAMS)
     parts = torch.empty(num_parts, rows, outputs, dtype=torch.float32, device=x.device)
-    _split_matmul[(triton.cdiv(outputs, tile_outputs), num_parts, triton.cdiv(rows, tile_rows))](
-        TensorDescriptor.from_tensor(x, [tile_rows, tile_inner]),
-        TensorDescriptor.from_tensor(weight, [tile_outputs, tile_inner]),
-        parts, rows, outputs, triton.cdiv(steps, num_parts) * tile_inner,
-        ROWS=tile_rows, OUTPUTS=tile_outputs, INNER=tile_inner, STAGES=stages, num_warps=4,
+    _split_matmul[(tiles, num_parts)](
+        TensorDescriptor.from_tensor(x, [FEW_ROWS, TILE_INNER]),
+        TensorDescriptor.from_tensor(weight, [TILE_OUTPUTS, TILE_INNER]),
+        parts, rows, outputs, triton.cdiv(steps, num_parts) * TILE_INNER,
+        ROWS=FEW_ROWS, OUTPUTS=TILE_OUTPUTS, INNER=TILE_INNER, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
     return parts
 
 
-def _tile(rows: int) -> tuple[int, int, int, int]:
-    """(rows, outputs, inner) of a tile, and loads in flight: the fastest on an H200 (docs/experiments.md)."""
-    if rows <= 64:
-        return 64, 32, 128, 4
-    return (128, 64, 64, 6) if rows <= 128 else (128, 128, 64, 6)
+def _of_more_rows(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Parts in x's type: rounded one by one they err no more together than a product that is rounded once."""
+    (rows, inner), outputs = x.shape, len(weight)
+    tiles = triton.cdiv(outputs, CUBLAS_TILE) * triton.cdiv(rows, CUBLAS_TILE)
+    num_parts = _num_parts(tiles, inner // CUBLAS_LEAST_INNER, MOST_CUBLAS_PROGRAMS)
+    if num_parts == 1 or inner % (8 * num_parts):
+        return None
+    by_part = x.view(rows, num_parts, -1).transpose(0, 1)
+    return torch.bmm(by_part, weight.view(outputs, num_parts, -1).permute(1, 2, 0))
+
+
+def _num_parts(tiles: int, steps: int, most: int) -> int:
+    """As many as `most` programs allow; each has two of the `steps` along the inner dimension at least."""
+    parts = 1
+    while parts < MOST_PARTS and tiles * parts * 2 <= most and steps >= parts * 4:
+        parts *= 2
+    return parts

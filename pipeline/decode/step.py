@@ -14,7 +14,7 @@ from pipeline.attention_kernels import avoid_plans
 from pipeline.decode.architecture import rotary_table
 from pipeline.decode.attention import attend, shared_work, store_prompts
 from pipeline.decode.layer_kernels import Branch, Rotary, add_norm, rotate, silu_gate
-from pipeline.decode.split_matmul import can_split, split_matmul
+from pipeline.decode.split_matmul import split_matmul
 from pipeline.decode.weights import BlockWeights, DecodeWeights, Norm, Projection, head_layout
 
 
@@ -42,7 +42,7 @@ def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
 
 def summed(x: Tensor, branch: Branch) -> Tensor:
     """x + branch, (M, H)."""
-    values = branch.values.sum(0) if branch.values.dim() == 3 else branch.values
+    values = branch.values.sum(0, dtype=torch.float32) if branch.values.dim() == 3 else branch.values
     return (x + values if branch.bias is None else x + values + branch.bias).to(x.dtype)
 
 
@@ -187,8 +187,9 @@ class DecodeModel:
 
     def _branch(self, x: Tensor, projection: Projection) -> Branch:
         """A layer's last projection, whose result joins the residual."""
-        if self.sum_ranks is None and x.is_cuda and can_split(x, projection.weight):
-            return Branch(split_matmul(x, projection.weight), projection.bias)
+        parts = split_matmul(x, projection.weight) if self.sum_ranks is None and x.is_cuda else None
+        if parts is not None:
+            return Branch(parts, projection.bias)
         y = linear(x, projection)
         if self.sum_ranks is not None:
             self.sum_ranks(y)

@@ -35,7 +35,7 @@ pytestmark = [
 
 # Head sizes of OPT-1.3B and of Llama: one key head for four query heads.
 SHAPES: dict[str, Any] = {
-    "opt, heads of 64": lambda: opt(hidden_size=512, word_embed_proj_dim=512, num_attention_heads=8, ffn_dim=1024),
+    "opt, heads of 64": lambda: opt(hidden_size=512, word_embed_proj_dim=512, num_attention_heads=8, ffn_dim=4096),
     "opt-350m": lambda: opt(
         hidden_size=512, word_embed_proj_dim=256, num_attention_heads=8, ffn_dim=1024, do_layer_norm_before=False
     ),
@@ -94,10 +94,12 @@ def test_logits_in_fp32(model, make):
     torch.testing.assert_close(forced(make(model), prompts, tokens), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("copies", [1, 25], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("make", [fused, OwnForward])
-def test_logits_in_bf16_are_within_the_noise_of_two_batch_shapes(model, make):
+def test_logits_in_bf16_are_within_the_noise_of_two_batch_shapes(model, make, copies):
     """Both differ from fp32 by rounding; the decode step by no more than the model's own forward pass does."""
-    prompts, tokens = random_ids(LENGTHS), random_ids([6] * len(LENGTHS), 2)
+    lengths = LENGTHS * copies
+    prompts, tokens = random_ids(lengths), random_ids([6] * len(lengths), 2)
     exact = plain(model, prompts, tokens, together=False)
     model.bfloat16()
     alone = plain(model, prompts, tokens, together=False)
