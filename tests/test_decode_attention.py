@@ -105,6 +105,18 @@ def test_a_head_size_above_64_takes_smaller_blocks(heads):
     check(heads, 128, [31, 32, 33, 66], room=67)
 
 
+def test_a_head_size_that_fills_no_block_with_blocks_of_keys_that_are_full():
+    check((1, 1), 20, [64, 130], room=131)
+
+
+def test_parts_of_just_a_block():
+    check((1, 1), 4, [512], room=513)
+
+
+def test_many_rows():
+    check((1, 1), 4, [row % 5 for row in range(130)], room=5)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 def test_q_k_and_v_in_any_order(heads, order):

@@ -13,6 +13,7 @@ from pipeline.decode.architecture import rotary_table
 from pipeline.decode.attention import HeadLayout
 from pipeline.decode.layer_kernels import Branch, NormWeights, Rotary, add_norm, rotate, silu_gate
 from pipeline.decode.split_matmul import split_matmul
+from pipeline.decode.step import summed
 
 EPS = 1e-3  # large, so that a norm without it is another one
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -199,6 +200,13 @@ def test_few_programs_are_allowed(monkeypatch):
     torch.testing.assert_close(parts.sum(0).double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-3)
     assert len(parts_of(*operands(130, 40, 4096))) == 2
     assert split_matmul(*operands(300, 40, 4096)) is None, "3 tiles; two parts of each would be 6"
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_parts_join_a_residual_without_a_norm(with_bias):
+    x, parts, bias = random(3, 40), random(4, 3, 40, seed=1), random(40, seed=2) if with_bias else None
+    expected = x + parts.sum(0) + (0 if bias is None else bias)
+    torch.testing.assert_close(summed(x, Branch(parts, bias)), expected, **TOLERANCE)
 
 
 def test_what_the_split_product_does_not_take():

@@ -14,6 +14,9 @@ from torch import Tensor
 from pipeline.decode.work_shares import MOST_PARTS, WorkShares
 
 GROUP_WARPS = 4  # of a program of heads that share keys
+# From here on keys that have been read leave the L2 to what the next products read: 1 % of a step of 256 rows on an
+# H200; with 64 the step takes 1 % longer so.
+MANY_ROWS = 129
 
 
 @triton.jit
@@ -59,16 +62,18 @@ def _put(
 @triton.jit
 def _with_keys(
     keys, values, start, stop, q, highest, total, mixed,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Highest score, sum and (D_PAD,) mixed values with BLOCK keys from `start` on too; FULL: all before `stop`."""
     t, d = start + tl.arange(0, BLOCK), tl.arange(0, D_PAD)
     places = t[:, None] * D + d[None, :]
     if FULL and D == D_PAD:
-        k, v = tl.load(keys + places), tl.load(values + places)
+        k = tl.load(keys + places, eviction_policy=EVICTION)
+        v = tl.load(values + places, eviction_policy=EVICTION)
     else:
         mask = (t < stop)[:, None] & (d < D)[None, :]
-        k, v = tl.load(keys + places, mask=mask, other=0.0), tl.load(values + places, mask=mask, other=0.0)
+        k = tl.load(keys + places, mask=mask, other=0.0, eviction_policy=EVICTION)
+        v = tl.load(values + places, mask=mask, other=0.0, eviction_policy=EVICTION)
     scores = tl.sum(k.to(tl.float32) * q[None, :], 1)
     if not FULL:
         scores = tl.where(t < stop, scores, float("-inf"))
@@ -82,7 +87,8 @@ def _with_keys(
 def _attend_one(
     qkv, keys, values, out, turns, live, done, marks, sums,
     scale, q_offset, k_offset, v_offset, qkv_stride, row_stride, head_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
     """A query head with keys of its own: dot products as sums, one program a (row or part of it, head)."""
     turn, head = tl.program_id(0), tl.program_id(1)
@@ -110,11 +116,11 @@ def _attend_one(
     # What fills no block goes first: its loads are under way together with the query's.
     if begin + blocks < stop:
         highest, total, mixed = _with_keys(
-            keys + base, values + base, begin + blocks, stop, q, highest, total, mixed, D, D_PAD, BLOCK, False
+            keys + base, values + base, begin + blocks, stop, q, highest, total, mixed, D, D_PAD, BLOCK, EVICTION, False
         )
     for start in tl.range(begin, begin + blocks, BLOCK, num_stages=1):
         highest, total, mixed = _with_keys(
-            keys + base, values + base, start, stop, q, highest, total, mixed, D, D_PAD, BLOCK, True
+            keys + base, values + base, start, stop, q, highest, total, mixed, D, D_PAD, BLOCK, EVICTION, True
         )
     one = tl.zeros([1], tl.float32)
     places_out = row.to(tl.int64) * (HEADS * D) + head * D + d[None, :]
@@ -231,7 +237,7 @@ def attend(qkv: Tensor, keys: Tensor, values: Tensor, *, shares: WorkShares, lay
     if group == 1:
         _attend_one[grid](
             *common, HEADS=layout.num_heads, D=head_dim, D_PAD=padded, BLOCK=64 if padded <= 64 else 32,
-            MOST=MOST_PARTS, num_warps=1,
+            EVICTION="evict_first" if len(qkv) >= MANY_ROWS else "", MOST=MOST_PARTS, num_warps=1,
         )  # fmt: skip
     else:
         _attend_group[grid](
