@@ -105,16 +105,20 @@ def test_a_head_size_above_64_takes_smaller_blocks(heads):
     check(heads, 128, [31, 32, 33, 66], room=67)
 
 
-def test_a_head_size_that_fills_no_block_with_blocks_of_keys_that_are_full():
-    check((1, 1), 20, [64, 130], room=131)
+@pytest.mark.parametrize("head_dim", [16, 20])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
+def test_several_blocks_of_keys_and_what_is_left(heads, head_dim, monkeypatch):
+    monkeypatch.setattr(work_shares, "WARPS", 1)  # a program a row: all its keys
+    check(heads, head_dim, [63, 64, 65, 128, 150, 192], room=193)
 
 
 def test_parts_of_just_a_block():
     check((1, 1), 4, [512], room=513)
 
 
-def test_many_rows():
-    check((1, 1), 4, [row % 5 for row in range(130)], room=5)
+def test_many_rows(monkeypatch):
+    monkeypatch.setattr(work_shares, "WARPS", 1)
+    check((1, 1), 4, [130, *(row % 5 for row in range(130)), 64], room=131)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -14,9 +14,9 @@ from torch import Tensor
 from pipeline.decode.work_shares import MOST_PARTS, WorkShares
 
 GROUP_WARPS = 4  # of a program of heads that share keys
-# From here on keys that have been read leave the L2 to what the next products read: 1 % of a step of 256 rows on an
-# H200; with 64 the step takes 1 % longer so.
-MANY_ROWS = 129
+# From here on keys of heads of their own leave the L2 first, for what the next products read: 1 % of a step of 256 rows
+# on an H200; with 64 the step takes 1 % longer so.
+EVICT_FROM_ROWS = 129
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def attend(qkv: Tensor, keys: Tensor, values: Tensor, *, shares: WorkShares, lay
     if group == 1:
         _attend_one[grid](
             *common, HEADS=layout.num_heads, D=head_dim, D_PAD=padded, BLOCK=64 if padded <= 64 else 32,
-            EVICTION="evict_first" if len(qkv) >= MANY_ROWS else "", MOST=MOST_PARTS, num_warps=1,
+            EVICTION="evict_first" if len(qkv) >= EVICT_FROM_ROWS else "", MOST=MOST_PARTS, num_warps=1,
         )  # fmt: skip
     else:
         _attend_group[grid](

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline.decode.attention import HeadLayout
 
-# Fewer rows than a GPU has room for: each is done sooner by more threads.
-MANY_ROWS = 1024
+# Up to here a GPU has room for all rows at once: each is done sooner by more threads.
+FEW_ROWS = 1024
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep
     rows, width = residual.shape
     values, branch_bias = (None, None) if branch is None else (branch.values, branch.bias)
     num_parts = 0 if values is None else len(values) if values.dim() == 3 else 1
-    warps = num_warps(width) if rows > MANY_ROWS else 2 * num_warps(width)
+    warps = num_warps(width) * (2 if rows <= FEW_ROWS else 1)
     _add_norm[(rows,)](
         residual, values, branch_bias, norm.weight, norm.bias, out, norm.eps, width, rows,
         WIDTH=triton.next_power_of_2(width), PARTS=num_parts, HAS_BRANCH_BIAS=branch_bias is not None,

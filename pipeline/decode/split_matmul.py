@@ -1,7 +1,7 @@
-"""Products of few rows with a wide weight, split along the inner dimension so that all multiprocessors have work.
+"""Products with few outputs, split along the inner dimension so that all multiprocessors have work.
 
-Layers with few outputs (attention's and the MLP's output projections) make too few tiles for a large GPU; here several
-programs share a tile, and the kernel that adds the result to the residual sums their parts (`layer_kernels.add_norm`).
+Attention's and the MLP's output projections make too few tiles for a large GPU; here several programs share a tile, and
+the kernel that adds the result to the residual sums their parts (`layer_kernels.add_norm`).
 """
 
 import torch
@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Up to here reading weights bounds a product, and the kernel below is the fastest; then arithmetic, and cuBLAS is.
+# Up to here the kernel below is the fastest on an H200, with this tile and as many loads in flight; then cuBLAS is
+# (docs/experiments.md).
 FEW_ROWS = 64
-# The fastest tile of that kernel on an H200, and loads in flight (docs/experiments.md).
 TILE_OUTPUTS, TILE_INNER, STAGES = 32, 128, 4
 # Programs of one product: about two of that kernel, or one of cuBLAS, on each multiprocessor of the largest GPUs.
 MOST_PROGRAMS, MOST_CUBLAS_PROGRAMS = 264, 132
-CUBLAS_TILE, CUBLAS_LEAST_INNER = 128, 512
+CUBLAS_TILE, CUBLAS_STEP = 128, 512
 MOST_PARTS = 4
 
 
@@ -43,7 +43,7 @@ def split_matmul(x: Tensor, weight: Tensor) -> Tensor | None:
     Takes 16-bit types alone, contiguous and aligned for the copy engine.
     """
     fits = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    aligned = weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
+    aligned = x.data_ptr() % 16 == weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
     if not (fits and aligned and x.is_contiguous() and weight.is_contiguous()):
         return None
     return _of_few_rows(x, weight) if len(x) <= FEW_ROWS else _of_more_rows(x, weight)
@@ -65,18 +65,25 @@ def _of_few_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _of_more_rows(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Parts in x's type: rounded one by one they err no more together than a product that is rounded once."""
+    """Parts in bfloat16, as ranks of tensor parallelism round theirs; in float16 parts could overflow.
+
+    Their noise is that of a product that is rounded once, unless parts cancel.
+    """
+    if x.dtype != torch.bfloat16:
+        return None
     (rows, inner), outputs = x.shape, len(weight)
     tiles = triton.cdiv(outputs, CUBLAS_TILE) * triton.cdiv(rows, CUBLAS_TILE)
-    num_parts = _num_parts(tiles, inner // CUBLAS_LEAST_INNER, MOST_CUBLAS_PROGRAMS)
-    if num_parts == 1 or inner % (8 * num_parts):
+    num_parts = _num_parts(tiles, inner // CUBLAS_STEP, MOST_CUBLAS_PROGRAMS)
+    while inner % (8 * num_parts):  # parts are aligned too
+        num_parts //= 2
+    if num_parts == 1:
         return None
     by_part = x.view(rows, num_parts, -1).transpose(0, 1)
     return torch.bmm(by_part, weight.view(outputs, num_parts, -1).permute(1, 2, 0))
 
 
 def _num_parts(tiles: int, steps: int, most: int) -> int:
-    """As many as `most` programs allow; each has two of the `steps` along the inner dimension at least."""
+    """As many as `most` programs allow, each with two of the `steps` along the inner dimension or more on average."""
     parts = 1
     while parts < MOST_PARTS and tiles * parts * 2 <= most and steps >= parts * 4:
         parts *= 2
