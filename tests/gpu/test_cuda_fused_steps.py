@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_run import environment
+from command_run import TIMEOUT_S, environment
 from tiny_run import make_folder, read_metrics
 
 pytestmark = [
@@ -55,7 +55,9 @@ def run(case: str, size: int, inputs: Path, folder: Path) -> tuple[list[dict[str
         (folder / path.name).symlink_to(path)
     words = [sys.executable, "-c", RUN, str(size), module, *TINY.split(), *flags.split(), "--output_dir", "out"]
     compiled = {"TRITON_CACHE_DIR": str(folder / "kernels")}
-    done = subprocess.run(words, cwd=folder, env=environment() | compiled, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=folder, env=environment() | compiled, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     (metrics,) = folder.rglob("metrics.jsonl")
     steps = [line for line in read_metrics(metrics.parent) if "step_s" in line]
