@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from pipeline.command import run_command
-from pipeline.config import Dtype, Group
+from pipeline.configuration.flags import nearest, parse, stage_arguments
+from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import InputError
-from pipeline.flags import nearest, parse, stage_arguments
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.terminal_text import printable
-from pipeline.model_paths import check_language_model
+from pipeline.models.paths import check_language_model
+from pipeline.run.command import run_command
 
 if TYPE_CHECKING:
     from pipeline.inference.chat_session import Conversation, Reply

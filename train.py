@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pipeline.ds_config import EngineDtype, frozen_config, read_user_json, training_config
+from pipeline.configuration.ds_config import EngineDtype, frozen_config, read_user_json, training_config
+from pipeline.configuration.flags import flat_items
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError
-from pipeline.flags import flat_items
 from pipeline.launching.launcher import run_script
 from pipeline.launching.machine import (
     DEFAULT_HOSTFILE,
@@ -26,8 +26,8 @@ from pipeline.launching.machine import (
 )
 from pipeline.launching.plan import Plan, Stage, StepKind, make_plan, path_from_here, without_flag
 from pipeline.launching.train_config import TrainConfig, model_size
-from pipeline.layout import done_file
-from pipeline.model_paths import has_config
+from pipeline.models.paths import has_config
+from pipeline.run.layout import done_file
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig, check_generation

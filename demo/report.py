@@ -11,9 +11,9 @@ import torch
 from demo.rule import is_good
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, prompt_hash
-from pipeline.generate import Prompt, RandomKey, Sampling, generate
-from pipeline.modeling import load_causal_lm
-from pipeline.tokenizers import eos_ids, load_tokenizer
+from pipeline.generation.eager import Prompt, RandomKey, Sampling, generate
+from pipeline.models.loading import load_causal_lm
+from pipeline.models.tokenizers import eos_ids, load_tokenizer
 
 MAX_NEW_TOKENS = 32
 NUM_SHOWN = 3

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.flags import reference  # noqa: E402
+from pipeline.configuration.flags import reference  # noqa: E402
 from pipeline.launching.train_config import TrainConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
 from step2_reward.config import RewardConfig  # noqa: E402
@@ -14,8 +14,8 @@ from step3_ppo.config import PPOConfig  # noqa: E402
 
 INTRODUCTION = """# Configuration
 
-Made from the models in `pipeline/config.py`, `stepN/config.py` and `pipeline/launching/train_config.py` by
-`python docs/make_configuration.py`; edit those, not this file.
+Made from the models in `pipeline/configuration/groups.py`, `stepN/config.py` and
+`pipeline/launching/train_config.py` by `python docs/make_configuration.py`; edit those, not this file.
 
 A value's authority rises in this order: built-in default, DeepSpeed JSON (`--deepspeed_config`), preset (`--preset`),
 YAML file (`--config`), command line. `config.json` in the run's folder holds every value and where it came from;

@@ -1,1 +1,6 @@
-"""The shared layer: leaves that the three stages use; no training loop lives here."""
+"""The shared layer of the three stages; no training loop is here.
+
+Packages in the order of imports, each importing only those before it: configuration, kernels, data (over the leaf
+modules of this folder, and not over each other), models, run, launching, engine, generation, checkpoints, training,
+inference.
+"""

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.earlier_runs import check_replaceable
 from pipeline.errors import EnvironmentFault
+from pipeline.run.earlier_runs import check_replaceable
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import to_device
-from pipeline.packed_attention import packed_mask
+from pipeline.models.packed_attention import packed_mask
 from step1_sft.loss import token_sum_loss
 
 

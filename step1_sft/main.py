@@ -1,6 +1,6 @@
 """Command line of step 1: `python -m step1_sft.main --model_name_or_path facebook/opt-1.3b --data_path ...`."""
 
-from pipeline.entry import enter, leave
+from pipeline.run.entry import enter, leave
 from step1_sft.config import SFTConfig
 
 

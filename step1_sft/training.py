@@ -10,22 +10,25 @@ from typing import Any
 
 import torch
 
-from pipeline import checkpoint, dist
-from pipeline.bad_steps import check_still_converging, note_bad_step
-from pipeline.causal_lm import CausalLM
+from pipeline import dist
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.model_folder import is_saved, save_model
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, to_device
-from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed
+from pipeline.engine.engine import TrainingEngine, partitioned_loading, start_deepspeed
+from pipeline.engine.gradients import step_together
 from pipeline.errors import InputError
-from pipeline.flops import forward_work, training_mfu
-from pipeline.gradients import step_together
-from pipeline.heartbeat import beat
-from pipeline.metrics import Recorder
-from pipeline.model_fit import check_positions
-from pipeline.model_paths import check_language_model
-from pipeline.modeling import DTYPES, load_causal_lm
-from pipeline.packed_attention import keep_apart
-from pipeline.prepare import (
+from pipeline.models.causal_lm import CausalLM
+from pipeline.models.loading import DTYPES, load_causal_lm
+from pipeline.models.model_fit import check_positions
+from pipeline.models.packed_attention import keep_apart
+from pipeline.models.paths import check_language_model
+from pipeline.random_numbers import seed_dropout
+from pipeline.run.heartbeat import beat
+from pipeline.run.run import Run, write_done
+from pipeline.training.bad_steps import check_still_converging, note_bad_step
+from pipeline.training.flops import forward_work, training_mfu
+from pipeline.training.inputs import (
     compute_dtype,
     deepspeed_json,
     make_facts,
@@ -36,11 +39,9 @@ from pipeline.prepare import (
     training_engine,
     with_lora,
 )
-from pipeline.random_numbers import seed_dropout
-from pipeline.run import Run, write_done
-from pipeline.saving import is_saved, save_model
-from pipeline.schedule import rate_factor
-from pipeline.stopping import Interrupted, Stopping
+from pipeline.training.metrics import Recorder
+from pipeline.training.schedule import rate_factor
+from pipeline.training.stopping import Interrupted, Stopping
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, forward_log_probs
 from step1_sft.loss import token_sum_loss

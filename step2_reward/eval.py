@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from pipeline import dist
-from pipeline.command import run_command
+from pipeline.configuration.flags import parse
 from pipeline.data.batching import PairBatch, pair_batch
-from pipeline.data.datasets_cache import build
+from pipeline.data.cache import build
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
 from pipeline.errors import InputError
-from pipeline.flags import parse
-from pipeline.modeling import default_device
-from pipeline.reward_model import last_token_scores, load_reward_model
-from pipeline.tokenizers import load_tokenizer, pad_policy
+from pipeline.models.loading import default_device
+from pipeline.models.reward_model import last_token_scores, load_reward_model
+from pipeline.models.tokenizers import load_tokenizer, pad_policy
+from pipeline.run.command import run_command
 from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
 from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules

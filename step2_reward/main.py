@@ -1,6 +1,6 @@
 """Command line of step 2: `python -m step2_reward.main --model_name_or_path facebook/opt-350m --data_path ...`."""
 
-from pipeline.entry import enter, leave
+from pipeline.run.entry import enter, leave
 from step2_reward.config import RewardConfig
 
 

@@ -9,18 +9,22 @@ from typing import Any
 
 import torch
 
-from pipeline import checkpoint, dist
-from pipeline.bad_steps import check_still_converging, note_bad_step
+from pipeline import dist
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.model_folder import is_saved, save_model
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, pair_lengths, to_device
-from pipeline.engine import TrainingEngine, partitioned_loading, start_deepspeed
-from pipeline.flops import forward_work, training_mfu
-from pipeline.gradients import step_together
-from pipeline.heartbeat import beat
-from pipeline.metrics import Recorder
-from pipeline.model_fit import check_positions
-from pipeline.modeling import DTYPES
-from pipeline.prepare import (
+from pipeline.engine.engine import TrainingEngine, partitioned_loading, start_deepspeed
+from pipeline.engine.gradients import step_together
+from pipeline.models.loading import DTYPES
+from pipeline.models.model_fit import check_positions
+from pipeline.models.reward_model import initialise_head, load_reward_model, pad_id_for_pooling
+from pipeline.random_numbers import seed_dropout
+from pipeline.run.heartbeat import beat
+from pipeline.run.run import Run, write_done
+from pipeline.training.bad_steps import check_still_converging, note_bad_step
+from pipeline.training.flops import forward_work, training_mfu
+from pipeline.training.inputs import (
     compute_dtype,
     deepspeed_json,
     make_facts,
@@ -31,12 +35,9 @@ from pipeline.prepare import (
     training_engine,
     with_lora,
 )
-from pipeline.random_numbers import seed_dropout
-from pipeline.reward_model import initialise_head, load_reward_model, pad_id_for_pooling
-from pipeline.run import Run, write_done
-from pipeline.saving import is_saved, save_model
-from pipeline.schedule import rate_factor
-from pipeline.stopping import Interrupted, Stopping
+from pipeline.training.metrics import Recorder
+from pipeline.training.schedule import rate_factor
+from pipeline.training.stopping import Interrupted, Stopping
 from step2_reward.config import RewardConfig
 from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
 

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
+from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
 from pipeline.errors import InputError
 
 

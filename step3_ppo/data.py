@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from pipeline.config import DataConfig
+from pipeline.configuration.groups import DataConfig
 from pipeline.data.batching import SFTBatch, packed_sft_batch
-from pipeline.data.datasets_cache import Built
+from pipeline.data.cache import Built
 from pipeline.data.loader import StepLoader
-from pipeline.prepare import prepare_data
-from pipeline.run import Run
+from pipeline.run.run import Run
+from pipeline.training.inputs import prepare_data
 from step3_ppo.config import PPOConfig
 
 

@@ -1,6 +1,6 @@
 """Command line of step 3: `python -m step3_ppo.main --actor_model_name_or_path output/sft ...`."""
 
-from pipeline.entry import enter, leave
+from pipeline.run.entry import enter, leave
 from step3_ppo.config import PPOConfig
 
 

@@ -8,19 +8,26 @@ from typing import Any
 
 import torch
 
-from pipeline.causal_lm import CausalLM
 from pipeline.data.templates import set_template
-from pipeline.engine import FrozenEngine, TrainingEngine, partitioned_loading
+from pipeline.engine.engine import FrozenEngine, TrainingEngine, partitioned_loading
 from pipeline.errors import InputError
-from pipeline.lora import adapters_off
-from pipeline.model_fit import check_model
-from pipeline.model_paths import check_language_model
-from pipeline.modeling import DTYPES, base_model, load_causal_lm, load_config
-from pipeline.packed_attention import keep_apart, reads_bounds
-from pipeline.prepare import compute_dtype, deepspeed_json, frozen_json, prepare_tokenizer, training_engine, with_lora
-from pipeline.reward_model import load_reward_model, score_constants
-from pipeline.run import Run
-from pipeline.tokenizers import load_tokenizer
+from pipeline.models.causal_lm import CausalLM
+from pipeline.models.loading import DTYPES, base_model, load_causal_lm, load_config
+from pipeline.models.lora import adapters_off
+from pipeline.models.model_fit import check_model
+from pipeline.models.packed_attention import keep_apart, reads_bounds
+from pipeline.models.paths import check_language_model
+from pipeline.models.reward_model import load_reward_model, score_constants
+from pipeline.models.tokenizers import load_tokenizer
+from pipeline.run.run import Run
+from pipeline.training.inputs import (
+    compute_dtype,
+    deepspeed_json,
+    frozen_json,
+    prepare_tokenizer,
+    training_engine,
+    with_lora,
+)
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses
 from step3_ppo.micro_batches import MicroBatch

@@ -5,29 +5,29 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from pipeline.bad_steps import check_still_converging, note_bad_step
 from pipeline.data.batching import SFTBatch
-from pipeline.data.datasets_cache import Built
+from pipeline.data.cache import Built
 from pipeline.data.loader import StepLoader
-from pipeline.flops import forward_work, training_mfu
-from pipeline.generate import RandomKey, Sampling
-from pipeline.heartbeat import beat
-from pipeline.metrics import Recorder
-from pipeline.run import Run
-from pipeline.stopping import Stopping
-from pipeline.tokenizers import eos_ids
+from pipeline.engine.moving_average import MovingAverage
+from pipeline.generation.eager import RandomKey, Sampling
+from pipeline.generation.hybrid_engine import HybridEngine, generation_options
+from pipeline.models.tokenizers import eos_ids
+from pipeline.run.heartbeat import beat
+from pipeline.run.run import Run
+from pipeline.training.bad_steps import check_still_converging, note_bad_step
+from pipeline.training.flops import forward_work, training_mfu
+from pipeline.training.metrics import Recorder
+from pipeline.training.stopping import Stopping
 from step3_ppo.config import PPOConfig
-from step3_ppo.ema import MovingAverage
-from step3_ppo.eval import append_samples, evaluation_metrics, rollout_metrics
 from step3_ppo.experience import Responses, Scores
-from step3_ppo.hybrid_engine import HybridEngine, generation_options
 from step3_ppo.micro_batches import Lengths, MicroBatch, micro_batches, places, scoring_batches
 from step3_ppo.models import Models
-from step3_ppo.plan import Plan
 from step3_ppo.ppo_math import next_kl_coef
+from step3_ppo.prompts import Plan
 from step3_ppo.rollout import Rewarded, Sampler, reward, score
+from step3_ppo.rollout_metrics import append_samples, evaluation_metrics, rollout_metrics
 from step3_ppo.state import Collected, State
-from step3_ppo.trainer import Updater, should_stop_early
+from step3_ppo.updater import Updater, should_stop_early
 
 log = logging.getLogger(__name__)
 

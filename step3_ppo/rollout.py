@@ -11,10 +11,11 @@ from pipeline import dist
 from pipeline.data.batching import rank_slices
 from pipeline.data.templates import encode_conversation, end_token_ids
 from pipeline.data.turns import Message
-from pipeline.generate import GenerationStopped, Prompt, RandomKey, Sampling
-from pipeline.reward_model import last_token_scores
-from pipeline.stopping import Interrupted
+from pipeline.generation.eager import GenerationStopped, Prompt, RandomKey, Sampling
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.models.reward_model import last_token_scores
 from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, whiten
+from pipeline.training.stopping import Interrupted
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import (
     Experience,
@@ -24,7 +25,6 @@ from step3_ppo.experience import (
     gather_scores,
     pack_responses,
 )
-from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.micro_batches import MicroBatch, cut
 from step3_ppo.models import Models, log_probs_of
 from step3_ppo.ppo_math import gae, kl_estimate, shape_scores, token_rewards

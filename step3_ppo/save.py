@@ -3,20 +3,20 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from pipeline import checkpoint
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.facts import data_fingerprint, model_fingerprint
+from pipeline.checkpoints.model_folder import save_model
 from pipeline.data.batching import SFTBatch
-from pipeline.data.datasets_cache import Built
+from pipeline.data.cache import Built
 from pipeline.data.loader import StepLoader
-from pipeline.earlier_runs import defaults_of, layout_of, settings_of
-from pipeline.fingerprints import data_fingerprint, model_fingerprint
-from pipeline.prepare import model_documents, saved_dtype
-from pipeline.reward_model import pad_id_for_pooling
-from pipeline.run import Run
-from pipeline.saving import save_model
+from pipeline.engine.moving_average import MovingAverage
+from pipeline.models.reward_model import pad_id_for_pooling
+from pipeline.run.earlier_runs import defaults_of, layout_of, settings_of
+from pipeline.run.run import Run
+from pipeline.training.inputs import model_documents, saved_dtype
 from step3_ppo.config import PPOConfig
-from step3_ppo.ema import MovingAverage
 from step3_ppo.models import Models
-from step3_ppo.plan import Plan
+from step3_ppo.prompts import Plan
 from step3_ppo.state import Collected, State
 
 

@@ -4,20 +4,20 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from pipeline import checkpoint
-from pipeline.engine import start_deepspeed
-from pipeline.heartbeat import beat
-from pipeline.metrics import Recorder
-from pipeline.optimizer_offload import optimizers_away
-from pipeline.run import Run, write_done
-from pipeline.schedule import rate_factor
-from pipeline.stopping import Interrupted, Stopping
+from pipeline.checkpoints import checkpoint
+from pipeline.engine.engine import start_deepspeed
+from pipeline.engine.moving_average import MovingAverage
+from pipeline.engine.optimizer_offload import optimizers_away
+from pipeline.run.heartbeat import beat
+from pipeline.run.run import Run, write_done
+from pipeline.training.metrics import Recorder
+from pipeline.training.schedule import rate_factor
+from pipeline.training.stopping import Interrupted, Stopping
 from step3_ppo.config import PPOConfig, check_generation
 from step3_ppo.data import make_prompts, make_text
-from step3_ppo.ema import MovingAverage
 from step3_ppo.models import make_models, make_tokenizers
 from step3_ppo.phases import Phases
-from step3_ppo.plan import make_plan
+from step3_ppo.prompts import make_plan
 from step3_ppo.save import checkpoint_content, make_facts, save_models
 from step3_ppo.state import Collected, State
 

@@ -4,9 +4,9 @@ import importlib.util
 import os
 from pathlib import Path
 
-import kernel_mode  # noqa: F401  before the first import of triton
 import pytest
-from tiny_models import NAMES, save_tiny
+from support import kernel_mode  # noqa: F401  before the first import of triton
+from support.tiny_models import NAMES, save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2TokenizerFast, LlamaTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 

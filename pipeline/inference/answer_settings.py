@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config import Group
+from pipeline.configuration.groups import Group
 
 
 class ReplySettings(Group):

@@ -18,8 +18,7 @@ from pipeline.data.templates import encode_prompt, set_template
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
-from pipeline.model_fit import check_model, check_vocabulary
-from pipeline.modeling import (
+from pipeline.models.loading import (
     DTYPES,
     adapter_base,
     default_device,
@@ -28,8 +27,9 @@ from pipeline.modeling import (
     load_config,
     num_positions,
 )
+from pipeline.models.model_fit import check_model, check_vocabulary
+from pipeline.models.tokenizers import eos_ids, load_tokenizer, pad_policy
 from pipeline.tensor_ops import pad_rows
-from pipeline.tokenizers import eos_ids, load_tokenizer, pad_policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import errors
-from pipeline.flags import Resolved, parse
+from pipeline.configuration.flags import Resolved, parse
 from pipeline.launching.launcher import PARENT
 from pipeline.launching.machine import check_port
 from pipeline.launching.rank_watch import RankState, RankWatch
 from pipeline.launching.verdict import Circumstances, Verdict, hang_verdict, judge
-from pipeline.layout import run_folder
-from pipeline.outcome import SUPERVISOR, check_nobody_left, clear_outcomes
 from pipeline.processes import free_memory, kill_session, num_oom_kills, send
-from pipeline.run_lock import locked
+from pipeline.run.layout import run_folder
+from pipeline.run.lock import locked
+from pipeline.run.outcome import SUPERVISOR, check_nobody_left, clear_outcomes
 
 if TYPE_CHECKING:
     from pipeline.launching.supervisor import Signals

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import Group
+from pipeline.configuration.flags import SECTIONS, Resolved, load_yaml, parse, read_yaml, scan
+from pipeline.configuration.groups import Group
 from pipeline.errors import InputError
-from pipeline.flags import SECTIONS, Resolved, load_yaml, parse, read_yaml, scan
 from pipeline.launching.train_config import TrainConfig, contradictions, model_size, short_help, split_overrides
-from pipeline.layout import run_folder
+from pipeline.run.layout import run_folder
 
 PRESETS = Path(__file__).resolve().parents[2] / "launch" / "presets"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.heartbeat import Beat, read_beat
-from pipeline.outcome import Outcome, ranks_with_outcome, read_outcome
 from pipeline.processes import Process, in_session, read_process
+from pipeline.run.heartbeat import Beat, read_beat
+from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
 
 QUIET_PHASES = ("start", "save")  # reading and writing whole models has no steps that could beat
 WORKING_S = 1.0  # processor time within a timeout that counts as a sign of life in these

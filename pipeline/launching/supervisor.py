@@ -2,7 +2,7 @@
 
 MODULE is a stage's, the N words are its flags, the rest is the launcher's command. DeepSpeed's launcher turns signals
 into exit code 1, forwards none, ends ranks that still save and says nothing of a rank that hangs; so this process
-signals the ranks itself, reads how they ended (pipeline/outcome.py) and leaves no process behind.
+signals the ranks itself, reads how they ended (pipeline/run/outcome.py) and leaves no process behind.
 """
 
 import signal

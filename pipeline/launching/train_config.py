@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from pipeline.config import Group
+from pipeline.configuration.flags import flag_table, nearest
+from pipeline.configuration.groups import Group
 from pipeline.errors import InputError
-from pipeline.flags import flag_table, nearest
 from pipeline.launching.machine import DEFAULT_HOSTFILE
-from pipeline.model_paths import check_model_path
+from pipeline.models.paths import check_model_path
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 OPT = "facebook/opt-"

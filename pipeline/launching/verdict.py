@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline import errors
 from pipeline.launching.rank_watch import RankState, numbers_of
-from pipeline.layout import rank_log_file
+from pipeline.run.layout import rank_log_file
 
 # What tells most comes first; 1 stands for everything that is not here.
 INFORMATIVE = (errors.EXIT_INPUT, errors.EXIT_ENVIRONMENT, errors.EXIT_DIVERGED, errors.EXIT_NO_CHECKPOINT)

@@ -19,12 +19,12 @@ def measure(run: Any, config: Any) -> None:
     """In place of step 3's loop: sample `repeats` rollouts a batch size, and print what they took."""
     import torch
 
-    from pipeline.engine import start_deepspeed
-    from pipeline.generate import Prompt, RandomKey, Sampling
-    from pipeline.modeling import DTYPES
-    from pipeline.prepare import compute_dtype
-    from pipeline.tokenizers import eos_ids
-    from step3_ppo.hybrid_engine import HybridEngine
+    from pipeline.engine.engine import start_deepspeed
+    from pipeline.generation.eager import Prompt, RandomKey, Sampling
+    from pipeline.generation.hybrid_engine import HybridEngine
+    from pipeline.models.loading import DTYPES
+    from pipeline.models.tokenizers import eos_ids
+    from pipeline.training.inputs import compute_dtype
     from step3_ppo.models import make_actor, make_tokenizers
 
     start_deepspeed()
@@ -90,7 +90,7 @@ def main() -> None:
 
     from step3_ppo.config import PPOConfig
 
-    entry = importlib.import_module("pipeline.entry")
+    entry = importlib.import_module("pipeline.run.entry")
     # The stage's own way in imports a loop by its name: it is to find this module, not a second copy.
     sys.modules["bench.generation"] = sys.modules[__name__]
     code = entry.enter(PPOConfig, "ppo", "bench.generation", sys.argv[cut + 1 :])

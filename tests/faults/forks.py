@@ -30,7 +30,7 @@ CLOCK = ("time", "_s", "_per_s", "mfu", "_gib")  # ends of names of times, rates
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A stage's run with all that evolves in it: `folder` holds the inputs of tests/tiny_run.py."""
+    """A stage's run with all that evolves in it: `folder` holds the inputs of tests/support/tiny_run.py."""
 
     stage: str
     folder: Path
@@ -108,7 +108,9 @@ def preload() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
     stages = [f"{package}.{name}" for package in PACKAGES.values() for name in ("main", "training")]
-    context.set_forkserver_preload(["pipeline.engine", "pipeline.saving", "torch.utils.tensorboard", *stages])
+    context.set_forkserver_preload(
+        ["pipeline.engine.engine", "pipeline.checkpoints.model_folder", "torch.utils.tensorboard", *stages]
+    )
 
 
 def start(story: Story, out: str, *further: object, first: Callable[[], None] | None = None) -> list[BaseProcess]:
@@ -293,7 +295,7 @@ def chain(story: Story, count: int, seed: int) -> dict[str, Any]:
 
 def stop_anywhere() -> None:
     """In a child: every step counts as long, so that a stop acts between micro-batches too."""
-    importlib.import_module("pipeline.stopping").LONG_STEP_S = -1.0
+    importlib.import_module("pipeline.training.stopping").LONG_STEP_S = -1.0
 
 
 def stop_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:

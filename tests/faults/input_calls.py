@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from in_process import undone_afterwards
-from tiny_run import make_folder
+from support.in_process import undone_afterwards
+from support.tiny_run import make_folder
 from transformers import AutoTokenizer
 
 import chat
@@ -133,7 +133,7 @@ def stopped_at_the_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def models_without_weights(run: Any, config: Any, *others: Any) -> Any:
     """What step 3 has to know before its rows: the checks of its models, and the actor's tokenizer."""
-    from pipeline.prepare import prepare_tokenizer
+    from pipeline.training.inputs import prepare_tokenizer
     from step3_ppo.models import check_inputs
 
     tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)

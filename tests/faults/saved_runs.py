@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import checkpoint, fragments
+from pipeline.checkpoints import checkpoint
+from pipeline.engine.engine import fragments
 
 OS_CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
 FACTS = checkpoint.Facts(settings={"seed": 1}, fingerprints={"data": "abc"}, sizes={"rows": 8}, layout={})

@@ -14,7 +14,7 @@ import pytest
 import torch
 from forks import Story, finish, metrics, preload, start
 from safetensors.torch import load_file
-from tiny_run import make_folder
+from support.tiny_run import make_folder
 
 STEPS = 8
 LIMIT = 5
@@ -95,8 +95,8 @@ SKIPS: dict[str, tuple[str, Callable[[int], None]]] = {
     ),
     "reward loss": ("reward", lambda n: patch("step2_reward.training:batch_loss", lambda x: x * math.nan, times=n)),
     "reward gradient": ("reward", lambda n: spoil_gradient("step2_reward.training", times=n)),
-    "ppo policy loss": ("ppo", lambda n: patch("step3_ppo.trainer:policy_loss", in_tuple, times=n)),
-    "ppo value loss": ("ppo", lambda n: patch("step3_ppo.trainer:value_loss", in_tuple, times=n)),
+    "ppo policy loss": ("ppo", lambda n: patch("step3_ppo.updater:policy_loss", in_tuple, times=n)),
+    "ppo value loss": ("ppo", lambda n: patch("step3_ppo.updater:value_loss", in_tuple, times=n)),
     "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.phases:score", all_rows("scores"), times=n)),
 }
 MASKS: dict[str, Callable[[int], None]] = {

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from forks import Story, metrics, preload, run
 from saved_runs import make_engine, save
-from tiny_run import make_folder
+from support.tiny_run import make_folder
 
-from pipeline import checkpoint, files
-from pipeline.checkpoint_files import find
+from pipeline import files
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint_files import find
 from pipeline.errors import EnvironmentFault
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from flag_coverage import ELSEWHERE, RESOLVED_ONLY, TWINS, Twin
 from input_calls import call, make_inputs, stage_words
-from source_tree import ROOT
-from tiny_run import save_base, save_scorer, write_lines
+from support.source_tree import ROOT
+from support.tiny_run import save_base, save_scorer, write_lines
 from transformers import AutoTokenizer
 
 from chat import ChatConfig
-from pipeline.flags import flag_table
+from pipeline.configuration.flags import flag_table
 from pipeline.launching.train_config import TrainConfig
 from prompt_eval import PromptEvalConfig
 from step1_sft.config import SFTConfig

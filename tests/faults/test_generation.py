@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from forks import Story, finish, metrics, preload, start
-from tiny_run import make_folder
+from support.tiny_run import make_folder
 from transformers import AutoTokenizer
 
 EOS, WORD = 2, 70
@@ -27,12 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def always_draw(token: int, *, rank: str) -> None:
     """In this rank's process every token that is sampled is `token`; rank "all": in every process."""
     if rank in ("all", os.environ.get("RANK", "0")):
-        import pipeline.generate
+        import pipeline.generation.eager
 
         def drawn(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
             return torch.full((len(logits),), token)
 
-        pipeline.generate.draw = drawn
+        pipeline.generation.eager.draw = drawn
 
 
 TWO = ("--per_device_generation_batch_size", 4, "--gradient_accumulation_steps", 1, "--eval_interval", 0)

@@ -12,13 +12,13 @@ import datasets
 import huggingface_hub
 import pytest
 from broken_models import make
-from command_run import ROOT, environment
-from ds_arguments import built, refusal
 from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from support.command_run import ROOT, environment
+from support.ds_arguments import built, refusal
 from transformers import AutoTokenizer
 
 from pipeline import hub
-from pipeline.config import DeepSpeedConfig
+from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.data.batching import sft_batch
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import make_folder
+from support.tiny_run import make_folder
 
 WORKER = Path(__file__).with_name("forks.py")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from rank_run import ROOT, Ended, RankRun, listening_addresses, start, words
-from tiny_run import make_folder
+from support.tiny_run import make_folder
 
 HOST = socket.gethostname()
 Start = Callable[..., RankRun]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rank_run import ROOT, RUN_FOLDERS, Ended, RankRun, environment_of, launch, start, words
-from tiny_run import make_folder, read_metrics
+from support.tiny_run import make_folder, read_metrics
 
 pytestmark = pytest.mark.faults
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forks import Story, metrics, preload, run
 from safetensors.torch import load_file, save_file
-from tiny_run import make_folder
+from support.tiny_run import make_folder
 
 STEPS = 2
 SAME = ("--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant", "--eval_interval", "0")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from saved_runs import FACTS, count_operations, make_engine, make_run, operations_watched, save
 
-from pipeline import checkpoint
-from pipeline.checkpoint_files import candidates, find, problem_with, sealed
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint_files import candidates, find, problem_with, sealed
 from pipeline.errors import CheckpointError
 
 

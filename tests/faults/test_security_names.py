@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from input_calls import MAINS, call, flags, make_inputs, stage_words, stopped_at_the_models
-from launch_stub import ROOT, stub_environment
+from support.launch_stub import ROOT, stub_environment
 
 USED = [
     "a; touch X", "$(touch X)", "`touch X`", "a && touch X", "a | touch X", "a > X", "a & touch X", "${HOME}", "$IFS",

@@ -1,11 +1,11 @@
-"""What no file of the project does, read from their syntax trees; more of these in tests/test_imports.py."""
+"""What no file of the project does, read from their syntax trees; more of these in tests/project/test_imports.py."""
 
 import ast
 import re
 from collections.abc import Iterable
 
 import pytest
-from source_tree import ROOT, relative, source_files, tree_of
+from support.source_tree import ROOT, relative, source_files, tree_of
 
 FILES = [*source_files(), *source_files("demo"), *sorted((ROOT / "docs").glob("*.py"))]
 TREES = {relative(path): tree_of(path) for path in FILES}

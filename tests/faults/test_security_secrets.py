@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from input_calls import call, make_inputs, stage_words
 
-from pipeline.redact import MASK, redacted
+from pipeline.configuration.redact import MASK, redacted
 
 HUB, WANDB, OPENAI = "hf_CANARYcanaryCANARYcanaryCANARY012345", "c" * 20 + "d" * 20, "sk-canaryCANARYcanaryCANARY01"
 ENVIRONMENT = {"HF_TOKEN": HUB, "WANDB_API_KEY": WANDB, "OPENAI_API_KEY": OPENAI, "AWS_SECRET_ACCESS_KEY": "aws-canary"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from forks import PACKAGES, Story, finish, metrics, preload, start
-from tiny_run import make_folder
+from support.tiny_run import make_folder
 
 STEPS = 1000
 WARM_UP = 200  # caches, allocator pools and lazily imported modules are there by then

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_run import run_command
-from tiny_run import make_folder, read_metrics
+from support.command_run import run_command
+from support.tiny_run import make_folder, read_metrics
 
 pytestmark = [
     pytest.mark.gpu,

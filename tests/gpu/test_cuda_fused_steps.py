@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_run import TIMEOUT_S, environment
-from tiny_run import make_folder, read_metrics
+from support.command_run import TIMEOUT_S, environment
+from support.tiny_run import make_folder, read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ pytestmark = [
 # argv: from how many numbers on layers are fused, the module to run, its flags.
 RUN = """
 import runpy, sys
-from pipeline import fused_layers
+from pipeline.kernels import fused_layers
 fused_layers.WORTH_IT = int(sys.argv.pop(1))
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """

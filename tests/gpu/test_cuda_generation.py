@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from chi_square import exact_probabilities, p_value
-from decode_models import (
+from support.chi_square import exact_probabilities, p_value
+from support.decode_models import (
     DEVICE,
     EOS,
     KEY,
@@ -23,9 +23,9 @@ from decode_models import (
     rollouts,
 )
 
-from pipeline.decode.own_forward import OwnForward
-from pipeline.decode.sampling import Slots, Written, draw_tokens, padded_eos
-from pipeline.generate import GenerationStopped, RandomKey, Sampling, rollout_uniforms
+from pipeline.generation.eager import GenerationStopped, RandomKey, Sampling, rollout_uniforms
+from pipeline.generation.slot_sampling import Slots, Written, draw_tokens, padded_eos
+from pipeline.generation.static import OwnForward
 from pipeline.tensor_ops import pad_rows
 
 pytestmark = [
@@ -131,7 +131,7 @@ def test_a_replayed_graph_is_the_step_itself(model, make, monkeypatch):
     graphed = generator_of(make(model), ENDS)
     found = [graphed.generate(prompts, **settings) for _ in range(2)]
     assert graphed._arena._graph is not None
-    monkeypatch.setattr("pipeline.decode.arena.Arena._captured", lambda arena: None)
+    monkeypatch.setattr("pipeline.generation.slots.Arena._captured", lambda arena: None)
     found.append(generator_of(make(model), ENDS).generate(prompts, **settings))
     for other in found[1:]:
         assert_same(found[0], other, tolerance=0.0)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from decode_models import FUSED, opt
+from support.decode_models import FUSED, opt
 from torch.nn import functional
 
-from pipeline import fused_layers
-from pipeline.fused_layers import fuse_layers
-from pipeline.training_kernels import FusedNorm, FusedReluLinear, NormKind
+from pipeline.kernels import fused_layers
+from pipeline.kernels.fused_layers import fuse_layers
+from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear, NormKind
 
 pytestmark = pytest.mark.gpu
 

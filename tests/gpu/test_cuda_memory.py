@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_run import run_command
 from safetensors.torch import load_file
-from tiny_run import make_folder, read_metrics
+from support.command_run import run_command
+from support.tiny_run import make_folder, read_metrics
 from torch import nn
 
-from pipeline.memory import optimizer_tensors
-from pipeline.optimizer_offload import optimizers_away
+from pipeline.engine.memory import optimizer_tensors
+from pipeline.engine.optimizer_offload import optimizers_away
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_run import run_command
-from tiny_models import EOS, random_rows, randomise, tiny_config
-from tiny_run import make_folder, read_metrics
+from support.command_run import run_command
+from support.tiny_models import EOS, random_rows, randomise, tiny_config
+from support.tiny_run import make_folder, read_metrics
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from pipeline import packed_attention
-from pipeline.causal_lm import CausalLM
 from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import to_device
-from pipeline.modeling import without_dropout
+from pipeline.models import packed_attention
+from pipeline.models.causal_lm import CausalLM
+from pipeline.models.loading import without_dropout
 from pipeline.tensor_ops import lengths_to_mask
 from step1_sft.eval import forward_log_probs
 

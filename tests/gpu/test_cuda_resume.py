@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.tiny_run import make_folder
 from test_kill import check, tell
-from tiny_run import make_folder
 
 EXACT = "--dtype bf16 --deterministic true"
 

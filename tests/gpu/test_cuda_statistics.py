@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.token_statistics import LogitScaling, plain_statistics, token_statistics
+from pipeline.kernels.token_statistics import LogitScaling, plain_statistics, token_statistics
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from pipeline import dist
+from pipeline.configuration.flags import parse
 from pipeline.data.batching import plan_step
-from pipeline.engine import TrainingEngine
-from pipeline.flags import parse
-from pipeline.gradients import step_together
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.gradients import step_together
 from pipeline.partitions import gathered
-from pipeline.run import Run, StopRequest
+from pipeline.run.run import Run, StopRequest
 
 Gradients = dict[str, torch.Tensor]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compare import TOLERANCE, apart
 from group import run_group
-from tiny_run import make_folder, take_lines
+from support.tiny_run import make_folder, take_lines
 
 Found = dict[int, list[dict[str, Any]]]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from compare import TOLERANCE, apart, numbers_apart
 from group import run_group
-from tiny_run import make_folder, take_lines
+from support.tiny_run import make_folder, take_lines
 
 # Of one rank: 2 rows of the 4 of an update. Two ranks have 1 row each then, or 2.
 SHAPES = [

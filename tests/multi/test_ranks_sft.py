@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from compare import TOLERANCE, apart, numbers_apart
 from group import run_group
-from tiny_run import make_folder, take_lines
+from support.tiny_run import make_folder, take_lines
 
 UNPARTITIONED = "z3 unpartitioned"
 SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]

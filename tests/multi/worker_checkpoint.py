@@ -9,9 +9,9 @@ from group import run_cases
 from torch import nn
 
 from pipeline import dist
-from pipeline.engine import TrainingEngine
-from pipeline.engine_state import counters, engine_fragments, restore_counters, restore_fragments
-from pipeline.fragments import FragmentReader, write_fragments
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.fragments import FragmentReader, write_fragments
+from pipeline.engine.state import counters, engine_fragments, restore_counters, restore_fragments
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_models import EOS, KEY, PAD, llama, opt, random_prompts, shaken_all
 from group import run_cases
 from stages import current_world
+from support.decode_models import EOS, KEY, PAD, llama, opt, random_prompts, shaken_all
 from worker_ppo import setup, tensors_of
 
 from pipeline import dist
-from pipeline.causal_lm import CausalLM
-from pipeline.config import DeepSpeedConfig
-from pipeline.decode import refill
-from pipeline.decode.ladder import RungSettings
-from pipeline.ds_config import training_config
-from pipeline.engine import TrainingEngine
-from pipeline.generate import GenerationStopped, Rollout, Sampling
-from pipeline.gradients import step_together
-from pipeline.parameter_groups import parameter_groups
+from pipeline.configuration.ds_config import training_config
+from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.gradients import step_together
+from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.generation import scheduler as refill
+from pipeline.generation.backends import RungSettings
+from pipeline.generation.eager import GenerationStopped, Rollout, Sampling
+from pipeline.generation.hybrid_engine import GenerationOptions, HybridEngine
+from pipeline.models.causal_lm import CausalLM
 from pipeline.partitions import gathered
-from step3_ppo.hybrid_engine import GenerationOptions, HybridEngine
 
 FUSED, EAGER = (GenerationOptions(rung=RungSettings(wanted=rung)) for rung in ("fused", "eager"))
 PROMPTS = random_prompts((3, 5, 1))

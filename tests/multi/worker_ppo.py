@@ -12,18 +12,19 @@ from group import run_cases
 from stages import current_world, make_run, watched_steps, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline import checkpoint, dist
-from pipeline.generate import Prompt, RandomKey, Sampling
-from pipeline.run import Run
-from pipeline.stopping import Stopping
-from step3_ppo import trainer
+from pipeline import dist
+from pipeline.checkpoints import checkpoint
+from pipeline.engine.moving_average import MovingAverage
+from pipeline.generation.eager import Prompt, RandomKey, Sampling
+from pipeline.run.run import Run
+from pipeline.training.stopping import Stopping
+from step3_ppo import updater as trainer
 from step3_ppo.config import PPOConfig
 from step3_ppo.data import make_prompts, make_text
-from step3_ppo.ema import MovingAverage
 from step3_ppo.micro_batches import Lengths
 from step3_ppo.models import Models, make_models, make_tokenizers
 from step3_ppo.phases import Phases
-from step3_ppo.plan import make_plan
+from step3_ppo.prompts import make_plan
 from step3_ppo.save import checkpoint_content, make_facts, save_models
 from step3_ppo.state import Collected, State
 

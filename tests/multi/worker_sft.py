@@ -12,9 +12,9 @@ from stages import current_world, make_run, training_rows, watched_steps, weight
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
-from pipeline.prepare import prepare_tokenizer
-from pipeline.run import Run
-from pipeline.stopping import Stopping
+from pipeline.run.run import Run
+from pipeline.training.inputs import prepare_tokenizer
+from pipeline.training.stopping import Stopping
 from step1_sft import training
 from step1_sft.config import SFTConfig
 
@@ -138,7 +138,7 @@ def live_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
     """Three steps; and two, a checkpoint, a new engine that loads it, and the third."""
-    from pipeline import checkpoint
+    from pipeline.checkpoints import checkpoint
 
     words = ("--zero_stage", stage)
     whole = steps(inputs, micro, words)

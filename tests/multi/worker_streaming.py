@@ -5,19 +5,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode_models import KEY, NUM_TOKENS, PAD, llama, opt, random_prompts
 from group import run_cases
 from stages import current_world
+from support.decode_models import KEY, NUM_TOKENS, PAD, llama, opt, random_prompts
 from worker_decode import FUSED, change_weights, engine_of, findings, stopped_by_the_last_rank
 from worker_ppo import setup, tensors_of
 
 from pipeline import dist
-from pipeline.decode import refill, streaming
-from pipeline.engine import TrainingEngine
-from pipeline.generate import Rollout, Sampling
-from pipeline.lora import add_lora
-from step3_ppo import hybrid_engine
-from step3_ppo.hybrid_engine import GenerationOptions, HybridEngine
+from pipeline.engine.engine import TrainingEngine
+from pipeline.generation import hybrid_engine, streaming
+from pipeline.generation import scheduler as refill
+from pipeline.generation.eager import Rollout, Sampling
+from pipeline.generation.hybrid_engine import GenerationOptions, HybridEngine
+from pipeline.models.lora import add_lora
 
 WHOLE, STREAMED = (replace(FUSED, weights=weights) for weights in ("whole", "streamed"))
 # Of rank 0 and of rank 1: six responses in four slots, two in two.

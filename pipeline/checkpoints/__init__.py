@@ -1,0 +1,1 @@
+"""Resume checkpoints, what must be the same on resume, and finished model folders."""

@@ -1,0 +1,300 @@
+"""Resume checkpoints: `<run_dir>/checkpoints/step-<n>/`, complete only when its manifest is there.
+
+A checkpoint is safetensors (fragments.py) and JSON, no pickle. Every rank writes its own files beside, flushed; rank 0
+adds the manifest (SHA-256 and size of every file) last and renames the folder into place. So a run that is killed at
+any moment leaves the checkpoints it had, and a file that is cut short or changed is found before anything is read.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline import dist
+from pipeline.checkpoints.checkpoint_files import FORMAT, MANIFEST, drop_older, find, sealed, set_aside_newer
+from pipeline.checkpoints.facts import digest
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
+from pipeline.engine.state import counters, engine_fragments, restore_counters, restore_fragments
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, write_json
+from pipeline.run.earlier_runs import check_same_facts, check_same_settings
+from pipeline.run.run import Run
+
+log = logging.getLogger(__name__)
+
+SHARED = "shared.safetensors"  # tensors that are the same on every rank
+Json = Mapping[str, Any]
+PACKAGES = ("torch", "deepspeed", "transformers", "peft")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while a run lasts and has to be the same when it is resumed.
+
+    settings: flags that decide what is learnt. fingerprints: of data and start models. sizes: rows of an optimizer
+    step and the like, over all ranks. layout: ranks, flags that only cut the work. defaults: of flags that are new.
+    """
+
+    settings: Mapping[str, Any]
+    fingerprints: Mapping[str, str]
+    sizes: Mapping[str, int]
+    layout: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What evolves: counters as JSON, engines, further fragments of this rank, and tensors that every rank has."""
+
+    state: Mapping[str, Any]
+    engines: Mapping[str, TrainingEngine]
+    fragments: Mapping[str, Iterable[Fragment]] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What `load` found: the stage's counters, readers of further fragments, and tensors that every rank has."""
+
+    state: dict[str, Any]
+    fragments: dict[str, FragmentReader]
+    tensors: dict[str, torch.Tensor]
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A checkpoint whose folder is being filled; `written` gives what `write_own` gives."""
+
+    step: int
+    started: float
+    fresh: Path
+    parts: dict[str, list[Fragment]]
+    tensors: dict[str, torch.Tensor]
+    description: dict[str, Any]
+    num_bytes: int
+    written: Future[tuple[torch.Tensor, str]]
+
+
+class Saver:
+    """Writes a run's checkpoints; all methods are collectives.
+
+    With `background`, training goes on while the files are written: what they hold is copied to host memory first, and
+    the manifest and the rename come at a later `poll`, when every rank has written its own.
+    """
+
+    def __init__(self, run: Run, facts: Facts, *, keep: int, background: bool) -> None:
+        self.run, self.facts, self.keep, self.background = run, facts, keep, background
+        self._pool = ThreadPoolExecutor(1)
+        self._pending: Pending | None = None
+
+    def save(self, content: Content, *, step: int) -> None:
+        """Write a checkpoint of `step` and delete all but the newest `keep` (0: write none).
+
+        Raises:
+            EnvironmentFault: on every rank, where one could not write; the checkpoints that were there stay.
+        """
+        if self.keep == 0:
+            return
+        attempt(self.finish)
+        started = time.monotonic()
+        fresh = self.run.folder / "checkpoints" / f".step-{step}.writing"
+        parts = {name: list(engine_fragments(engine)) for name, engine in content.engines.items()}
+        parts |= {name: list(fragments) for name, fragments in content.fragments.items()}
+        needed = num_bytes(parts, content.tensors, self.run.world.device)
+        dist.on_main(lambda: prepare(fresh, needed))
+        tensors = dict(content.tensors)
+        if self.background:
+            parts = {name: [fragment.copied() for fragment in fragments] for name, fragments in parts.items()}
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        written = self._pool.submit(write_own, fresh, parts)
+        description = described(content, self.facts, step)
+        self._pending = Pending(step, started, fresh, parts, tensors, description, needed, written)
+        if not self.background:
+            self.finish()
+
+    def poll(self) -> None:
+        """Complete a checkpoint that is written in the background, if every rank is done. Raises EnvironmentFault."""
+        if self._pending and not self._somewhere(not self._pending.written.done()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written, and complete it. Raises EnvironmentFault."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        entries, problem = pending.written.result()
+        final = pending.fresh.with_name(f"step-{pending.step}")
+        if self._somewhere(bool(problem)):
+            dist.on_main(lambda: shutil.rmtree(pending.fresh, ignore_errors=True))
+            raise EnvironmentFault(problem or f"{final}: another rank could not write it; see its log")
+        everywhere = dist.gather_rows(entries.to(self.run.world.device)).cpu()
+        dist.on_main(lambda: commit(pending, final, everywhere))
+        dist.on_main(lambda: drop_older(final, self.keep))
+        size, seconds = pending.num_bytes / GIB, time.monotonic() - pending.started
+        log.info("checkpoint %s: %.3g GiB in %.1f s", final.name, size, seconds)
+
+    def _somewhere(self, here: bool) -> bool:
+        return dist.max_over_ranks(float(here), self.run.world.device) > 0
+
+
+def attempt(write: Callable[[], None]) -> bool:
+    """Run `write`; where the disk refuses, say so and give False: what was saved before stays. A collective."""
+    try:
+        write()
+    except EnvironmentFault as error:
+        log.warning("not saved, training goes on: %s", error)
+        return False
+    return True
+
+
+def num_bytes(parts: Mapping[str, list[Fragment]], tensors: Mapping[str, torch.Tensor], device: torch.device) -> int:
+    """Bytes that all ranks will write. A collective."""
+    own = sum(fragment.values.nbytes for fragments in parts.values() for fragment in fragments)
+    total = dist.sum_over_ranks(torch.tensor(float(own), dtype=torch.float64, device=device)).item()
+    return int(total) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def prepare(fresh: Path, needed: int) -> None:
+    """An empty folder to write in, on a disk with room. Raises EnvironmentFault."""
+    try:
+        fresh.parent.mkdir(parents=True, exist_ok=True)
+        for left in fresh.parent.glob(".step-*"):
+            # What a killed run left; .old ones may be the only copy of their step.
+            if not left.name.endswith(".old"):
+                shutil.rmtree(left, ignore_errors=True)
+        fresh.mkdir()
+    except OSError as error:
+        raise EnvironmentFault(cannot_write(fresh, error, needed=needed)) from error
+    if needed > free_bytes(fresh):
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise EnvironmentFault(cannot_write(fresh, "not enough room on the disk", needed=needed))
+
+
+def own_file(name: str, rank: int) -> str:
+    return f"{name}.rank-{rank}.safetensors"
+
+
+def write_own(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[torch.Tensor, str]:
+    """This rank's files: ((files, 40) uint8 of SHA-256 and size, what went wrong or nothing)."""
+    entries = torch.zeros(len(parts), 40, dtype=torch.uint8)
+    try:
+        for row, (name, fragments) in enumerate(parts.items()):
+            path = fresh / own_file(name, dist.rank())
+            write_fragments(path, fragments)
+            flush(path)
+            packed = bytes.fromhex(digest(path)) + path.stat().st_size.to_bytes(8, "big")
+            entries[row] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    except Exception as error:
+        if not is_disk_trouble(error):
+            raise
+        problem = cannot_write(fresh, error)
+        log.error("rank %d: %s", dist.rank(), problem)
+        return entries, problem
+    return entries, ""
+
+
+def commit(pending: Pending, final: Path, entries: torch.Tensor) -> None:
+    """Add what rank 0 alone writes, then the manifest, then rename. Raises EnvironmentFault.
+
+    Args:
+        entries: (ranks * files, 40) what `write_own` gave on each rank.
+    """
+    fresh, names, files = pending.fresh, list(pending.parts), {}
+    for row, packed in enumerate(entries):
+        rank, number = divmod(row, len(names))
+        raw = bytes(packed.tolist())
+        entry = {"sha256": raw[:32].hex(), "bytes": int.from_bytes(raw[32:], "big")}
+        files[own_file(names[number], rank)] = entry
+    try:
+        if pending.tensors:
+            shared = {name: tensor.detach().cpu().contiguous() for name, tensor in pending.tensors.items()}
+            save_file(shared, fresh / SHARED)
+            flush(fresh / SHARED)
+        write_json(fresh / "state.json", pending.description)
+        for path in sorted(path for path in fresh.iterdir() if path.name not in files):
+            files[path.name] = {"sha256": digest(path), "bytes": path.stat().st_size}
+        write_json(fresh / MANIFEST, sealed({"format": FORMAT, "step": pending.step, "files": files}))
+        flush(fresh)
+        if final.exists():
+            old = final.with_name(f".{final.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        fresh.rename(final)
+        flush(final.parent)
+    except Exception as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if is_disk_trouble(error):
+            raise EnvironmentFault(cannot_write(final, error)) from error
+        raise
+
+
+def described(content: Content, facts: Facts, step: int) -> dict[str, Any]:
+    """The content of state.json."""
+    return {
+        "step": step,
+        "world_size": dist.world_size(),
+        "state": content.state,
+        "engines": {name: counters(engine) for name, engine in content.engines.items()},
+        "settings": facts.settings,
+        "fingerprints": facts.fingerprints,
+        "sizes": facts.sizes,
+        "layout": facts.layout,
+        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "time": time.time(),
+    }
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def load(run: Run, resume: str, engines: Mapping[str, TrainingEngine], facts: Facts, *, force: bool) -> Resumed | None:
+    """Restore the engines from the newest whole checkpoint (or the one named); None where there is none. A collective.
+
+    Args:
+        force: go on although settings, data or start models are other ones.
+
+    Raises:
+        CheckpointError: not usable. InputError: written by another run.
+    """
+    folder = dist.on_main(lambda: find(run.folder, resume))
+    if folder is None:
+        return None
+    saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    settings, layout, defaults = json.loads(json.dumps([facts.settings, facts.layout, facts.defaults]))
+    check_same_settings(folder, saved["settings"], settings, defaults=defaults, force=force)
+    check_same_facts(folder, saved["fingerprints"] | saved["sizes"], {**facts.fingerprints, **facts.sizes}, force=force)
+    if (held := ", ".join(sorted(saved["engines"]))) != (wanted := ", ".join(sorted(engines))):
+        raise InputError(f"{folder}: found the state of {held}, wanted that of {wanted}: it is of another step")
+    tell_differences(folder, saved, layout, defaults)
+    if resume != "auto":
+        dist.on_main(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
+    for name, engine in engines.items():
+        restore_fragments(engine, FragmentReader(folder.glob(f"{name}.rank-*.safetensors")))
+        restore_counters(engine, saved["engines"][name])
+    others = {path.name.split(".rank-")[0] for path in folder.glob("*.rank-*.safetensors")} - engines.keys()
+    readers = {name: FragmentReader(folder.glob(f"{name}.rank-*.safetensors")) for name in others}
+    shared = load_file(folder / SHARED) if (folder / SHARED).is_file() else {}
+    return Resumed(saved["state"], readers, shared)
+
+
+def tell_differences(folder: Path, saved: Json, layout: Json, defaults: Json) -> None:
+    """Log what is resumed and, in a line each, why the rest may differ from an uninterrupted run by rounding."""
+    log.info("resuming from %s (--overwrite starts over)", folder)
+    now = {**layout, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
+    then = {**defaults, **saved["settings"], **saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
+    changed = [f"{name} {then.get(name)} -> {now[name]}" for name in sorted(now) if then.get(name) != now[name]]
+    if changed:
+        log.warning("resumed under another layout: %s; numbers are equal up to rounding", ", ".join(changed))

@@ -1,0 +1,1 @@
+"""What can be set: flag groups, flags and their checks, and DeepSpeed's JSON; imports no torch."""

@@ -1,0 +1,278 @@
+"""From a frozen pydantic model to command-line flags, YAML keys and help, with the origin of every value.
+
+Authority rises: default < DeepSpeed JSON < preset < YAML file < command line; a DeepSpeed JSON that contradicts a
+higher layer is refused. All errors are collected and reported together, each with the nearest valid name. Neither torch
+nor deepspeed is imported, so that `--help` answers at once.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from pipeline.configuration.ds_json import flags_from_json, read_user_json
+from pipeline.configuration.dschat_flags import ALIASES, RETIRED
+from pipeline.configuration.flag_table import Flag, flag_table, flat_items, nest
+from pipeline.configuration.help import help_text, reference
+from pipeline.configuration.path_flags import unsafe_paths
+from pipeline.configuration.redact import redacted, secret_values
+from pipeline.errors import InputError
+from pipeline.nearest import nearest
+
+__all__ = ["Resolved", "flag_table", "flat_items", "nearest", "parse", "read_yaml", "reference", "stage_arguments"]
+
+SECTIONS = ("train", "sft", "reward", "ppo")
+FILE_FLAGS = ("preset", "config")
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A checked configuration and, for every flag, where its value came from."""
+
+    config: Any
+    origins: dict[str, str]
+
+
+class FlagLoader(yaml.SafeLoader):
+    """YAML in which a key may stand once only, and 2e-5 is a number as everywhere else."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As yaml's, but a key that stands twice is an error."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                problem = f"{key_node.value}: stands twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+FlagLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def load_yaml(path: str) -> dict[Any, Any]:
+    """The mapping in a YAML file; {} for an empty one. Raises InputError naming the file and the line."""
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), FlagLoader)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read it: {error.strerror}") from None
+    except RecursionError:
+        raise InputError(f"{path}: not YAML: nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise InputError(f"{path}: {line}{error.problem or 'not YAML'}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if content is not None and not isinstance(content, dict):
+        raise InputError(f"{path}: found a {type(content).__name__}, wanted `flag: value` lines")
+    # No flag has a mapping for its value.
+    for name in [str(key) for key, value in (content or {}).items() if isinstance(value, dict) and key not in SECTIONS]:
+        raise InputError(f"{path}: {name}: unknown section{nearest(name, SECTIONS)}; {', '.join(SECTIONS)} are right")
+    return content or {}
+
+
+def read_yaml(path: str, section: str) -> dict[str, Any]:
+    """Flags for `section` from a YAML mapping of flags, or of sections that hold flags.
+
+    Raises:
+        InputError: no such file, not YAML, not a mapping, or flags and sections mixed.
+    """
+    content = load_yaml(path)
+    used = [key for key in content if key in SECTIONS]
+    if not used:
+        return normalise_names(content)
+    if mixed := sorted(map(str, set(content) - set(SECTIONS))):
+        hint = nearest(mixed[0], SECTIONS)
+        raise InputError(
+            f"{path}: {', '.join(mixed)}: beside the sections {', '.join(used)}; put flags into a section{hint}"
+        )
+    values = content.get(section) or {}
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: {section}: found {values!r}, wanted `flag: value` lines")
+    return normalise_names(values)
+
+
+def normalise_name(name: str) -> str:
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def normalise_names(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Flag names with `_`, DeepSpeed-Chat's spellings replaced."""
+    return {normalise_name(str(key)): value for key, value in values.items()}
+
+
+def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """(flag name, its words) in order; words before the first flag come with the name "".
+
+    A word that starts with `--` is a flag: a value that does so is written `--flag=--value`. Values are never changed.
+    """
+    name, words = "", list[str]()
+    for word in argv:
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        if name or words:
+            yield name, words
+        name, equals, value = word[2:].partition("=")
+        name, words = normalise_name(name), [value] if equals else []
+    if name or words:
+        yield name, words
+
+
+def read_command_line(table: Mapping[str, Flag], argv: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """(given flags, error lines): names and numbers of words are checked here. Of a repeated flag, the last counts."""
+    given: dict[str, Any] = {}
+    errors = []
+    for name, words in scan(argv):
+        if name not in table and name not in FILE_FLAGS:
+            errors.append(unknown_word(name, words, table))
+        elif problem := wrong_count(table.get(name), words):
+            errors.append(f"--{name}: {problem}")
+        elif (flag := table.get(name)) and flag.is_list:
+            given[name] = words
+        else:
+            given[name] = words[0] if words else "true"
+    return given, errors
+
+
+def wrong_count(flag: Flag | None, words: list[str]) -> str:
+    """What is wrong with the number of words after a flag (None: a file's name), or ""."""
+    if flag and flag.is_bool and not words:
+        return ""
+    if not words:
+        return f"found no value, wanted {flag.type_name if flag else 'a file'}"
+    if len(words) > 1 and not (flag and flag.is_list):
+        return f"found {len(words)} values ({' '.join(words)}), wanted one; quote a value with spaces"
+    return ""
+
+
+def unknown_word(name: str, words: list[str], names: Iterable[str]) -> str:
+    """One line about a word that is no flag of this command."""
+    if not name:
+        return f"found {' '.join(words)!r} before any flag, wanted --FLAG VALUE"
+    return f"--{name}: {unknown_reason(name, [*names, *FILE_FLAGS], '--')}"
+
+
+def unknown_reason(name: str, names: Iterable[str], dashes: str = "") -> str:
+    if name in RETIRED:
+        return f"a flag of DeepSpeed-Chat that is not needed here: {RETIRED[name]}"
+    return f"unknown flag{nearest(dashes + name, [dashes + valid for valid in names])}"
+
+
+def parse(
+    config_class: type[BaseModel],
+    argv: list[str],
+    *,
+    section: str,
+    prog: str = "",
+    help_maker: Callable[[type[BaseModel], str], str] = help_text,
+) -> Resolved:
+    """The resolved configuration of a stage from its command line. `--help` prints the flags and exits with 0.
+
+    Args:
+        section: the stage's section in YAML files: sft, reward, ppo, or train for train.py itself.
+
+    Raises:
+        InputError: every wrong name and value of the command line and the files, one a line.
+    """
+    if any(word in ("-h", "--help") for word in argv):
+        print(help_maker(config_class, prog or section))
+        raise SystemExit(0)
+    given, errors = read_command_line(flag_table(config_class), argv)
+    layers = []
+    for path in [given.pop(key) for key in FILE_FLAGS if key in given]:
+        try:
+            layers.append((path, read_yaml(path, section)))
+        except InputError as error:
+            errors.append(str(error))
+    return resolve_layers(config_class, [*layers, (COMMAND_LINE, given)], errors)
+
+
+def resolve_layers(
+    config_class: type[BaseModel], layers: list[tuple[str, dict[str, Any]]], errors: list[str]
+) -> Resolved:
+    """Merge (origin, flat values) layers, later ones winning, and check the result.
+
+    Raises:
+        InputError: `errors` and all that is found here, one a line.
+    """
+    table = flag_table(config_class)
+    errors = list(errors)
+    origins = dict.fromkeys(table, "default")
+    values: dict[str, Any] = {name: flag.default for name, flag in table.items()}
+    for origin, layer in layers:
+        for name, value in layer.items():
+            if name in table:
+                values[name], origins[name] = value, origin
+            else:
+                errors.append(f"{origin}: {name}: {unknown_reason(name, table)}")
+    errors += [*secret_values(values, origins), *unsafe_paths(values, origins)]
+    config = None
+    try:
+        config = validated(config_class, values, origins)
+        if path := values.get("deepspeed_config"):
+            config = with_deepspeed_json(config, origins, str(path))
+    except InputError as error:
+        errors += str(error).splitlines()
+    if errors:
+        raise InputError(redacted("\n".join(errors)))
+    return Resolved(config, origins)
+
+
+def validated(config_class: type[BaseModel], values: Mapping[str, Any], origins: Mapping[str, str]) -> BaseModel:
+    """The model from flat values. Raises InputError with a line for each value that does not fit."""
+    table = flag_table(config_class)
+    try:
+        return config_class.model_validate(nest(values, table))
+    except ValidationError as error:
+        lines = [describe(problem, table, values, origins) for problem in error.errors()]
+        raise InputError("\n".join(lines)) from None
+
+
+def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -> BaseModel:
+    """`config` with the flags that the user's DeepSpeed JSON sets; `origins` gets the file's name for each of them.
+
+    Raises:
+        InputError: the JSON is not usable, or says something else than a flag that was given.
+    """
+    table, values, errors = flag_table(type(config)), dict(flat_items(config)), []
+    for leaf, (key, wanted) in flags_from_json(read_user_json(path)).items():
+        for name in [name for name, flag in table.items() if flag.path[-1] == leaf]:
+            if values[name] == wanted:
+                continue
+            if origins[name] == "default" or values[name] == "auto":
+                values[name], origins[name] = wanted, path
+            else:
+                errors.append(
+                    f"{path}: {key}: found {wanted}, but --{name} is {values[name]} ({origins[name]});"
+                    ' make them equal, or write "auto" into the JSON'
+                )
+    if errors:
+        raise InputError("\n".join(errors))
+    return validated(type(config), values, origins)
+
+
+def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """One line for one pydantic error: flag, value, origin, what would be right."""
+    location = tuple(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    for name, flag in table.items():
+        if location[: len(flag.path)] == flag.path:
+            found = problem["input"]
+            hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
+            return f"--{name}: found {found!r} ({origins[name]}): {message}{hint}"
+    return message
+
+
+def stage_arguments(argv: list[str] | None) -> list[str]:
+    """The process's own arguments where a `main` is called without any."""
+    return list(sys.argv[1:] if argv is None else argv)

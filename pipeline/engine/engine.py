@@ -1,0 +1,286 @@
+"""A model under DeepSpeed, with the few operations that the loops need. Imports deepspeed at once;
+partitions.py does so lazily; no other file does.
+
+A loop decides where an accumulation ends and whether a step is taken: `backward(loss, last=...)`, then
+`gradient_norm()`, then `step()` or `discard()`. Losses are scaled by the loop; DeepSpeed divides by nothing but the
+number of ranks.
+"""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.utils import logger as deepspeed_logger
+from torch import nn
+
+from pipeline.engine.gradients import global_norm, wait_on_device
+from pipeline.engine.memory import gradient_bytes
+from pipeline.engine.state import loss_scaler
+from pipeline.engine.zero3 import Gather, Weights, gathers_once, inputs_need_gradients, layer_classes, remove_hooks
+from pipeline.kernels.fused_layers import fuse_layers
+from pipeline.partitions import gathered
+
+
+def start_deepspeed(*, deterministic: bool = False) -> None:
+    """Attach DeepSpeed to the process group that exists, quietly and without compiling anything.
+
+    Args:
+        deterministic: choose kernels that give the same bits each time, where there are such.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
+    deepspeed_logger.setLevel(logging.WARNING)
+    deepspeed.utils.nvtx.enable_nvtx = False  # ranges for a profiler, pushed and popped thousands of times a step
+    if get_accelerator().device_name() == "cpu":
+        # Used by inference kernels only; building it takes a compiler and 50 s.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+
+
+@contextmanager
+def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
+    """While open, `from_pretrained` puts weights straight into ZeRO-3 partitions; below stage 3 nothing happens."""
+    if config["zero_optimization"]["stage"] < 3:
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    keep_alive = HfDeepSpeedConfig(config)
+    try:
+        yield
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
+
+
+def by_layer_or_once(module: Any, config: dict[str, Any], wanted: Gather) -> bool:
+    """Before DeepSpeed partitions a model: whether its weights are gathered once a phase, else layer by layer."""
+    if gathers_once(module, config, wanted):
+        return True
+    # Decoder layers as wholes: hooks at every linear layer cost more time than the gathering.
+    if classes := layer_classes(module):
+        deepspeed.utils.set_z3_leaf_modules(module, classes)
+        inputs_need_gradients(module)
+    return False
+
+
+class FrozenEngine:
+    """A model that is only read: a ZeRO-3 engine when `config` says stage 3, else the plain model on its device."""
+
+    def __init__(
+        self, module: nn.Module, config: dict[str, Any], device: torch.device, *, gather: Gather = "auto"
+    ) -> None:
+        module.requires_grad_(False)
+        fuse_layers(module, device)
+        self.module = module.eval()
+        self.weights: Weights | None = None
+        if config["zero_optimization"]["stage"] < 3:
+            self._forward: Any = module.to(device)
+            return
+        once = by_layer_or_once(module, config, gather)
+        self._forward = deepspeed.initialize(model=module, config=config)[0]
+        self._forward.eval()
+        self.weights = Weights(module, self._forward.optimizer, once=once)
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.weights is not None:
+            self.weights.gather()
+        return self._forward(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """The phase that read the model is over: what ZeRO-3 gathered for it goes."""
+        if self.weights is not None:
+            self.weights.let_go()
+
+
+class TrainingEngine:
+    """A model, its AdamW and its gradients under DeepSpeed (ZeRO 0 to 3)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[dict[str, Any]],
+        config: dict[str, Any],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        gather: Gather = "auto",
+    ) -> None:
+        self.module: Any = module
+        fuse_layers(module, torch.device(get_accelerator().device_name()))
+        optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
+        trainable = [parameter for group in groups for parameter in group["params"]]
+        partitioned = config["zero_optimization"]["stage"] == 3
+        once = partitioned and by_layer_or_once(module, config, gather)
+        self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, model_parameters=trainable, config=config
+        )
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            # It took a step with zero gradients to allocate its states: Adam would count from 2, and weights decayed.
+            self.optimizer.state.clear()
+            self.optimizer.refresh_fp32_params()
+        self.weights = Weights(module, self.optimizer.parameter_offload, once=once) if partitioned else None
+        wait_on_device(self.optimizer)
+        self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.zero_stage: int = self.deepspeed.zero_optimization_stage()
+        self.last_gradient_norm = 0.0
+        self.gradient_bytes = 0  # held on this rank when the first step began
+        self.host_buffers: list[torch.Tensor] = []  # pipeline/engine/optimizer_offload.py
+        self._norms: torch.Tensor | None = None  # what `gradient_norm` found of these gradients, as DeepSpeed has it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.weights is not None:
+            self.weights.gather()
+        return self.deepspeed(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """What ZeRO-3 gathered for the forward passes until here goes; a step lets it go too."""
+        if self.weights is not None:
+            self.weights.let_go()
+
+    @property
+    def learning_rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the transformers model inside."""
+        return self.module.config
+
+    @property
+    def partitions_weights(self) -> bool:
+        return self.zero_stage == 3
+
+    @property
+    def loss_scale_can_fall(self) -> bool:
+        """Whether a step that overflowed may be the doing of a dynamic fp16 loss scale that has not settled yet."""
+        if not (self.deepspeed.fp16_enabled() and self.deepspeed.dynamic_loss_scale()):
+            return False
+        scaler = loss_scaler(self.optimizer)
+        floor = getattr(scaler, "min_scale", None) or getattr(scaler, "min_loss_scale", None) or 1.0
+        return scaler.cur_scale > floor
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss` (a scalar). `last` closes the accumulation: gradients are averaged over ranks."""
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
+        if last and not self.gradient_bytes:
+            self.gradient_bytes = gradient_bytes(self)
+
+    def gradient_norm(self) -> float:
+        """The global L2 norm of the averaged gradients before clipping; inf where any of them is not finite.
+
+        A collective under ZeRO. To be called after the last `backward` and before `step` or `discard`.
+        """
+        optimizer = self.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            norms = torch.stack([torch.as_tensor(norm) for norm in optimizer._get_norm_groups()]).cpu()
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
+            norms = torch.as_tensor(optimizer.scaled_global_norm()).reshape(1).cpu()
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            norms = global_norm(grad for group in optimizer.averaged_gradients.values() for grad in group or ()).cpu()
+        else:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).cpu()
+        self._norms = norms
+        # DeepSpeed writes -1 for a norm that is not finite.
+        if not torch.isfinite(norms).all() or (norms < 0).any():
+            return float("inf")
+        return norms.double().norm().item() / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
+
+    def set_rate(self, rate_factor: float) -> None:
+        """Learning rates become `rate_factor` times their peaks."""
+        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = peak * rate_factor
+
+    def step(self, rate_factor: float) -> None:
+        """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients."""
+        self.set_rate(rate_factor)
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        with self._norm_is_known():
+            self.deepspeed.step()
+
+    @contextmanager
+    def _norm_is_known(self) -> Iterator[None]:
+        """DeepSpeed's step takes the norm that `gradient_norm` found, and looks for no overflow: it was finite.
+
+        It would read all gradients two more times, and wait for the device before each group's update.
+        """
+        owner, norms, answers = self.optimizer, self._norms, {}
+        self._norms = None
+        if norms is not None and isinstance(owner, DeepSpeedZeroOptimizer_Stage3):
+            answers = {"_get_norm_groups": lambda: list(norms), "check_overflow": lambda *_, **__: None}
+        elif norms is not None and isinstance(owner, DeepSpeedZeroOptimizer):
+            answers = {"scaled_global_norm": lambda: norms[0], "check_overflow": lambda *_, **__: None}
+        elif norms is not None and isinstance(owner, FP16_UnfusedOptimizer):
+            owner, answers = owner.overflow_checker, {"check": lambda: False}  # it waits at every single parameter
+        vars(owner).update(answers)
+        try:
+            yield
+        finally:
+            for name in answers:
+                del vars(owner)[name]
+
+    def discard(self) -> None:
+        """Drop the gradients of this accumulation without a step, as DeepSpeed does after an overflow."""
+        optimizer, self._norms = self.optimizer, None
+        self.let_go()
+        if not math.isfinite(self.last_gradient_norm) and hasattr(optimizer, "_update_scale"):
+            optimizer._update_scale(True)  # fp16: else the next steps would overflow too
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            optimizer._overflow_clean_up(optimizer.loss_scale)
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+            if optimizer.cpu_offload:
+                optimizer.reset_cpu_buffers()
+            for group in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[group] = None
+                optimizer.all_grad_tensors[group] = None
+        else:
+            self.deepspeed.zero_grad()
+
+    def drop_gradients(self) -> None:
+        """Forget an accumulation that was interrupted; the loss scale stays."""
+        self.last_gradient_norm = 0.0
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.discard()
+
+    @contextmanager
+    def generation(self, *, gather: bool = True) -> Iterator[None]:
+        """Weights are whole and forward passes are plain inside: what a sampling loop needs.
+
+        Under ZeRO-3 the weights are gathered once and DeepSpeed's hooks are taken off, so that ranks may run different
+        numbers of forward passes; with the hooks on, uneven lengths hang. Without `gather` neither happens: for a
+        sampler that copies the weights itself and calls no module.
+        """
+        self.let_go()
+        self.deepspeed.eval()
+        try:
+            if not gather or self.weights is None:
+                yield
+                return
+            parameters = list(self.module.parameters())
+            offload = self.optimizer.parameter_offload
+            try:
+                with gathered(parameters):
+                    remove_hooks(offload, parameters)
+                    yield
+            finally:
+                if not self.weights.once:
+                    offload._register_deepspeed_module(offload.module)
+        finally:
+            self.deepspeed.train()

@@ -1,0 +1,65 @@
+"""An exponential moving average of the actor, in fp32 and in ZeRO-3's own shards, so that nothing is gathered."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pipeline import dist
+from pipeline.engine.fragments import Fragment, FragmentReader
+from pipeline.partitions import drop_whole_copy, is_partitioned, local_share, local_stretch
+
+
+class MovingAverage:
+    """Averages of the trainable parameters: average = decay * average + (1 - decay) * parameter, on each rank's share.
+
+    In 16 bits such an average would hardly move: one step changes a weight by less than its rounding.
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float) -> None:
+        self.model = model
+        self.decay = decay
+        self.averages = {name: values.float().clone() for name, values in self._shares()}
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+
+    def _shares(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, local_share(parameter)) for name, parameter in self._parameters())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an optimizer step."""
+        for name, values in self._shares():
+            self.averages[name].lerp_(values.float(), 1.0 - self.decay)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank has to write to a checkpoint; whole parameters are written by rank 0."""
+        for name, parameter in self._parameters():
+            flat, start, numel = self.averages[name].view(-1), *local_stretch(parameter)
+            if is_partitioned(parameter) or dist.is_main():
+                yield Fragment(name, start, flat[:numel])
+
+    def restore(self, reader: FragmentReader) -> None:
+        """Read what a checkpoint holds, whatever the number of ranks that wrote it."""
+        for name, parameter in self._parameters():
+            start, numel = local_stretch(parameter)
+            reader.read_into(name, start, self.averages[name].view(-1)[:numel])
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self) -> Iterator[None]:
+        """The model has the averaged weights inside the context, and exactly its own again after it."""
+        own = {name: values.clone() for name, values in self._shares()}
+        try:
+            self._write(self.averages)
+            yield
+        finally:
+            self._write(own)
+
+    def _write(self, values: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in values:
+                drop_whole_copy(parameter)
+                local_share(parameter).copy_(values[name])

@@ -1,0 +1,1 @@
+"""Sampling responses: backends (fused, static, eager), KV cache, and the hybrid engine over them."""

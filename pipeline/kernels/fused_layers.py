@@ -1,0 +1,102 @@
+"""Layers of a transformers model that compute the same in fewer passes over memory on a GPU (`training_kernels.py`).
+
+A layer changes its class, not its weights or their names: what is saved, and what LoRA or DeepSpeed see, stays as it
+was. On a CPU, on small inputs, and where types are mixed, it computes as before.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
+
+from pipeline.kernels.token_statistics import has_triton
+
+# RMSNorms of transformers that normalise in fp32, round, and multiply by the weight.
+RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
+
+
+# Where a layer gives more numbers, the kernels save more of the device's time than they take of the host's.
+WORTH_IT = 2**23
+
+
+def on_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
+    """Whether the kernels are to take these: on a GPU, `size` numbers to give, all of one type that is to stay."""
+    able = x.is_cuda and size > WORTH_IT and not torch.is_autocast_enabled("cuda")
+    return able and all(p is None or p.dtype == x.dtype for p in parameters)
+
+
+class LayerNorm(nn.LayerNorm):
+    """As its base over the last axis alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., H) -> (..., H)."""
+        if not on_kernels(input, input.numel(), self.weight, self.bias):
+            return super().forward(input)
+        from pipeline.kernels.norm_kernels import FusedNorm, NormKind
+
+        return FusedNorm.apply(input, self.weight, self.bias, NormKind(self.eps))
+
+
+class RMSNorm(nn.Module):
+    """Goes before one of RMS_NORMS in the order of classes."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., H) -> (..., H)."""
+        if not on_kernels(hidden_states, hidden_states.numel(), self.weight):
+            return super().forward(hidden_states)
+        from pipeline.kernels.norm_kernels import FusedNorm, NormKind
+
+        return FusedNorm.apply(hidden_states, self.weight, None, NormKind(self.variance_epsilon, rms=True))
+
+
+class ReluLinear(nn.Linear):
+    """A linear layer with the ReLU that follows it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., H) -> (..., F)."""
+        size = input.numel() // self.in_features * self.out_features
+        if not on_kernels(input, size, self.weight, self.bias):
+            return functional.relu(super().forward(input))
+        from pipeline.kernels.norm_kernels import FusedReluLinear
+
+        return FusedReluLinear.apply(input.flatten(0, -2), self.weight, self.bias).view(*input.shape[:-1], -1)
+
+
+def fuse_layers(model: nn.Module, device: torch.device) -> int:
+    """Fuse what can be fused in a model, LoRA layers in their places already; how many layers that are.
+
+    Needs a GPU with triton. Norms: LayerNorms, and RMS_NORMS. ReLUs: those of OPT behind a linear layer without LoRA.
+    """
+    if device.type != "cuda" or not has_triton():
+        return 0
+    return sum(_fuse(module) for module in list(model.modules()))
+
+
+@cache
+def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind` as an RMSNorm of here; one class for all norms of a kind."""
+    return type(kind.__name__, (RMSNorm, kind), {})
+
+
+def _fuse(module: Any) -> bool:
+    kind: Any = type(module)
+    if kind is nn.LayerNorm and len(module.normalized_shape) == 1:
+        module.__class__ = LayerNorm
+    elif kind.__name__ in RMS_NORMS and not issubclass(kind, RMSNorm):
+        module.__class__ = fused_class(kind)
+    elif kind is OPTDecoderLayer and _has_plain_relu(module):
+        module.fc1.__class__ = ReluLinear
+        module.activation_fn = nn.Identity()
+    else:
+        return False
+    return True
+
+
+def _has_plain_relu(layer: Any) -> bool:
+    return type(layer.activation_fn) is nn.ReLU and type(layer.fc1) is nn.Linear and layer.fc1.bias is not None

@@ -1,0 +1,68 @@
+"""Log-probability and entropy of single tokens from the logits of a language model's head.
+
+M tokens, V vocabulary. On a GPU one kernel reads the logits once, in their own type, and another writes their gradient
+over them (`token_kernels.py`); elsewhere torch does, and is what the kernels are tested against.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Self
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LogitScaling:
+    """What is done to a head's output before the softmax: times `scale`, soft-capped, divided by `temperature`.
+
+    cap: the logits become cap * tanh(logits / cap); None: they stay.
+    """
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any, temperature: float) -> Self:
+        """As a model's configuration has it (Cohere multiplies, Granite divides, Gemma 2 caps)."""
+        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1)
+        return cls(temperature, scale, getattr(config, "final_logit_softcapping", None) or None)
+
+
+def token_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, *, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(M, V) logits of any float type and (M,) int64 targets -> (M,) log-probabilities and (M,) entropies, nats, fp32.
+
+    Entropies carry no gradient and are None unless asked for. The backward pass may destroy the logits: nothing but
+    this function may need them after it.
+    """
+    if logits.is_cuda and scaling.cap is None and has_triton():
+        from pipeline.kernels.token_kernels import FusedStatistics
+
+        return FusedStatistics.apply(logits, targets, scaling.scale / scaling.temperature, with_entropy)
+    return plain_statistics(logits, targets, scaling, with_entropy=with_entropy)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether the kernels can be compiled: torch for GPUs brings triton along, torch for CPUs does not."""
+    return find_spec("triton") is not None
+
+
+def plain_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, *, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`token_statistics` by torch alone, on any device."""
+    logits = logits.float()
+    logits = logits * scaling.scale if scaling.scale != 1.0 else logits
+    logits = torch.tanh(logits / scaling.cap) * scaling.cap if scaling.cap else logits
+    all_log_probs = torch.log_softmax(logits / scaling.temperature, dim=-1)
+    log_probs = all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return log_probs, entropies(all_log_probs.detach()) if with_entropy else None
+
+
+def entropies(all_log_probs: torch.Tensor) -> torch.Tensor:
+    """(M, V) log-probabilities -> (M,); a token that is impossible (-inf) adds 0."""
+    return -(all_log_probs.exp() * all_log_probs.clamp(min=torch.finfo(all_log_probs.dtype).min)).sum(-1)

@@ -1,0 +1,117 @@
+"""Log-probabilities of a causal language model's tokens, without ever holding all logits.
+
+B rows, S positions, M selected tokens, V vocabulary, H hidden size. Position t predicts token t + 1.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.kernels.token_statistics import LogitScaling, token_statistics
+from pipeline.models.hidden_states import hidden_states
+from pipeline.models.loading import base_model
+
+# Logits of one piece of the head: large enough for whole matrix products, small beside a model's activations.
+PIECE_BYTES = 512 * 2**20
+# Selected tokens that a row is taken to have when pieces are counted. Not the true number: under ZeRO-3 every rank must
+# call the head equally often, and the ranks' rows differ.
+ROW_TOKENS = 1024
+
+
+class TokenStatistics(NamedTuple):
+    """Of the selected next tokens, 0 elsewhere: log_probs and entropy, each (B, S - 1) fp32."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+
+
+class CausalLM(nn.Module):
+    """A causal language model seen as a map from token ids to log-probabilities of those tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    @property
+    def config(self) -> Any:
+        return base_model(self.model).config
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor,
+        selected: torch.Tensor,
+        num_selected: int | None = None,
+        temperature: float = 1.0,
+        position_ids: torch.Tensor | None = None,
+        num_tokens: int | None = None,
+        with_entropy: bool = False,
+    ) -> TokenStatistics:
+        """Log-probabilities (fp32, nats) of the selected tokens given what stands before them.
+
+        Args:
+            input_ids: (B, S) int64.
+            attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
+            selected: (B, S - 1) bool, True = token t + 1 is wanted.
+            num_selected: how many are; None: they are counted, for which a GPU is waited for.
+            temperature: divides the logits.
+            position_ids: (B, S) int64 of packed rows; other rows count from 0.
+            num_tokens: real tokens of padded rows, where these alone are to pass (see `hidden_states`).
+            with_entropy: also the entropy of each selected token's distribution, without gradient.
+        """
+        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
+        index = selected_index(selected, num_selected)  # (M,) into (B, S - 1)
+        places = index + index // max(1, selected.shape[1])  # the same positions in (B, S)
+        log_probs, entropy = self._in_pieces(
+            hidden.flatten(0, 1).index_select(0, places),
+            input_ids.flatten().index_select(0, places + 1),
+            LogitScaling.of(self.config, temperature),
+            num_pieces=self._num_pieces(len(input_ids)),
+            with_entropy=with_entropy,
+        )
+        nothing = torch.zeros(selected.numel(), dtype=torch.float32, device=hidden.device)
+        return TokenStatistics(
+            nothing.scatter(0, index, log_probs).view_as(selected),
+            None if entropy is None else nothing.scatter(0, index, entropy).view_as(selected),
+        )
+
+    def _num_pieces(self, rows: int) -> int:
+        row_bytes = self.config.vocab_size * ROW_TOKENS * next(self.model.parameters()).element_size()
+        return -(-rows // max(1, PIECE_BYTES // row_bytes))
+
+    def _in_pieces(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        scaling: LogitScaling,
+        *,
+        num_pieces: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(M, H) hidden states and (M,) targets -> (M,) log-probabilities and (M,) entropies."""
+        if num_pieces == 1:
+            return self._head(hidden, targets, scaling, with_entropy)
+        # The logits of all pieces together must not be kept for the backward pass: each piece makes its own again.
+        head = partial(checkpoint, self._head, use_reentrant=False) if torch.is_grad_enabled() else self._head
+        pairs = zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True)
+        parts = [head(part, wanted, scaling, with_entropy) for part, wanted in pairs]
+        log_probs, entropies = zip(*parts, strict=True)
+        return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+
+    def _head(
+        self, hidden: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = base_model(self.model).get_output_embeddings()(hidden)  # (m, V) in the model's type
+        return token_statistics(logits, targets, scaling, with_entropy=with_entropy)
+
+
+def selected_index(selected: torch.Tensor, num_selected: int | None) -> torch.Tensor:
+    """(M,) int64 places of True in the flattened mask, in its order; a GPU is not waited for where M is given."""
+    flat = selected.flatten()
+    if num_selected is None:
+        return flat.nonzero().squeeze(1)
+    return torch.nonzero_static(flat, size=num_selected).squeeze(1)

@@ -1,0 +1,192 @@
+"""Loading causal language models: one loader for hub ids, folders and adapter folders, with dropout off."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from pipeline import dist
+from pipeline.errors import EnvironmentFault, InputError, RunError
+from pipeline.hub import use_cache_alone_without_network
+from pipeline.models.paths import check_language_model, may_be_hub_id, read_adapter_config
+from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
+
+log = logging.getLogger(__name__)
+
+MAX_REASON = 300
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where the device computes in it at speed, else fp32."""
+    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """How many tokens a sequence may have; None where the architecture has no limit (BLOOM)."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def dropout_names(config: PretrainedConfig) -> list[str]:
+    """Config fields that make forward passes random: dropouts (OPT's are functional) and layer drop."""
+    words = ("dropout", "dropout_prob", "pdrop", "layerdrop")
+    return [name for name, value in vars(config).items() if isinstance(value, float) and name.endswith(words)]
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """The configuration of a model, or of an adapter's base, without code from anywhere and without private fields.
+
+    Raises:
+        InputError: there is none, or it names an implementation that would be fetched from the hub and run.
+        EnvironmentFault: the hub cannot be reached.
+    """
+    name = str(Path(adapter_base(path) or path).expanduser())
+    if not Path(name).is_dir():
+        use_cache_alone_without_network()
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        raise loading_error(path, "cannot read a model configuration", error) from error
+    if found := list(kernel_fields(raw)):
+        raise InputError(f"{path}: config.json: {found[0]}: code from the hub is never run; remove the field")
+    strip_private(config, raw, path)
+    return config
+
+
+def strip_private(config: PretrainedConfig, raw: Mapping[str, Any], path: str) -> None:
+    """Take back the fields of config.json that are private to transformers: they steer what it loads."""
+    declared = getattr(type(config), "__dataclass_fields__", {})
+    private = [name for name in raw if name.startswith("_") and name not in (*HARMLESS_FIELDS, *declared)]
+    for name in private:
+        vars(config).pop(name, None)
+    config._attn_implementation = None
+    if private:
+        warn_once(f"{path}: config.json: private fields are ignored: {', '.join(private)}")
+
+
+def loading_error(path: str, what: str, error: Exception) -> RunError:
+    """The one line for a model that transformers does not load: a fault of the network, or of its files."""
+    if type(error).__name__ == "UnpicklingError":
+        return InputError(f"{path}: {what}: its .bin file holds more than tensors and is refused (weights_only)")
+    if "ignore_mismatched_sizes" in str(error):
+        return InputError(f"{path}: {what}: the shapes in its files are not those that config.json says")
+    reason = one_line(error)
+    is_hub = not Path(path).expanduser().exists() and may_be_hub_id(path)
+    if is_hub and isinstance(error, OSError) and "valid model identifier" not in str(error):
+        hint = f"run `hf download {path}` where there is a network, or give a local folder"
+        return EnvironmentFault(f"{path}: cannot be fetched; {hint} ({reason})")
+    return InputError(f"{path}: {what}: {reason}")
+
+
+def one_line(error: Exception) -> str:
+    """An error's text in one line of at most MAX_REASON characters, or its type's name."""
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of `config` whose forward passes are the same in training and evaluation mode."""
+    quiet = copy.deepcopy(config)
+    for name in dropout_names(quiet):
+        setattr(quiet, name, 0.0)
+    return quiet
+
+
+def load_pretrained(
+    auto_class: Any,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    may_lack: frozenset[str] = frozenset(),
+    pickles: bool = True,
+    **changes: Any,
+) -> Any:
+    """`auto_class.from_pretrained` with dropout off; the untouched configuration is kept as `model.source_config`.
+
+    `dtype` is always passed: OPT's hub files are fp16. Weights come from safetensors; a base model that only has
+    `.bin` files is read by transformers with weights_only, and a warning says so.
+
+    Args:
+        pickles: whether `.bin` files are read at all.
+        may_lack: weights that the files need not hold.
+        changes: fields of the configuration to set.
+
+    Raises:
+        InputError: no model there, or weights missing in its files (they would be random).
+        EnvironmentFault: the hub cannot be reached.
+    """
+    check_model_files(path, pickles=pickles)
+    path = str(Path(path).expanduser())
+    source = load_config(path)
+    config = without_dropout(source)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    given: dict[str, Any] = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
+    if not pickles:
+        given["use_safetensors"] = True
+    try:
+        model, info = auto_class.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **given
+        )
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if dist.follows_from_another_rank(error):  # under ZeRO-3 loading is a collective
+            raise
+        raise loading_error(path, "cannot load the model", error) from error
+    if missing := sorted(set(info["missing_keys"]) - may_lack):
+        raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
+    model.source_config = source
+    return model
+
+
+def adapter_base(path: str) -> str | None:
+    """The base model that an adapter folder names, or None for a folder that holds a whole model."""
+    config = read_adapter_config(Path(path).expanduser())
+    return None if config is None else config["base_model_name_or_path"]
+
+
+def load_causal_lm(path: str, *, dtype: torch.dtype, attn_implementation: str = "auto") -> PreTrainedModel:
+    """The causal language model at `path` (hub id, folder, or peft adapter folder, which is merged into its base)."""
+    check_language_model(path)
+    base = adapter_base(path)
+    if base is not None:
+        check_model_files(path)
+    model = load_pretrained(AutoModelForCausalLM, base or path, dtype=dtype, attn_implementation=attn_implementation)
+    if base is None:
+        return model
+    from peft import PeftModel
+
+    try:
+        merged: Any = PeftModel.from_pretrained(model, str(Path(path).expanduser())).merge_and_unload()
+    except Exception as error:
+        raise loading_error(path, "cannot load the adapter", error) from error
+    merged.source_config = model.source_config
+    return merged
+
+
+def use_gradient_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass; the inputs get gradients so that LoRA layers are reached."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside a peft wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbone(model: Any) -> nn.Module:
+    """The transformer without its head: input ids -> `last_hidden_state` (B, S, H)."""
+    inner = base_model(model)
+    return getattr(inner, inner.base_model_prefix)

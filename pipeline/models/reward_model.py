@@ -1,0 +1,131 @@
+"""A backbone with a scalar head: one value per token. Serves as reward model and as critic.
+
+B rows, S positions. Saved as transformers' sequence classification class (`num_labels=1`, head `score`, no bias).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForSequenceClassification
+
+from pipeline.errors import InputError
+from pipeline.models.hidden_states import hidden_states
+from pipeline.models.loading import base_model, load_config, load_pretrained
+from pipeline.models.paths import check_reward_model
+from pipeline.models.tokenizers import pad_policy
+from pipeline.partitions import gathered
+
+
+class FloatLinear(nn.Linear):
+    """A linear layer that computes in fp32 whatever the type of its weight: 16-bit scores tie."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(input.float(), self.weight.float(), bias)
+
+
+class TokenValueModel(nn.Module):
+    """input ids -> one fp32 value per token, optionally shifted and scaled to the reward's normalised scale."""
+
+    def __init__(self, model: Any, *, score_mean: float = 0.0, score_std: float = 1.0) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.score_mean = score_mean
+        self.score_std = score_std
+
+    @property
+    def config(self) -> Any:
+        return base_model(self.model).config
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        *,
+        num_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """(B, S) fp32 values of each prefix; what stands at padding means nothing.
+
+        Args:
+            input_ids: (B, S) int64.
+            attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
+            position_ids: (B, S) int64 of packed rows; other rows count from 0.
+            num_tokens: real tokens of padded rows, where these alone are to pass (see `hidden_states`).
+        """
+        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
+        raw = base_model(self.model).score(hidden).squeeze(-1)  # (B, S)
+        return (raw - self.score_mean) / self.score_std
+
+
+def last_token_scores(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """(B, S) values of right-padded rows, (B,) int64 lengths -> (B,) the value at each row's last real token."""
+    return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+
+
+def score_constants(config: Any) -> tuple[float, float]:
+    """(mean, std) of the scores that step 2 measured and stored in the configuration; (0, 1) where it stored none."""
+    return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
+
+
+def load_reward_model(
+    path: str, *, dtype: torch.dtype, attn_implementation: str = "auto", new_head: bool = False
+) -> TokenValueModel:
+    """The reward model or critic at `path`, giving raw scores.
+
+    Args:
+        new_head: start from a causal language model and add a head drawn from N(0, 1 / (hidden + 1)), the
+            initialisation of Ziegler et al. 2019 (lm-human-preferences); otherwise `path` must hold a trained head.
+
+    Raises:
+        InputError: no model at `path`, or no head in it where one is needed.
+    """
+    if not new_head:
+        check_has_head(path)
+    model = load_pretrained(
+        AutoModelForSequenceClassification,
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        may_lack=frozenset({"score.weight"}) if new_head else frozenset(),
+        pickles=new_head,
+        num_labels=1,
+    )
+    if not hasattr(model, "score") or not isinstance(model.score, nn.Linear):
+        raise InputError(
+            f"{path}: {type(model).__name__} has no linear head `score`; this architecture is not supported"
+        )
+    model.score = as_float_linear(model.score)
+    return TokenValueModel(model)
+
+
+def check_has_head(path: str) -> None:
+    """Raise InputError where the configuration at `path` is not that of a model with a reward head."""
+    check_reward_model(path)
+    architectures = load_config(path).architectures or []
+    if not any("SequenceClassification" in name for name in architectures):
+        raise InputError(f"{path}: {architectures} has no reward head; give the output of step 2")
+
+
+def as_float_linear(head: nn.Linear) -> FloatLinear:
+    """The same parameters in a layer that computes in fp32."""
+    replaced = FloatLinear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    replaced.weight, replaced.bias = head.weight, head.bias
+    return replaced
+
+
+def initialise_head(head: Any, *, seed: int) -> None:
+    """Draw the head's weight from N(0, 1 / (H + 1)) with a generator of its own, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    with gathered([head.weight], writer=True):
+        std = (head.in_features + 1) ** -0.5
+        drawn = torch.randn(head.out_features, head.in_features, generator=generator) * std
+        head.weight.data.copy_(drawn) if head.weight.numel() else None
+
+
+def pad_id_for_pooling(tokenizer: Any) -> int | None:
+    """The pad id of a saved reward model: transformers scores the rightmost other id, so it is never an EOS."""
+    policy = pad_policy(tokenizer)
+    return None if policy.source == "eos" else policy.pad_id

@@ -1,0 +1,99 @@
+"""Load a tokenizer, choose its padding token and find every token that ends a text; the vocabulary never changes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.data.templates import end_token_ids
+from pipeline.errors import EnvironmentFault, InputError, RunError
+from pipeline.hub import use_cache_alone_without_network
+from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config
+from pipeline.models.weight_files import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+# Names under which published vocabularies keep a token that no text contains, best first.
+RESERVED_NAMES = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|padding|>",
+    "<PAD>",
+    "<|finetune_right_pad_id|>",
+    "<|vision_pad|>",
+    "<unused0>",
+    "<|reserved_special_token_0|>",
+    "<|endoftext|>",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PadPolicy:
+    """The padding token: its id, its text, and where it was found. 'eos' means that no token is free for padding."""
+
+    pad_id: int
+    token: str
+    source: Literal["tokenizer", "reserved", "unk", "eos"]
+
+
+def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a local folder or hub id. Raises InputError or EnvironmentFault with one line."""
+    import transformers
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and not may_be_hub_id(path):
+        raise InputError(f"{path}: no such folder{nearest_folder(folder)}")
+    if folder.is_dir():
+        # transformers' complaints about these name neither the file nor what is wrong with it.
+        read_config(folder), read_adapter_config(folder)
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not any(folder.glob("*.tiktoken")):
+            raise InputError(f"{path} holds no tokenizer (no {TOKENIZER_FILES[0]}); copy it from the base model")
+    else:
+        use_cache_alone_without_network()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:
+        raise _load_error(path, error) from error
+
+
+def _load_error(path: str, error: Exception) -> RunError:
+    """The one line for a tokenizer that does not load: a fault of the network, or of the path."""
+    reason = " ".join(str(error).split())[:300]
+    is_local = Path(path).expanduser().is_dir()
+    if isinstance(error, OSError) and not is_local and "valid model identifier" not in reason:
+        hint = f"run `hf download {path}` where there is a network, or give a local folder"
+        return EnvironmentFault(f"{path}: its tokenizer cannot be fetched; {hint} ({reason})")
+    return InputError(
+        f"{path}: no tokenizer that transformers can load; a folder with tokenizer.json is right ({reason})"
+    )
+
+
+def pad_policy(tokenizer: "PreTrainedTokenizerBase") -> PadPolicy:
+    """A padding token that exists: the tokenizer's own, a reserved one or unk, if that is no end token; else EOS.
+
+    Masks never come from ids, so EOS is safe for training; but a reward model saved with it must set pad_token_id to
+    None, because transformers pools its score by comparing ids. Raises InputError if the tokenizer has not even an EOS.
+    """
+    ends = end_token_ids(tokenizer)
+    vocabulary = tokenizer.get_vocab()
+    own, unk = tokenizer.pad_token_id, tokenizer.unk_token_id
+    if own is not None and own not in ends:
+        return PadPolicy(own, tokenizer.pad_token, "tokenizer")
+    for name in RESERVED_NAMES:
+        if name in vocabulary and vocabulary[name] not in ends:
+            return PadPolicy(vocabulary[name], name, "reserved")
+    if unk is not None and unk not in ends:
+        return PadPolicy(unk, tokenizer.unk_token, "unk")
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no pad, reserved, unk or EOS token to pad with")
+    return PadPolicy(tokenizer.eos_token_id, tokenizer.eos_token, "eos")
+
+
+def eos_ids(
+    tokenizer: "PreTrainedTokenizerBase", generation_config: "GenerationConfig | None" = None
+) -> frozenset[int]:
+    """All ids that end a response: the tokenizer's EOS, the template's end-of-turn token, generation_config's list."""
+    configured = generation_config.eos_token_id if generation_config is not None else None
+    extra = [configured] if isinstance(configured, int) else configured or []
+    return end_token_ids(tokenizer) | frozenset(extra)

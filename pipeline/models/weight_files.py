@@ -1,0 +1,160 @@
+"""What a model folder holds, told from config.json and the headers of its weights before any weight is read. No torch.
+
+Hub ids pass: their files are not here yet, and transformers reads them under the same rules (loading.py).
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import InputError
+from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config
+
+log = logging.getLogger(__name__)
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+# Where architectures keep one row for each token.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "spm.model", "tekken.json",
+)  # fmt: skip
+# Families on which this project's tests run; others load, with a word of warning.
+TESTED_TYPES = ("opt", "llama")
+# Private fields of config.json that carry no behaviour.
+HARMLESS_FIELDS = ("_name_or_path", "_commit_hash")
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning; a model's folder is looked at more than once in a run."""
+    log.warning("%s", message)
+
+
+def check_model_files(path: str, flag: str = "", *, pickles: bool = True) -> None:
+    """Refuse a folder that cannot be loaded, or should not be, before transformers sees it.
+
+    Args:
+        flag: named in the message.
+        pickles: whether weights may be `.bin` files, which are read with weights_only and a warning.
+
+    Raises:
+        InputError: no folder or hub id; a broken config.json; code of its own; weights missing, cut short, or in
+            shapes that config.json contradicts.
+    """
+    check_model_path(path, flag)
+    folder = Path(path).expanduser()
+    if (adapter := read_adapter_config(folder)) is not None:
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise InputError(f"{at_flag(flag)}{path}: an adapter without {ADAPTER_WEIGHTS}; no pickle is read here")
+        read_header(folder / ADAPTER_WEIGHTS)
+        base = adapter["base_model_name_or_path"]
+        if read_adapter_config(Path(base).expanduser()) is not None:
+            raise InputError(f"{at_flag(flag)}{path}: its base {base} is an adapter itself; merge that one first")
+        check_model_files(base, flag, pickles=pickles)
+    elif folder.is_dir():
+        config = read_config(folder)
+        check_code(folder, config, flag)
+        check_weights(folder, config, flag, pickles=pickles)
+
+
+def check_code(folder: Path, config: Mapping[str, Any], flag: str = "") -> None:
+    """Raise InputError for a model that needs code from its folder; where transformers has the class, that is taken."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind = config.get("model_type")
+    known = isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES
+    if own := config.get("auto_map"):
+        named = sorted({str(value).partition(".")[0] for value in (own.values() if isinstance(own, dict) else [own])})
+        files = ", ".join(str(folder / f"{name.rpartition('--')[2]}.py") for name in named)
+        if not known:
+            raise InputError(f"{at_flag(flag)}{folder}: needs code of its own ({files}), which is never run here")
+        warn_once(f"{folder}: its code ({files}) is not run; transformers' own class is used")
+    if known and kind not in TESTED_TYPES:
+        warn_once(f"{folder}: model type {kind} is untested here; {', '.join(TESTED_TYPES)} are tested")
+
+
+def kernel_fields(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Fields of a config.json, at any depth, that name an attention or expert implementation from the hub.
+
+    transformers would fetch and run that code (CVE-2026-4372 and its kin).
+    """
+    for name, value in config.items():
+        inner = f"{path}.{name}" if path else name
+        if "implementation" in name:
+            named = value.values() if isinstance(value, Mapping) else [value]
+            if any(isinstance(text, str) and not text.replace("_", "").isalnum() for text in named):
+                yield f"{inner} {value!r}"
+        elif isinstance(value, Mapping):
+            yield from kernel_fields(value, inner)
+
+
+def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pickles: bool = True) -> None:
+    """Raise InputError where the weights are missing, cut short or contradict config.json."""
+    files = weight_files(folder, flag)
+    if not files:
+        if not pickles or not any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX)):
+            extra = "; a pickle (.bin, .pt) is not read here" if any(folder.glob("*.bin")) else ""
+            raise InputError(f"{at_flag(flag)}{folder} holds no weights (no {WEIGHTS}){extra}")
+        warn_once(f"{folder}: no safetensors; {PICKLED} is read with weights_only")
+        return
+    shapes = {name: entry.get("shape") for file in files for name, entry in read_header(file).items()}
+    wanted = text_field(config, "vocab_size")
+    for name, shape in shapes.items():
+        if name.endswith(EMBEDDINGS) and shape and wanted is not None and shape[0] != wanted:
+            raise InputError(
+                f"{at_flag(flag)}{folder}: config.json says vocab_size {wanted}, but {name} has {shape[0]} rows; take "
+                "config.json and weights from the same model"
+            )
+
+
+def weight_files(folder: Path, flag: str = "") -> list[Path]:
+    """The safetensors files of a model folder. Raises InputError for an index that names files that are not there."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    index = folder / WEIGHTS_INDEX
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{at_flag(flag)}{index}: cannot be read as an index of weights") from None
+    if missing or not names:
+        raise InputError(f"{at_flag(flag)}{index}: {len(missing)} of its {len(names)} files are missing: {missing[:1]}")
+    return [folder / name for name in names]
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file. Raises InputError for a broken one."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise InputError(f"{file}: {size} bytes are too few for its header; the file is cut short: fetch it again")
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            raise InputError(f"{file}: its header is not that of a safetensors file; fetch it again") from None
+    if size != 8 + length + end:
+        raise InputError(
+            f"{file}: found {size} bytes, wanted {8 + length + end}; the file is cut short: fetch it again"
+        )
+    return header
+
+
+def text_field(config: Mapping[str, Any], name: str) -> int | None:
+    """An integer field of config.json, or of the text model inside; None where it is not said."""
+    inner = config.get("text_config")
+    for source in (config, inner if isinstance(inner, Mapping) else {}):
+        if isinstance(source.get(name), int):
+            return source[name]
+    return None

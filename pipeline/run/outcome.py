@@ -1,0 +1,149 @@
+"""How a rank ends, told in a file: launchers carry neither exit codes nor causes. Imports no torch.
+
+The reader is the supervisor (pipeline/launching/supervisor.py), which names itself in the environment of the ranks.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault
+from pipeline.processes import is_alive
+from pipeline.run.layout import beat_file, outcome_file
+
+# "<pid>@<host>". DeepSpeed hands variables on to other machines only where their names begin with PYTHON or NCCL.
+SUPERVISOR = "PYTHON_RUN_SUPERVISOR"
+FIRST_ERROR = "first-error"
+OTHERS_FIRST_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rank ended.
+
+    `code` is None while it runs, and for good where it was killed. `secondary` errors follow from another rank's end.
+    `time` is in seconds since 1970.
+    """
+
+    rank: int
+    code: int | None
+    message: str
+    secondary: bool
+    pid: int
+    host: str
+    supervisor: str
+    time: float
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is one of this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended, and neither well nor on request."""
+        return self.code not in (None, EXIT_DONE, EXIT_STOPPED)
+
+
+def own_rank() -> int:
+    """This process's rank from the launcher's environment; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def write_outcome(run_dir: Path, rank: int, code: int | None, message: str, *, secondary: bool = False) -> None:
+    """Say how this rank ended, or with None that it runs."""
+    said = Outcome(
+        rank, code, message, secondary, os.getpid(), socket.gethostname(), supervisor_name() or "", time.time()
+    )
+    file = outcome_file(run_dir, rank)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_json(file, asdict(said))
+
+
+def replace_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON beside `file` and rename it into place: a reader finds the old content or the new."""
+    beside = file.with_name(f".{file.name}.writing")
+    beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    beside.replace(file)
+
+
+def read_outcome(run_dir: Path, rank: int) -> Outcome | None:
+    """What this rank said; None where it said nothing that can be read."""
+    with suppress(OSError, ValueError, KeyError):
+        content = json.loads(outcome_file(run_dir, rank).read_text(encoding="utf-8"))
+        return Outcome(**{field.name: content[field.name] for field in fields(Outcome)})
+    return None
+
+
+def ranks_with_outcome(run_dir: Path) -> list[int]:
+    files = outcome_file(run_dir, 0).parent.glob("rank-*.json")
+    return sorted(int(file.stem.removeprefix("rank-")) for file in files)
+
+
+def check_nobody_left(run_dir: Path) -> None:
+    """Raise EnvironmentFault where ranks of an earlier run, whose supervisor is gone, live on and may be saving."""
+    for rank in ranks_with_outcome(run_dir):
+        said = read_outcome(run_dir, rank)
+        if said is None or said.code is not None or said.host != socket.gethostname() or said.pid == os.getpid():
+            continue
+        if is_alive(said.pid) and started_before(said.pid, outcome_file(run_dir, rank)):
+            raise EnvironmentFault(
+                f"{run_dir}: rank {rank} of an earlier run still works here; wait for process {said.pid}, or kill it"
+            )
+
+
+def started_before(pid: int, file: Path) -> bool:
+    """Whether a process is older than a file that it is said to have written; else its number was given again."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}").stat().st_mtime <= file.stat().st_mtime + 1.0
+    return False
+
+
+def clear_outcomes(run_dir: Path) -> None:
+    """Delete what an earlier run left, so that it is not read as this one's."""
+    for folder in (outcome_file(run_dir, 0).parent, beat_file(run_dir, 0).parent):
+        for file in folder.iterdir() if folder.is_dir() else ():
+            file.unlink(missing_ok=True)
+
+
+def supervisor_name() -> str | None:
+    """The name of the supervisor that this rank was started by, if any."""
+    return os.environ.get(SUPERVISOR)
+
+
+def supervisor_here() -> int | None:
+    """Process id of this rank's supervisor where it lives on this machine."""
+    pid, _, host = (supervisor_name() or "").partition("@")
+    return int(pid) if host == socket.gethostname() and is_alive(int(pid)) else None
+
+
+def exit_code(code: int, run_dir: Path) -> int:
+    """The code to end this process with: 0 where a supervisor reads the outcome file instead.
+
+    At any other code DeepSpeed's launcher ends the other ranks, which may be saving, and prints a line of its own.
+    """
+    said = read_outcome(run_dir, own_rank())
+    heard = said is not None and said.pid == os.getpid() and said.code == code and supervisor_here() is not None
+    return 0 if heard else code
+
+
+def is_first_to_fail(run_dir: Path, *, secondary: bool) -> bool:
+    """Whether no other rank of a run without supervisor has reported an error; from now on this one has.
+
+    What follows from another rank's end waits a moment for that one.
+    """
+    if secondary:
+        time.sleep(OTHERS_FIRST_S)
+    try:
+        os.close(os.open(outcome_file(run_dir, 0).with_name(FIRST_ERROR), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return own_rank() == 0
+    return True

@@ -1,0 +1,265 @@
+"""A run's folder and its end: logs, resolved configuration, environment, outcome of each rank, signals, exit codes."""
+
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pipeline import dist
+from pipeline.configuration.flags import Resolved, flat_items
+from pipeline.configuration.groups import RunConfig
+from pipeline.configuration.idle_flags import idle_flags
+from pipeline.configuration.redact import redacted
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun
+from pipeline.files import refused_by_disk, write_json
+from pipeline.processes import GIB, read_process
+from pipeline.run import earlier_runs, heartbeat
+from pipeline.run.layout import done_file, outcome_file, rank_log_file, run_folder
+from pipeline.run.lock import locked
+from pipeline.run.outcome import (
+    check_nobody_left,
+    clear_outcomes,
+    exit_code,
+    is_first_to_fail,
+    own_rank,
+    supervisor_here,
+    supervisor_name,
+    write_outcome,
+)
+from pipeline.run.stop_request import StopRequest, stop_without
+
+__all__ = ["Run", "StopRequest", "outcome_file", "run_folder", "run_stage", "write_done"]
+
+log = logging.getLogger(__name__)
+# For the files alone: what ends this rank may be the consequence of another rank's end, and is printed once.
+file_log = logging.getLogger("pipeline.end")
+
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
+OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc")
+QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock", "matplotlib")
+
+
+def start_logging(run_dir: Path, rank: int) -> None:
+    """Every rank logs to log/rank-<r>.txt; rank 0 also to log.txt and, without timestamps, to stderr."""
+    import transformers
+
+    own = rank_log_file(run_dir, rank)
+    own.parent.mkdir(parents=True, exist_ok=True)
+    files = [own] + ([run_dir / "log.txt"] if rank == 0 else [])
+    handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8") for file in files]
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    if rank == 0:
+        console = logging.StreamHandler(sys.stderr)
+        console.setFormatter(logging.Formatter("%(message)s"))
+        console.addFilter(lambda record: record.name != file_log.name)
+        handlers.append(console)
+    root = logging.getLogger()
+    root.handlers = handlers
+    root.setLevel(logging.INFO)
+    transformers.utils.logging.disable_progress_bar()
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def describe_environment(world: dist.World) -> dict[str, Any]:
+    """Versions, hardware and commit, for env.json. No environment variables: they may hold secrets."""
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "device": device_name(world),
+        "num_ranks": world.size,
+        "cpu_count": os.cpu_count(),
+        "commit": git_commit(),
+        "command": sys.argv,
+    }
+
+
+def device_name(world: dist.World) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+
+
+def git_commit() -> str | None:
+    here = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def write_run_files(run: "Run") -> None:
+    """config.json (value and origin of every flag) and env.json."""
+    resolved = run.resolved
+    settings = {name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)}
+    with refused_by_disk(run.folder):
+        write_json(run.folder / "config.json", settings)
+        write_json(run.folder / "env.json", describe_environment(run.world))
+
+
+def check_writable(run_dir: Path, rank: int) -> None:
+    """Raise EnvironmentFault in one line where the run's folder cannot be written."""
+    probe = run_dir / f".probe-{rank}"  # one a rank: another's may be gone between two lines of this
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise EnvironmentFault(f"{run_dir}: cannot write there: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a stage's loop knows of its surroundings."""
+
+    world: dist.World
+    folder: Path
+    stage: str
+    resolved: Resolved
+    stop: StopRequest
+
+    def stopped(self, step: int, total_steps: int) -> StoppedRun:
+        """To be raised when the checkpoint of `step` is written."""
+        config = self.resolved.config.run
+        how = "the same command resumes"
+        if earlier_runs.starts_afresh(config):
+            how = "the same command without --overwrite and --resume never resumes"
+        elif config.resume != "auto":
+            how = "the same command without --resume resumes"
+        if not config.keep_checkpoints:
+            how = "nothing is kept (--keep_checkpoints 0): the same command starts over"
+        return StoppedRun(f"stopped at step {step} of {total_steps}; {how}")
+
+
+def run_stage(
+    resolved: Resolved,
+    *,
+    stage: str,
+    train: Callable[[], Callable[[Run, Any], None]],
+    stop: StopRequest | None = None,
+) -> int:
+    """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file.
+
+    Nothing is written where another run holds the folder. A supervisor holds it for its ranks.
+    """
+    folder = run_folder(resolved.config.run, stage)
+    alone = supervisor_name() is None and own_rank() == 0
+    try:
+        check_writable(folder, own_rank())
+        with locked(folder) if alone else nullcontext():
+            if alone:
+                check_nobody_left(folder)
+                clear_outcomes(folder)
+            heartbeat.start(folder, own_rank())
+            return run_rank(folder, stop or StopRequest(), resolved, stage=stage, train=train)
+    except EnvironmentFault as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    finally:
+        heartbeat.end()
+
+
+def run_rank(
+    folder: Path,
+    stop: StopRequest,
+    resolved: Resolved,
+    *,
+    stage: str,
+    train: Callable[[], Callable[[Run, Any], None]],
+) -> int:
+    """One rank from its first log line to its outcome file; returns the exit code."""
+    run_config: RunConfig = resolved.config.run
+    rank = own_rank()
+    code, message, secondary, trace = EXIT_DONE, "done", False, ""
+    try:
+        if supervisor := supervisor_here():
+            stop_without(supervisor)
+        if rank == 0 or supervisor_name() is not None:
+            write_outcome(folder, rank, None, "running")
+        start_logging(folder, rank)
+        world = dist.start(timeout_s=run_config.process_group_timeout_s)
+        begin(Run(world, folder, stage, resolved, stop), train)
+    except RunError as error:
+        code, message, trace = error.code, redacted(str(error)), traceback.format_exc()
+        file_log.info(message)
+    except Exception as error:
+        trace = traceback.format_exc()
+        code, message, secondary = EXIT_FAULT, redacted(describe(error)), dist.follows_from_another_rank(error)
+        file_log.exception("fault")
+    if run_config.debug:
+        sys.stderr.write(redacted(trace))
+    stop.here()  # from here on a signal must not end the process as if nothing had been done
+    heartbeat.end()
+    with suppress(OSError):  # of a full disk; then it is printed here
+        write_outcome(folder, rank, code, message, secondary=secondary)
+    report(folder, code, message, secondary=secondary)
+    if code in (EXIT_DONE, EXIT_STOPPED):
+        # After an error the peers may hang in a collective: no barrier then.
+        dist.finish()
+    return code
+
+
+def describe(error: Exception) -> str:
+    """`ValueError: what it says`, with a hint where memory ran out."""
+    said = f"{type(error).__name__}: {error}".rstrip(": ")
+    if not isinstance(error, MemoryError) and not any(words in said for words in OUT_OF_MEMORY):
+        return said
+    own = read_process(os.getpid())
+    held = f" (this rank held {own.rss_bytes / GIB:.1f} GiB of host memory)" if own else ""
+    return (
+        f"{said}; out of memory{held}: lower --per_device_train_batch_size or the lengths, or shard with --zero_stage"
+    )
+
+
+def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
+    """Start the loop unless the folder holds a finished run; record what is run and that it is done."""
+    if dist.on_main(lambda: is_finished(run)):
+        return
+    dist.on_main(lambda: write_run_files(run))
+    if run.world.is_main:
+        for line in idle_flags(dict(flat_items(run.resolved.config)), run.resolved.origins):
+            log.warning("%s", line)
+    train()(run, run.resolved.config)
+
+
+def is_finished(run: Run) -> bool:
+    """Whether there is nothing to do; clears the run's folder where it is to start afresh."""
+    config = run.resolved.config
+    for folder in earlier_runs.model_folders(config, run.stage):
+        earlier_runs.check_replaceable(folder)
+    if earlier_runs.starts_afresh(config.run):
+        earlier_runs.clear(run.folder)
+    return earlier_runs.finished_steps(run.folder, config, run.stage) is not None
+
+
+def write_done(run: Run, *, steps: int) -> None:
+    """Mark the run as finished, on rank 0."""
+    if run.world.is_main:
+        with refused_by_disk(done_file(run.folder)):
+            write_json(done_file(run.folder), {"stage": run.stage, "steps": steps, "time": time.time()})
+
+
+def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:
+    """Print how a run ended that no supervisor reports: the first error of all ranks, once."""
+    supervised = exit_code(code, folder) == EXIT_DONE
+    if code == EXIT_DONE or supervised or not is_first_to_fail(folder, secondary=secondary):
+        return
+    if code == EXIT_STOPPED:
+        print(message, file=sys.stderr)
+        return
+    lines = message.splitlines()
+    if code == EXIT_FAULT:
+        lines[0] = f"rank {own_rank()} on {socket.gethostname()}: {lines[0]}"
+        lines.append(f"the traceback is in {rank_log_file(folder, own_rank())}")
+    print(*(f"error: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)

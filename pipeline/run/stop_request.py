@@ -1,0 +1,69 @@
+"""Stopping on request: SIGTERM and SIGINT are remembered until a loop asks. Imports no torch before a loop asks."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from pipeline.processes import REPEAT_S, is_alive, send
+from pipeline.run import heartbeat
+
+if TYPE_CHECKING:
+    from pipeline.dist import World
+
+
+class StopRequest:
+    """Remembers SIGTERM and SIGINT until the loop asks; a second signal after 2 s quits at once.
+
+    Before a loop begins there is nothing to save, and the process ends at once: until a first question to this object
+    or a first beat (pipeline/run/heartbeat.py) of another phase than "start".
+    """
+
+    def __init__(self, leave_early: Callable[[], None] | None = None) -> None:
+        """`leave_early` ends the process before the loop has begun; without it the loop is always waited for."""
+        self._first: float | None = None
+        self._asked = leave_early is None
+        self._leave_early = leave_early
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is not None and now - self._first > REPEAT_S:
+            os._exit(128 + number)
+        self._first = self._first or now
+        if self._leave_early and not self._asked and heartbeat.current_phase() == "start":
+            self._leave_early()
+
+    def here(self) -> bool:
+        """Whether this rank was asked to stop."""
+        self._asked = True
+        return self._first is not None
+
+    def anywhere(self, world: "World") -> bool:
+        """Whether any rank was asked to stop. A collective."""
+        from pipeline import dist
+
+        return dist.max_over_ranks(float(self.here()), world.device) > 0
+
+
+def quit_now(message: str, code: int) -> None:
+    """End the process from within a signal handler, where printing and leaving as usual are not safe."""
+    if message:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{message}\n".encode())
+    os._exit(code)
+
+
+def stop_without(supervisor: int) -> None:
+    """Ask this process to stop when its supervisor has died: nobody else would ever end it."""
+
+    def watch() -> None:
+        while is_alive(supervisor):
+            time.sleep(1.0)
+        send(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="supervisor watch", daemon=True).start()

@@ -1,0 +1,1 @@
+"""What the three training loops share: inputs, one optimizer step, metrics, and the course of a run."""

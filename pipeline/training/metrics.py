@@ -1,0 +1,284 @@
+"""Metrics: their names and units, and where they go: JSONL always, TensorBoard, CSV and W&B by flag, progress lines."""
+
+import csv
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.engine.memory import Peaks, memory_table, model_memory
+from pipeline.files import tolerated, write_text
+
+log = logging.getLogger(__name__)
+
+# name -> meaning, reduction and unit. `eval_` in front of a name: the same on held-out rows.
+DEFINITIONS = {
+    "loss": "training loss of the step: the mean over all trained tokens (step 2: pairs) of all ranks",
+    "grad_norm": "L2 norm of the whole gradient before clipping",
+    "learning_rate": "rate of the first parameter group in this step",
+    "epoch": "passes over the training rows so far",
+    "num_tokens": "real tokens that went through training so far, all ranks",
+    "tokens_per_s": "real tokens of the step per second, all ranks",
+    "samples_per_s": "rows of the step per second, all ranks",
+    "mfu": "matrix work of training (step 3: of the update) over what the devices could do; absent where unknown",
+    "gpu_memory_gib": "peak memory allocated on rank 0's device since the last line",
+    "memory/generate_gib": "the same while the rollout was sampled, GiB; GPU only",
+    "memory/score_gib": "the same while it was scored, GiB; GPU only",
+    "memory/train_gib": "the same during the update, GiB; GPU only",
+    "step_s": "seconds of the step",
+    "skipped_updates": "steps so far whose gradients or losses were not finite and that changed nothing",
+    "eval_loss": "mean loss over all held-out tokens (step 2: pairs)",
+    "eval_perplexity": "exp of eval_loss",
+    "accuracy": "share of pairs whose chosen response scores higher; ties count half",
+    "margin": "mean of chosen minus rejected score",
+    "mean_chosen_score": "mean raw score of chosen responses",
+    "mean_rejected_score": "mean raw score of rejected responses",
+    "objective/kl": "mean over sequences of the sum over tokens of log pi - log pi_ref (k1), nats",
+    "objective/kl_k3": "the same by the k3 estimator, nats",
+    "objective/entropy": "mean entropy of the policy per response token, nats",
+    "objective/scores": "mean raw score of the reward model",
+    "objective/rlhf_reward": "mean over sequences of the shaped reward minus kl_coef times the KL",
+    "objective/kl_coef": "weight of the KL penalty in this rollout",
+    "policy/ratio_mean": "mean over response tokens of new over old probability",
+    "policy/ratio_max": "largest of these ratios",
+    "policy/first_ratio_error": "largest |log ratio| before the first update of the rollout; 0 when nothing drifted; "
+    "with old_log_probs sampler: policy/sampler_error, as the ratio itself is 1 by construction",
+    "policy/sampler_error": "largest |trainer's - sampler's log-probability| of a sampled token",
+    "policy/clipfrac": "share of response tokens whose ratio was clipped",
+    "policy/approx_kl": "estimate of KL(old || new) per token, nats",
+    "loss/policy": "policy loss per response token",
+    "loss/value": "value loss per response token",
+    "loss/ptx": "language-model loss per token of the ptx text",
+    "value/clipfrac": "share of response tokens where the clipped value loss was the larger one",
+    "value/explained_variance": "1 - Var(returns - values) / Var(returns) over response tokens",
+    "advantages/mean": "mean of the advantages before whitening",
+    "advantages/std": "standard deviation of the advantages before whitening",
+    "completions/mean_length": "mean response tokens, EOS included",
+    "completions/truncated_fraction": "share of responses cut at max_answer_seq_len",
+    "completions/eos_fraction": "share of responses that ended with an EOS",
+    "completions/empty_fraction": "share of responses that are an EOS alone",
+    "actor/grad_norm": "as grad_norm, of the actor",
+    "critic/grad_norm": "as grad_norm, of the critic",
+    "actor/learning_rate": "as learning_rate, of the actor",
+    "critic/learning_rate": "as learning_rate, of the critic",
+    "rows_masked": "responses left out because their reward or values were not finite",
+    "time/generate_s": "seconds of sampling",
+    "time/score_s": "seconds of reference, reward, value and old log-probability passes",
+    "time/train_s": "seconds of the updates",
+    "generate_tokens_per_s": "response tokens sampled per second, all ranks",
+}
+
+
+def check_name(name: str) -> None:
+    if name.removeprefix("eval_") not in DEFINITIONS and name not in DEFINITIONS:
+        raise KeyError(f"metric {name!r} is not defined in pipeline/training/metrics.py")
+
+
+class MetricsWriter:
+    """Appends metrics of one stage to its sinks; created on rank 0 only. A failing sink never ends the run."""
+
+    def __init__(self, run_dir: Path, *, stage: str, tensorboard: bool, csv_file: bool, wandb: bool, start_step: int):
+        self.stage = stage
+        self.path = run_dir / "metrics.jsonl"
+        cut_to_step(self.path, start_step, lambda line: json.loads(line)["step"])
+        cut_to_step(run_dir / "samples.jsonl", start_step, lambda line: json.loads(line)["step"])
+        cut_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
+        self._jsonl = self.path.open("a", encoding="utf-8")
+        self._csv = (run_dir / "metrics.csv").open("a", encoding="utf-8", newline="") if csv_file else None
+        self._sinks: list[Any] = []
+        if tensorboard:
+            self._add_sink("tensorboard", lambda: tensorboard_sink(run_dir / "tensorboard", start_step))
+        if wandb:
+            self._add_sink("wandb", lambda: wandb_sink(stage, run_dir))
+
+    def _add_sink(self, name: str, make: Any) -> None:
+        try:
+            self._sinks.append(make())
+        except Exception as error:
+            log.warning("%s: not available, training goes on without it: %s", name, error)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One line for `step`; names must be defined, numbers that are not finite become null."""
+        for name in values:
+            check_name(name)
+        clean = {name: finite(value) for name, value in values.items()}
+        line = {"stage": self.stage, "step": step, "time": round(time.time(), 3), **clean}
+        with tolerated("metrics"):
+            self._jsonl.write(json.dumps(line) + "\n")
+            self._jsonl.flush()
+        with tolerated("metrics"):
+            self._write_csv(step, clean)
+        for sink in list(self._sinks):
+            try:
+                sink(step, {name: value for name, value in clean.items() if value is not None})
+            except Exception as error:
+                self._sinks.remove(sink)
+                log.warning("a metrics sink failed and is left out from here on: %s", error)
+
+    def sync(self) -> None:
+        """Everything written so far is on the disk, before a checkpoint says so."""
+        with tolerated("metrics"):
+            for file in filter(None, (self._jsonl, self._csv)):
+                os.fsync(file.fileno())
+
+    def _write_csv(self, step: int, values: Mapping[str, float | None]) -> None:
+        # Long form: steps carry different metrics, and a header cannot grow.
+        if self._csv is not None:
+            csv.writer(self._csv).writerows([step, name, value] for name, value in values.items())
+            self._csv.flush()
+
+
+def finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def cut_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
+    """Drop the lines after `step` (-1: all of them), and one that was cut short: the run writes them again."""
+    if not path.exists():
+        return
+    # Not splitlines: a sample may hold other characters that end a line to it.
+    lines = [f"{line}\n" for line in path.read_bytes().decode(errors="replace").split("\n")]
+    kept = [line for line in lines[:-1] if step >= 0 and is_up_to(line, step, step_of)]
+    if len(kept) < len(lines):
+        write_text(path, "".join(kept))
+
+
+def is_up_to(line: str, step: int, step_of: Callable[[str], int]) -> bool:
+    try:
+        return step_of(line) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def tensorboard_sink(folder: Path, start_step: int) -> Any:
+    """Writes to TensorBoard, from behind `start_step` on."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # purge_step hides what an interrupted run wrote past the checkpoint, so that a curve never goes back.
+    writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+
+    def sink(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return sink
+
+
+def wandb_sink(stage: str, run_dir: Path) -> Any:
+    import wandb
+
+    run = wandb.init(project="rlhf-pipeline", name=f"{run_dir.parent.parent.name}-{stage}", dir=str(run_dir))
+    return lambda step, values: run.log(dict(values), step=step)
+
+
+class Recorder:
+    """Writes metrics and progress on rank 0 and does nothing elsewhere."""
+
+    def __init__(
+        self,
+        run: Any,
+        config: Any,
+        *,
+        start_step: int,
+        total_steps: int,
+        shown: Sequence[str] = ("loss",),
+        models: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`models`: the engines of the run, whose memory the log tells after the first step."""
+        self.shown = shown
+        self.device = run.world.device
+        self._models = dict(models or {})
+        self._peaks = Peaks(self.device)
+        self._writer: MetricsWriter | None = None
+        if run.world.is_main:
+            self._writer = MetricsWriter(
+                run.folder,
+                stage=run.stage,
+                tensorboard=config.enable_tensorboard,
+                csv_file=config.enable_csv,
+                wandb=config.enable_wandb,
+                start_step=start_step,
+            )
+            self._progress = Progress(
+                run.stage, total_steps=total_steps, start_step=max(start_step, 0), every=config.print_steps
+            )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Metrics outside a training step: evaluations."""
+        if self._writer is not None and values:
+            self._writer.write(step, values)
+            numbers = "  ".join(f"{name} {readable(value)}" for name, value in values.items())
+            self._progress.note(f"[{self._writer.stage}] step {step}: {numbers}")
+
+    def begin(self, phase: str) -> float:
+        """A phase of the step (memory.PHASES) begins: its peak memory is told apart. The time, as time.monotonic()."""
+        return self._peaks.begin(phase)
+
+    def write_training(
+        self, step: int, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
+    ) -> None:
+        """Metrics of one optimizer step, with rates and peak memory added."""
+        if self._writer is None:
+            return
+        rates = {"step_s": seconds, "tokens_per_s": num_tokens / seconds, "samples_per_s": num_rows / seconds}
+        peaks = self._peaks.taken()
+        self._writer.write(step, {**values, **rates, **peaks})
+        if self._models:
+            # Once, after a step: before it there are neither gradients nor moments.
+            held = {name: model_memory(engine, self.device) for name, engine in self._models.items()}
+            log.info("\n".join(memory_table(held, peaks)))
+            self._models = {}
+        self._progress.update(step, {name: values[name] for name in self.shown if name in values})
+
+    def sync(self) -> None:
+        """Before a checkpoint: no line of its past may be lost where it stays."""
+        if self._writer is not None:
+            self._writer.sync()
+
+
+class Progress:
+    """Progress on the terminal: a line that rewrites itself, or plain lines where the output is no terminal."""
+
+    def __init__(self, label: str, *, total_steps: int, start_step: int, every: int, stream: Any = None) -> None:
+        self.label, self.total, self.every = label, total_steps, every
+        self.stream = stream or sys.stderr
+        self._start = (start_step, time.monotonic())
+        self._last_line = 0.0
+
+    def update(self, step: int, shown: Mapping[str, float]) -> None:
+        """Show `step` of the total, the given numbers, the rate and the time left."""
+        if step % self.every and step != self.total:
+            return
+        start_step, start_time = self._start
+        done, elapsed = step - start_step, time.monotonic() - start_time
+        left = (self.total - step) * elapsed / done if done else 0.0
+        numbers = "  ".join(f"{name} {readable(value)}" for name, value in shown.items())
+        rate = f"{done / elapsed:.2f} steps/s" if elapsed else ""
+        line = f"[{self.label}] {step}/{self.total}  {numbers}  {rate}  {duration(left)} left"
+        if self.stream.isatty():
+            self.stream.write(f"\r\x1b[2K{line}" + ("\n" if step == self.total else ""))
+        else:
+            self.stream.write(line + "\n")
+        self.stream.flush()
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        clear = "\r\x1b[2K" if self.stream.isatty() else ""
+        self.stream.write(f"{clear}{text}\n")
+        self.stream.flush()
+
+
+def readable(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s" if minutes else f"{seconds}s"

@@ -1,0 +1,213 @@
+"""The update phase: experience -> optimizer steps of actor and critic, which step together or not at all."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipeline import dist
+from pipeline.data.batching import SFTBatch
+from pipeline.data.loader import Step, to_device
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.gradients import step_together
+from pipeline.random_numbers import permutation
+from pipeline.tensor_ops import masked_sum
+from pipeline.training.stopping import Stopping
+from step3_ppo.config import PPOCoefficients
+from step3_ppo.experience import Experience, Responses
+from step3_ppo.micro_batches import Lengths, MicroBatch, cut, micro_batches, places
+from step3_ppo.models import log_probs_of
+from step3_ppo.ppo_math import kl_loss, policy_loss, value_loss
+
+# Over this rank's tokens in an update, in the order of `UpdateSums.sums` and `UpdateSums.maxima`.
+SUMS = ("policy", "ratio", "clipped", "approx_kl", "entropy", "value", "value_clipped", "ptx")
+MAXIMA = ("ratio", "log_ratio")
+
+
+class UpdateSums:
+    """Sums and maxima over the micro-batches of one update: on the device until they are reduced over ranks, once."""
+
+    def __init__(self, device: torch.device) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums, self.maxima = dict.fromkeys(SUMS, zero), dict.fromkeys(MAXIMA, zero)
+
+    def add(self, **sums: torch.Tensor) -> None:
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name] + value.detach().double()
+
+    def raise_to(self, **maxima: torch.Tensor) -> None:
+        for name, value in maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value.detach().double())
+
+    def over_ranks(self) -> dict[str, float]:
+        """The sums under their names, the maxima as `<name>_max`. A collective, and the update's one wait for them."""
+        everywhere = dist.gather_rows(torch.stack([*self.sums.values(), *self.maxima.values()]).unsqueeze(0))
+        sums, maxima = everywhere.split([len(SUMS), len(MAXIMA)], dim=1)
+        totals = torch.cat([sums.sum(0), maxima.amax(0)]).tolist()
+        return dict(zip([*SUMS, *(f"{name}_max" for name in MAXIMA)], totals, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Updater:
+    """How a rollout is turned into optimizer steps.
+
+    rows_per_step: sequences of one optimizer step over all ranks. micro_batch_size: sequences of one forward pass.
+    """
+
+    actor: TrainingEngine
+    critic: TrainingEngine
+    world: dist.World
+    ppo: PPOCoefficients
+    temperature: float
+    rows_per_step: int
+    micro_batch_size: int
+    unsup_coef: float
+    seed: int
+    stopping: Stopping
+
+    @property
+    def without_old_pass(self) -> bool:
+        """Whether the only forward pass of the policy before its single step is that of the update itself."""
+        return self.ppo.old_log_probs == "sampler"
+
+    def plan(self, lengths: Lengths, *, rollout: int, epoch: int) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of each step.
+
+        The first epoch deals the rollout's rows to steps in their order, later ones shuffle them before.
+        """
+        rows = list(range(len(lengths)))
+        if epoch:
+            rows = permutation(len(lengths), seed=self.seed, purpose=f"minibatch/{rollout}", epoch=epoch).tolist()
+        return micro_batches(
+            rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=self.micro_batch_size
+        )
+
+    def updates(self, lengths: Lengths, *, rollout: int) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of every optimizer step of a rollout, all its epochs."""
+        for epoch in range(self.ppo.ppo_epochs):
+            yield from self.plan(lengths, rollout=rollout, epoch=epoch)
+
+    def num_tokens(
+        self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]
+    ) -> tuple[float, float]:
+        """Response tokens of an optimizer step over all ranks: (those that count, those sampled). A collective.
+
+        The second is 0 for a step of fillers; the first alone where no row of the step has a finite reward.
+        """
+        rows = places(batches, experience.response_mask.device)
+        sums = [mask[rows].sum().double() for mask in (experience.response_mask, responses.response_mask)]
+        counted, sampled = dist.sum_over_ranks(torch.stack(sums)).tolist()
+        return counted, sampled
+
+    def update(
+        self,
+        responses: Responses,
+        experience: Experience,
+        batches: Sequence[MicroBatch],
+        *,
+        num_tokens: float,
+        kl_coef: float,
+        rate_factor: float,
+        train_actor: bool,
+        text: Step[SFTBatch] | None,
+    ) -> tuple[dict[str, float], bool]:
+        """One optimizer step of both models on rows of which some count; (metrics, whether it was taken). A collective.
+
+        Raises Interrupted where the run is to stop; the gradients are dropped then.
+
+        Losses are sums over response tokens divided by `num_tokens`, their number in the whole step on all ranks.
+        """
+        text = text if train_actor else None
+        scale = self.world.size / num_tokens
+        sums = UpdateSums(responses.sequences.device)
+        engines = [self.actor, self.critic] if train_actor else [self.critic]
+        if not train_actor:
+            self.actor.let_go()
+        for number, (batch, rows, part) in enumerate(cut(responses, batches)):
+            self.stopping.check(engines)
+            wanted = experience.select(rows).narrowed(batch.width)
+            last = number + 1 == len(batches)
+            if train_actor:
+                loss = self._policy_loss(batch, part, wanted, kl_coef, sums)
+                self.actor.backward(loss * scale, last=last and text is None)
+            self.critic.backward(self._value_loss(batch, part, wanted, sums) * scale, last=last)
+        if text is not None:
+            self._ptx_backward(text, sums)
+        totals = sums.over_ranks()
+        stepped = step_together(engines, rate_factor, loss=sum(totals[name] for name in SUMS))
+        return self._metrics(totals, num_tokens, text, train_actor=train_actor), stepped
+
+    def _policy_loss(
+        self, batch: MicroBatch, part: Responses, wanted: Experience, kl_coef: float, sums: UpdateSums
+    ) -> torch.Tensor:
+        log_probs, entropy = log_probs_of(
+            self.actor, part, batch, temperature=self.temperature, with_entropy=self.without_old_pass
+        )
+        mask = wanted.response_mask
+        # Without a pass before the update, this one is that of the old policy: its ratio is 1, its gradient that of 1.
+        old = log_probs.detach() if self.without_old_pass else wanted.log_probs
+        loss, stats = policy_loss(log_probs, old, wanted.advantages, mask, policy_clip=self.ppo.policy_clip)
+        sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
+        drift = stats.abs_log_ratio_max
+        if entropy is not None:
+            drift = torch.where(mask, log_probs.detach() - wanted.log_probs, 0).abs().max()
+            sums.add(entropy=masked_sum(entropy, mask))
+        sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
+        if self.ppo.kl_in_loss:
+            loss = loss + kl_coef * kl_loss(log_probs, wanted.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
+        return loss
+
+    def _value_loss(self, batch: MicroBatch, part: Responses, wanted: Experience, sums: UpdateSums) -> torch.Tensor:
+        found = self.critic(part.sequences, part.attention_mask, num_tokens=batch.num_packed_tokens)
+        values = part.in_response_space(found)
+        loss, clipped = value_loss(
+            values, wanted.values, wanted.returns, wanted.response_mask, value_clip=self.ppo.value_clip or None
+        )
+        sums.add(value=loss, value_clipped=clipped)
+        return loss
+
+    def _ptx_backward(self, text: Step[SFTBatch], sums: UpdateSums) -> None:
+        """The language-model loss on plain text, mixed into the actor's gradient (InstructGPT, section 3.4)."""
+        scale = self.unsup_coef * self.world.size / max(text.num_trained, 1)
+        for number, cpu_batch in enumerate(text.micro_batches):
+            batch = to_device(cpu_batch, self.world.device)
+            trained = batch.trained_mask[:, 1:]
+            found = self.actor(
+                batch.input_ids,
+                attention_mask=batch.attention_mask,
+                selected=trained,
+                num_selected=int(cpu_batch.trained_mask[:, 1:].sum()),
+                position_ids=batch.position_ids,
+            )
+            loss = -found.log_probs.sum()
+            sums.add(ptx=loss)
+            self.actor.backward(loss * scale, last=number + 1 == len(text.micro_batches))
+
+    def _metrics(
+        self, totals: dict[str, float], num_tokens: float, text: Step[SFTBatch] | None, *, train_actor: bool
+    ) -> dict[str, float]:
+        count = num_tokens
+        metrics = {
+            "loss/policy": totals["policy"] / count,
+            "loss/value": totals["value"] / count,
+            "policy/ratio_mean": totals["ratio"] / count,
+            "policy/ratio_max": totals["ratio_max"],
+            "policy/clipfrac": totals["clipped"] / count,
+            "policy/approx_kl": totals["approx_kl"] / count,
+            "value/clipfrac": totals["value_clipped"] / count,
+            "actor/grad_norm": self.actor.last_gradient_norm,
+            "critic/grad_norm": self.critic.last_gradient_norm,
+            "actor/learning_rate": self.actor.learning_rate,
+            "critic/learning_rate": self.critic.learning_rate,
+        }
+        if text is not None:
+            metrics["loss/ptx"] = totals["ptx"] / max(text.num_trained, 1)
+        if self.without_old_pass and train_actor:
+            metrics |= {"objective/entropy": totals["entropy"] / count, "policy/sampler_error": totals["log_ratio_max"]}
+        return metrics | {"policy/first_ratio_error": totals["log_ratio_max"]}
+
+
+def should_stop_early(metrics: dict[str, float], limit: float) -> bool:
+    """Whether the policy has moved further than `--approx_kl_stop` allows within one update phase."""
+    return limit > 0 and math.isfinite(metrics["policy/approx_kl"]) and metrics["policy/approx_kl"] > limit

@@ -1,0 +1,306 @@
+"""Saved folders, read back by transformers and peft alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from support.tiny_models import EOS, NAMES, PAD, padded, random_rows, save_tiny
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
+from pipeline.checkpoints import model_folder as saving
+from pipeline.checkpoints.model_folder import save_model, state_dict
+from pipeline.engine.moving_average import MovingAverage
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.files import with_new_folder, write_json
+from pipeline.models.loading import load_causal_lm
+from pipeline.models.lora import add_lora
+from pipeline.models.reward_model import (
+    TokenValueModel,
+    initialise_head,
+    last_token_scores,
+    load_reward_model,
+    pad_id_for_pooling,
+)
+from pipeline.run.earlier_runs import OURS
+
+ROW = random_rows(0, (8,))[0].unsqueeze(0)
+EXACT = {"rtol": 0, "atol": 0}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def tokenizer(folder: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def save(model: nn.Module, source: str, folder: Path, *, dtype: torch.dtype = torch.float32, **settings) -> Path:
+    save_model(
+        model, tokenizer(source), folder, dtype=dtype, documents={"README.md": "# A model\n", OURS: "{}"}, **settings
+    )
+    return folder
+
+
+def reloaded(auto_class, folder: Path) -> nn.Module:
+    """By from_pretrained, with every key accounted for."""
+    model, info = auto_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=ROW).logits
+
+
+def names_in(folder: Path) -> list[str]:
+    return [name for file in sorted(folder.glob("*.safetensors")) for name in load_file(file)]
+
+
+def with_lora(model: nn.Module, task: str) -> nn.Module:
+    """LoRA whose B is not zero any more."""
+    settings = {"dim": 4, "alpha": 8.0, "dropout": 0.0, "module_name": "all-linear", "only_lora": True, "seed": 0}
+    model = add_lora(model, **settings, task=task).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+# --- language models ---
+
+
+def test_a_saved_model_is_read_by_transformers_with_no_key_left(causal_folder, tmp_path):
+    model = load_causal_lm(causal_folder, dtype=torch.float32)
+    folder = save(model, causal_folder, tmp_path / "sft")
+    assert logits(reloaded(AutoModelForCausalLM, folder)).equal(logits(model))
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer(causal_folder).get_vocab()
+    assert (folder / "README.md").read_text() == "# A model\n"
+    assert not list(folder.glob("*.bin")) and GenerationConfig.from_pretrained(folder).eos_token_id == EOS
+
+
+def test_the_saved_configuration_is_the_sources_own(causal_folder, tmp_path):
+    folder = save(load_causal_lm(causal_folder, dtype=torch.float32), causal_folder, tmp_path / "sft")
+    before, after = (AutoConfig.from_pretrained(path).to_dict() for path in (causal_folder, folder))
+    for name in ("_name_or_path", "transformers_version"):
+        before.pop(name, None), after.pop(name, None)
+    assert after == before and (before.get("dropout", 0.1), before.get("layerdrop", 0.1)) == (0.1, 0.1)
+
+
+def test_a_tied_head_is_saved_once_and_an_untied_one_too(bpe_folder, tiny_folders, tmp_path):
+    folder = save(load_causal_lm(tiny_folders["opt"], dtype=torch.float32), tiny_folders["opt"], tmp_path / "tied")
+    assert "lm_head.weight" not in names_in(folder)
+    assert names_in(folder).count("model.decoder.embed_tokens.weight") == 1
+    untied = save_tiny("opt", bpe_folder, tmp_path / "source", tie_word_embeddings=False)
+    folder = save(load_causal_lm(untied, dtype=torch.float32), untied, tmp_path / "untied")
+    assert "lm_head.weight" in names_in(folder)
+    assert logits(reloaded(AutoModelForCausalLM, folder)).equal(logits(load_causal_lm(untied, dtype=torch.float32)))
+
+
+def test_collected_weights_hold_a_tied_one_once(tiny_folders):
+    model = load_causal_lm(tiny_folders["opt"], dtype=torch.float32)
+    collected = state_dict(model, dtype=torch.bfloat16)
+    assert set(collected) == {name for name, _ in model.named_parameters()}
+    assert {value.dtype for value in collected.values()} == {torch.bfloat16}
+
+
+def test_above_the_shard_size_there_are_shards_and_an_index(causal_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "SHARD_SIZE", "40KB")
+    model = load_causal_lm(causal_folder, dtype=torch.float32)
+    folder = save(model, causal_folder, tmp_path / "sft")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1 and sorted(index["weight_map"]) == sorted(names_in(folder))
+    assert logits(reloaded(AutoModelForCausalLM, folder)).equal(logits(model))
+
+
+def test_the_saved_type_is_the_wanted_one(causal_folder, tmp_path):
+    model = load_causal_lm(causal_folder, dtype=torch.float32)
+    folder = save(model, causal_folder, tmp_path / "sft", dtype=torch.bfloat16)
+    assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    for (name, saved), own in zip(found.named_parameters(), model.parameters(), strict=True):
+        assert saved.equal(own.bfloat16()), name
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_other_weights_may_be_given(tiny_folders, bpe_folder, tmp_path):
+    other = save_tiny("llama", bpe_folder, tmp_path / "other", seed=9)
+    weights = state_dict(load_causal_lm(other, dtype=torch.float32), dtype=torch.float32)
+    model = load_causal_lm(tiny_folders["llama"], dtype=torch.float32)
+    folder = save(model, tiny_folders["llama"], tmp_path / "out", weights=weights)
+    assert logits(reloaded(AutoModelForCausalLM, folder)).equal(logits(load_causal_lm(other, dtype=torch.float32)))
+
+
+def test_averaged_weights_are_saved_while_swapped_in(tiny_folders, tmp_path):
+    model = load_causal_lm(tiny_folders["opt"], dtype=torch.float32)
+    average = MovingAverage(model, decay=0.75)
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    average.update()
+    expected = logits(model)
+    with average.swapped_in():
+        folder = save(model, tiny_folders["opt"], tmp_path / "actor_ema")
+    saved = reloaded(AutoModelForCausalLM, folder)
+    for name, parameter in saved.named_parameters():  # 0.75 w + 0.25 * 2 w
+        torch.testing.assert_close(parameter.detach(), 1.25 * first[name])
+    assert logits(model).equal(expected)
+
+
+# --- LoRA ---
+
+
+def test_merged_folder_and_adapter_give_the_trained_function(causal_folder, tmp_path):
+    model = with_lora(load_causal_lm(causal_folder, dtype=torch.float32), "CAUSAL_LM")
+    expected = logits(model)
+    folder = save(model, causal_folder, tmp_path / "sft")
+    assert logits(model).equal(expected)  # saving left the model as it was
+    torch.testing.assert_close(logits(reloaded(AutoModelForCausalLM, folder)), expected, **CLOSE)
+    base = AutoModelForCausalLM.from_pretrained(causal_folder)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(base, folder / "adapter").eval()), expected, **CLOSE)
+    again = load_causal_lm(str(folder / "adapter"), dtype=torch.float32)
+    torch.testing.assert_close(logits(again), expected, **CLOSE)
+    assert not any("lora" in name or "base_layer" in name for name in names_in(folder))
+
+
+def test_only_the_adapter_on_request(tiny_folders, tmp_path):
+    source = tiny_folders["llama"]
+    model = with_lora(load_causal_lm(source, dtype=torch.float32), "CAUSAL_LM")
+    folder = save(model, source, tmp_path / "sft", merged=False)
+    assert not (folder / "model.safetensors").exists() and (folder / "adapter_model.safetensors").exists()
+    torch.testing.assert_close(logits(load_causal_lm(str(folder), dtype=torch.float32)), logits(model), **CLOSE)
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == EOS
+
+
+# --- reward models ---
+
+
+def trained_reward_model(source: str, *, lora: bool) -> TokenValueModel:
+    """A language model with a fresh head, as step 2 makes it."""
+    reward = load_reward_model(source, dtype=torch.float32, new_head=True)
+    initialise_head(reward.model.score, seed=3)
+    if lora:
+        reward.model = with_lora(reward.model, "SEQ_CLS")
+        head = reward.model.get_base_model().score.modules_to_save["default"]
+        nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(5))
+    return reward.eval()
+
+
+def save_reward(reward: TokenValueModel, source: str, folder: Path, pad_token: str | None = None, **settings) -> Path:
+    own = tokenizer(source)
+    own.pad_token = pad_token or own.pad_token
+    changes = {"num_labels": 1, "pad_token_id": pad_id_for_pooling(own), "score_mean": 0.5, "score_std": 2.0}
+    save_model(
+        reward.model, own, folder, dtype=torch.float32, documents={OURS: "{}"}, config_changes=changes, **settings
+    )  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_reward_folder_gives_the_same_raw_scores_in_transformers(causal_folder, tmp_path, lora):
+    reward = trained_reward_model(causal_folder, lora=lora)
+    rows = [torch.cat([row, torch.tensor([EOS])]) for row in random_rows(4)]
+    ids, mask = padded(rows, side="right", extra=2, fill=PAD)
+    with torch.no_grad():
+        expected = last_token_scores(reward(ids, mask), mask.sum(1))
+    folder = save_reward(reward, causal_folder, tmp_path / "reward")
+    model = reloaded(AutoModelForSequenceClassification, folder)
+    with torch.no_grad():
+        found = model(input_ids=ids, attention_mask=mask.long()).logits
+    assert found.shape == (4, 1) and model.config.num_labels == 1
+    torch.testing.assert_close(found.squeeze(1), expected, **CLOSE)
+    again = load_reward_model(str(folder), dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(last_token_scores(again(ids, mask), mask.sum(1)), expected, **CLOSE)
+    assert (again.config.score_mean, again.config.score_std) == (0.5, 2.0)
+    assert "score.weight" in names_in(folder) and "score.bias" not in names_in(folder)
+
+
+def test_the_trained_head_is_in_the_adapter(tiny_folders, tmp_path):
+    source = tiny_folders["opt"]
+    reward = trained_reward_model(source, lora=True)
+    folder = save_reward(reward, source, tmp_path / "reward")
+    assert any(name.endswith("score.weight") for name in names_in(folder / "adapter"))
+    base = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+    model = PeftModel.from_pretrained(base, folder / "adapter").eval()
+    model.config.pad_token_id = PAD
+    with torch.no_grad():
+        found = model(input_ids=ROW).logits
+        expected = reward(ROW, torch.ones_like(ROW, dtype=torch.bool))[:, -1:]
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_padding_that_is_the_eos_does_not_reach_the_reward_folder(tiny_folders, tmp_path):
+    source = tiny_folders["opt"]
+    folder = save_reward(trained_reward_model(source, lora=False), source, tmp_path / "reward", pad_token="</s>")
+    assert AutoConfig.from_pretrained(folder).pad_token_id not in (None, EOS)
+
+
+# --- replacing a folder ---
+
+
+@pytest.mark.parametrize("name", NAMES[-1:])
+def test_a_writer_that_fails_leaves_the_old_folder_whole(tiny_folders, tmp_path, monkeypatch, name):
+    source, out = tiny_folders[name], tmp_path / "output"
+    model = load_causal_lm(source, dtype=torch.float32)
+    folder = save(model, source, out / "sft")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def breaks(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", breaks)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(EnvironmentFault, match="no space"):
+        save(model, source, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in out.iterdir()] == ["sft"]
+
+
+def test_a_new_folder_replaces_the_old_one_and_what_a_crash_left(tmp_path):
+    folder = tmp_path / "a" / "sft"
+    for name in (".sft.writing", ".sft.old", "sft"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        (tmp_path / "a" / name / "stale.txt").write_text("old")
+    (folder / OURS).write_text("{}")
+    with_new_folder(folder, lambda fresh: (fresh / "new.txt").write_text("new"))
+    assert [path.name for path in folder.iterdir()] == ["new.txt"]
+    assert [path.name for path in folder.parent.iterdir()] == ["sft"]
+
+
+def test_a_folder_that_is_not_ours_stays(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="thesis.txt"):
+        with_new_folder(tmp_path, lambda fresh: (fresh / "new.txt").write_text("new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_an_interrupt_is_no_reason_to_leave_half_a_folder(tmp_path):
+    def interrupted(fresh: Path) -> None:
+        (fresh / "half.txt").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with_new_folder(tmp_path / "sft", interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_replaced_whole(tmp_path):
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"step": object()})
+    assert json.loads(path.read_text()) == {"step": 1} and list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,191 @@
+"""A run that was interrupted goes on to the very weights and numbers of one that was not: steps 1, 2 and 3."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.command_run import Ended, run_command, run_until
+from support.tiny_run import make_folder, read_metrics
+
+NOT_REPEATABLE = ("time", "_s", "_per_s")
+PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+FOLDERS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema")}
+# The first run ends here, a second one is interrupted after STOP_AFTER, a third one goes to the end.
+FIRST_END, STOP_AFTER, END = 8, 12, 200
+PPO_END = 48
+
+
+def words(stage: str, folder: Path, out: str, steps: int) -> list[object]:
+    flags: dict[str, object] = {
+        "data_path": folder / "train.jsonl",
+        "eval_data_path": folder / "test.jsonl",
+        "data_split": "none",
+        "data_output_path": folder / "cache",
+        "lr_scheduler_type": "constant",
+        "num_train_epochs": 100,
+        "max_steps": steps,
+        "dtype": "fp32",
+        "output_dir": out if stage == "ppo" else f"{out}/{stage}",
+        "save_steps": FIRST_END // 2,
+        "enable_tensorboard": "false",
+        **(ppo_flags(folder) if stage == "ppo" else pretraining_flags(folder)),
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+def pretraining_flags(folder: Path) -> dict[str, object]:
+    return {
+        "model_name_or_path": folder / "base",
+        "max_seq_len": 96,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "zero_stage": 2,
+        "lora_dim": 4,
+        "save_steps": 0,
+    }
+
+
+def ppo_flags(folder: Path) -> dict[str, object]:
+    """EMA, ptx, an adaptive KL coefficient, and two epochs of two updates on each rollout."""
+    return {
+        "actor_model_name_or_path": folder / "base",
+        "critic_model_name_or_path": folder / "scorer",
+        "unsupervised_data_path": folder / "text.jsonl",
+        "unsup_coef": 0.5,
+        "max_prompt_seq_len": 48,
+        "max_answer_seq_len": 12,
+        "actor_learning_rate": 1e-4,
+        "critic_learning_rate": 1e-4,
+        "per_device_generation_batch_size": 8,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "ppo_epochs": 2,
+        "kl_target": 0.5,
+        "kl_horizon": 100,
+        "enable_ema": "true",
+        "actor_zero_stage": 2,
+        "critic_zero_stage": 3,
+    }
+
+
+@dataclass(frozen=True)
+class Story:
+    """One run in one go in `whole/`, and one in three parts in `parts/`."""
+
+    stage: str
+    folder: Path
+    ended: dict[str, Ended]
+    end: int
+
+    def run_dir(self, out: str) -> Path:
+        return self.folder / out / "runs" / self.stage
+
+    def command(self, out: str, steps: int, *further: object) -> Ended:
+        argv = [*words(self.stage, self.folder, out, steps), *further]
+        return run_command(PACKAGES[self.stage], argv, folder=self.folder)
+
+
+def tell(stage: str, folder: Path) -> Story:
+    make_folder(folder)
+    end = PPO_END if stage == "ppo" else END
+    story = Story(stage, folder, {}, end)
+    story.ended["whole"] = story.command("whole", end)
+    story.ended["first"] = story.command("parts", FIRST_END)
+    metrics = story.run_dir("parts") / "metrics.jsonl"
+    argv = words(stage, folder, "parts", end)
+    story.ended["stopped"] = run_until(PACKAGES[stage], argv, folder=folder, metrics=metrics, step=STOP_AFTER)
+    story.ended["last"] = story.command("parts", end)
+    return story
+
+
+@pytest.fixture(scope="module", params=["sft", pytest.param("reward", marks=pytest.mark.slow), "ppo"])
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    return tell(request.param, tmp_path_factory.mktemp(f"resume-{request.param}"))
+
+
+def test_exit_codes(story: Story) -> None:
+    codes = {name: ended.code for name, ended in story.ended.items()}
+    assert codes == {"whole": 0, "first": 0, "stopped": 75, "last": 0}, story.ended
+
+
+def test_a_stopped_run_says_so_in_one_line(story: Story) -> None:
+    last = story.ended["stopped"].stderr.splitlines()[-1]
+    assert "the same command resumes" in last
+    assert "Traceback" not in story.ended["stopped"].stderr
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    """The lines of metrics without what depends on the clock, in the order of steps."""
+    kept = [
+        {name: value for name, value in line.items() if not name.endswith(NOT_REPEATABLE)} for line in read_metrics(run)
+    ]
+    return [line for line in kept if any(name.startswith(("loss", "policy")) for name in line)]
+
+
+def test_all_logged_numbers_are_equal(story: Story) -> None:
+    whole, parts = numbers(story.run_dir("whole")), numbers(story.run_dir("parts"))
+    assert [line["step"] for line in parts] == list(range(1, story.end + 1))
+    for mine, theirs in zip(parts, whole, strict=True):
+        assert mine == theirs
+
+
+def test_final_weights_are_equal_bit_for_bit(story: Story) -> None:
+    for name in FOLDERS[story.stage]:
+        mine, theirs = (load_file(story.folder / out / name / "model.safetensors") for out in ("parts", "whole"))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """A finished run of step 1 with two checkpoints."""
+    folder = make_folder(tmp_path_factory.mktemp("spoilt"))
+    story = Story("sft", folder, {}, FIRST_END)
+    story.ended["whole"] = story.command("whole", FIRST_END, "--save_steps", 4)
+    return story
+
+
+def spoil(folder: Path) -> None:
+    file = next(folder.glob("*.rank-0.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage", ["one byte", *(pytest.param(name, marks=pytest.mark.slow) for name in ("no manifest", "cut short"))]
+)
+def test_a_damaged_checkpoint_is_passed_over(spoilt: Story, damage: str) -> None:
+    out = damage.replace(" ", "-")
+    shutil.copytree(spoilt.folder / "whole", spoilt.folder / out)
+    newest = spoilt.run_dir(out) / "checkpoints" / f"step-{FIRST_END}"
+    assert (newest.parent / "step-4").is_dir()
+    DAMAGES[damage](newest)
+    ended = spoilt.command(out, FIRST_END + 2, "--save_steps", 4)
+    assert ended.code == 0 and "passed over" in ended.stderr, ended.stderr
+    steps = [line["step"] for line in read_metrics(spoilt.run_dir(out)) if "loss" in line]
+    assert steps == list(range(1, FIRST_END + 3))
+    assert f"] {FIRST_END - 3}/" in ended.stderr, "it goes on from step 4"
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "one byte": spoil,
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "cut short": lambda folder: next(folder.glob("*.rank-0.safetensors")).write_bytes(b"short"),
+}
+
+
+def test_no_usable_checkpoint_is_exit_5(spoilt: Story) -> None:
+    shutil.copytree(spoilt.folder / "whole", spoilt.folder / "ruined")
+    for folder in (spoilt.run_dir("ruined") / "checkpoints").iterdir():
+        spoil(folder)
+    before = (spoilt.folder / "ruined" / "sft" / "model.safetensors").read_bytes()
+    ended = spoilt.command("ruined", FIRST_END + 2)
+    assert ended.code == 5
+    assert "no usable checkpoint" in ended.stderr and "Traceback" not in ended.stderr
+    assert (spoilt.folder / "ruined" / "sft" / "model.safetensors").read_bytes() == before

@@ -1,0 +1,150 @@
+"""The configuration models, the presets that fill them, and the reference that is made from them."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.configuration.flags import flag_table, flat_items, load_yaml, parse
+from pipeline.errors import InputError
+from pipeline.launching.train_config import SIZES, TrainConfig
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig, check_generation
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = ROOT / "launch" / "presets"
+STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+ALL = {**STAGES, "train": TrainConfig}
+
+
+@pytest.mark.parametrize("section", ALL)
+def test_every_flag_has_a_meaning_and_a_valid_default(section):
+    for name, flag in flag_table(ALL[section]).items():
+        assert flag.info.description, name
+    config = parse(ALL[section], [], section=section).config
+    assert type(config).model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("section", STAGES)
+def test_dropout_is_off_and_no_dtype_is_forced(section):
+    values = dict(flat_items(parse(STAGES[section], [], section=section).config))
+    assert values["dtype"] == "auto"
+    assert {value for name, value in values.items() if name.endswith("lora_dropout")} == {0.0}
+
+
+def test_configurations_are_frozen_and_closed():
+    config = parse(SFTConfig, [], section="sft").config
+    with pytest.raises(ValidationError):
+        config.keep_best = True
+    with pytest.raises(ValidationError):
+        SFTConfig(keep_bst=True)
+    changed = config.run.replace(max_steps=3)
+    assert (changed.max_steps, config.run.max_steps) == (3, 0)
+    with pytest.raises(ValidationError):
+        config.run.replace(max_steps=-1)
+
+
+# --- presets --------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_preset_for_each_size_and_stage():
+    names = {file.name for file in PRESETS.iterdir()}
+    assert names == {f"{size}.{section}.yaml" for size in SIZES for section in STAGES}
+
+
+@pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
+def test_presets_parse_and_fit(file):
+    section = file.name.split(".")[-2]
+    resolved = parse(STAGES[section], ["--preset", str(file)], section=section)
+    values = dict(flat_items(resolved.config))
+    assert {name for name, origin in resolved.origins.items() if origin == str(file)} == set(load_yaml(str(file)))
+    if section == "ppo":
+        samples = values["per_device_generation_batch_size"] * values["generation_batches"]
+        rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+        assert samples * values["num_samples_per_prompt"] % rows == 0, "whole steps from one update phase"
+    else:
+        size = file.name.removesuffix(f".{section}.yaml")
+        assert values["model_name_or_path"] == ("output/demo/base" if size == "tiny" else f"facebook/opt-{size}")
+
+
+@pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
+def test_presets_are_short_and_say_what_they_are(file):
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("# Step ") and len(lines) <= 30 and max(map(len, lines)) <= 120
+
+
+# --- borders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "pipeline.configuration.groups",
+        "pipeline.configuration.flags",
+        "pipeline.configuration.ds_config",
+        "pipeline.launching.plan",
+        "pipeline.launching.launcher",
+        "train",
+    ],
+)
+def test_configuration_imports_neither_torch_nor_deepspeed(module):
+    code = f"import sys, {module}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_reference_is_up_to_date():
+    maker = ROOT / "docs" / "make_configuration.py"
+    text = runpy.run_path(str(maker))["whole_reference"]()
+    assert (ROOT / "docs" / "configuration.md").read_text() == text, f"run: python {maker}"
+
+
+def test_run_folders_are_those_of_the_stages():
+    """train.py looks for outcomes where the stages write them."""
+    from pipeline.configuration.groups import RunConfig
+    from pipeline.run import layout, run
+
+    for stage, config in (("sft", RunConfig(output_dir="o/sft")), ("ppo", RunConfig(output_dir="o"))):
+        assert run.run_folder(config, stage) == layout.run_folder(config, stage)
+    folder = Path("x")
+    assert run.outcome_file(folder, 3) == layout.outcome_file(folder, 3)
+
+
+def ppo_config(**sampling):
+    config = PPOConfig()
+    actor = {"zero_stage": sampling.pop("stage", 0), "lora_dim": sampling.pop("lora", 0)}
+    return config.replace(
+        actor=config.actor.replace(**actor).model_dump(), sampling=config.sampling.replace(**sampling).model_dump()
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "says"),
+    [
+        ({"inference_tp_size": 3}, 4, "--inference_tp_size 3: must divide the 4 ranks"),
+        ({"inference_tp_size": 3}, None, ""),
+        ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference_tp_size 2: needs the fused rung"),
+        ({"rollout_weights": "streamed"}, 2, "--rollout_weights streamed: found --actor_zero_stage 0, wanted 3"),
+        ({"rollout_weights": "streamed", "stage": 3}, 1, "--rollout_weights streamed: found 1 rank, wanted several"),
+        (
+            {"rollout_weights": "streamed", "stage": 3, "inference_tp_size": 2},
+            2,
+            "found --inference_tp_size 2, wanted 1",
+        ),
+        ({"rollout_weights": "streamed", "stage": 3, "generation_engine": "eager"}, 2, "found the eager rung"),
+        ({"rollout_weights": "streamed", "stage": 3}, None, ""),
+        ({"generation_engine": "fused", "merge_lora_for_generation": False, "lora": 2}, 1, "--generation_engine fused"),
+        ({"generation_engine": "fused", "merge_lora_for_generation": False}, 1, ""),
+    ],
+)
+def test_what_no_model_can_do_is_seen_without_one(flags, ranks, says):
+    config = ppo_config(**flags)
+    if not says:
+        return check_generation(config, ranks)
+    with pytest.raises(InputError) as refused:
+        check_generation(config, ranks)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith("--") and says in line

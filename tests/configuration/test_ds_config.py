@@ -1,0 +1,240 @@
+"""The DeepSpeed JSON that we build: golden dicts, refusals, and agreement with the installed DeepSpeed."""
+
+import importlib
+import json
+
+import pytest
+from support.ds_arguments import built, refusal
+
+from pipeline.configuration.ds_config import check_keys, frozen_config
+from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, TOP_LEVEL
+from pipeline.configuration.groups import DeepSpeedConfig
+
+# --- golden dicts ---------------------------------------------------------------------------------------------------
+
+FRAME = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 1_000_000_000,
+    "wall_clock_breakdown": False,
+    "timers": {"throughput": {"enabled": False}},
+    "zero_force_ds_cpu_optimizer": False,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+}
+
+
+def test_stage_0():
+    assert built(zero_stage=0) == FRAME | {"zero_optimization": {"stage": 0}}
+
+
+def test_stage_2():
+    zero = {
+        "stage": 2, "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000, "overlap_comm": True,
+        "contiguous_gradients": True,
+    }  # fmt: skip
+    assert built() == FRAME | {"zero_optimization": zero}
+
+
+def test_stage_3_with_everything_offloaded():
+    settings = DeepSpeedConfig(
+        offload=True, offload_parameters=True, stage3_param_persistence_threshold=7, reduce_bucket_size=9,
+        communication_data_type="fp32", wall_clock_breakdown=True,
+    )  # fmt: skip
+    zero = {
+        "stage": 3, "reduce_bucket_size": 9, "overlap_comm": True, "contiguous_gradients": True,
+        "stage3_param_persistence_threshold": 7, "stage3_gather_16bit_weights_on_model_save": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    }  # fmt: skip
+    expected = FRAME | {"zero_optimization": zero, "communication_data_type": "fp32", "wall_clock_breakdown": True}
+    assert built(settings, zero_stage=3) == expected
+
+
+def test_on_a_cpu_nothing_overlaps_and_nothing_is_pinned():
+    zero = built(DeepSpeedConfig(offload=True), device="cpu", dtype="fp32")["zero_optimization"]
+    assert zero["overlap_comm"] is False and zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+
+
+def test_one_rank_does_without_what_serves_several():
+    alone = built(world_size=1)["zero_optimization"]
+    assert alone == built(zero_stage=1)["zero_optimization"] | {"overlap_comm": False, "contiguous_gradients": False}
+    assert built(zero_stage=1, world_size=1)["zero_optimization"] == alone
+    for stage in (0, 3):
+        several, one = (built(zero_stage=stage, world_size=size)["zero_optimization"] for size in (8, 1))
+        assert one == several
+    assert built(DeepSpeedConfig(offload=True), world_size=1)["zero_optimization"]["stage"] == 2
+    typed = built(world_size=1, user_json={"data_types": {"grad_accum_dtype": "fp32"}})
+    assert typed["zero_optimization"]["stage"] == 2
+    said = {"zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}}}
+    zero = built(world_size=1, user_json=said, origins={"zero_stage": "ds.json"})["zero_optimization"]
+    assert zero == alone | {"offload_optimizer": {"device": "none"}}
+    assert built(user_json=said)["zero_optimization"]["stage"] == 2
+
+
+def test_ranks_of_one_machine_reduce_at_the_end_at_stage_1():
+    plain = built(zero_stage=1)["zero_optimization"]
+    together = built(zero_stage=1, one_node=True)["zero_optimization"]
+    assert plain["overlap_comm"] and plain["contiguous_gradients"]
+    assert together == plain | {"overlap_comm": False, "contiguous_gradients": False}
+    for stage in (0, 2, 3):
+        assert built(zero_stage=stage, one_node=True) == built(zero_stage=stage)
+    # What was asked for stays.
+    assert built(zero_stage=1, one_node=True, origins={"overlap_comm": "command line"})["zero_optimization"] == plain
+    said = {"zero_optimization": {"contiguous_gradients": True}}
+    assert built(zero_stage=1, one_node=True, user_json=said)["zero_optimization"] == plain
+    offloaded = built(DeepSpeedConfig(offload=True), zero_stage=1, one_node=True)["zero_optimization"]
+    assert offloaded["overlap_comm"]
+
+
+def test_fp16():
+    settings = DeepSpeedConfig(loss_scale=128, initial_scale_power=8, loss_scale_window=50, hysteresis=1)
+    assert built(settings, dtype="fp16")["fp16"] == {
+        "enabled": True, "loss_scale": 128.0, "initial_scale_power": 8, "loss_scale_window": 50, "hysteresis": 1,
+        "min_loss_scale": 1.0,
+    }  # fmt: skip
+    assert built(dtype="fp16")["bf16"] == {"enabled": False}
+
+
+def test_monitors():
+    config = built(DeepSpeedConfig(deepspeed_monitor=["tensorboard", "csv_monitor", "wandb"]))
+    place = {"enabled": True, "output_path": "output/runs/sft/deepspeed"}
+    assert config["tensorboard"] == place | {"job_name": "tensorboard"}
+    assert config["csv_monitor"] == place | {"job_name": "csv_monitor"}
+    assert config["wandb"] == {"enabled": True, "group": "output/runs/sft"}
+
+
+def test_frozen():
+    arguments = {"dtype": "bf16", "micro_batch_size": 4, "world_size": 2}
+    assert frozen_config(DeepSpeedConfig(), zero_stage=3, offload=True, **arguments) == {
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": 8,
+        "steps_per_print": 1_000_000_000,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 100_000,
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+    }
+    plain = frozen_config(DeepSpeedConfig(), zero_stage=0, offload=False, **arguments)
+    assert plain["zero_optimization"] == {"stage": 0}
+    assert "need stage 3" in refusal(frozen_config, DeepSpeedConfig(), zero_stage=0, offload=True, **arguments)[0]
+    assert "wanted 0 or 3" in refusal(frozen_config, DeepSpeedConfig(), zero_stage=2, offload=False, **arguments)[0]
+
+
+def test_refused_combinations():
+    settings = DeepSpeedConfig(offload=True, offload_parameters=True)
+    assert refusal(built, settings, zero_stage=0, dtype="fp16", device="cpu") == [
+        "--offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage or leave --offload out",
+        "--offload_parameters: needs ZeRO stage 3, found stage 0",
+        "--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32",
+    ]
+    assert "found stage 2" in refusal(built, DeepSpeedConfig(offload_parameters=True))[0]
+
+
+# --- the installed DeepSpeed ----------------------------------------------------------------------------------------
+
+MODELS = {
+    "zero_optimization": "runtime.zero.config.DeepSpeedZeroConfig",
+    "zero_optimization.offload_param": "runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig",
+    "zero_optimization.offload_optimizer": "runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig",
+    "zero_optimization.leaf_module": "runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig",
+    "fp16": "runtime.precision_config.DeepSpeedFP16Config",
+    "bf16": "runtime.precision_config.DeepSpeedBF16Config",
+    "tensorboard": "monitor.config.TensorBoardConfig",
+    "wandb": "monitor.config.WandbConfig",
+    "csv_monitor": "monitor.config.CSVConfig",
+    "comet": "monitor.config.CometConfig",
+    "comms_logger": "comm.config.CommsLoggerConfig",
+    "hybrid_engine": "runtime.config.HybridEngineConfig",
+    "compile": "compile.config.CompileConfig",
+    "timers.throughput": "utils.config.DeepSpeedThroughputTimerConfig",
+}
+
+
+@pytest.mark.parametrize("block", MODELS)
+def test_tables_are_those_of_the_installed_deepspeed(block):
+    module, _, name = f"deepspeed.{MODELS[block]}".rpartition(".")
+    fields = getattr(importlib.import_module(module), name).model_fields
+    assert MODEL_BLOCKS[block] == set(fields) | {field.alias for field in fields.values() if field.alias}
+
+
+def test_every_model_block_is_compared():
+    assert set(MODEL_BLOCKS) == set(MODELS)
+
+
+class Noting(dict):
+    """A dict that remembers which keys it was asked for."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self):
+        return self
+
+    def __getitem__(self, key):
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        self.asked.add(key)
+        return super().__contains__(key)
+
+
+def test_top_level_keys_are_those_that_deepspeed_asks_for():
+    from deepspeed.runtime.config import DeepSpeedConfig as Installed
+
+    config = Noting({"train_micro_batch_size_per_gpu": 1})
+    Installed(config)
+    assert config.asked - TOP_LEVEL == set(), "DeepSpeed asks for keys that we would refuse"
+    assert TOP_LEVEL - config.asked == set(), "DeepSpeed no longer asks for these"
+
+
+CONSTANTS = (
+    "profiling.constants",
+    "runtime.activation_checkpointing.config",
+    "runtime.config",
+    "runtime.constants",
+    "runtime.model_checkpointing.constants",
+    "runtime.swap_tensor.constants",
+)
+
+
+def test_loose_blocks_hold_only_names_that_deepspeed_knows():
+    modules = [importlib.import_module(f"deepspeed.{name}") for name in CONSTANTS]
+    known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
+    assert {name for block in LOOSE_BLOCKS.values() for name in block} - known == {"throughput"}, "a model's field"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_deepspeed_accepts_what_we_build(stage, dtype):
+    from deepspeed.runtime.config import DeepSpeedConfig as Installed
+
+    settings = DeepSpeedConfig(
+        offload=stage > 0, offload_parameters=stage == 3, communication_data_type="fp32",
+        deepspeed_monitor=["tensorboard", "csv_monitor", "wandb"],
+    )  # fmt: skip
+    json_text = json.dumps(built(settings, zero_stage=stage, dtype=dtype, world_size=1))
+    parsed = Installed(json.loads(json_text))
+    assert parsed.train_batch_size == 8 and parsed.zero_config.stage == stage
+    assert parsed.bfloat16_config.enabled == (dtype == "bf16") and parsed.float16_config.enabled == (dtype == "fp16")
+    check_keys(json.loads(json_text))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeed_accepts_a_frozen_config(stage):
+    from deepspeed.runtime.config import DeepSpeedConfig as Installed
+
+    config = frozen_config(
+        DeepSpeedConfig(), zero_stage=stage, dtype="bf16", micro_batch_size=4, world_size=1, offload=stage == 3
+    )
+    assert Installed(dict(config)).zero_config.stage == stage

@@ -1,0 +1,190 @@
+"""The user's own DeepSpeed JSON: merge rules, unknown keys, and its values as flags."""
+
+import json
+
+import pytest
+from support.ds_arguments import built, refusal
+
+from pipeline.configuration.ds_config import check_keys, flags_from_json, merge_user_json, read_user_json
+from pipeline.configuration.flags import parse
+from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+
+# --- the user's JSON ------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_filled_from_ours_or_left_out():
+    user = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": "auto", "stage3_prefetch_bucket_size": "auto"},
+    }
+    assert built(user_json=user) == built()
+
+
+def test_equal_values_are_fine():
+    user = {
+        "gradient_clipping": 1,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
+        "train_batch_size": 64,
+    }
+    origins = {"max_grad_norm": "command line", "zero_stage": "p.yaml"}
+    assert built(user_json=user, origins=origins) == built() | {"train_batch_size": 64}
+
+
+def test_values_without_a_given_flag_win():
+    user = {"gradient_clipping": 0.5, "zero_optimization": {"sub_group_size": 10, "overlap_comm": False}}
+    merged = built(user_json=user, origins={"max_grad_norm": "default", "learning_rate": "command line"})
+    assert merged["gradient_clipping"] == 0.5
+    assert merged["zero_optimization"] == built()["zero_optimization"] | {"sub_group_size": 10, "overlap_comm": False}
+
+
+def test_contradictions_name_both():
+    user = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    origins = {"max_grad_norm": "command line", "actor_zero_stage": "p.yaml", "offload": "c.yaml"}
+    assert refusal(merge_user_json, built(), user, origins, source="ds.json") == [
+        "ds.json: gradient_clipping: found 0.5, but --max_grad_norm (command line) makes it 1.0",
+        "ds.json: zero_optimization.stage: found 3, but --actor_zero_stage (p.yaml) makes it 2",
+        "ds.json: zero_optimization.offload_optimizer.device: found 'cpu', but --offload (c.yaml) makes it 'none'",
+    ]
+
+
+def test_batch_sizes_agree_always():
+    (line,) = refusal(built, user_json={"train_micro_batch_size_per_gpu": 5})
+    assert line.endswith("train_micro_batch_size_per_gpu: found 5, but --per_device_train_batch_size makes it 4")
+    (line,) = refusal(built, user_json={"train_batch_size": 65})
+    assert "found 65" in line and "4 x --gradient_accumulation_steps 2 x 8 ranks = 64" in line
+
+
+def test_nothing_given_is_changed():
+    ours, user = built(), {"zero_optimization": {"stage": 3}}
+    merge_user_json(ours, user)
+    assert ours == built() and user == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize("block", [{}, "auto", None, {"type": "auto"}, {"type": "AdamW", "params": {"lr": "auto"}}])
+def test_an_optimizer_block_that_says_nothing_is_dropped(block):
+    assert built(user_json={"optimizer": block}) == built()
+
+
+@pytest.mark.parametrize(
+    ("user", "found"),
+    [
+        ({"optimizer": {"type": "Lion"}}, "optimizer.type 'Lion'"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "optimizer.params.lr 0.001"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.type 'WarmupLR'"),
+    ],
+)
+def test_an_optimizer_block_that_says_something_is_refused(user, found):
+    (line,) = refusal(merge_user_json, built(), user)
+    assert found in line and "torch.optim.AdamW" in line
+
+
+# --- its keys -------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_keys_at_every_level():
+    user = {
+        "gradient_cliping": 1,
+        "zero_optimization": {"stage": 2, "offload_optimiser": {}, "offload_param": {"devise": "cpu"}},
+        "flops_profiler": {"enable": True},
+        "bfloat16": {"enabled": True, "enabeld": 1},
+        "fp16": True,
+        "optimizer": {"params": {"anything": 1}},
+    }
+    assert refusal(check_keys, user, "ds.json") == [
+        "ds.json: gradient_cliping: DeepSpeed has no such key and would ignore it; did you mean gradient_clipping?",
+        "ds.json: zero_optimization.offload_optimiser: DeepSpeed has no such key and would ignore it; "
+        "did you mean offload_optimizer?",
+        "ds.json: zero_optimization.offload_param.devise: DeepSpeed has no such key and would ignore it; "
+        "did you mean device?",
+        "ds.json: flops_profiler.enable: DeepSpeed has no such key and would ignore it; did you mean enabled?",
+        "ds.json: bfloat16.enabeld: DeepSpeed has no such key and would ignore it; did you mean enabled?",
+        "ds.json: fp16: found True, wanted a block {...}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ('{\n "a": 1,\n}', "line 3: not JSON"),
+        ("[]", "found a list, wanted an object"),
+        ('{"bf16": {}, "bf16": {}}', "bf16: stands twice in one block"),
+        ('{"bf17": {}}', "did you mean bf16?"),
+        ('{"bfloat16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16: both are enabled, wanted one"),
+        ('{"optimizer": {"type": "Lion"}}', "torch.optim.AdamW"),
+    ],
+)
+def test_unusable_files(tmp_path, text, message):
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    (line,) = refusal(read_user_json, file)
+    assert message in line and str(file) in line
+
+
+def test_other_names_of_a_key_become_the_usual_ones(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{"bfloat16": {"enabled": true}, "zero_optimization": {"param_persistence_threshold": 1, "stage": 3}}'
+    )
+    assert read_user_json(file) == {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage3_param_persistence_threshold": 1, "stage": 3},
+    }
+
+
+def test_missing_file():
+    assert refusal(read_user_json, "none.json") == [
+        "--deepspeed_config: none.json: cannot read it: No such file or directory"
+    ]
+
+
+# --- as flags -------------------------------------------------------------------------------------------------------
+
+
+def test_flags_from_json():
+    user = {
+        "gradient_clipping": 0.5,
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}},
+        "fp16": {"enabled": True, "loss_scale_window": 10},
+        "bf16": {"enabled": False},
+    }
+    assert {flag: value for flag, (_, value) in flags_from_json(user).items()} == {
+        "max_grad_norm": 0.5, "zero_stage": 3, "offload": True, "dtype": "fp16", "loss_scale_window": 10
+    }  # fmt: skip
+    off = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    assert flags_from_json(off) == {"dtype": ("bf16.enabled", "fp32")}
+
+
+def test_the_json_is_a_layer_above_the_defaults(tmp_path):
+    file = tmp_path / "ds.json"
+    user = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5, "bfloat16": {"enabled": True}}
+    file.write_text(json.dumps(user))
+    resolved = parse(PPOConfig, ["--deepspeed_config", str(file), "--max_grad_norm", "5e-1"], section="ppo")
+    assert resolved.config.actor.zero_stage == resolved.config.critic.zero_stage == 3
+    assert resolved.config.deepspeed.dtype == "bf16"
+    origins = {name: resolved.origins[name] for name in ("actor_zero_stage", "dtype", "max_grad_norm", "seed")}
+    assert origins == {
+        "actor_zero_stage": str(file), "dtype": str(file), "max_grad_norm": "command line", "seed": "default"
+    }  # fmt: skip
+
+
+def test_the_json_contradicts_a_given_flag(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}')
+    words = ["--deepspeed_config", str(file), "--zero_stage", "2", "--max_grad_norm", "1"]
+    assert refusal(parse, SFTConfig, words, section="sft") == [
+        f"{file}: gradient_clipping: found 0.5, but --max_grad_norm is 1.0 (command line); "
+        'make them equal, or write "auto" into the JSON',
+        f"{file}: zero_optimization.stage: found 3, but --zero_stage is 2 (command line); "
+        'make them equal, or write "auto" into the JSON',
+    ]
+
+
+def test_a_value_of_the_json_is_checked_like_a_flag(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 4}}')
+    (line,) = refusal(parse, SFTConfig, ["--deepspeed_config", str(file)], section="sft")
+    assert line.startswith(f"--zero_stage: found 4 ({file}): Input should be less than")

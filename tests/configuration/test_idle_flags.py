@@ -1,0 +1,70 @@
+"""Flags that change nothing are named once at the start, with what they need."""
+
+from pathlib import Path
+
+import pytest
+from support.command_run import run_command
+from support.tiny_run import make_folder
+
+from pipeline.configuration.flags import flat_items, parse
+from pipeline.configuration.idle_flags import FP16, LORA, STAGE_3, STAGES_1_AND_2, idle_flags
+from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+
+
+def idle(config_class, *words: str) -> list[str]:
+    stage, names = ("ppo", "actor critic") if config_class is PPOConfig else ("sft", "")
+    models = [word for name in names.split() for word in (f"--{name}_model_name_or_path", name)]
+    own = models or ["--model_name_or_path", "base"]
+    resolved = parse(config_class, [*own, "--data_path", "rows.jsonl", "--output_dir", "out", *words], section=stage)
+    return list(idle_flags(dict(flat_items(resolved.config)), resolved.origins))
+
+
+def test_defaults_are_not_spoken_of():
+    assert idle(SFTConfig) == [] and idle(PPOConfig) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        ("--zero3_gather once", "a model at ZeRO stage 3, found 0"),
+        ("--zero3_gather once --zero_stage 2", "a model at ZeRO stage 3, found 2"),
+        ("--stage3_param_persistence_threshold 5 --zero_stage 1", "a model at ZeRO stage 3, found 1"),
+        ("--allgather_bucket_size 9 --zero_stage 3", "a model at ZeRO stage 1 or 2, found 3"),
+        ("--hysteresis 3 --dtype bf16", "--dtype fp16, found bf16"),
+        ("--loss_scale 8.0", "--dtype fp16, found auto"),
+        ("--lora_alpha 8.0", "--lora_dim, found 0"),
+    ],
+)
+def test_each_says_what_it_needs(words, needs):
+    name, value = words.split()[:2]
+    assert idle(SFTConfig, *words.split()) == [f"{name} {value} (command line): has no effect: it needs {needs}"]
+
+
+def test_one_model_of_two_is_enough():
+    words = ("--zero3_gather", "once", "--critic_lora_alpha", "8", "--allgather_bucket_size", "9")
+    assert (
+        idle(PPOConfig, *words, "--critic_zero_stage", "3", "--critic_lora_dim", "2", "--actor_zero_stage", "1") == []
+    )
+    assert [line.split()[0] for line in idle(PPOConfig, *words)] == [words[0], words[4], words[2]]
+
+
+def test_nothing_is_said_of_flags_that_act():
+    words = "--zero3_gather once --stage3_param_persistence_threshold 5 --zero_stage 3 --dtype fp16 --hysteresis 3"
+    assert idle(SFTConfig, *words.split(), "--lora_dim", "2", "--lora_alpha", "8") == []
+    assert idle(SFTConfig, "--allgather_bucket_size", "9", "--zero_stage", "2") == []
+
+
+def test_the_names_are_flags():
+    names = set(dict(flat_items(SFTConfig.model_construct())))
+    assert {*STAGE_3, *STAGES_1_AND_2, *FP16, *(f"lora_{name}" for name in LORA)} <= names
+
+
+def test_a_run_says_it_once(tmp_path: Path):
+    folder = make_folder(tmp_path)
+    words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_steps", "1"]
+    more = ["--max_seq_len", "48", "--output_dir", "out", "--zero3_gather", "layers", "--keep_checkpoints", "0"]
+    ended = run_command("step1_sft", [*words, *more], folder=folder)
+    assert ended.code == 0, ended.stderr[-2000:]
+    log = (folder / "runs" / "out" / "log.txt").read_text()
+    assert log.count("--zero3_gather layers (command line): has no effect: it needs a model at ZeRO stage 3") == 1

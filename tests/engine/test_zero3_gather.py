@@ -1,0 +1,164 @@
+"""When ZeRO-3's weights are whole: once a phase, or layer by layer (`pipeline/engine/zero3.py`)."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.ds_arguments import built, refusal
+from support.in_process import group_of_one
+
+from pipeline import dist
+from pipeline.configuration.ds_config import frozen_config, training_config
+from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.engine.engine import FrozenEngine, TrainingEngine, partitioned_loading, zero3
+from pipeline.engine.gradients import step_together
+from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.models.causal_lm import CausalLM
+from pipeline.models.loading import load_causal_lm
+from step3_ppo.models import Models
+
+CPU = torch.device("cpu")
+SETTINGS = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
+IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with group_of_one() as made:
+        yield made
+
+
+def trained_engine(folder: Any, gather: zero3.Gather) -> TrainingEngine:
+    config = training_config(
+        SETTINGS, zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2, world_size=1,
+        max_grad_norm=0.0, run_dir="unused", device="cpu",
+    )  # fmt: skip
+    with partitioned_loading(config):
+        module = CausalLM(load_causal_lm(folder, dtype=torch.float32))
+    groups = parameter_groups(module, learning_rate=0.01, weight_decay=0.0, lora_learning_rate=0.01)
+    return TrainingEngine(module.train(), groups, config, betas=(0.9, 0.95), eps=1e-8, gather=gather)
+
+
+def frozen_engine(folder: Any, gather: zero3.Gather) -> FrozenEngine:
+    config = frozen_config(SETTINGS, zero_stage=3, dtype="fp32", micro_batch_size=1, world_size=1, offload=False)
+    with partitioned_loading(config):
+        model = load_causal_lm(folder, dtype=torch.float32)
+    return FrozenEngine(CausalLM(model), config, CPU, gather=gather)
+
+
+def forward(engine: Any) -> torch.Tensor:
+    selected = torch.ones(2, 8, dtype=torch.bool)
+    return engine(IDS, attention_mask=torch.ones_like(IDS, dtype=torch.bool), selected=selected).log_probs
+
+
+def away(engine: Any) -> set[bool]:
+    return {zero3.is_away(parameter) for parameter in engine.module.parameters()}
+
+
+def test_once_keeps_weights_whole_until_the_step(tiny_folders: Any) -> None:
+    engine = trained_engine(tiny_folders["opt"], "once")
+    assert away(engine) == {True}
+    for last in (False, True):
+        loss = -forward(engine).mean()
+        assert away(engine) == {False}
+        engine.backward(loss, last=last)
+        assert away(engine) == {False}, "the second micro-batch would gather again"
+    assert step_together([engine], 1.0, loss=loss)
+    assert away(engine) == {True}
+    assert (-forward(engine).mean() - loss).abs() > 1e-4, "the old copy was read after the step"
+
+
+@pytest.mark.parametrize("leave", ["discard", "generation", "let_go"])
+def test_once_lets_weights_go_at_the_end_of_a_phase(tiny_folders: Any, leave: str) -> None:
+    engine = trained_engine(tiny_folders["opt"], "once")
+    if leave == "discard":
+        engine.backward(-forward(engine).mean(), last=True)
+        engine.drop_gradients()
+    else:
+        with torch.no_grad():
+            forward(engine)
+        if leave == "let_go":
+            engine.let_go()
+        else:
+            with engine.generation(gather=False):
+                assert away(engine) == {True}
+            with engine.generation():
+                assert away(engine) == {False}
+    assert away(engine) == {True}
+    forward(engine)
+    assert away(engine) == {False}, "generation left DeepSpeed's hooks behind"
+
+
+def test_a_frozen_model_is_whole_between_its_passes(tiny_folders: Any) -> None:
+    once, layers = (frozen_engine(tiny_folders["llama"], gather) for gather in ("once", "layers"))
+    expected = forward(FrozenEngine(CausalLM(load_causal_lm(tiny_folders["llama"], dtype=torch.float32)),
+                                    {"zero_optimization": {"stage": 0}}, CPU))  # fmt: skip
+    for engine, between in ((once, False), (layers, True)):
+        assert torch.allclose(forward(engine), expected, atol=1e-6)
+        assert away(engine) == {between}
+        engine.let_go()
+        assert away(engine) == {True}
+
+
+def test_layer_by_layer_remembers_no_values(tiny_folders: Any) -> None:
+    """DeepSpeed's linear layer is there for it alone: torch's own would keep what a layer lets go of."""
+    once, layers = (trained_engine(tiny_folders["opt"], gather) for gather in ("once", "layers"))
+    for engine, name in ((once, "AddmmBackward0"), (layers, "LinearFunctionForZeroStage3Backward")):
+        weight, bias = engine.module.model.model.decoder.layers[0].fc1.parameters()
+        with torch.enable_grad():
+            weight.all_gather(), bias.all_gather()
+            found = torch.nn.functional.linear(torch.ones(2, weight.shape[1]), weight, bias).grad_fn
+            weight.partition(), bias.partition()
+        assert type(found).__name__ == name
+        loss = -forward(engine).mean()
+        assert away(engine) == {engine is layers}
+        engine.backward(loss, last=True)
+    assert once.gradient_norm() == pytest.approx(layers.gradient_norm(), rel=1e-5)
+
+
+def test_models_let_go_by_name_or_all() -> None:
+    gone: list[str] = []
+
+    def engine(name: str) -> Any:
+        return SimpleNamespace(let_go=lambda: gone.append(name))
+
+    engines = {name: engine(name) for name in ("actor", "critic", "reward")}
+    models = Models(**engines, reference=None, tokenizer=None, reward_tokenizer=None, score_mean=0.0, score_std=1.0)
+    models.let_go("reference", "reward")
+    assert gone == ["reward"]
+    models.let_go()
+    assert gone == ["reward", "actor", "critic", "reward"]
+
+
+@pytest.mark.parametrize(("gib", "once"), [(7.0, False), (9.0, True)])
+def test_auto_looks_at_the_device(monkeypatch: pytest.MonkeyPatch, gib: float, once: bool) -> None:
+    """1 GiB of weights against an eighth of the device."""
+    module = torch.nn.Linear(2**15, 2**14, bias=False, dtype=torch.bfloat16, device="meta")
+    device = SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(dist, "max_over_ranks", lambda value, device: value)
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    assert zero3.gathers_once(module, config, "auto") is once
+    assert zero3.gathers_once(module, config, "once") and not zero3.gathers_once(module, config, "layers")
+    offloaded = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    assert not zero3.gathers_once(module, offloaded, "auto")
+    (line,) = refusal(zero3.gathers_once, module, offloaded, "once")
+    assert line.startswith("--zero3_gather once") and "offloaded" in line
+    monkeypatch.setattr(dist, "max_over_ranks", lambda value, device: 1.0)
+    assert not zero3.gathers_once(module, config, "auto"), "another rank has a smaller device"
+
+
+def test_once_and_weights_on_the_host_exclude_each_other() -> None:
+    settings = DeepSpeedConfig(offload=True, offload_parameters=True, zero3_gather="once")
+    (line,) = refusal(built, settings, zero_stage=3)
+    assert line.startswith("--zero3_gather once") and "--offload_parameters" in line
+
+
+def test_bunches_keep_order_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero3, "BUNCH", 10)
+    parameters = [SimpleNamespace(ds_numel=size) for size in (4, 6, 1, 20, 3)]
+    assert [[p.ds_numel for p in bunch] for bunch in zero3.bunches(parameters)] == [[4, 6], [1], [20], [3]]

@@ -1,0 +1,276 @@
+"""The sampling loop: its distribution, its independence of the batch, exact ids of a scripted model, its log-probs."""
+
+import shutil
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+from support.scripted_model import scripted_model
+from support.tiny_models import EOS, PAD, random_rows
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from pipeline.generation.eager import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw, generate, truncate
+from pipeline.models.causal_lm import CausalLM
+from pipeline.models.loading import load_causal_lm
+from pipeline.random_numbers import uniforms
+from pipeline.tensor_ops import pad_rows
+
+KEY = RandomKey(seed=3, purpose="test")
+# The 0.999 quantile of chi-square with k degrees of freedom.
+CHI_SQUARE_999 = {2: 13.82, 3: 16.27, 4: 18.47, 7: 24.32}
+
+
+def prompts_of(rows: Sequence[torch.Tensor]) -> list[Prompt]:
+    return [Prompt(row.tolist(), 1000 + index) for index, row in enumerate(rows)]
+
+
+def sampled(
+    model: nn.Module, prompts: list[Prompt], *, num_samples: int = 1, ends: Iterable[int] = (EOS,), **sampling
+) -> Rollout:
+    settings = Sampling(**({"max_new_tokens": 12} | sampling))
+    eos = frozenset(ends)
+    return generate(model.eval(), prompts, num_samples=num_samples, sampling=settings, key=KEY, eos_ids=eos, pad_id=PAD)
+
+
+def same(first: Rollout, second: Rollout, rows: Sequence[int] | None = None) -> bool:
+    """Whether the rows of `first` (all, or those of `rows` in order) are those of `second`."""
+    chosen = range(len(first.responses)) if rows is None else rows
+    pairs = zip(chosen, range(len(second.responses)), strict=True)
+    return all(
+        first.responses[n].equal(second.responses[m])
+        and torch.allclose(first.log_probs[n], second.log_probs[m], atol=1e-4)
+        and first.finished[n] == second.finished[m]
+        for n, m in pairs
+    )
+
+
+# --- the distribution ---
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -4.0])
+
+
+class OneDistribution(nn.Module):
+    """A model that gives the same logits at every position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(LOGITS.clone())
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: object, **settings: object) -> object:
+        class Outputs:
+            logits = self.logits.expand(len(input_ids), 1, -1)
+
+        Outputs.past_key_values = past_key_values
+        return Outputs
+
+
+def nucleus(probabilities: torch.Tensor, top_p: float) -> list[int]:
+    """The smallest set of most likely tokens that reaches top_p, by a slow loop."""
+    kept, total = [], 0.0
+    for token in sorted(range(len(probabilities)), key=lambda token: -probabilities[token]):
+        if total >= top_p:
+            break
+        kept.append(token)
+        total += probabilities[token].item()
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, range(8)),
+        ({"temperature": 2.0}, range(8)),
+        ({"temperature": 0.5, "top_k": 4}, range(4)),
+        ({"top_k": 5}, range(5)),
+        ({"top_p": 0.8}, nucleus(LOGITS.softmax(0), 0.8)),
+        ({"temperature": 2.0, "top_p": 0.8}, nucleus((LOGITS / 2).softmax(0), 0.8)),
+    ],
+)
+def test_samples_follow_the_exact_softmax(settings, kept):
+    num_samples = 4000
+    found = sampled(OneDistribution(), [Prompt([5], 9)], num_samples=num_samples, ends=(), max_new_tokens=1, **settings)
+    tokens = torch.cat(found.responses)
+    scaled = LOGITS / settings.get("temperature", 1.0)
+    kept = list(kept)
+    expected = num_samples * scaled[kept].softmax(0)
+    counts = torch.bincount(tokens, minlength=8).float()
+    assert counts[kept].sum() == num_samples  # nothing outside the truncated set
+    chi_square = ((counts[kept] - expected) ** 2 / expected).sum().item()
+    assert chi_square < CHI_SQUARE_999[len(kept) - 1]
+    # Log-probabilities are those of the untruncated distribution at the temperature: what PPO's ratio needs.
+    torch.testing.assert_close(torch.cat(found.log_probs), scaled.log_softmax(0)[tokens])
+
+
+def test_the_nucleus_holds_the_token_that_reaches_it():
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    assert truncate(logits, top_p=0.6, top_k=0).isfinite().tolist() == [[True, True, False, False]]
+    assert truncate(logits, top_p=0.01, top_k=0).isfinite().tolist() == [[True, False, False, False]]
+    assert truncate(logits, top_p=1.0, top_k=0) is logits
+    assert truncate(logits, top_p=1.0, top_k=99).isfinite().all()
+
+
+def test_draw_inverts_the_cumulative_distribution():
+    # Cumulative 0.2, 0.2, 0.7, 1: the token of probability 0 is never drawn.
+    logits = torch.tensor([[0.2, 0.0, 0.5, 0.3]]).log().expand(5, -1)
+    uniform = torch.tensor([1e-17, 0.19, 0.21, 0.69, 1 - 2**-53], dtype=torch.float64)
+    assert draw(logits, uniform).tolist() == [0, 0, 2, 2, 3]
+
+
+def test_a_token_is_the_one_of_its_own_uniform():
+    """Row n, position t draws with the uniform of (seed, purpose, epoch, prompt id, sample, t) and nothing else."""
+    prompts = [Prompt([5], 70), Prompt([6, 7], 71)]
+    found = sampled(OneDistribution(), prompts, num_samples=3, ends=(), max_new_tokens=4)
+    cumulative = LOGITS.double().softmax(0).cumsum(0)
+    for n in range(6):
+        for t in range(4):
+            u = uniforms(
+                seed=3, purpose="test", epoch=0, prompt_ids=torch.tensor([70 + n // 3]),
+                sample_index=torch.tensor([n % 3]), position=t,
+            )  # fmt: skip
+            assert found.responses[n][t] == (cumulative < u).sum()
+
+
+# --- independence ---
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_folders):
+    return load_causal_lm(tiny_folders["llama"], dtype=torch.float32)
+
+
+ROWS = random_rows(11, (3, 9, 1, 6, 5, 2))
+
+
+def test_samples_of_a_prompt_differ_and_a_key_repeats(llama):
+    first = sampled(llama, prompts_of(ROWS[:2]), num_samples=3)
+    assert len({tuple(response.tolist()) for response in first.responses[:3]}) == 3
+    assert same(first, sampled(llama, prompts_of(ROWS[:2]), num_samples=3))
+    assert first.sample_index.tolist() == [0, 1, 2, 0, 1, 2]
+    assert first.prompt_ids.tolist() == [1000] * 3 + [1001] * 3
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"purpose": "eval"}, {"epoch": 1}])
+def test_another_key_is_another_rollout(llama, change):
+    settings = {"num_samples": 1, "sampling": Sampling(12), "eos_ids": frozenset({EOS}), "pad_id": PAD}
+    first = generate(llama, prompts_of(ROWS), key=KEY, **settings)
+    key = RandomKey(**({"seed": 3, "purpose": "test", "epoch": 0} | change))
+    second = generate(llama, prompts_of(ROWS), key=key, **settings)
+    assert not any(a.equal(b) for a, b in zip(first.responses, second.responses, strict=True))
+
+
+def test_equal_prompts_of_other_hashes_differ(llama):
+    found = sampled(llama, [Prompt([5, 6], 1), Prompt([5, 6], 2)])
+    assert not found.responses[0].equal(found.responses[1])
+
+
+@pytest.mark.parametrize("chosen", [[0], [4], [5, 4, 3, 2, 1, 0], [2, 0], [1, 3]])
+def test_rollouts_do_not_depend_on_the_batch(causal_folder, chosen):
+    model = load_causal_lm(causal_folder, dtype=torch.float32)
+    prompts = prompts_of(ROWS)
+    whole = sampled(model, prompts, num_samples=2)
+    part = sampled(model, [prompts[n] for n in chosen], num_samples=2)
+    assert same(whole, part, [2 * n + k for n in chosen for k in range(2)])
+
+
+# --- a scripted model: the next token is the last one plus one ---
+
+
+@pytest.fixture(scope="module")
+def counting_model(bpe_folder, tmp_path_factory):
+    """Follows a chain of tokens, then EOS; (model, chain)."""
+    text = "The capital of France is Paris"
+    folder = scripted_model(bpe_folder, tmp_path_factory.mktemp("scripted"), text)
+    chain = PreTrainedTokenizerFast.from_pretrained(bpe_folder)(text, add_special_tokens=False)["input_ids"]
+    return load_causal_lm(folder, dtype=torch.float32), chain
+
+
+def test_exact_ids_with_left_padding_and_early_ends(counting_model):
+    model, chain = counting_model
+    length = len(chain)
+    starts = [(5, 5, chain[length - 1]), (chain[0],), (5, chain[1]), (chain[length - 2],)]
+    prompts = [Prompt(ids, n) for n, ids in enumerate(starts)]
+    found = sampled(model, prompts, max_new_tokens=length + 5, temperature=0.05)
+    expected = [[EOS], [*chain[1:], EOS], [*chain[2:], EOS], [chain[length - 1], EOS]]
+    assert [response.tolist() for response in found.responses] == expected
+    assert [prompt.tolist() for prompt in found.prompts] == [list(ids) for ids in starts]
+    assert found.finished.tolist() == [True] * 4
+    assert [len(row) for row in found.log_probs] == [len(row) for row in expected]
+
+
+def test_a_response_is_cut_at_its_length_and_says_so(counting_model):
+    model, chain = counting_model
+    found = sampled(model, [Prompt([chain[0]], 0), Prompt([chain[-1]], 1)], max_new_tokens=3, temperature=0.05)
+    assert [response.tolist() for response in found.responses] == [chain[1:4], [EOS]]
+    assert found.finished.tolist() == [False, True]
+
+
+def test_an_end_at_the_last_position_counts_as_an_end(counting_model):
+    model, chain = counting_model
+    found = sampled(model, [Prompt([chain[-2]], 0)], max_new_tokens=2, temperature=0.05)
+    assert found.responses[0].tolist() == [chain[-1], EOS] and found.finished.item()
+
+
+def test_any_of_several_end_tokens_ends(counting_model):
+    model, chain = counting_model
+    found = generate(
+        model, [Prompt([chain[0]], 0)], num_samples=1, sampling=Sampling(9, 0.05), key=KEY,
+        eos_ids=frozenset({chain[2], EOS}), pad_id=PAD,
+    )  # fmt: skip
+    assert found.responses[0].tolist() == chain[1:3] and found.finished.item()
+
+
+def test_a_padding_id_that_is_the_eos_changes_nothing(llama):
+    prompts = prompts_of(ROWS)
+    first = sampled(llama, prompts)
+    settings = {"num_samples": 1, "sampling": Sampling(12), "key": KEY, "eos_ids": frozenset({EOS})}
+    assert same(first, generate(llama, prompts, pad_id=EOS, **settings))
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_generation_stops_between_steps_when_asked(llama, after):
+    asked = []
+
+    def should_stop() -> bool:
+        asked.append(None)
+        return len(asked) > after
+
+    with pytest.raises(GenerationStopped):
+        generate(
+            llama, prompts_of(ROWS), num_samples=1, sampling=Sampling(12), key=KEY, eos_ids=frozenset({EOS}),
+            pad_id=PAD, should_stop=should_stop,
+        )  # fmt: skip
+    assert len(asked) == after + 1
+
+
+# --- log-probabilities, and what a model folder may bring along ---
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampler_log_probs_are_the_trainers(causal_folder, temperature):
+    """Rows finish at different times (many tokens end a response), so that rows leave the batch meanwhile."""
+    model = load_causal_lm(causal_folder, dtype=torch.float32)
+    found = sampled(model, prompts_of(ROWS), num_samples=4, temperature=temperature, ends=range(2, 40))
+    lengths = torch.tensor([len(row) for row in found.responses])
+    assert len(set(lengths.tolist())) >= 4
+    starts = torch.tensor([len(row) for row in found.prompts])
+    rows = [torch.cat(pair) for pair in zip(found.prompts, found.responses, strict=True)]
+    ids = pad_rows(rows, PAD)
+    columns = torch.arange(ids.shape[1])
+    mask = columns < (starts + lengths).unsqueeze(1)
+    selected = (columns[:-1] >= starts.unsqueeze(1) - 1) & (columns[:-1] < (starts + lengths).unsqueeze(1) - 1)
+    forced = CausalLM(model)(ids, attention_mask=mask, selected=selected, temperature=temperature).log_probs
+    for n, row in enumerate(found.log_probs):
+        torch.testing.assert_close(forced[n][selected[n]], row, rtol=1e-4, atol=1e-4)
+
+
+def test_generation_settings_in_the_folder_change_nothing(tiny_folders, tmp_path):
+    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "trap")
+    GenerationConfig(
+        do_sample=True, temperature=0.1, top_p=0.2, top_k=3, repetition_penalty=5.0, max_new_tokens=2, eos_token_id=EOS
+    ).save_pretrained(folder)
+    trapped = AutoModelForCausalLM.from_pretrained(folder)
+    assert trapped.generation_config.repetition_penalty == 5.0
+    model = load_causal_lm(str(folder), dtype=torch.float32)
+    plain = load_causal_lm(tiny_folders["llama"], dtype=torch.float32)
+    assert same(sampled(plain, prompts_of(ROWS)), sampled(model, prompts_of(ROWS)))

@@ -1,0 +1,161 @@
+"""Prompts and decode steps of the fast rungs against transformers' own forward pass, token by token, in fp32.
+
+Prompts of different lengths share a batch, several responses share a prompt, rows sit in shuffled slots and end at
+different times; slots that nobody uses, and all room behind a row's end, hold NaN.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.decode_models import DEVICE, FUSED, PAD, STATIC, fused, llama, opt, plain_logits, random_ids
+
+from pipeline.generation.slots import DecodeFunction
+from pipeline.generation.static import OwnForward
+from pipeline.tensor_ops import pad_rows
+
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+ROOM = 8
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Rows of given tokens.
+
+    prompts, tokens: ids; row r continues prompt source[r] with tokens[r]. slots: of each row, of `num_slots`.
+    more_pads: columns of padding behind the longest prompt.
+    """
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    source: list[int]
+    slots: list[int]
+    num_slots: int
+    more_pads: int = 0
+
+    def sequence(self, row: int) -> list[int]:
+        return [*self.prompts[self.source[row]], *self.tokens[row]]
+
+    def start(self, row: int) -> int:
+        return len(self.prompts[self.source[row]])
+
+
+def forced(
+    lengths: Sequence[int], continued: Sequence[int], *, source: list[int], slots: list[int], **more: int
+) -> Forced:
+    num_slots = more.pop("num_slots", len(slots))
+    return Forced(random_ids(lengths), random_ids(continued, 2), source, slots, num_slots, **more)
+
+
+USUAL = forced((2, 4, 1), (2, 0, 1, 2), source=[0, 0, 1, 2], slots=[3, 0, 4, 1], num_slots=5)
+SHAPES = {
+    "one row": forced((3,), (2,), source=[0], slots=[0]),
+    "single tokens, many pads": forced((1, 1, 2), (1, 1, 1), source=[2, 0, 1], slots=[0, 1, 2], more_pads=2),
+    "three samples a prompt": forced((3, 2), (1, 1, 1, 1, 0, 1), source=[0, 0, 0, 1, 1, 1], slots=[5, 3, 1, 4, 2, 0]),
+    "to the end of the room": forced((7, 5), (1, 3), source=[0, 1], slots=[1, 0]),
+}
+
+
+@torch.no_grad()
+def run(function: DecodeFunction, case: Forced, cache: Any) -> list[torch.Tensor]:
+    """Of each row, logits (1 + its tokens, V): behind the prompt and behind each token."""
+    function.prepare(ROOM)
+    rows = [torch.tensor(ids) for ids in case.prompts]
+    ids = pad_rows(rows, PAD, length=max(map(len, rows)) + case.more_pads).to(DEVICE)
+    slots, source = (torch.tensor(values, device=DEVICE) for values in (case.slots, case.source))
+    starts = torch.tensor([len(ids) for ids in case.prompts], device=DEVICE)
+    first = function.prompt(ids, starts, cache, slots=slots, source=source)
+    found = [[first[number]] for number in case.source]
+    lengths = torch.zeros(case.num_slots, dtype=torch.int32, device=DEVICE)
+    lengths[slots] = starts[source].int()
+    for step in range(max(map(len, case.tokens))):
+        active = torch.zeros_like(lengths)
+        tokens = torch.full((case.num_slots,), PAD, device=DEVICE)
+        for row, slot in enumerate(case.slots):
+            if step < len(case.tokens[row]):
+                active[slot], tokens[slot] = 1, case.tokens[row][step]
+        logits = function.step(tokens, lengths, active, cache)
+        lengths += active
+        for row, slot in enumerate(case.slots):
+            if active[slot]:
+                found[row].append(logits[slot])
+    return [torch.stack(row) for row in found]
+
+
+def assert_equal_logits(model: Any, case: Forced, found: list[torch.Tensor]) -> None:
+    for row, logits in enumerate(found):
+        expected = plain_logits(model, case.sequence(row))[case.start(row) - 1 :]
+        torch.testing.assert_close(logits.float(), expected, **TOLERANCE)
+
+
+def nan_cache(function: Any, case: Forced) -> Any:
+    cache = function.new_cache(case.num_slots, ROOM)
+    for part in (cache.keys, cache.values):
+        part.fill_(float("nan"))
+    return cache
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_decode_step_is_the_models_function(name):
+    model = FUSED[name]()
+    function = fused(model)
+    assert_equal_logits(model, USUAL, run(function, USUAL, nan_cache(function, USUAL)))
+
+
+@pytest.mark.parametrize(("make", "shape"), [*((opt, shape) for shape in SHAPES), (llama, "to the end of the room")])
+def test_any_batch_pads_and_lengths(make, shape):
+    model, case = make(), SHAPES[shape]
+    function = fused(model)
+    assert_equal_logits(model, case, run(function, case, nan_cache(function, case)))
+
+
+def test_a_step_writes_one_place_of_each_active_row_and_nothing_else():
+    function = fused(llama())
+    cache = nan_cache(function, USUAL)
+    run(function, USUAL, cache)
+    longest = max(map(len, USUAL.prompts))
+    for part in (cache.keys, cache.values):  # (layers, slots, Hkv, S, D)
+        written = part.isfinite().all(-1).all(2).all(0)
+        assert part.isnan().any(-1).any(2).any(0).equal(~written)
+        for slot in range(USUAL.num_slots):
+            end = 0
+            if slot in USUAL.slots:
+                row = USUAL.slots.index(slot)
+                end = max(longest, len(USUAL.sequence(row)))  # a prompt's padding is written as well
+            assert written[slot].tolist() == [True] * end + [False] * (ROOM - end), slot
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_the_static_rung_is_the_models_function(name):
+    model = STATIC[name]()
+    function = OwnForward(model)
+    assert_equal_logits(model, USUAL, run(function, USUAL, function.new_cache(USUAL.num_slots, ROOM)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_batch_pads_and_lengths_on_the_static_rung(shape):
+    model, case = llama(), SHAPES[shape]
+    function = OwnForward(model)
+    assert_equal_logits(model, case, run(function, case, function.new_cache(case.num_slots, ROOM)))
+
+
+def test_rows_that_ended_leave_no_trace_in_others_on_the_static_rung():
+    """NaN in slots that nobody uses, and in the row of a response that has ended."""
+    model = llama()
+    function = OwnForward(model)
+    cache = function.new_cache(USUAL.num_slots, ROOM)
+    run(function, USUAL, cache)  # the cache gets its tensors
+    unused = [slot for slot in range(USUAL.num_slots) if slot not in USUAL.slots]
+    for keys, values in cache._stored:
+        keys[unused], values[unused] = float("nan"), float("nan")
+    assert_equal_logits(model, USUAL, run(function, USUAL, cache))
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "qwen3"])
+def test_bytes_of_a_token_are_those_of_the_cache(name):
+    model = FUSED[name]()
+    for function in (fused(model), OwnForward(model)):
+        cache = fused(model).new_cache(3, ROOM)
+        assert function.bytes_per_token * 3 * ROOM == 2 * cache.keys.numel() * cache.keys.element_size()

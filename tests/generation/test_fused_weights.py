@@ -1,0 +1,251 @@
+"""The decode step's tensors follow the trained ones: no copy is stale, what lies side by side is no copy at all."""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.decode_models import DEVICE, FUSED, PAD, fused, llama, opt, plain_logits, shaken
+from torch import nn
+
+from pipeline.generation.fused import DecodeModel
+from pipeline.generation.fused_weights import DecodeWeights, Held, Shard, adjacent
+from pipeline.models.architecture import read_architecture
+from pipeline.models.lora import add_lora
+
+IDS = [5, 77]
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+
+
+@torch.no_grad()
+def last_logits(function: DecodeModel) -> torch.Tensor:
+    """(V,) behind IDS, which pass through every weight."""
+    function.prepare(4)
+    one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    ids, length = torch.tensor([IDS], device=DEVICE), torch.tensor([len(IDS)], device=DEVICE)
+    return function.prompt(ids, length, function.new_cache(1, 4), slots=one, source=one)[0]
+
+
+# Those of a layer's own kind: the others' names occur in the two models that are gone through whole.
+OWN = {"opt": "", "llama": "", "opt-350m": "project", "qwen2": "layers.1.self_attn", "qwen3": "1.self_attn"}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_no_tensor_is_stale_after_a_refresh(name):
+    """One parameter changes at a time; the logits are the model's again."""
+    model = FUSED[name]()
+    function = fused(model)
+    before = last_logits(function)
+    stale = []
+    for key, parameter in model.named_parameters():
+        if OWN[name] not in key:
+            continue
+        kept = parameter.detach().clone()
+        shaken(parameter)
+        function.weights.refresh()
+        expected = plain_logits(model, IDS)[-1]
+        # A bias of the keys shifts all scores of a query alike: no model feels it.
+        moved = (expected - before).abs().max() > 1e-3 or key.endswith("k_proj.bias")
+        if not moved or not torch.allclose(last_logits(function), expected, **TOLERANCE):
+            stale.append(key)
+        parameter.data.copy_(kept)
+    assert stale == []
+
+
+def test_a_refresh_keeps_every_address():
+    """A captured graph stays valid."""
+    model = llama(attention_bias=True)
+    function = fused(model)
+    last_logits(function)
+    addresses = function.addresses()
+    for parameter in model.parameters():
+        shaken(parameter)
+    function.weights.refresh()
+    assert function.addresses() == addresses and len(set(addresses)) == len(addresses)
+    function.prepare(4)
+    assert function.addresses() == addresses
+
+
+def test_a_change_without_a_refresh_is_not_seen_where_there_are_copies():
+    """What the tests above rely on: there is something to refresh."""
+    model = llama()
+    function = fused(model)
+    before = last_logits(function)
+    shaken(model.model.layers[1].self_attn.k_proj.weight)
+    assert torch.equal(last_logits(function), before)
+
+
+# --- views instead of copies ---
+
+
+@torch.no_grad()
+def flattened(model: nn.Module) -> None:
+    """Lay all matrices out in one buffer and all vectors in another, in their order, as DeepSpeed's groups do."""
+    for is_matrix in (True, False):
+        group = [parameter for parameter in model.parameters() if (parameter.dim() > 1) == is_matrix]
+        buffer = torch.cat([parameter.flatten() for parameter in group])
+        start = 0
+        for parameter in group:
+            end = start + parameter.numel()
+            parameter.data = buffer[start:end].view_as(parameter)
+            start = end
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "llama, own keys, tied", "llama with biases", "qwen2", "qwen3"])
+def test_nothing_is_copied_where_weights_lie_side_by_side(name):
+    model = FUSED[name]()
+    flattened(model)
+    function = fused(model)
+    assert function.weights.num_copied_bytes == 0
+    order = "kvq" if name.startswith("opt") else "qkv"
+    assert all(block.order == list(order) for block in function.weights.blocks)
+    torch.testing.assert_close(last_logits(function), plain_logits(model, IDS)[-1], **TOLERANCE)
+    for parameter in model.parameters():
+        shaken(parameter)
+    torch.testing.assert_close(last_logits(function), plain_logits(model, IDS)[-1], **TOLERANCE)
+
+
+def test_joined_projections_alone_are_copied_elsewhere():
+    model = opt()
+    layer = model.model.decoder.layers[0].self_attn
+    joined = [getattr(layer, f"{name}_proj") for name in "qkv"]
+    numbers = sum(p.numel() for module in joined for p in module.parameters())
+    assert fused(model).weights.num_copied_bytes == 2 * numbers * 4
+
+
+def pieces() -> Iterator[tuple[str, list[torch.Tensor]]]:
+    buffer = torch.arange(60.0)
+    first, second, third = (buffer[start : start + 20].view(5, 4) for start in (0, 20, 40))
+    other = torch.zeros(5, 4)
+    array = np.zeros(40, dtype=np.float32)
+    yield "a gap", [first, third]
+    yield "the other order", [second, first]
+    yield "one twice", [first, first]
+    yield "another storage", [first, other]
+    yield "the next address of another storage", [torch.from_numpy(array[:20]), torch.from_numpy(array[20:])]
+    yield "another width", [first, buffer[20:40].view(4, 5)]
+    yield "another type", [first, buffer.view(torch.int32)[20:40].view(5, 4)]
+    yield "not contiguous", [first, buffer[20:40].view(4, 5).T]
+    yield "a first part that is not contiguous", [buffer[0:20].view(4, 5).T, second]
+
+
+@pytest.mark.parametrize(("what", "parts"), pieces(), ids=[what for what, _ in pieces()])
+def test_what_does_not_lie_side_by_side(what, parts):
+    assert adjacent(parts) is None
+
+
+def test_what_lies_side_by_side_is_one_view():
+    buffer = torch.arange(60.0)
+    parts = [buffer[8:20].view(3, 4), buffer[20:40].view(5, 4), buffer[40:44].view(1, 4)]
+    found = adjacent(parts)
+    assert found is not None and torch.equal(found, torch.cat(parts)) and found.data_ptr() == parts[0].data_ptr()
+    buffer[30] = -1.0
+    assert torch.equal(found, torch.cat(parts))
+    vectors = adjacent([buffer[3:5], buffer[5:9]])
+    assert vectors is not None and vectors.tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert torch.equal(adjacent(parts[:1]), parts[0])
+
+
+def test_a_held_tensor_turns_from_copy_to_view_and_back():
+    """DeepSpeed may move weights; what was held then follows."""
+    sources = [torch.zeros(2, 3), torch.ones(1, 3)]
+    held = Held(lambda: sources, copied=False, of=[])
+    held.refresh()
+    assert held.num_bytes == 36 and held.tensor.sum() == 3
+    buffer = torch.arange(9.0)
+    sources[:] = [buffer[:6].view(2, 3), buffer[6:].view(1, 3)]
+    held.refresh()
+    assert held.num_bytes == 0 and held.tensor.data_ptr() == buffer.data_ptr()
+    sources[:] = [torch.full((2, 3), 4.0), torch.full((1, 3), 5.0)]
+    held.refresh()
+    assert held.tensor.flatten().tolist() == [4.0] * 6 + [5.0] * 3
+
+
+# --- LoRA ---
+
+
+def with_lora(model: Any, *, only_lora: bool = True, **settings: Any) -> Any:
+    """All A and B random."""
+    given = {"dim": 3, "alpha": 12, "dropout": 0.0, "module_name": "all-linear"} | settings
+    wrapped = add_lora(model, only_lora=only_lora, task="CAUSAL_LM", seed=1, **given).eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            shaken(parameter)
+    return wrapped
+
+
+@pytest.mark.parametrize("module_name", ["all-linear", "v_proj"])
+@pytest.mark.parametrize("make", [opt, llama])
+def test_adapters_are_added_to_a_copy(make, module_name):
+    wrapped = with_lora(make(), module_name=module_name)
+    before = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    function = fused(wrapped)
+    torch.testing.assert_close(last_logits(function), plain_logits(wrapped, IDS)[-1], **TOLERANCE)
+    with wrapped.disable_adapter():
+        assert (plain_logits(wrapped, IDS)[-1] - last_logits(function)).abs().max() > 1e-2
+    for name, parameter in wrapped.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+        if "lora_" in name:
+            shaken(parameter)
+    function.weights.refresh()
+    torch.testing.assert_close(last_logits(function), plain_logits(wrapped, IDS)[-1], **TOLERANCE)
+
+
+def test_adapters_of_the_projections_around_the_layers_are_added():
+    """OPT-350m's embeddings are narrower than its layers: all-linear adapters stand there too."""
+    model = with_lora(FUSED["opt-350m"]())
+    adapters = {name: value for name, value in model.named_parameters() if "project_" in name and "lora_" in name}
+    assert len(adapters) == 4
+    for parameter in adapters.values():
+        shaken(parameter)
+    torch.testing.assert_close(last_logits(fused(model)), plain_logits(model, IDS)[-1], **TOLERANCE)
+
+
+def test_copies_go_with_the_decode_weights():
+    """At once: the next update wants their memory, and garbage may be collected much later."""
+    weights = fused(llama()).weights
+    copy = weakref.ref(weights.blocks[0].qkv.weight)
+    assert copy() is not None and weights.num_copied_bytes
+    del weights
+    assert copy() is None
+
+
+def test_what_will_be_copied_is_known_before():
+    """Of layers that lie apart, that have adapters, or that two ranks share; nothing of what can be looked at."""
+    for model in (llama(), opt()):
+        assert known_before(DecodeWeights(read_architecture(model))) > 0
+        for rank in (0, 1):
+            assert known_before(DecodeWeights(read_architecture(model), Shard(rank, 2))) > 0
+        flattened(model)
+        assert known_before(DecodeWeights(read_architecture(model))) < 1000, "biases at the most"
+    for name in ("v_proj", "o_proj", "up_proj", "down_proj"):
+        assert known_before(DecodeWeights(read_architecture(with_lora(llama(), module_name=name)))) > 0
+
+
+def known_before(weights: DecodeWeights) -> int:
+    """Bytes that `refresh` copies, and has said that it would."""
+    said = weights.num_bytes_to_copy
+    weights.refresh()
+    assert weights.num_copied_bytes == said
+    return said
+
+
+def test_adapters_are_added_where_the_weights_lie_side_by_side_too():
+    model = llama()
+    flattened(model)
+    wrapped = with_lora(model, module_name="q_proj")
+    torch.testing.assert_close(last_logits(fused(wrapped)), plain_logits(wrapped, IDS)[-1], **TOLERANCE)
+
+
+# --- parts of a rank ---
+
+
+def test_parts_of_ranks_make_up_the_whole():
+    weight, bias = torch.arange(24.0).view(4, 6), torch.arange(4.0)
+    shards = [Shard(rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat([shard.rows(weight) for shard in shards]), weight)
+    assert torch.equal(torch.cat([shard.columns(weight) for shard in shards], 1), weight)
+    assert torch.equal(sum(shard.once(bias) for shard in shards), bias)
+    assert PAD not in IDS

@@ -1,0 +1,143 @@
+"""Step 3 with each rung, in this process: the rung changes how fast responses come, and no number."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.decode_models import fewer_idle_steps
+from support.in_process import error_lines, leave_group, undone_afterwards
+from support.tiny_run import make_folder, read_metrics, write_lines
+
+from pipeline.generation.hybrid_engine import HybridEngine
+from step3_ppo.main import main
+
+TOLERANCE = 1e-4
+LORA = {"actor_lora_dim": 2, "actor_lora_module_name": "q_proj", "actor_learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short prompts: in the interpreter each of their tokens counts."""
+    leave_group()  # DeepSpeed keeps that of an earlier file
+    folder = make_folder(tmp_path_factory.mktemp("rungs"), num_train=8, num_test=2)
+    rows = [{"prompt": f"{n}?", "chosen": "It was calm.", "rejected": "It was bitter."} for n in range(9)]
+    write_lines(folder / "train.jsonl", rows[:8])
+    write_lines(folder / "one.jsonl", rows[8:])
+    return folder
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[HybridEngine]:
+    """The hybrid engines that runs make from now on."""
+    made: list[HybridEngine] = []
+    first = HybridEngine.__init__
+
+    def watched(self: HybridEngine, *given: Any, **more: Any) -> None:
+        made.append(self)
+        first(self, *given, **more)
+
+    monkeypatch.setattr(HybridEngine, "__init__", watched)
+    fewer_idle_steps(monkeypatch)
+    return made
+
+
+def run(folder: Path, out: Path, **changes: object) -> int:
+    """Two rollouts of two prompts with an update on each."""
+    flags = {
+        "actor_model_name_or_path": folder / "base",
+        "critic_model_name_or_path": folder / "scorer",
+        "data_path": folder / "train.jsonl",
+        "eval_data_path": folder / "one.jsonl",
+        "data_split": "none",
+        "data_output_path": folder / "cache",
+        "max_prompt_seq_len": 32,
+        "max_answer_seq_len": 5,
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "per_device_generation_batch_size": 2,
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+        "enable_tensorboard": "false",
+        "dtype": "fp32",
+        "output_dir": out,
+        **changes,
+    }
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    with undone_afterwards():
+        return main(words)
+
+
+def lines(out: Path) -> list[dict[str, float]]:
+    (file,) = out.rglob("metrics.jsonl")
+    return read_metrics(file.parent)
+
+
+def assert_same_metrics(mine: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs]
+    seen = set()
+    for ours, expected in zip(mine, theirs, strict=True):
+        for name, value in expected.items():
+            if name.startswith(("objective/", "eval_objective/", "loss/", "reward", "policy/", "value/")):
+                seen.add(name)
+                assert math.isclose(ours[name], value, rel_tol=TOLERANCE, abs_tol=TOLERANCE), name
+        for prefix in ("", "eval_"):
+            assert abs(ours.get(f"{prefix}policy/sampler_error", 0.0)) < TOLERANCE
+        assert ours.get("policy/first_ratio_error", 0.0) == 0.0
+    assert {"objective/kl", "objective/scores", "policy/sampler_error", "policy/first_ratio_error"} <= seen
+
+
+@pytest.fixture(scope="module")
+def eager(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """Metrics of the eager rung, without and with adapters."""
+    found = {}
+    for name, settings in (("plain", {}), ("lora", LORA)):
+        out = tmp_path_factory.mktemp(f"eager-{name}")
+        assert run(folder, out / "model", generation_engine="eager", **settings) == 0
+        found[name] = lines(out)
+    return found
+
+
+@pytest.mark.parametrize("rung", ["fused", "static"])
+def test_a_run_with_another_rung_has_the_same_numbers(rung, folder, tmp_path, eager, engines):
+    assert run(folder, tmp_path / "model", generation_engine=rung) == 0
+    assert_same_metrics(lines(tmp_path), eager["plain"])
+    (hybrid,) = engines
+    assert hybrid.rung == rung and hybrid._generator._arena is not None
+    (log,) = tmp_path.rglob("log.txt")
+    assert f"generation: {rung} rung" in log.read_text()
+
+
+def test_the_inference_cache_is_released(folder, tmp_path, eager, engines):
+    flags = {"generation_engine": "static", "release_inference_cache": "true"}
+    assert run(folder, tmp_path / "model", **flags) == 0
+    assert_same_metrics(lines(tmp_path), eager["plain"])
+    assert engines[0].rung == "static" and engines[0]._generator is None
+
+
+def test_adapters_beside_the_weights(folder, tmp_path, eager, engines):
+    """The rung that knows them is the model's own forward pass."""
+    flags = {"generation_engine": "static", "merge_lora_for_generation": "false", **LORA}
+    assert run(folder, tmp_path / "model", **flags) == 0
+    assert engines[0].rung == "static"
+    assert_same_metrics(lines(tmp_path), eager["lora"])
+
+
+REFUSED = {
+    "adapters beside": (
+        {"generation_engine": "fused", "merge_lora_for_generation": "false", **LORA},
+        "--generation_engine fused: it knows no adapters beside the weights",
+    ),
+    "ranks that are not there": (
+        {"generation_engine": "fused", "inference_tp_size": 2},
+        "--inference_tp_size 2: must divide the 1 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_is_refused(name, folder, tmp_path, capfd):
+    flags, complaint = REFUSED[name]
+    assert run(folder, tmp_path / "model", **flags) == 2
+    found = error_lines(capfd.readouterr().err)
+    assert len(found) == 1 and found[0].startswith(f"error: {complaint}"), found

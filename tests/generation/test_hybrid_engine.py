@@ -1,0 +1,221 @@
+"""The hybrid engine's fused rung under DeepSpeed in a world of one: after a step it samples from the new weights.
+
+Every parameter changes between two rollouts; the second is compared with the eager loop on the weights as they are.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.decode_models import EOS, PAD, assert_same, fewer_idle_steps, llama, opt, random_prompts, shaken_all
+from support.in_process import group_of_one
+
+from pipeline import dist
+from pipeline.configuration.ds_config import training_config
+from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.gradients import step_together
+from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.errors import InputError
+from pipeline.generation.backends import RungSettings
+from pipeline.generation.eager import GenerationStopped, RandomKey, Rollout, Sampling
+from pipeline.generation.hybrid_engine import GenerationOptions, HybridEngine, generation_options
+from pipeline.models.causal_lm import CausalLM
+from pipeline.models.lora import add_lora, merged_weight
+from pipeline.partitions import gathered
+from step3_ppo.config import PPOConfig
+
+FUSED = GenerationOptions(rung=RungSettings(wanted="fused"))
+PROMPTS = random_prompts((3, 1))
+SETTINGS: dict[str, Any] = {"num_samples": 1, "sampling": Sampling(3), "key": RandomKey(3, "rollout")}
+MAKERS = {"opt": opt, "llama": llama}
+CASES = [("opt", 0), ("opt", 1), ("opt", 2), ("opt", 3), ("llama", 3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[dist.World]:
+    with group_of_one() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer_idle_steps(monkeypatch)
+
+
+def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
+    """All parameters of ZeRO-3 are partitioned, and of stage 2 too on one rank."""
+    module = CausalLM(model)
+    partitioned = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
+    settings = training_config(
+        partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=1,
+        world_size=1, max_grad_norm=0.0, run_dir="unused", device=next(model.parameters()).device.type,
+    )  # fmt: skip
+    settings["zero_optimization"]["stage"] = zero_stage
+    groups = parameter_groups(module, learning_rate=0.05, weight_decay=0.1, lora_learning_rate=0.05)
+    return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=1e-8)
+
+
+def trained(engine: TrainingEngine) -> None:
+    """One optimizer step on random rows."""
+    device = next(engine.module.parameters()).device
+    ids = torch.randint(3, 300, (4, 9), generator=torch.Generator().manual_seed(2)).to(device)
+    chosen = torch.ones(4, 8, dtype=torch.bool, device=device)
+    loss = -engine(ids, attention_mask=torch.ones_like(ids, dtype=torch.bool), selected=chosen).log_probs.mean()
+    engine.backward(loss, last=True)
+    assert step_together([engine], 1.0, loss=loss)
+
+
+def weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    parameters = dict(engine.module.named_parameters())
+    with gathered(parameters.values()):
+        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def change_everything(engine: TrainingEngine) -> None:
+    """A step of the optimizer, and then every number, also those that a step leaves alone."""
+    before = weights(engine)
+    trained(engine)
+    stepped = weights(engine)
+    assert sum(bool((stepped[name] != value).any()) for name, value in before.items()) > len(before) / 3
+    parameters = list(engine.module.parameters())
+    with gathered(parameters, writer=True):
+        shaken_all(parameters)
+    after = weights(engine)
+    assert all((after[name] != before[name]).any() and (after[name] != stepped[name]).any() for name in before)
+
+
+def hybrid_of(engine: TrainingEngine, options: GenerationOptions = FUSED) -> HybridEngine:
+    return HybridEngine(engine, eos_ids=frozenset({EOS}), pad_id=PAD, options=options)
+
+
+def rollout(hybrid: HybridEngine) -> Rollout:
+    with hybrid.generation():
+        return hybrid.generate(PROMPTS, **SETTINGS)
+
+
+def eager(engine: TrainingEngine) -> Rollout:
+    return rollout(hybrid_of(engine, GenerationOptions(rung=RungSettings(wanted="eager"))))
+
+
+def far_apart(first: Rollout, second: Rollout) -> bool:
+    return any(abs(a[0] - b[0]) > 1e-2 for a, b in zip(first.log_probs, second.log_probs, strict=True))
+
+
+@pytest.mark.parametrize(("name", "zero_stage"), CASES)
+def test_after_a_step_the_rollout_uses_the_new_weights(name, zero_stage):
+    engine = engine_of(MAKERS[name](), zero_stage)
+    hybrid = hybrid_of(engine)
+    first = rollout(hybrid)
+    assert_same(first, eager(engine))
+    arena = hybrid._generator._arena
+    change_everything(engine)
+    second = rollout(hybrid)
+    assert_same(second, eager(engine))
+    assert far_apart(first, second)
+    assert hybrid._generator._arena is arena, "addresses stay: a graph would"
+
+
+@pytest.mark.parametrize(("zero_stage", "only_lora"), [(0, True), (2, False), (3, True), (3, False)])
+def test_after_a_step_the_rollout_uses_the_new_adapters(zero_stage, only_lora):
+    """Sampled from a merged copy: equal to base and adapters apart, and the base is as it was to the bit."""
+    wrapped = add_lora(
+        opt(), dim=3, alpha=12, dropout=0.0, module_name="all-linear", only_lora=only_lora, task="CAUSAL_LM", seed=1
+    )
+    engine = engine_of(wrapped, zero_stage)
+    hybrid = hybrid_of(engine)
+    first = rollout(hybrid)
+    assert_same(first, eager(engine))
+    arena = hybrid._generator._arena
+    change_everything(engine)
+    before = weights(engine)
+    second = rollout(hybrid)
+    assert_same(second, eager(engine), tolerance=1e-4)
+    assert far_apart(first, second)
+    assert hybrid._generator._arena is arena, "addresses stay: a graph would"
+    after = weights(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_merged_weights_are_those_of_peft():
+    wrapped = add_lora(
+        llama(), dim=3, alpha=7, dropout=0.0, module_name="all-linear", only_lora=True, task="CAUSAL_LM", seed=1
+    )
+    shaken_all(list(wrapped.parameters()))
+    layer = wrapped.base_model.model.model.layers[0].self_attn.v_proj
+    expected = layer.get_base_layer().weight + layer.get_delta_weight("default")
+    torch.testing.assert_close(merged_weight(layer), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_in_deepspeeds_flat_buffer_nothing_is_copied(zero_stage):
+    hybrid = hybrid_of(engine_of(llama(), zero_stage))
+    rollout(hybrid)
+    assert hybrid._generator.model.weights.num_copied_bytes == 0
+
+
+def test_zero_3_copies_each_number_once():
+    engine = engine_of(llama(), 3)
+    hybrid = hybrid_of(engine)
+    rollout(hybrid)
+    numbers = sum(value.numel() for value in weights(engine).values())
+    assert hybrid._generator.model.weights.num_copied_bytes == 4 * numbers
+
+
+def test_the_cache_is_given_back_where_wanted():
+    engine = engine_of(opt(), 0)
+    kept, released = hybrid_of(engine), hybrid_of(engine, GenerationOptions(FUSED.rung, release_cache=True))
+    first = rollout(kept)
+    assert kept._generator._arena is not None
+    with released.generation():
+        assert_same(released.generate(PROMPTS, **SETTINGS), first)
+        assert released._generator._arena is not None
+    assert released._generator is None
+    assert_same(rollout(released), first)
+
+
+def test_training_goes_on_after_a_rollout_that_was_broken_off():
+    engine = engine_of(opt(), 3)
+    hybrid = hybrid_of(engine)
+    with pytest.raises(GenerationStopped), hybrid.generation():
+        assert not engine.module.training
+        hybrid.generate(PROMPTS, **SETTINGS, should_stop=lambda: True)
+    assert engine.module.training
+    with pytest.raises(RuntimeError, match="outside generation"):
+        hybrid.generate(PROMPTS, **SETTINGS)
+    trained(engine)
+    assert_same(rollout(hybrid), eager(engine))
+
+
+def test_prompts_at_once_are_slots():
+    engine = engine_of(opt(), 0)
+    for options in (FUSED, GenerationOptions(rung=RungSettings(wanted="static"))):
+        hybrid = hybrid_of(engine, options)
+        with hybrid.generation():
+            found = hybrid.generate(PROMPTS, **(SETTINGS | {"num_samples": 2}), batch_size=1)
+        assert hybrid._generator._arena.num_slots == 2 and len(found.responses) == 4
+
+
+def test_ranks_that_do_not_divide_are_refused():
+    options = GenerationOptions(FUSED.rung, group_size=2)
+    with pytest.raises(InputError, match="inference_tp_size 2: must divide the 1 ranks"):
+        hybrid_of(engine_of(opt(), 0), options)
+
+
+def test_flags_become_options():
+    config = PPOConfig.model_validate(
+        {
+            "actor": {"model_name_or_path": "a"}, "critic": {"model_name_or_path": "c"},
+            "data": {"data_path": ["d"], "max_prompt_seq_len": 30},
+            "sampling": {
+                "max_answer_seq_len": 12, "generation_engine": "static", "merge_lora_for_generation": False,
+                "release_inference_cache": True, "inference_tp_size": 4, "rollout_weights": "whole",
+                "per_device_generation_batch_size": 16, "num_samples_per_prompt": 2,
+            },
+        }
+    )  # fmt: skip
+    rung = RungSettings("static", merge_lora=False, positions=42)
+    assert generation_options(config) == GenerationOptions(rung, True, 4, "whole", slots=32)
+    optimizer = config.optimizer.model_copy(update={"per_device_eval_batch_size": 40})
+    assert generation_options(config.model_copy(update={"optimizer": optimizer})).slots == 40

@@ -1,0 +1,249 @@
+"""Tokens drawn by the kernels: their distribution, its exact inverse, and what becomes of a row's state.
+
+The kernels go through the vocabulary in blocks; tests that draw much make the blocks small instead of the vocabulary
+large.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.chi_square import exact_probabilities, p_value
+from support.decode_models import DEVICE, PAD
+
+from pipeline.generation import slot_sampling as sampling_module
+from pipeline.generation.eager import RandomKey, Sampling, rollout_uniforms
+from pipeline.generation.slot_sampling import Slots, Written, draw_tokens, padded_eos
+
+NEAR_0, NEAR_1 = 2.0**-53, 1.0 - 2.0**-53
+MOST_LIKELY_BY_CHANCE = 1e-3
+
+
+@dataclass
+class Drawn:
+    """What one draw of M rows, each in its own slot and response, left behind."""
+
+    slots: Slots
+    written: Written
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.written.tokens[:, 0]
+
+    @property
+    def log_probs(self) -> torch.Tensor:
+        return self.written.log_probs[:, 0]
+
+
+def drawn(
+    logits: torch.Tensor, uniforms: torch.Tensor | list[float], *, ends: tuple[int, ...] = (), **given: Any
+) -> Drawn:
+    """The first token of each row."""
+    rows = len(logits)
+    slots = Slots.empty(rows, DEVICE)
+    slots.active.fill_(1)
+    slots.row.copy_(torch.arange(rows))
+    written = Written.empty((rows, 1), pad_id=PAD, device=DEVICE)
+    found = Drawn(slots, written)
+    uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE).reshape(rows, 1)
+    draw_tokens(
+        logits.to(DEVICE).contiguous(), torch.arange(rows, device=DEVICE), slots, written, uniforms=uniforms,
+        eos=padded_eos(frozenset(ends), DEVICE), sampling=Sampling(1, **given),
+    )  # fmt: skip
+    return found
+
+
+def keyed_uniforms(count: int, seed: int) -> torch.Tensor:
+    """Of `count` responses to one prompt: the very numbers of a rollout."""
+    prompt_ids, samples = torch.full((count,), 12345, device=DEVICE), torch.arange(count, device=DEVICE) % 4096
+    return rollout_uniforms(RandomKey(seed, "rollout", 1), prompt_ids, samples, 1)
+
+
+# --- the distribution ---
+
+LOGITS = torch.tensor([1.2, -0.5, 0.3, 2.0, -3.0, 0.0, 1.9, -1.0, 0.8, 0.81, -0.2, 1.0, -float("inf"), 0.5, 1.5])
+CHI_SQUARES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_p": {"top_p": 0.75},
+    "top_k": {"top_k": 6},
+    "all": {"temperature": 1.7, "top_p": 0.8, "top_k": 9},
+}
+EVERYTHING_KEPT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+
+
+def counts(settings: dict[str, Any], draws: int, seed: int = 1) -> torch.Tensor:
+    tokens = drawn(LOGITS.expand(draws, -1), keyed_uniforms(draws, seed), **settings).tokens
+    return torch.bincount(tokens.cpu(), minlength=len(LOGITS))
+
+
+def expected(settings: dict[str, Any]) -> torch.Tensor:
+    return exact_probabilities(LOGITS, **(EVERYTHING_KEPT | settings))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks of the vocabulary of LOGITS, the last one with 3 tokens."""
+    monkeypatch.setattr(sampling_module, "BLOCK", 4)
+
+
+def test_draws_follow_the_exact_distribution_and_no_other(small_blocks):
+    found = counts({}, 200)
+    assert p_value(found, expected({})) > MOST_LIKELY_BY_CHANCE
+    for settings in ({"temperature": 0.6}, {"temperature": 2.5}, {"top_p": 0.9}, {"top_k": 8}):
+        assert p_value(found, expected(settings)) < MOST_LIKELY_BY_CHANCE, settings
+
+
+def test_truncated_draws_follow_the_exact_distribution(small_blocks):
+    settings = CHI_SQUARES["all"]
+    assert p_value(counts(settings, 200), expected(settings)) > MOST_LIKELY_BY_CHANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHI_SQUARES)
+def test_many_draws_follow_the_exact_distribution(small_blocks, name):
+    assert p_value(counts(CHI_SQUARES[name], 2000), expected(CHI_SQUARES[name])) > MOST_LIKELY_BY_CHANCE
+
+
+def test_the_chi_square_test_by_hand():
+    """Quantiles from tables: 3.841 with 1 degree of freedom, 5.991 with 2."""
+    assert p_value(torch.tensor([60, 40]), torch.tensor([0.5, 0.5])) == pytest.approx(0.0455, abs=1e-4)
+    third = torch.ones(3) / 3
+    assert p_value(torch.tensor([100, 100, 100]), third) == pytest.approx(1.0)
+    assert p_value(torch.tensor([117, 100, 83]), third) == pytest.approx(0.0555, abs=1e-3)
+    assert p_value(torch.tensor([1, 99]), torch.tensor([0.0, 1.0])) == 0.0
+
+
+# --- the inverse of the cumulative distribution ---
+
+
+def by_the_book(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
+    cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    return (cumulative <= uniforms.reshape(-1, 1)).sum(-1)
+
+
+# Sizes about a block of 2048: below, at, above, several, not a multiple.
+@pytest.mark.parametrize("width", [1, 2, 301, 2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_and_log_probs_at_odd_sizes(width, dtype):
+    generator = torch.Generator().manual_seed(width)
+    logits = (3 * torch.randn(6, width, generator=generator)).to(dtype)
+    uniforms = torch.rand(6, generator=generator, dtype=torch.float64)
+    found = drawn(logits, uniforms, temperature=0.9)
+    expected = by_the_book(logits, uniforms, 0.9)
+    assert found.tokens.tolist() == expected.tolist()
+    log_probs = (logits.double() / 0.9).log_softmax(-1).gather(1, expected[:, None])[:, 0]
+    torch.testing.assert_close(found.log_probs.cpu().double(), log_probs, rtol=0.0, atol=1e-5)
+
+
+def test_equal_logits_are_equally_likely():
+    """The token is floor(u V), also where u falls into another block."""
+    width = 5000
+    uniforms = [NEAR_0, 0.25, 2047.5 / width, 2048.5 / width, 0.9, NEAR_1]
+    found = drawn(torch.full((6, width), -7.25), uniforms)
+    assert found.tokens.tolist() == [0, 1250, 2047, 2048, 4500, 4999]
+    torch.testing.assert_close(found.log_probs.cpu(), torch.full((6,), 1 / width).log(), rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 2047, 2048, 4999])
+def test_the_only_possible_token_is_drawn(place):
+    logits = torch.full((3, 5000), -float("inf"))
+    logits[:, place] = 3.0
+    found = drawn(logits, [NEAR_0, 0.5, NEAR_1])
+    assert found.tokens.tolist() == [place] * 3 and found.log_probs.tolist() == [0.0] * 3
+
+
+def test_blocks_without_any_mass_are_passed_over():
+    """Tokens 2100 and 2101 of three blocks, and beside them nothing."""
+    logits = torch.full((4, 5000), -float("inf"))
+    logits[:, 2100:2102] = 0.5
+    assert drawn(logits, [NEAR_0, 0.49, 0.51, NEAR_1]).tokens.tolist() == [2100, 2100, 2101, 2101]
+
+
+def test_tokens_that_underflow_are_never_drawn():
+    """Mass lies in the first block alone; at both ends of [0, 1] rounding must not lead out of it."""
+    logits = torch.full((2, 5000), -500.0)
+    logits[:, 7:9] = 40.0
+    assert drawn(logits, [NEAR_0, NEAR_1]).tokens.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("width", [300, 2100])
+def test_rounding_never_leads_past_the_last_token(width):
+    """Sums of fp32 numbers are not those of fp64: the target may lie beyond all of them."""
+    logits = 2 * torch.randn(12, width, generator=torch.Generator().manual_seed(1))
+    logits[6:, -40:] = -float("inf")
+    assert drawn(logits, [NEAR_1] * 12).tokens.tolist() == [width - 1] * 6 + [width - 41] * 6
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.7, "temperature": 0.5}])
+def test_truncated_draws_keep_the_whole_distributions_log_probs(settings):
+    """What PPO's ratio needs: log-probabilities at the temperature, of all tokens."""
+    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, -1.0]]).repeat(5, 1)
+    found = drawn(logits, [NEAR_0, 0.3, 0.6, 0.9, NEAR_1], **settings)
+    kept = exact_probabilities(logits[0], **(EVERYTHING_KEPT | settings))
+    assert kept[found.tokens.cpu()].min() > 0
+    assert found.tokens[-1] == kept.nonzero().max(), "u near 1 gives the last token that is kept"
+    expected = (logits[0] / settings.get("temperature", 1.0)).log_softmax(0)[found.tokens.cpu()]
+    torch.testing.assert_close(found.log_probs.cpu(), expected, rtol=0.0, atol=1e-5)
+
+
+def test_rows_of_equal_logits_differ_by_their_uniforms():
+    found = drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 2))
+    assert len(set(found.tokens.tolist())) > 4
+    assert found.tokens.tolist() == drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 2)).tokens.tolist()
+    assert found.tokens.tolist() != drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 3)).tokens.tolist()
+
+
+# --- the state of rows ---
+
+
+def fill(values: torch.Tensor, numbers: list[int]) -> None:
+    values.copy_(torch.tensor(numbers))
+
+
+def test_a_draw_moves_its_row_on_and_leaves_the_others_alone():
+    """Four slots, three rows of logits in another order; slot 1 is not active, slot 3 is not asked for.
+
+    Slot 0 writes the last token of response 2, slot 2 writes an end as the second of response 0.
+    """
+    slots, written = Slots.empty(4, DEVICE), Written.empty((3, 3), pad_id=PAD, device=DEVICE)
+    fill(slots.tokens, [50, 51, 52, 53])
+    fill(slots.lengths, [9, 8, 7, 6])
+    fill(slots.active, [1, 0, 1, 1])
+    fill(slots.row, [2, 1, 0, 1])
+    fill(slots.place, [2, 1, 1, 0])
+    one_hot = torch.full((3, 8), -float("inf"))
+    one_hot[0, 5], one_hot[1, 4], one_hot[2, 3] = 0.0, 0.0, 0.0
+    draw_tokens(
+        one_hot.to(DEVICE), torch.tensor([2, 1, 0], device=DEVICE), slots, written,
+        uniforms=torch.full((3, 3), 0.5, dtype=torch.float64, device=DEVICE),
+        eos=padded_eos(frozenset({5, 6, 7}), DEVICE), sampling=Sampling(3),
+    )  # fmt: skip
+    assert slots.tokens.tolist() == [3, 51, 5, 53]
+    assert slots.lengths.tolist() == [9, 8, 7, 6]
+    assert slots.active.tolist() == [0, 0, 0, 1]
+    assert slots.place.tolist() == [3, 1, 2, 0]
+    assert written.tokens.tolist() == [[PAD, 5, PAD], [PAD] * 3, [PAD, PAD, 3]]
+    assert written.lengths.tolist() == [2, 0, 3]
+    assert written.finished.tolist() == [1, 0, 0], "a cut response has no end"
+
+
+def test_each_token_takes_the_uniform_of_its_own_place():
+    logits = torch.zeros(2, 10)
+    slots, written = Slots.empty(2, DEVICE), Written.empty((2, 4), pad_id=PAD, device=DEVICE)
+    slots.active.fill_(1)
+    fill(slots.row, [1, 0])
+    fill(slots.place, [3, 1])
+    uniforms = torch.tensor([[0.05, 0.15, 0.25, 0.35], [0.45, 0.55, 0.65, 0.75]], dtype=torch.float64, device=DEVICE)
+    draw_tokens(
+        logits.to(DEVICE), torch.arange(2, device=DEVICE), slots, written, uniforms=uniforms,
+        eos=padded_eos(frozenset(), DEVICE), sampling=Sampling(4),
+    )  # fmt: skip
+    assert slots.tokens.tolist() == [7, 1]
+
+
+def test_end_ids_are_filled_up_with_what_no_token_is():
+    assert padded_eos(frozenset({9, 2, 5}), DEVICE).tolist() == [2, 5, 9, -1]
+    assert padded_eos(frozenset(), DEVICE).tolist() == [-1]
+    assert padded_eos(frozenset({4}), DEVICE).tolist() == [4]

@@ -1,0 +1,354 @@
+"""Streamed layers in one process: where they lie, what ranks make of their slices, what is refused; the ranks' pace.
+
+tests/multi/test_ranks_streaming.py has real ranks under ZeRO-3.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.decode_models import (
+    DEVICE,
+    EOS,
+    FUSED,
+    PAD,
+    assert_same,
+    fewer_idle_steps,
+    llama,
+    opt,
+    plain_logits,
+    random_prompts,
+    rollouts,
+    shaken_all,
+)
+from support.in_process import error_lines, leave_group, undone_afterwards
+from support.tiny_run import make_folder
+
+from pipeline.dist import RankGroup
+from pipeline.errors import InputError
+from pipeline.generation import streaming
+from pipeline.generation.eager import GenerationStopped, RandomKey, Sampling
+from pipeline.generation.fused import DecodeModel
+from pipeline.generation.generator import Generator
+from pipeline.generation.hybrid_engine import GenerationOptions, HybridEngine, generation_options
+from pipeline.generation.memory_budget import check_stream_fits, whole_weights_fit
+from pipeline.generation.scheduler import Pace
+from pipeline.generation.slots import Arena
+from pipeline.generation.static import OwnForward
+from pipeline.generation.streaming import ALIGNMENT, Ring, Spec, StreamedWeights, plan_groups
+from pipeline.models.architecture import read_architecture
+from pipeline.models.lora import add_lora
+from step3_ppo.config import PPOConfig
+from step3_ppo.main import main
+
+IDS = [5, 77]
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+
+# --- groups ---
+
+
+def layer(*units: int) -> list[Spec]:
+    """Tensors that fill this many units of ALIGNMENT, but for their last bytes."""
+    return [Spec((ALIGNMENT * unit - 2,), torch.uint8) for unit in units]
+
+
+# (units of each layer, limit in units, layers of each group)
+CUTS = {
+    "as many as fit": ([2] * 7, 6, [3, 3, 1]),
+    "one byte less": ([2] * 7, 6 - 1 / ALIGNMENT, [2, 2, 2, 1]),
+    "layers above the limit": ([9, 1, 9, 9], 4, [1, 1, 1, 1]),
+    "different sizes": ([1, 3, 4, 1, 1, 2], 4, [2, 1, 3]),
+    "all in one": ([1, 2], 100, [2]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_groups_hold_as_many_layers_as_fit(name):
+    sizes, limit, expected = CUTS[name]
+    groups = plan_groups([layer(size) for size in sizes], 3, int(limit * ALIGNMENT))
+    assert [len(group.layers) for group in groups] == expected
+    assert [number for group in groups for number in group.layers] == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_tensors_lie_apart_in_whole_slices(ranks):
+    """Beginnings are aligned, nothing overlaps, and the slices of all ranks have one length."""
+    layers = [layer(1, 4), layer(3), layer(2, 2)]
+    for group in plan_groups(layers, ranks, 8 * ALIGNMENT):
+        specs = [spec for number in group.layers for spec in layers[number]]
+        starts = [start for found in group.starts for start in found]
+        ends = [start + spec.num_bytes for start, spec in zip(starts, specs, strict=True)]
+        assert all(start % ALIGNMENT == 0 for start in starts)
+        assert all(end <= start for end, start in zip(ends, [*starts[1:], group.num_bytes], strict=True))
+        assert group.num_bytes % (ranks * ALIGNMENT) == 0 and group.num_bytes - ends[-1] <= ranks * ALIGNMENT + 2
+
+
+def test_a_tensor_is_a_view_of_its_bytes():
+    spec = Spec((2, 3), torch.bfloat16)
+    buffer = torch.zeros(600, dtype=torch.uint8)
+    value = torch.arange(6.0).view(2, 3).bfloat16()
+    spec.view(buffer, 256).copy_(value)
+    assert torch.equal(buffer[256:268], value.view(-1).view(torch.uint8)) and buffer.count_nonzero() <= 12
+    assert torch.equal(spec.view(buffer.clone(), 256), value)
+
+
+# --- slices of several ranks ---
+
+
+class OneOf(RankGroup):
+    """A rank among others of this process: `rings` are those of all."""
+
+    def __init__(self, rank: int, rings: list[Ring]) -> None:
+        self.rank, self.size, self.rings, self.gathered = rank, 3, rings, 0
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        own = [piece.data_ptr() for piece in self.rings[self.rank]._slices]
+        number = own.index(part.data_ptr())
+        whole.copy_(torch.cat([ring._slices[number] for ring in self.rings]))
+        self.gathered += 1
+
+
+def all_ranks(model: Any, group_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[StreamedWeights]:
+    """The weights of three ranks, which have been read."""
+    monkeypatch.setattr(streaming, "GROUP_BYTES", group_bytes)
+    rings: list[Ring] = []
+    ranks = [StreamedWeights(read_architecture(model), OneOf(rank, rings)) for rank in range(3)]
+    refresh(ranks)
+    rings.extend(weights._ring for weights in ranks)
+    return ranks
+
+
+def refresh(ranks: list[StreamedWeights]) -> None:
+    """And what lay in the buffers is gone: NaN."""
+    for weights in ranks:
+        weights.refresh()
+        for number in range(len(weights.groups)):
+            weights._ring.whole(number).fill_(255)
+
+
+@torch.no_grad()
+def last_logits(weights: StreamedWeights) -> torch.Tensor:
+    """(V,) behind IDS."""
+    function = DecodeModel(weights)
+    function.prepare(4)
+    one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    ids, length = torch.tensor([IDS], device=DEVICE), torch.tensor([len(IDS)], device=DEVICE)
+    return function.prompt(ids, length, function.new_cache(1, 4), slots=one, source=one)[0]
+
+
+def with_adapters() -> Any:
+    settings: dict[str, Any] = {"dim": 3, "alpha": 12, "dropout": 0.0, "module_name": "all-linear", "seed": 1}
+    wrapped = add_lora(llama(num_hidden_layers=3), only_lora=True, task="CAUSAL_LM", **settings).eval()
+    shaken_all(list(wrapped.parameters()))
+    return wrapped
+
+
+# Bytes of a group: two layers of five, and each layer by itself.
+STREAMED: dict[str, tuple[Callable[[], Any], int, list[int]]] = {
+    "opt": (lambda: opt(num_hidden_layers=5), 60_000, [2, 2, 1]),
+    "norms behind, projections outside": (
+        lambda: opt(num_hidden_layers=3, do_layer_norm_before=False, word_embed_proj_dim=16), 1, [1, 1, 1],
+    ),
+    "llama": (lambda: llama(num_hidden_layers=3, attention_bias=True, mlp_bias=True), 1, [1, 1, 1]),
+    "norms of heads": (FUSED["qwen3"], 1, [1, 1]),
+    "adapters": (with_adapters, 1, [1, 1, 1]),
+    "all in one": (opt, 10**6, [2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_pass_over_gathered_layers_is_the_models(name, monkeypatch):
+    make, group_bytes, expected = STREAMED[name]
+    model = make()
+    ranks = all_ranks(model, group_bytes, monkeypatch)
+    assert [len(group.layers) for group in ranks[0].groups] == expected
+    for weights in ranks:
+        before = last_logits(weights)
+        torch.testing.assert_close(before, plain_logits(model, IDS)[-1], **TOLERANCE)
+        assert weights.ranks.gathered == len(expected)
+    addresses = ranks[1].addresses()
+    shaken_all(list(model.parameters()))
+    refresh(ranks)
+    torch.testing.assert_close(last_logits(ranks[1]), plain_logits(model, IDS)[-1], **TOLERANCE)
+    assert (last_logits(ranks[1]) - before).abs().max() > 1e-2
+    assert ranks[1].addresses() == addresses, "a captured graph stays valid"
+
+
+def test_what_is_taken_is_known_before(monkeypatch):
+    """Of a model with everything copied: nothing lies as it is needed."""
+    model = llama(num_hidden_layers=5)
+    (weights, *_) = all_ranks(model, 60_000, monkeypatch)
+    layers = sum(p.numel() * 4 for name, p in model.named_parameters() if "proj" in name)
+    assert layers / 3 <= weights.slice_bytes < layers / 3 + 5 * 10 * ALIGNMENT
+    assert weights.ring_bytes == 2 * weights.groups[0].num_bytes and len(weights.groups) == 3
+    assert weights.whole_bytes == sum(p.numel() * 4 for p in model.parameters()) - layers
+    assert weights.num_bytes_to_copy == weights.slice_bytes + weights.ring_bytes + weights.whole_bytes
+    assert weights.num_copied_bytes == weights.slice_bytes + weights.ring_bytes, "norms and embeddings lie as needed"
+
+
+# --- the pace of ranks ---
+
+PROMPTS = random_prompts((3, 1))
+
+
+class Others(Pace):
+    """Ranks beside this one: in their first turn they run prompts twice, and they have steps left for six turns."""
+
+    def __init__(self) -> None:
+        self.turns, self.helped, self.stops = 0, 0, False
+
+    def most(self, *wanted: int) -> list[int]:
+        if len(wanted) == 1:
+            return list(wanted)
+        stop, passes, left, waiting = wanted
+        self.turns += 1
+        theirs = (self.stops, 2 if self.turns == 1 else 0, 2 if self.turns < 6 else 0, False)
+        return [max(pair) for pair in zip((stop, passes, left, waiting), theirs, strict=True)]
+
+    def take_part(self) -> None:
+        self.helped += 1
+
+
+def test_a_rank_goes_on_as_long_as_others_do(monkeypatch):
+    fewer_idle_steps(monkeypatch)
+    model, pace = llama(), Others()
+    gen = Generator(OwnForward(model), eos_ids=frozenset({EOS}), pad_id=PAD, group=RankGroup(1), pace=pace)
+    steps: list[int] = []
+    advance = Arena.advance
+
+    def watched(arena: Arena, number: int) -> None:
+        steps.append(number)
+        advance(arena, number)
+
+    monkeypatch.setattr(Arena, "advance", watched)
+    assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(3), num_slots=2))
+    assert pace.turns == 6 and pace.helped == 1, "one pass of its own, of two"
+    assert steps == [2] * 5
+
+
+def test_a_rank_stops_where_another_does():
+    pace = Others()
+    pace.stops = True
+    gen = Generator(OwnForward(opt()), eos_ids=frozenset({EOS}), pad_id=PAD, group=RankGroup(1), pace=pace)
+    with pytest.raises(GenerationStopped):
+        gen.generate(PROMPTS, num_samples=1, num_slots=2, sampling=Sampling(3), key=RandomKey(3, "r"))
+    assert pace.turns == 1
+
+
+# --- memory ---
+
+MIB = 2**20
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1024 MiB are free."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1024 * MIB, 2048 * MIB))
+
+
+# 0.9 * 1024 MiB = 921.6 MiB hold 800 MiB of weights and 8 rows of 15 MiB.
+@pytest.mark.parametrize(("weights", "row", "fit"), [(800, 15, True), (800, 16, False), (1000, 0, False)])
+def test_whole_weights_fit_beside_some_rows(free_memory, caplog, weights, row, fit):
+    with caplog.at_level("INFO", logger="pipeline.generation.memory_budget"):
+        assert whole_weights_fit(weights * MIB, row * MIB, torch.device("cuda")) == fit
+        assert whole_weights_fit(weights * MIB, row * MIB, torch.device("cpu"))
+    (line,) = caplog.messages
+    assert f"{weights / 1024:.2f} GiB, 8 rows of the cache {row / 128:.2f} GiB, of 1.00 GiB that are free" in line
+
+
+def streamed_of(slices: int, ring: int, whole: int) -> Any:
+    groups = [SimpleNamespace(layers=range(3)), SimpleNamespace(layers=range(3, 4))]
+    sizes = {"slice_bytes": slices * MIB, "ring_bytes": ring * MIB, "whole_bytes": whole * MIB}
+    total = (slices + ring + whole) * MIB
+    return SimpleNamespace(ranks=SimpleNamespace(size=4), groups=groups, num_bytes_to_copy=total, **sizes)
+
+
+def test_streamed_weights_that_do_not_fit_are_refused_with_the_arithmetic(free_memory, caplog):
+    with caplog.at_level("INFO", logger="pipeline.generation.memory_budget"):
+        check_stream_fits(streamed_of(256, 512, 128), torch.device("cuda"))
+    said = "0.25 GiB (1/4 of the layers) + 0.50 GiB (2 groups of 3 layers) + 0.12 GiB (whole on each rank) = 0.88 GiB"
+    assert f"{said} of the 1.00 GiB that are free" in caplog.text
+    with pytest.raises(InputError, match="--rollout_weights: also streamed.* take 1.12 GiB .* 1.00 GiB are free"):
+        check_stream_fits(streamed_of(512, 512, 128), torch.device("cuda"))
+    check_stream_fits(streamed_of(10**6, 0, 0), torch.device("cpu"))
+
+
+# --- the flag ---
+
+
+@pytest.mark.parametrize("weights", ["auto", "whole", "streamed"])
+def test_the_flag_becomes_an_option(weights):
+    config = PPOConfig.model_validate(
+        {
+            "actor": {"model_name_or_path": "a"}, "critic": {"model_name_or_path": "c"}, "data": {"data_path": ["d"]},
+            "sampling": {"rollout_weights": weights},
+        }
+    )  # fmt: skip
+    assert generation_options(config).weights == weights
+    assert generation_options(PPOConfig.model_validate(config.model_dump() | {"sampling": {}})).weights == "auto"
+
+
+def reason(monkeypatch: pytest.MonkeyPatch, *, stage: int = 3, ranks: int = 2, size: int = 1, rung: str = "fused"):
+    """What stands against streaming on these ranks."""
+    monkeypatch.setattr("pipeline.dist.world_size", lambda: ranks)
+    engine = SimpleNamespace(zero_stage=stage, partitions_weights=stage == 3)
+    group = SimpleNamespace(size=size)
+    return HybridEngine._why_not_streamed(SimpleNamespace(engine=engine, group=group, rung=rung))
+
+
+def test_what_stands_against_streamed_weights(monkeypatch):
+    assert reason(monkeypatch) is None
+    assert reason(monkeypatch, stage=2) == "found --actor_zero_stage 2, wanted 3"
+    assert reason(monkeypatch, ranks=1).startswith("found 1 rank, wanted several")
+    assert reason(monkeypatch, size=2) == "found --inference_tp_size 2, wanted 1"
+    assert reason(monkeypatch, rung="static") == "found the static rung, wanted the fused one (--generation_engine)"
+
+
+@pytest.mark.parametrize("weights", ["auto", "whole"])
+def test_weights_stay_whole_where_they_fit_or_must(weights, monkeypatch):
+    """On a rank whose device has room for nothing."""
+    monkeypatch.setattr("pipeline.generation.hybrid_engine.whole_weights_fit", lambda *_: False)
+    for stands_against, expected in ((None, weights == "auto"), ("something", False)):
+        hybrid: Any = SimpleNamespace(
+            options=GenerationOptions(weights=weights),
+            _device=DEVICE,
+            _why_not_streamed=lambda found=stands_against: found,
+        )
+        function = SimpleNamespace(bytes_per_token=1, weights=SimpleNamespace(num_bytes_to_copy=1))
+        assert HybridEngine._streams(hybrid, function) == expected
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    leave_group()  # DeepSpeed keeps that of an earlier file
+    yield make_folder(tmp_path_factory.mktemp("streaming"), num_train=4, num_test=2)
+    leave_group()
+
+
+# (flags, what is said)
+REFUSED = {
+    "weights that are no parts": ((), "found --actor_zero_stage 0, wanted 3; else give auto"),
+    "one rank": (("--actor_zero_stage", 3), "found 1 rank, wanted several, which share the weights; else give auto"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_streamed_weights_that_cannot_be_had_are_refused(name, folder, tmp_path, capfd):
+    flags, complaint = REFUSED[name]
+    words = [
+        *("--actor_model_name_or_path", folder / "base", "--critic_model_name_or_path", folder / "scorer"),
+        *("--data_path", folder / "train.jsonl", "--data_split", "none", "--data_output_path", folder / "cache"),
+        *("--eval_data_path", folder / "test.jsonl", "--output_dir", tmp_path / "out", "--dtype", "fp32"),
+        *("--max_prompt_seq_len", 64, "--max_answer_seq_len", 4, "--per_device_generation_batch_size", 2),
+        *("--per_device_train_batch_size", 2, "--max_steps", 1),
+        *("--enable_tensorboard", "false", "--rollout_weights", "streamed", *flags),
+    ]
+    with undone_afterwards():
+        assert main([str(word) for word in words]) == 2
+    found = [line for line in error_lines(capfd.readouterr().err) if not line.startswith("generation: ")]
+    assert found == [f"error: --rollout_weights streamed: {complaint}"]

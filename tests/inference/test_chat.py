@@ -1,0 +1,426 @@
+"""chat.py from its command line, in process and in a real terminal, with models whose replies are known."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.scripted_model import random_model, scripted_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import chat
+from pipeline.data.templates import encode_prompt
+from pipeline.data.turns import Message
+from pipeline.errors import InputError
+from pipeline.inference.answer_settings import ReplySettings
+from pipeline.inference.answers import AnswerStreamer, generate_answers, load_speaker
+from pipeline.inference.chat_session import Conversation
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = " Hé!\x1b[31mx"  # one character of two tokens, and an escape sequence
+SHOWN = "Hé!\\x1b[31mx"
+
+
+@pytest.fixture(scope="module")
+def speaking(bpe_folder, tmp_path_factory) -> str:
+    """A model that answers TEXT."""
+    return scripted_model(bpe_folder, tmp_path_factory.mktemp("speaking"), TEXT)
+
+
+@pytest.fixture(scope="module")
+def endless(bpe_folder, tmp_path_factory) -> str:
+    """A model that says 'ab' for ever."""
+    return scripted_model(bpe_folder, tmp_path_factory.mktemp("endless"), "ab", ends=False, num_positions=100_000)
+
+
+@pytest.fixture(scope="module")
+def rambling(bpe_folder, tmp_path_factory) -> str:
+    """A random model with a padded vocabulary of 408 for the tokenizer's 400 tokens."""
+    return random_model(bpe_folder, tmp_path_factory.mktemp("rambling"), vocab_size=408)
+
+
+def ask(monkeypatch, capsys, *argv: str, stdin: str = "hello\n") -> str:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    assert chat.main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def conversation(path: str, **settings) -> Conversation:
+    return Conversation(load_speaker(path, dtype=torch.float32), ReplySettings(**settings))
+
+
+def nothing(_: str) -> None:
+    pass
+
+
+# ---- one question from a pipe ----
+
+
+def test_a_pipe_gets_the_answer_alone_with_escapes_made_visible(speaking, monkeypatch, capsys):
+    assert ask(monkeypatch, capsys, "--path", speaking, "--temperature", "0") == SHOWN + "\n"
+
+
+def test_prompt_flag_needs_no_stdin(speaking, capsys):
+    assert chat.main(["--path", speaking, "--temperature", "0", "--prompt", "hi"]) == 0
+    assert capsys.readouterr().out == SHOWN + "\n"
+
+
+def test_a_real_process_with_a_pipe(speaking):
+    command = [sys.executable, "chat.py", "--path", speaking, "--temperature=0"]
+    done = subprocess.run(command, input="hello", capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stdout) == (0, SHOWN + "\n"), done.stderr
+    assert "\x1b" not in done.stderr and "\r" not in done.stderr
+
+
+def test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them(rambling, monkeypatch, capsys):
+    def reply(*argv):
+        return ask(monkeypatch, capsys, "--path", rambling, "--max-new-tokens", "12", *argv)
+
+    hot = ("--temperature", "2")
+    assert reply(*hot, "--seed", "5") == reply(*hot, "--seed", "5") != reply(*hot, "--seed", "6")
+    assert reply(*hot) != reply(*hot)  # without a seed another one each time
+    assert reply("--temperature", "0", "--seed", "5") == reply("--temperature", "0", "--seed", "6")
+
+
+def test_the_global_generator_is_left_alone(rambling, monkeypatch, capsys):
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    ask(monkeypatch, capsys, "--path", rambling, "--max_new_tokens", "3", "--seed", "1")
+    assert torch.equal(torch.rand(1), expected)
+
+
+# ---- generation ----
+
+
+def test_a_models_own_generation_config_changes_nothing(rambling, bpe_folder, tmp_path, monkeypatch, capsys):
+    argv = ("--temperature", "0", "--max_new_tokens", "12")
+    expected = ask(monkeypatch, capsys, "--path", rambling, *argv)
+    trap = random_model(bpe_folder, tmp_path / "trap", vocab_size=408)
+    settings = {"do_sample": True, "temperature": 5.0, "top_k": 0, "repetition_penalty": 9.0, "max_length": 3}
+    settings |= {"min_new_tokens": 12, "num_beams": 3, "suppress_tokens": list(range(4, 300)), "eos_token_id": 2}
+    (tmp_path / "trap" / "generation_config.json").write_text(json.dumps(settings))
+    assert ask(monkeypatch, capsys, "--path", trap, *argv) == expected
+
+
+def test_end_tokens_of_the_generation_config_are_honoured(endless, tmp_path, bpe_tokenizer):
+    speaker = load_speaker(endless, dtype=torch.float32)
+    prompt = encode_prompt(speaker.tokenizer, [Message("user", "hi")])
+    letter_b = bpe_tokenizer.convert_tokens_to_ids("b")
+    assert letter_b not in speaker.end_ids
+    model = AutoModelForCausalLM.from_pretrained(endless)
+    model.generation_config.eos_token_id = [2, letter_b]
+    model.save_pretrained(tmp_path)
+    speaker.tokenizer.save_pretrained(tmp_path)
+    listed = load_speaker(str(tmp_path), dtype=torch.float32)
+    [[answer]] = generate_answers(listed, [prompt], ReplySettings(max_new_tokens=9), seed=0)
+    assert (answer.text, len(answer.ids), answer.finished) == ("a", 2, True)
+
+
+def test_ids_of_a_padded_vocabulary_are_never_sampled(rambling):
+    speaker = load_speaker(rambling, dtype=torch.float32)
+    assert speaker.num_embeddings == 408
+    with torch.no_grad():
+        speaker.model.lm_head.weight[400:] *= 50  # they would win if they were allowed to
+    settings = ReplySettings(temperature=3.0, max_new_tokens=40)
+    [[answer]] = generate_answers(speaker, [[5, 6, 7]], settings, seed=0)
+    assert answer.ids and max(answer.ids) < 400
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(bpe_folder, tmp_path):
+    with pytest.raises(InputError, match="ids up to 378, but the model's vocabulary has 300"):
+        load_speaker(random_model(bpe_folder, tmp_path, vocab_size=300), dtype=torch.float32)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(rambling):
+    with pytest.raises(InputError, match="id 9999, but the model's vocabulary has"):
+        generate_answers(load_speaker(rambling, dtype=torch.float32), [[9999]], ReplySettings(), seed=0)
+
+
+def test_batches_give_the_answers_of_single_prompts(rambling):
+    speaker = load_speaker(rambling, dtype=torch.float32)
+    prompts, settings = [[9, 8, 7, 6, 5, 4], [30], [40, 41, 42]], ReplySettings(max_new_tokens=8)
+    together = generate_answers(speaker, prompts, settings, seed=0)
+    assert together == [generate_answers(speaker, [prompt], settings, seed=0)[0] for prompt in prompts]
+
+
+def test_streamed_pieces_join_to_the_text_and_split_no_character(speaking):
+    speaker = load_speaker(speaking, dtype=torch.float32)
+    pieces: list[str] = []
+    streamer = AnswerStreamer(speaker, pieces.append)
+    generate_answers(speaker, [[5]], ReplySettings(), seed=0, streamer=streamer)
+    assert "".join(pieces) == TEXT
+    assert len(pieces) > 3 and "é" in pieces and streamer.finished
+
+
+# ---- conversations ----
+
+
+def test_later_turns_are_rendered_like_training_data(speaking):
+    talk = conversation(speaking)
+    assert talk.say(" one ", nothing).ending == "end"
+    talk.say("two", nothing)
+    answer = Message("assistant", TEXT.strip())
+    assert talk.turns == [Message("user", "one"), answer, Message("user", "two"), answer]
+    prompt, _ = talk._fitting([*talk.turns, Message("user", "three")])
+    text = f"\n\nHuman: one\n\nAssistant: {TEXT.strip()}</s>\n\nHuman: two\n\nAssistant: {TEXT.strip()}</s>"
+    tokenizer = talk.speaker.tokenizer
+    assert tokenizer.decode(prompt) == text + "\n\nHuman: three\n\nAssistant:"
+
+
+def test_the_system_prompt_comes_first_and_stays(speaking):
+    talk = conversation(speaking)
+    talk.start_afresh("Be brief.")
+    talk.say("one", nothing)
+    prompt, _ = talk._fitting([Message("user", "two")])
+    assert talk.speaker.tokenizer.decode(prompt).startswith("Be brief.\n\nHuman: two")
+
+
+def test_old_turns_are_left_out_whole_when_positions_run_out(bpe_folder, tmp_path):
+    path = scripted_model(bpe_folder, tmp_path, " ok", num_positions=64)
+    talk = conversation(path, max_new_tokens=16)
+    forgotten = [talk.say(f"question number {n}", nothing).num_forgotten for n in range(6)]
+    assert forgotten[0] == 0 and max(forgotten) == 2 and all(count % 2 == 0 for count in forgotten)
+    assert talk.turns[0].role == "user" and talk.turns[-2].content == "question number 5"
+    prompt, _ = talk._fitting(talk.turns[:-1])
+    assert len(prompt) + 16 <= 64
+
+
+def test_a_message_that_alone_exceeds_the_positions_is_refused(bpe_folder, tmp_path):
+    talk = conversation(scripted_model(bpe_folder, tmp_path, " ok", num_positions=32))
+    with pytest.raises(InputError, match="32 positions"):
+        talk.say("x" * 200, nothing)
+    assert talk.turns == []
+    assert talk.say("short", nothing).text == "ok"
+
+
+def test_a_reply_uses_no_more_than_the_positions_left(bpe_folder, tmp_path):
+    talk = conversation(scripted_model(bpe_folder, tmp_path, "ab", ends=False, num_positions=64), max_new_tokens=5000)
+    reply = talk.say("hi", nothing)
+    prompt = encode_prompt(talk.speaker.tokenizer, [Message("user", "hi")])
+    assert (reply.ending, reply.num_tokens) == ("limit", 64 - len(prompt))
+
+
+def test_an_empty_reply_leaves_no_turns(bpe_folder, tmp_path):
+    talk = conversation(scripted_model(bpe_folder, tmp_path, "\n"))
+    assert talk.say("hi", nothing).text == ""
+    assert talk.turns == [] and talk.take_back() == ""
+
+
+def test_a_retry_differs_and_replaces_the_reply(rambling):
+    talk = conversation(rambling, temperature=2.0, max_new_tokens=10)
+    first = talk.say("hi", nothing).text
+    question = talk.take_back()
+    assert question == "hi" and talk.turns == []
+    assert talk.say(question, nothing).text != first
+    assert len(talk.turns) == 2
+
+
+def test_an_interrupted_reply_is_kept(endless):
+    talk = conversation(endless, max_new_tokens=5000)
+    pieces: list[str] = []
+
+    def stop_after_three(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            raise KeyboardInterrupt
+
+    reply = talk.say("hi", stop_after_three)
+    assert reply.ending == "stopped" and reply.text.startswith("ab")
+    assert talk.turns[-1] == Message("assistant", reply.text)
+
+
+def test_an_adapter_folder_answers_like_the_merged_model(rambling, tmp_path, monkeypatch, capsys):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["o_proj", "q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(rambling), config)
+    wrapped.save_pretrained(tmp_path / "merged" / "adapter")
+    wrapped.merge_and_unload().save_pretrained(tmp_path / "merged")
+    load_speaker(rambling, dtype=torch.float32).tokenizer.save_pretrained(tmp_path / "merged")
+    argv = ("--temperature", "0", "--max_new_tokens", "12", "--path")
+    merged = ask(monkeypatch, capsys, *argv, str(tmp_path / "merged"))
+    assert ask(monkeypatch, capsys, *argv, str(tmp_path / "merged" / "adapter")) == merged
+    assert ask(monkeypatch, capsys, *argv, rambling) != merged
+
+
+# ---- commands ----
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/claer", "did you mean /clear"),
+        ("/foo", "/help lists them"),
+        ("/set temprature 1", "did you mean temperature"),
+        ("/set temperature hot", "found 'hot'"),
+        ("/set top_p 2", "less than or equal to 1"),
+        ("/retry", "no reply yet"),
+    ],
+)
+def test_wrong_commands_say_what_would_be_right(speaking, line, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        chat.Shell(conversation(speaking)).take(line)
+
+
+def test_commands_act_on_the_conversation(speaking, capsys):
+    talk = conversation(speaking)
+    shell = chat.Shell(talk)
+    for line in ("hello", "/set temperature 0.5", "/set top_k=7"):
+        shell.take(line)
+    assert (talk.settings.temperature, talk.settings.top_k, len(talk.turns)) == (0.5, 7, 2)
+    shell.take("/clear")
+    assert talk.turns == []
+    shell.take(" /etc is a folder")
+    assert talk.turns[0].content == "/etc is a folder"
+    shell.take("/system Be kind.")
+    shell.take("/help")
+    with pytest.raises(EOFError):
+        shell.take("/exit")
+    shown = capsys.readouterr()
+    assert shown.out == f"{SHOWN}\n{SHOWN}\n"
+    assert "/retry" in shown.err and "temperature 0.5" in shown.err
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--pth", "x"], "--pth: unknown flag; did you mean --path?"),
+        ([], "--path: missing"),
+        (["--path", "/no/such/model"], "--path: /no/such/model: no such folder; the nearest folder that exists is /"),
+        (["--path", str(ROOT / "pipeline")], "holds no model"),
+        (["--path", str(ROOT / "chat.py")], "is a file"),
+        (["--path", "x", "--temperature", "-1"], "--temperature: found '-1'"),
+    ],
+)
+def test_input_errors_are_one_line_and_exit_2(argv, message, capsys):
+    assert chat.main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err
+    assert shown.err.count("\n") == 1 and shown.err.startswith("error: ")
+
+
+def test_a_mistyped_folder_gets_the_nearest_model(speaking, tmp_path, capsys):
+    (tmp_path / "actor").symlink_to(speaking)
+    assert chat.main(["--path", str(tmp_path / "actr")]) == 2
+    assert f"did you mean {tmp_path / 'actor'}?" in capsys.readouterr().err
+    assert chat.main(["--path", str(tmp_path)]) == 2
+    assert f"holds no model (no config.json); did you mean {tmp_path / 'actor'}?" in capsys.readouterr().err
+
+
+def test_a_reward_model_is_refused(rambling, tmp_path, capsys):
+    AutoModelForSequenceClassification.from_pretrained(rambling, num_labels=1).save_pretrained(tmp_path)
+    assert chat.main(["--path", str(tmp_path)]) == 2
+    assert "is a reward model" in capsys.readouterr().err
+
+
+def test_an_empty_pipe_is_refused(speaking, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert chat.main(["--path", speaking]) == 2
+    assert "the pipe is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["chat", "prompt_eval"])
+def test_help_needs_no_torch(program):
+    code = f"import sys, {program}\ntry: {program}.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=30)
+    assert done.returncode == 0 and "--max_new_tokens" in done.stdout, done.stderr
+    assert time.perf_counter() - start < 2  # under a second on a quiet machine
+
+
+# ---- a real terminal ----
+
+
+class Terminal:
+    """chat.py in a pseudo-terminal."""
+
+    def __init__(self, *argv: str) -> None:
+        self.seen = ""
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(ROOT)
+            os.environ["TERM"] = "xterm"
+            # A job in the background of a shell inherits a SIGINT that is ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.execv(sys.executable, [sys.executable, "chat.py", *argv])
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def wait_for(self, text: str, timeout_s: float = 60.0) -> str:
+        """What came up to and with `text`."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.seen:
+            ready, _, _ = select.select([self.fd], [], [], max(deadline - time.monotonic(), 0))
+            assert ready, f"no {text!r} in {self.seen!r}"
+            self.seen += os.read(self.fd, 4096).decode(errors="replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before + text
+
+    def exit_code(self) -> int:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.pid = 0
+        return code
+
+    def close(self) -> None:
+        """No process is left, also where a test failed."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def in_terminal():
+    """Starts chat.py in a pseudo-terminal."""
+    opened: list[Terminal] = []
+
+    def start(*argv: str) -> Terminal:
+        opened.append(Terminal(*argv))
+        return opened[-1]
+
+    yield start
+    for terminal in opened:
+        terminal.close()
+
+
+def test_talking_in_a_terminal(endless, in_terminal):
+    terminal = in_terminal("--path", endless, "--temperature", "0", "--max_new_tokens", "20000")
+    assert "Ctrl-C stops a reply" in terminal.wait_for("> ")
+    terminal.type("/hlep\n")
+    terminal.wait_for("did you mean /help")
+    terminal.type("hello\n")
+    terminal.wait_for("ababab")  # it streams: 20000 tokens are far away
+    terminal.type("\x03")
+    terminal.wait_for("stopped; what there is stays")
+    terminal.wait_for("> ")
+    time.sleep(0.3)  # CPython prints the prompt a moment before it listens to signals
+    terminal.type("\x03")
+    terminal.wait_for("Ctrl-D or /exit leaves")
+    terminal.type("/clear\n")
+    terminal.wait_for("a new conversation")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_what_a_model_says_cannot_steer_the_terminal(speaking, in_terminal):
+    terminal = in_terminal("--path", speaking, "--temperature", "0")
+    terminal.wait_for("> ")
+    terminal.type("hello\n")
+    assert "\x1b[31m" not in terminal.wait_for(SHOWN)
+    terminal.type("/exit\n")
+    assert terminal.exit_code() == 0

@@ -1,0 +1,294 @@
+"""prompt_eval.py from its command line, with models whose answers are known, and its statistics by hand."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.scripted_model import random_model, save, scripted_model, tiny_config
+from transformers import LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
+
+import prompt_eval
+from pipeline.data.templates import encode_conversation
+from pipeline.data.turns import Message
+from pipeline.errors import InputError
+from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+from pipeline.inference.comparison import AnswerRow, Contestant, compare, mean_interval, summarise, wilson
+from pipeline.inference.comparison_report import fenced, markdown
+from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+QUESTIONS = "one\ntwo\n\nthree\n"
+
+
+@pytest.fixture(scope="module")
+def plain(bpe_folder, tmp_path_factory) -> str:
+    """A random model whose vocabulary is the tokenizer's."""
+    return random_model(bpe_folder, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def padded(bpe_folder, tmp_path_factory) -> str:
+    """Another architecture, another vocabulary size: OPT with 408 entries for 400 tokens."""
+    torch.manual_seed(3)
+    config = OPTConfig(
+        vocab_size=408,
+        hidden_size=32,
+        ffn_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        word_embed_proj_dim=32,
+        max_position_embeddings=128,
+        init_std=0.5,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return save(OPTForCausalLM(config), bpe_folder, tmp_path_factory.mktemp("padded"))
+
+
+@pytest.fixture(scope="module")
+def judge_path(bpe_folder, tmp_path_factory) -> str:
+    torch.manual_seed(4)
+    config = tiny_config()
+    config.num_labels = 1
+    model = LlamaForSequenceClassification(config)
+    torch.nn.init.normal_(model.score.weight, std=1.0)
+    return save(model, bpe_folder, tmp_path_factory.mktemp("judge"))
+
+
+@pytest.fixture
+def questions(tmp_path) -> str:
+    file = tmp_path / "questions.txt"
+    file.write_text(QUESTIONS)
+    return str(file)
+
+
+def compared(capsys, tmp_path, *argv: str) -> dict:
+    """The JSON that the command writes."""
+    assert prompt_eval.main([*argv, "--output", str(tmp_path / "out" / "run-0.5")]) == 0, capsys.readouterr().err
+    return json.loads((tmp_path / "out" / "run-0.5.json").read_text())
+
+
+def texts(result: dict, label: str) -> list[str]:
+    return [row["text"] for prompt in result["prompts"] for row in prompt["answers"][label]]
+
+
+# ---- the command ----
+
+
+def test_a_model_against_itself_ties_everywhere(plain, judge_path, capsys, tmp_path):
+    argv = ("--models", plain, plain, "--reward_model", judge_path, "--max_new_tokens", "8")
+    result = compared(capsys, tmp_path, *argv)
+    first, second = result["models"]
+    assert first["against"] is None and first["mean_score"] == second["mean_score"]
+    against = second["against"]
+    assert (against["wins"], against["ties"], against["losses"], against["num_prompts"]) == (0, 8, 0, 8)
+    assert against["win_rate"]["value"] == 0.5 and against["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    shown = capsys.readouterr().out
+    assert "0.50 [0.22, 0.78]" in shown and "n = 8 prompts" in shown and "B 0/8/0" in shown
+
+
+def test_models_of_different_vocabularies_and_architectures(plain, padded, questions, capsys, tmp_path):
+    flags = ("--model_name_or_path_baseline", plain, "--model_name_or_path_finetune", padded)
+    argv = ("--prompts", questions, "--temperature", "1.5", "--max_new_tokens", "30")
+    result = compared(capsys, tmp_path, *flags, *argv)
+    assert [model["path"] for model in result["models"]] == [plain, padded]
+    assert [prompt["prompt"] for prompt in result["prompts"]] == ["one", "two", "three"]
+    assert texts(result, "A") != texts(result, "B")
+    assert all(model["mean_score"] is None for model in result["models"])
+
+
+def test_scores_are_those_of_the_reward_model_on_its_training_text(bpe_folder, judge_path, questions, capsys, tmp_path):
+    good = scripted_model(bpe_folder, tmp_path / "good", " yes")
+    endless = scripted_model(bpe_folder, tmp_path / "endless", "no", ends=False)
+    argv = ("--models", good, endless, "--reward_model", judge_path, "--prompts", questions, "--max_new_tokens", "5")
+    result = compared(capsys, tmp_path, *argv)
+    judge = load_judge(judge_path, dtype=torch.float32)
+    answer = result["prompts"][0]["answers"]["A"][0]
+    conversation = [Message("user", "one"), Message("assistant", "yes")]
+    ids = encode_conversation(judge.tokenizer, conversation).ids
+    logits = judge.model.model(input_ids=torch.tensor([ids])).logits
+    assert (answer["text"], answer["finished"]) == ("yes", True) and ids[-1] == 2
+    assert answer["score"] == pytest.approx(logits.item(), abs=1e-5)
+    cut = result["prompts"][0]["answers"]["B"][0]
+    assert (cut["finished"], cut["num_tokens"], result["models"][1]["finished_share"]) == (False, 5, 0.0)
+    assert encode_answer(judge, conversation[:1], "yes", finished=False) == ids[:-1]
+
+
+def test_scores_do_not_depend_on_the_batch(judge_path):
+    judge = load_judge(judge_path, dtype=torch.float32)
+    rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    alone = [score_rows(judge, [row], batch_size=1)[0] for row in rows]
+    assert score_rows(judge, rows, batch_size=2) == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("how", [["--temperature", "2", "--top_k", "50"], ["--num_beams", "2"]])
+def test_several_answers_to_a_prompt(how, plain, questions, capsys, tmp_path):
+    argv = ("--models", plain, plain, "--prompts", questions, "--num_return_sequences", "2", "--max_new_tokens", "6")
+    result = compared(capsys, tmp_path, *argv, *how)
+    answers = texts(result, "A")
+    assert len(answers) == 6 and len(set(answers)) > 3
+    assert texts(result, "B") == answers  # the same seed for every model
+    assert texts(compared(capsys, tmp_path, *argv, *how), "A") == answers
+    other = texts(compared(capsys, tmp_path, *argv, *how, "--seed", "9"), "A")
+    assert (other == answers) is (how[0] == "--num_beams")
+
+
+def test_greedy_is_the_default_and_ignores_the_seed(plain, questions, capsys, tmp_path):
+    argv = ("--models", plain, plain, "--prompts", questions, "--max_new_tokens", "8")
+    first = texts(compared(capsys, tmp_path, *argv), "A")
+    assert texts(compared(capsys, tmp_path, *argv, "--seed", "9", "--batch_size", "1"), "A") == first
+    assert texts(compared(capsys, tmp_path, *argv, "--repetition_penalty", "5.0"), "A") != first
+
+
+@pytest.mark.parametrize(("width", "side_by_side"), [(80, True), (60, False)])
+def test_answers_stand_side_by_side_where_the_width_allows_it(
+    width, side_by_side, bpe_folder, questions, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    one = scripted_model(bpe_folder, tmp_path / "one", " [red]\x1b1m")
+    two = scripted_model(bpe_folder, tmp_path / "two", " four")
+    assert prompt_eval.main(["--models", one, two, "--prompts", questions]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if "[red]\\x1b1m" in line)  # neither markup nor an escape
+    assert ("four" in row) is side_by_side
+    assert max(map(len, lines[: lines.index(f"A = {one}")])) <= width and "\x1b" not in "".join(lines)
+
+
+def test_the_markdown_file_shows_texts_literally(bpe_folder, questions, capsys, tmp_path):
+    odd = scripted_model(bpe_folder, tmp_path / "odd", " #`<b>|")
+    compared(capsys, tmp_path, "--models", odd, odd, "--prompts", questions)
+    content = (tmp_path / "out" / "run-0.5.md").read_text()
+    assert "```text\n#`<b>|\n```" in content and f"- A = `{odd}`" in content
+    assert "| B | " in content and "max_new_tokens 100" in content
+
+
+def test_a_real_process_sends_tables_to_stdout_and_the_rest_to_stderr(plain, questions):
+    command = [sys.executable, "prompt_eval.py", "--models", plain, plain, "--prompts", questions, "--max_new_tokens=4"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0 and "[3/3] three" in done.stdout, done.stderr
+    assert "3 answers in" in done.stderr and "\x1b" not in done.stdout + done.stderr
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--models", "only"], "found 1, wanted two or more"),
+        (["--model_name_or_path_baseline", "a"], "found 1, wanted two or more"),
+        (["--models", "a", "b", "--model_name_or_path_finetune", "c"], "give this, or"),
+        (["--models", "/no/a", "/no/b"], "/no/a: no such folder; the nearest folder that exists is /"),
+        (["--modles", "a", "b"], "did you mean --models?"),
+        (["--models", "a", "b", "--language", "Englsh"], "did you mean English?"),
+        (["--models", "a", "b", "--num_return_sequences", "2"], "need --num_beams of at least 2 or a --temperature"),
+        (["--models", "a", "b", "--prompts", "/no/file.txt"], "/no/file.txt: no such file"),
+        (["--models", "a", "b", "--prompts", str(ROOT / "prompt_eval.py")], ".txt, .json, .jsonl are right"),
+    ],
+)
+def test_input_errors_are_one_line_and_exit_2(argv, message, capsys):
+    assert prompt_eval.main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_language_model_is_no_reward_model(plain, questions, capsys):
+    argv = ["--models", plain, plain, "--prompts", questions, "--reward_model", plain, "--max_new_tokens", "2"]
+    assert prompt_eval.main(argv) == 2
+    assert "has no reward head" in capsys.readouterr().err
+
+
+def test_prompts_longer_than_the_positions_are_refused(plain, padded, questions, capsys):
+    argv = ["--models", padded, plain, "--prompts", questions, "--max_new_tokens", "120"]
+    assert prompt_eval.main(argv) == 2
+    assert "the model's 128 positions" in capsys.readouterr().err
+
+
+# ---- prompts ----
+
+
+@pytest.mark.parametrize("language", ["English", "Chinese", "Japanese"])
+def test_bundled_prompts_are_eight_different_questions(language):
+    assert len({shown_prompt(turns) for turns in bundled_prompts(language)}) == 8
+
+
+def test_prompt_files(tmp_path):
+    lines = tmp_path / "a.txt"
+    lines.write_text("\ufeffone\r\n\r\n two \n")
+    assert [shown_prompt(turns) for turns in read_prompts(str(lines))] == ["one", "two"]
+    rows = tmp_path / "a.jsonl"
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    values = ["plain", "\n\nHuman: hi\n\nAssistant: yes\n\nHuman: and?\n\nAssistant:", turns, "half \ud800"]
+    rows.write_text("".join(json.dumps({"prompt": value}) + "\n" for value in values))
+    assert [[turn.content for turn in turns] for turns in read_prompts(str(rows))] == [
+        ["plain"],
+        ["hi", "yes", "and?"],
+        ["s", "u"],
+        ["half ?"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "x"}, "a.jsonl:1: no `prompt` among the columns question"),
+        ({"prompt": 3}, "a.jsonl:1: prompt is no list of messages"),
+        ({"prompt": ""}, "a.jsonl:1: empty prompt"),
+        ({"prompt": "\n\nHuman: a\n\nAssistant: b"}, "a.jsonl:1: the prompt ends with an answer"),
+    ],
+)
+def test_bad_prompt_rows_are_named(row, message, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(InputError) as caught:
+        read_prompts(str(file))
+    assert message in str(caught.value)
+
+
+# ---- statistics, by hand ----
+
+
+def test_wilson_by_hand():
+    # 4 of 8, z = 2: centre (0.5 + 4/16) / (1 + 4/8) = 0.5; half = 2 sqrt(0.25/8 + 4/256) / 1.5 = 0.288675.
+    found = wilson(0.5, 8, z=2.0)
+    assert (found.low, found.high) == pytest.approx((0.5 - 0.288675, 0.5 + 0.288675), abs=1e-6)
+    # 10 of 10: centre (1 + 0.2) / 1.4, half = 2 sqrt(4/400) / 1.4: from 1 / 1.4 to 1.
+    found = wilson(1.0, 10, z=2.0)
+    assert (found.low, found.high) == pytest.approx((1 / 1.4, 1.0), abs=1e-12)
+
+
+def test_wins_are_averaged_within_a_prompt_first():
+    # Prompt 1: (1, 2) meets (2, 0): 2>1, 2=2, 0<1, 0<2 -> 1 win, 1 tie, 2 losses: (1 + 0.5) / 4 = 0.375.
+    # Prompt 2: (0, 0) meets (5, 5): 4 wins: 1. Rate 0.6875 over n = 2. Differences: 1 - 1.5 = -0.5 and 5: mean 2.25.
+    found = compare([[1, 2], [0, 0]], [[2, 0], [5, 5]])
+    assert (found.wins, found.ties, found.losses, found.num_prompts) == (5, 1, 2, 2)
+    assert found.win_rate == wilson(0.6875, 2)
+    assert found.difference is not None and found.difference.value == 2.25
+    # Standard deviation 5.5 / sqrt(2), so the error of the mean of two is 2.75.
+    assert found.difference.high == pytest.approx(2.25 + 1.959964 * 2.75, abs=1e-5)
+
+
+def test_one_prompt_has_no_interval_of_the_difference():
+    assert mean_interval([1.0]) is None
+    assert compare([[0.0]], [[1.0]]).difference is None
+
+
+def test_summaries():
+    rows = ((AnswerRow("a", 2, True, 1.0),), (AnswerRow("b", 5, False, 3.0),))
+    better = tuple((AnswerRow(row.text, 1, True, row.score + 1),) for (row,) in rows)
+    first, second = summarise([Contestant("A", "a", rows), Contestant("B", "b", better)])
+    assert (first.mean_tokens, first.finished_share, first.mean_score) == (3.5, 0.5, 2.0)
+    assert first.against is None and second.against is not None
+    assert (second.against.wins, second.against.win_rate.value, second.mean_score) == (2, 1.0, 3.0)
+    assert math.isclose(second.against.win_rate.low, 2 / (2 + 1.959963984540054**2))
+
+
+def test_a_fence_is_longer_than_the_backticks_in_the_text():
+    assert fenced("a ```` b")[0] == "`````text"
+    content = markdown(["q"], [Contestant("A", "a", ((AnswerRow("\x1b[0m", 1, True),),))], "none")
+    assert "\\x1b[0m" in content and "\x1b" not in content

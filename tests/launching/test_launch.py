@@ -1,0 +1,225 @@
+"""The launch scripts: exact words for DeepSpeed's launcher, for the three deployments."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.launch_stub import ROOT, stub_environment, write_program
+
+from pipeline.errors import InputError
+
+MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main"}
+HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--data_output_path=x y"]
+
+no_real_gpu = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+
+
+def launch(folder: Path, deployment: str, *words: str, gpus: int = 2, cwd: Path | None = None, **more: str):
+    """(launcher's words, its environment) of `bash launch/<deployment>.sh WORDS`."""
+    script = str(ROOT / "launch" / f"{deployment}.sh")
+    environment = stub_environment(folder, gpus=gpus, **more)
+    # The stub's ranks say nothing, so the supervisor calls it a fault.
+    subprocess.run(["bash", script, *words], env=environment, check=False, timeout=60, cwd=cwd or folder)
+    note = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+    return note["argv"], note
+
+
+def without_port(words: list[str]) -> list[str]:
+    """The words with the picked port checked and replaced."""
+    place = words.index("--master_port") + 1
+    assert 1024 <= int(words[place]) <= 65535
+    return [*words[:place], "PORT", *words[place + 1 :]]
+
+
+@pytest.mark.parametrize("step", ["1", "2", "3"])
+def test_single_gpu(tmp_path, step):
+    words, _ = launch(tmp_path, "single_gpu", step, "--seed", "1")
+    assert without_port(words) == [
+        "--log_level", "critical", "--hostfile", "/dev/null", "--master_port", "PORT", "--num_gpus", "1",
+        "--no_local_rank", "--module", MODULES[step], "--seed", "1",
+    ]  # fmt: skip
+
+
+def test_single_node_takes_all_gpus(tmp_path):
+    words, _ = launch(tmp_path, "single_node", "2")
+    assert without_port(words)[4:] == ["--master_port", "PORT", "--no_local_rank", "--module", MODULES["2"]]
+
+
+def test_launcher_flags_come_before_the_step(tmp_path):
+    words, _ = launch(
+        tmp_path, "single_node", "--num_gpus", "2", "--master_port=1234", "--save_pid", "3", "--seed", "3"
+    )
+    assert words == [
+        "--log_level", "critical", "--hostfile", "/dev/null", "--master_port", "1234", "--save_pid", "--num_gpus", "2",
+        "--no_local_rank", "--module", MODULES["3"], "--seed", "3",
+    ]  # fmt: skip
+
+
+def test_multi_node(tmp_path):
+    words, _ = launch(tmp_path, "multi_node", "--hostfile", "my hosts", "3", "--data_path", "a.jsonl:0.7")
+    assert words == [
+        "--log_level", "critical", "--hostfile", "my hosts",
+        "--no_local_rank", "--module", MODULES["3"], "--data_path", "a.jsonl:0.7",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("deployment", ["single_gpu", "single_node"])
+def test_words_survive(tmp_path, deployment):
+    given = ["--column_map", "two\nlines", "--data_path", *HARD_WORDS]
+    words, _ = launch(tmp_path, deployment, "1", *given)
+    assert words[-len(given) :] == given
+
+
+def test_words_survive_pdsh(tmp_path):
+    """Through the real DeepSpeed launcher and a pdsh that does what pdsh does: one shell line per host."""
+    environment = stub_environment(tmp_path, gpus=2, PYTHON=sys.executable)
+    own_flags = "while [[ $1 == -* ]]; do [[ $1 == -S ]] && shift || shift 2; done"
+    write_program(tmp_path / "bin" / "pdsh", f'#!/bin/bash\n{own_flags}\nline="$*"\nbash -c "${{line//%n/0}}"\n')
+    (tmp_path / "hosts").write_text("one slots=1\n")
+    stage = tmp_path / "step1_sft"
+    stage.mkdir()
+    (stage / "__init__.py").touch()
+    shutil.copy(ROOT / "step1_sft" / "config.py", stage)
+    (stage / "main.py").write_text("import json, sys\njson.dump(sys.argv[1:], open('words.json', 'w'))\n")
+    script = str(ROOT / "launch" / "multi_node.sh")
+    flags = ["--hostfile", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", "29517"]
+    words = ["--data_path", *HARD_WORDS]
+    subprocess.run(["bash", script, *flags, "1", *words], env=environment, cwd=tmp_path, check=False, timeout=90)
+    assert json.loads((tmp_path / "words.json").read_text()) == words
+
+
+def test_visible_devices_are_kept(tmp_path):
+    one, _ = launch(tmp_path, "single_gpu", "1", CUDA_VISIBLE_DEVICES="3,5")
+    assert one[one.index("--include") + 1] == "localhost:3"
+    two, _ = launch(tmp_path, "single_node", "--num_gpus", "2", "1", CUDA_VISIBLE_DEVICES="3,5,7")
+    assert two[two.index("--include") + 1] == "localhost:3,5"
+    assert "--num_gpus" not in one + two
+
+
+def test_include_replaces_the_count(tmp_path):
+    words, _ = launch(tmp_path, "single_gpu", "--include", "localhost:1", "1")
+    assert "--num_gpus" not in words and words[words.index("--include") + 1] == "localhost:1"
+
+
+def test_environment(tmp_path):
+    _, note = launch(tmp_path, "single_gpu", "1", NCCL_DEBUG="INFO", PYTHONPATH="/mine")
+    assert note["environment"]["PYTHONPATH"] == f"{ROOT}:/mine"
+    assert note["environment"]["PYTHONWARNINGS"] == "ignore::FutureWarning"
+    assert note["environment"]["NCCL_DEBUG"] == "INFO"
+    assert note["environment"]["DS_ACCELERATOR"] is None and note["environment"]["OMP_NUM_THREADS"] is None
+    assert note["cwd"] == str(tmp_path), "relative paths are the caller's"
+
+
+@no_real_gpu
+def test_environment_without_gpu(tmp_path):
+    _, note = launch(tmp_path, "single_node", "--num_gpus", "2", "1", gpus=0, CUDA_VISIBLE_DEVICES="0")
+    cores = len(os.sched_getaffinity(0))
+    assert note["environment"]["DS_ACCELERATOR"] == "cpu"
+    assert note["environment"]["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert note["environment"]["CUDA_VISIBLE_DEVICES"] is None
+    _, note = launch(tmp_path, "single_gpu", "1", gpus=0, OMP_NUM_THREADS="7")
+    assert note["environment"]["OMP_NUM_THREADS"] == "7"
+
+
+def test_python_of_the_path(tmp_path):
+    environment = stub_environment(tmp_path, gpus=1)
+    del environment["PYTHON"]
+    script = str(ROOT / "launch/single_gpu.sh")
+    subprocess.run(["bash", script, "1"], env=environment, cwd=tmp_path, check=False, timeout=60)
+    assert (tmp_path / "log.jsonl").exists()
+
+
+def test_works_from_a_folder_with_spaces(tmp_path):
+    copy = tmp_path / "my project"
+    shutil.copytree(ROOT / "launch", copy / "launch")
+    for package in ("pipeline", "step1_sft"):
+        (copy / package).symlink_to(ROOT / package)
+    environment = stub_environment(tmp_path, gpus=1)
+    script = str(copy / "launch/single_gpu.sh")
+    subprocess.run(["bash", script, "1"], env=environment, cwd=tmp_path, check=False, timeout=60)
+    note = json.loads((tmp_path / "log.jsonl").read_text())
+    assert note["environment"]["PYTHONPATH"] == str(copy)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "STEP: found none"),
+        (("4",), "STEP: found '4', wanted 1, 2 or 3"),
+        (("--num_gpus", "1"), "STEP: found none"),
+        (("--num_gpus",), "--num_gpus: found no value"),
+        (("--num_gpus", "0", "1"), "--num_gpus: found '0', wanted a number from 1 on"),
+        (("sft", "--seed", "1"), "STEP: found 'sft'"),
+    ],
+)
+def test_wrong_step(tmp_path, words, message):
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/single_node.sh"), *words],
+        env=stub_environment(tmp_path), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and message in done.stderr and "usage: bash launch/single_node.sh" in done.stderr
+
+
+def test_help_needs_no_launcher(tmp_path):
+    script = str(ROOT / "launch/single_node.sh")
+    environment = stub_environment(tmp_path)
+    done = subprocess.run(
+        ["bash", script, "2", "--help"], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "--centering_coef" in done.stdout and not (tmp_path / "log.jsonl").exists()
+
+
+def test_flags_without_value_are_those_of_the_installed_launcher():
+    from deepspeed.launcher import runner
+
+    source = Path(runner.__file__).read_text()
+    parser_source = source[source.index("def parse_args") : source.index("def fetch_hostfile")]
+    blocks = parser_source.split("add_argument(")[1:]
+    switches = {b.split('"')[1 if '"-q"' not in b else 3] for b in blocks if "store_true" in b}
+    script = (ROOT / "launch" / "_run.sh").read_text()
+    assert switches == {"--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi",
+                        "--save_pid", "--bind_cores_to_rank", "--quiet"}  # fmt: skip
+    assert all(switch in script for switch in switches)
+
+
+def test_wrong_flags_are_refused_before_anything_starts(tmp_path):
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/single_gpu.sh"), "1", "--learning_rat", "1"],
+        env=stub_environment(tmp_path, gpus=1), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and not (tmp_path / "log.jsonl").exists()
+    assert done.stderr == "error: --learning_rat: unknown flag; did you mean --learning_rate?\n"
+
+
+def test_a_taken_port_is_found_at_once(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        started = time.monotonic()
+        done = subprocess.run(
+            ["bash", str(ROOT / "launch/single_gpu.sh"), "--master_port", port, "1"],
+            env=stub_environment(tmp_path, gpus=1), cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 3 and f"--master-port: {port}: Address already in use" in done.stderr
+    assert not (tmp_path / "log.jsonl").exists() and time.monotonic() - started < 3.0
+
+
+def test_the_supervisor_knows_the_stages(tmp_path):
+    """It names them, since nothing in pipeline/ imports them."""
+    from pipeline.launching.job import STAGES, stage_flags
+    from train import STEPS
+
+    assert list(STAGES) == list(MODULES.values())
+    for module, kind in zip(STAGES, STEPS.values(), strict=True):
+        resolved, section = stage_flags(module, [])
+        assert type(resolved.config) is kind.config_class and section == kind.section
+    with pytest.raises(InputError, match="os: not a stage"):
+        stage_flags("os", [])

@@ -1,0 +1,183 @@
+"""How a step ends: exit codes from the ranks' outcomes, skipping, signals. And what machine and host file offer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.launch_stub import ROOT, TINY, started, stub_environment, train
+
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.launching.machine import check_device_count, read_hostfile
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "launcher_code", "code"),
+    [
+        ("0,0", "0", 0),
+        ("0,0", "1", 0),  # torn down with an abort after all work was done
+        ("4,1", "1", 4),
+        ("1,2", "1", 2),
+        ("75,75", "1", 75),
+        ("0,null", "1", 1),
+        ("1,0", "0", 1),
+        ("", "3", 3),
+        ("", "0", 1),
+        ("", "250", 1),
+    ],
+)
+def test_exit_code_is_derived_from_the_ranks(tmp_path, outcomes, launcher_code, code):
+    done = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES=outcomes, STUB_CODE=launcher_code)
+    assert done.returncode == code
+    if code:
+        assert f"step 1 ended with {code} (" in done.stderr and "output/runs/sft/log.txt" in done.stderr
+
+
+def test_a_failed_step_ends_the_run(tmp_path):
+    assert train(tmp_path, *TINY, STUB_OUTCOMES="4").returncode == 4
+    assert len(started(tmp_path)) == 1
+
+
+def test_old_outcomes_are_not_read(tmp_path):
+    folder = tmp_path / "output/runs/sft/outcome"
+    folder.mkdir(parents=True)
+    old = {"rank": 7, "code": 4, "message": "", "secondary": False, "pid": 1, "host": "x", "supervisor": "", "time": 0}
+    (folder / "rank-7.json").write_text(json.dumps(old))
+    assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
+    assert [file.name for file in folder.iterdir()] == ["rank-0.json"]
+
+
+def test_finished_steps_are_skipped(tmp_path):
+    assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
+    again = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0")
+    assert again.returncode == 0 and "step 1: finished already (output/sft)" in again.stdout
+    assert len(started(tmp_path)) == 1
+    train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "10", STUB_OUTCOMES="0")
+    assert len(started(tmp_path)) == 1, "the stub's run had 10 steps"
+    train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "11", STUB_OUTCOMES="0")
+    assert len(started(tmp_path)) == 2, "more steps extend the run"
+    train(tmp_path, *TINY, "--step", "1", "--overwrite", STUB_OUTCOMES="0")
+    assert len(started(tmp_path)) == 3
+
+
+def wait_until_running(folder: Path) -> int:
+    """The stub rank's process id, once it is there."""
+    file = folder / "output/runs/sft/outcome/rank-0.json"
+    for _ in range(200):
+        if file.exists() and file.read_text():
+            return json.loads(file.read_text())["pid"]
+        time.sleep(0.05)
+    raise AssertionError("the stub rank did not start")
+
+
+def start_and_signal(folder: Path, mode: str, *pauses_s: float) -> tuple[int, str, int]:
+    """(exit code, stderr, rank's pid) of a run that gets SIGINT after each pause."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *TINY, "--step", "1"],
+        cwd=folder, env=stub_environment(folder, STUB_OUTCOMES=mode), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    rank = wait_until_running(folder)
+    for pause in pauses_s:
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    return process.returncode, stderr, rank
+
+
+def test_a_signal_reaches_the_ranks_once(tmp_path):
+    code, stderr, _ = start_and_signal(tmp_path, "wait", 0.0, 0.1)
+    assert code == 75 and "a second signal kills at once" in stderr and "killed" not in stderr
+
+
+def test_a_second_signal_kills(tmp_path):
+    code, stderr, rank = start_and_signal(tmp_path, "wait-deaf", 0.0, 0.3, 2.0)
+    assert code == 143 and stderr.count("second signal: killed") == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+@pytest.mark.parametrize(("outcomes", "starts"), [("1", 3), ("null", 3), ("2", 1), ("4", 1), ("75", 1), ("5", 1)])
+def test_restarts(tmp_path, outcomes, starts):
+    """Only after a fault or a killed rank: what else may end a run would end the next one too."""
+    done = train(tmp_path, *TINY, "--step", "1", "--max-restarts", "2", STUB_OUTCOMES=outcomes, STUB_CODE="1")
+    assert done.returncode == (1 if outcomes == "null" else int(outcomes))
+    assert len(started(tmp_path)) == starts
+    said = [line for line in done.stdout.splitlines() if "restart" in line]
+    assert said == [f"== step 1: restart {n} of 2, after a fault" for n in range(1, starts)]
+
+
+def test_no_restart_without_the_flag_or_after_success(tmp_path):
+    assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="1").returncode == 1
+    assert train(tmp_path, *TINY, "--step", "1", "--max_restarts", "5", STUB_OUTCOMES="0").returncode == 0
+    assert len(started(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_restart_goes_on_from_what_was_saved_since_the_start(tmp_path, saved):
+    if saved:
+        manifest = tmp_path / "output/runs/sft/checkpoints/step-1/manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+        os.utime(manifest, (time.time() + 60,) * 2)
+    words = (*TINY, "--step", "1", "--max-restarts", "1", "--overwrite", "--resume", "never")
+    assert train(tmp_path, *words, STUB_OUTCOMES="1").returncode == 1
+    first, second = started(tmp_path)
+    assert second == [*first, *(["--overwrite", "false", "--resume", "auto"] if saved else [])]
+
+
+# --- machine and host file --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=8\nb slot=8\n", r"hosts:2: found 'b slot=8', wanted `name slots=NUMBER`"),
+        ("a slots=8\n\n# c\na slots=1\n", r"hosts:4: a stands twice"),
+        ("a slots=0\n", r"hosts:1: found"),
+        ("# nothing\n", r"found no host"),
+        ("", r"found no host"),
+        ("slots=8\n", r"hosts:1: found 'slots=8'"),
+        ("a\n", r"hosts:1: found 'a'"),
+        ("a slots=\n", r"hosts:1: found 'a slots='"),
+        ("a slots=-1\n", r"hosts:1: found 'a slots=-1'"),
+        ("a slots=two\n", r"hosts:1: found 'a slots=two'"),
+        ("a slots=8 b slots=8\n", r"hosts:1: found"),
+        ("a:8\n", r"hosts:1: found 'a:8'"),
+        ("b slots=1\na,slots=8\n", r"hosts:2: found 'a,slots=8'"),
+        ("\x00 slots=8", r"hosts:1: found '\\x00 slots=8'"),
+        ("-oProxyCommand=x slots=8\n", r"hosts:1: found '-oProxyCommand=x slots=8'"),
+        ("$(touch-X) slots=8\n", r"hosts:1: found '\$\(touch-X\) slots=8'"),
+    ],
+)
+def test_wrong_hostfile(tmp_path, text, message):
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_hostfile(tmp_path / "hosts")
+
+
+def test_example_hostfile():
+    assert read_hostfile(ROOT / "launch" / "hostfile.example") == {"worker-0": 8, "worker-1": 8}
+
+
+def test_device_counts(tmp_path, monkeypatch):
+    for gpus, visible, allowed in ((4, None, 4), (4, "1,2", 2)):
+        for name, value in stub_environment(tmp_path / str(visible), gpus=gpus).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        check_device_count(allowed)
+        with pytest.raises(EnvironmentFault, match=f"give at most {allowed}"):
+            check_device_count(allowed + 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(EnvironmentFault, match="hides all 4 GPUs"):
+        check_device_count(1)
+    monkeypatch.setenv("PATH", stub_environment(tmp_path / "none")["PATH"])
+    with pytest.raises(EnvironmentFault, match="no GPU"):
+        check_device_count(10_000)

@@ -1,0 +1,250 @@
+"""train.py as a real process: plans, commands, chaining, refusals. Launchers are stubs (launch_stub.py)."""
+
+import shlex
+import socket
+
+import pytest
+from support.launch_stub import ROOT, TINY, fastest_run_s, make_model, started, train
+
+from pipeline.errors import InputError
+from pipeline.launching.train_config import model_size, split_overrides
+from train import STEPS, duration
+
+PRESETS = ROOT / "launch" / "presets"
+
+
+# --- commands and chaining ------------------------------------------------------------------------------------------
+
+
+def test_three_steps_in_order_with_chained_folders(tmp_path):
+    done = train(tmp_path, *TINY, "--output-dir", "my out", STUB_OUTCOMES="0,0")
+    assert done.returncode == 0, done.stderr
+    common = ["--num_gpus", "1", "--no_local_rank", "--module"]
+    assert started(tmp_path) == [
+        [*common, "step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output_dir", "my out/sft"],
+        [*common, "step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output_dir", "my out/reward"],
+        [*common, "step3_ppo.main", "--preset", f"{PRESETS}/tiny.ppo.yaml",
+         "--actor_model_name_or_path", "my out/sft", "--critic_model_name_or_path", "my out/reward",
+         "--output_dir", "my out"],
+    ]  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "next: python chat.py --path 'my out/actor'"
+    assert "== step 2: reward model" in done.stdout and "== step 3: done in" in done.stdout
+
+
+def test_flags_reach_their_step(tmp_path):
+    done = train(
+        tmp_path, *TINY, "--deployment-type", "single_node", "--num_gpus", "2", "--actor-zero-stage", "2",
+        "--reward_zero_stage=1", "--overwrite", "--sft.data_path", "a b.jsonl", "c'd", "--ppo.kl-coef=0.2",
+        "--reward.column_map", "two\nlines", STUB_OUTCOMES="0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sft, reward, ppo = started(tmp_path)
+    assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", "--overwrite", "--data_path", "a b.jsonl", "c'd"]
+    assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", "--overwrite", "--column_map", "two\nlines"]
+    assert ppo[ppo.index("--actor_zero_stage") :] == [
+        "--actor_zero_stage", "2", "--critic_zero_stage", "1", "--overwrite", "--kl-coef=0.2"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "preset"),
+    [
+        ("350m", [], "350m"),
+        ("facebook/opt-1.3b", [], "1.3b"),
+        ("org/model-7b", ["--model_name_or_path", "org/model-7b"], None),
+    ],
+)
+def test_models(tmp_path, given, flags, preset):
+    done = train(tmp_path, "--step", "1", "--actor-model", given, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("$ ")))
+    expected = ["--preset", str(PRESETS / f"{preset}.sft.yaml")] if preset else []
+    assert words[4:] == [*expected, "--output_dir", "output/sft", *flags]
+    assert ("no preset" in done.stdout) == (preset is None)
+
+
+def test_config_file_replaces_chained_folders_and_keeps_origins(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "train: {step: [1, 3], actor_model: tiny}\n"
+        "sft: {output_dir: elsewhere/tuned, learning_rate: 2e-5}\nppo: {critic_model_name_or_path: org/critic}\n"
+    )
+    done = train(tmp_path, "--config", "run.yaml", "--sft.max_steps", "7", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["learning_rate", "2e-05", "run.yaml"] in rows
+    assert ["output_dir", "elsewhere/tuned", "run.yaml"] in rows
+    assert ["max_steps", "7", "command", "line"] in rows
+    assert ["per_device_train_batch_size", "32", f"{PRESETS}/tiny.sft.yaml"] in rows
+    assert ["seed", "1234", "default"] in rows
+    assert ["actor_model_name_or_path", "elsewhere/tuned", "command", "line"] in rows
+    assert ["critic_model_name_or_path", "org/critic", "run.yaml"] in rows
+
+
+def test_config_file_without_sections_is_for_one_step(tmp_path):
+    (tmp_path / "flat.yaml").write_text("max_steps: 3\n")
+    one = train(tmp_path, "--config", "flat.yaml", "--step", "1", "--dry-run")
+    assert (
+        one.returncode == 0
+        and "max_steps                          3                              flat.yaml" in one.stdout
+    )
+    three = train(tmp_path, "--config", "flat.yaml", "--dry-run")
+    assert three.returncode == 2 and "flags without sections" in three.stderr
+
+
+def test_dry_run_starts_nothing(tmp_path):
+    done = train(tmp_path, "--dry-run")
+    assert done.returncode == 0 and done.stdout.endswith("dry run: nothing was started\n")
+    assert started(tmp_path) == [] and not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("deployment", ["single_gpu", "single_node", "multi_node"])
+@pytest.mark.parametrize("size", ["tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b"])
+def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, size):
+    from train import check_engines, command_of, make_plan
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=8\n")
+    hostfile = ["--hostfile", "hosts"] if deployment == "multi_node" else []
+    words = ["--deployment-type", deployment, "--actor-model", size, "--reward-model", size, *hostfile]
+    plan = make_plan(words, STEPS)
+    for stage in plan.chosen:
+        check_engines(stage, 8, "cuda")
+        command = command_of(stage, plan.config)
+        assert command[:2] == ["bash", str(ROOT / "launch" / f"{deployment}.sh")]
+        at = 2 + len(hostfile)
+        assert command[2:at] == hostfile
+        assert command[at : at + 3] == [str(stage.step), "--preset", f"{PRESETS}/{size}.{stage.kind.section}.yaml"]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_all_errors_of_all_steps_at_once(tmp_path):
+    done = train(
+        tmp_path, "--step", "1", "--sft.learning_rat", "1", "--reward.seed", "x", "--ppo.kl_coeff", "1", "--stp"
+    )
+    assert done.returncode == 2 and started(tmp_path) == []
+    lines = done.stderr.splitlines()
+    assert lines == [
+        "error: --stp: unknown flag; did you mean --step?",
+        "error: --sft.learning_rat: unknown flag; did you mean --sft.learning_rate?",
+        "error: --reward.seed: found 'x' (command line): Input should be a valid integer, "
+        "unable to parse string as an integer",
+        "error: --ppo.kl_coeff: unknown flag; did you mean --ppo.kl_coef?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--actor-model", "7b"), 2, "--actor-model: found size '7b'"),
+        (("--actor-model", "./none/model"), 2, "--actor-model: ./none/model: no such folder"),
+        (
+            ("--resume", "output/runs/sft/checkpoints/step-3"),
+            2,
+            "--resume: output/runs/sft/checkpoints/step-3: a checkp",
+        ),
+        (("--num-gpus", "2"), 2, "--num-gpus: found 2 with single_gpu"),
+        (("--deployment-type", "multi_node", "--hostfile", "none"), 2, "--hostfile: none: cannot read it"),
+        (("--deployment-type", "multi_nod"), 2, "did you mean multi_node?"),
+        (("--hostfile", "hosts"), 2, "--hostfile: found one with single_gpu"),
+        (("--include", "localhost:0", "--exclude", "localhost:1"), 2, "--include and --exclude"),
+        (("--deployment-type", "single_node", "--num-gpus", "3"), 3, "found 3, but 2 GPUs are visible here"),
+        (("--step", "4"), 2, "--step: found '4'"),
+        (("--sft.offload",), 2, "sft: --offload: needs ZeRO stage 1, 2 or 3, found stage 0"),
+        (("--preset", "x"), 2, "--preset: presets follow --actor-model"),
+        (("--config", "none.yaml"), 2, "none.yaml: cannot read it: No such file"),
+        (("1", "2"), 2, "found 3 values (tiny 1 2), wanted one"),
+    ],
+)
+def test_refused_in_one_line(tmp_path, words, code, message):
+    done = train(tmp_path, *(() if "--actor-model" in words else TINY), *words)
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and message in done.stderr
+    assert started(tmp_path) == []
+
+
+def test_port_in_use(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        done = train(tmp_path, "--master-port", str(taken.getsockname()[1]))
+    assert done.returncode == 3 and "Address already in use" in done.stderr
+
+
+def test_step_3_needs_the_models_of_1_and_2(tmp_path):
+    done = train(tmp_path, *TINY, "--step", "3")
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first.startswith("error: --ppo.actor_model_name_or_path: output/sft: found no config.json")
+    assert first.endswith("python train.py --step 1 --actor-model tiny --reward-model tiny")
+    assert "output/reward" in second and "--step 2" in second
+    make_model(tmp_path / "output" / "sft")
+    make_model(tmp_path / "output" / "reward")
+    assert train(tmp_path, *TINY, "--step", "3", STUB_OUTCOMES="0").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: found --actor_zero_stage 0, wanted 3"),
+        (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 1 ranks"),
+        (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need stage 3"),
+    ],
+)
+def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):
+    done = train(tmp_path, *TINY, *flags, "--dry-run")
+    assert done.returncode == 2 and f"error: ppo: {says}" in done.stderr, done.stderr
+    assert train(tmp_path, *TINY, "--dry-run").returncode == 0
+
+
+def test_batch_arithmetic_of_the_users_json(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 2}}')
+    words = ("--step", "1", "--actor-model", "tiny", "--sft.deepspeed_config", "ds.json", "--dry-run")
+    node = ("--deployment-type", "single_node", "--num-gpus", "2")
+    good = train(tmp_path, *words, *node)
+    assert good.returncode == 0, good.stderr
+    assert ["zero_stage", "2", "ds.json"] in [line.split() for line in good.stdout.splitlines()]
+    bad = train(tmp_path, *words)
+    assert bad.returncode == 2 and "train_batch_size: found 64" in bad.stderr and "x 1 ranks = 32" in bad.stderr
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_one_fast_screen():
+    code = (
+        "import sys, train\ntry: train.main(['--help'])\nfinally: assert 'torch' not in sys.modules, 'torch imported'"
+    )
+    took_s, output = fastest_run_s(code)
+    assert took_s < 1.0
+    lines = output.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 80
+    assert all(f"--{name}" in output for name in ("actor-model", "dry-run", "sft.FLAG", "config FILE"))
+
+
+def test_split_overrides():
+    own, overrides = split_overrides(["--step", "1", "--sft.a", "b", "-1", "--x", "--ppo.c=d"], ["sft", "ppo"])
+    assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}
+
+
+def test_model_size(tmp_path, monkeypatch):
+    assert model_size("facebook/opt-6.7b") == "6.7b" and model_size("tiny") == "tiny"
+    assert model_size("facebook/opt-iml-1.3b") is None and model_size("gpt2") is None
+    with pytest.raises(InputError, match="did you mean 1.3b"):
+        model_size("1.2b")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "7b").mkdir()
+    assert model_size("7b") is None
+
+
+def test_durations():
+    assert [duration(s) for s in (6.6, 185, 3725)] == ["7s", "3m 05s", "1h 02m"]
+
+
+@pytest.mark.parametrize("flag", ["--master-addr", "--include", "--exclude"])
+@pytest.mark.parametrize("value", ["$(touch X)", "-oProxyCommand=x", "a;touch X", "a b", "`x`", "a\nb"])
+def test_names_of_hosts_hold_nothing_that_a_shell_acts_on(tmp_path, flag, value):
+    done = train(tmp_path, *TINY, "--deployment-type", "multi_node", f"{flag}={value}")
+    assert done.returncode == 2 and "wanted names of hosts" in done.stderr
+    assert not list(tmp_path.rglob("X")) and not started(tmp_path)

@@ -1,0 +1,116 @@
+"""From the ranks' ends to one exit code and the lines that name the first cause."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.launching.rank_watch import RankState
+from pipeline.launching.verdict import Circumstances, hang_verdict, judge, signal_of
+from pipeline.processes import Process
+from pipeline.run.heartbeat import Beat
+from pipeline.run.outcome import Outcome
+
+MIB = 2**20
+RUN = Path("out/runs/sft")
+
+
+def rank(number, code=None, message="stub", *, at=0.0, secondary=False, died=None):
+    """A rank at step 7 of training that ended with `code` at time `at`, or was seen dead at `died`."""
+    said = Outcome(number, code, message, secondary, 100 + number, f"node-{number}", "s", at)
+    return RankState(said, 0.0, Beat("train", 7, 0.0), Process(1, "S", 1, 1.0, 300 * MIB), died)
+
+
+def around(launcher_code=None, *, asked=False, memory="1.0 of 23.0 GiB were free", oom_kills=0):
+    return Circumstances(RUN, launcher_code, asked, memory, oom_kills)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "code"),
+    [
+        ([rank(0, 0), rank(1, 0)], False, 0),
+        ([rank(0, 1), rank(1, 3)], False, 3),
+        ([rank(0, 75), rank(1, 4)], True, 4),
+        ([rank(0, 139), rank(1, 0)], False, 1),
+        ([rank(0, 75), rank(1, 75)], True, 75),
+        ([rank(0, 75), rank(1, 75)], False, 75),  # somebody signalled the ranks themselves
+        ([rank(0, 75), rank(1, 1, secondary=True)], True, 75),  # it lost the rank that had stopped already
+        ([rank(0, 75), rank(1, died=1.0)], True, 1),
+        ([rank(0, 75), rank(1)], True, 75),  # the other one is being killed: it could not hear us
+        ([rank(0), rank(1)], True, 75),
+        ([rank(0, 0), rank(1)], False, 1),
+        ([rank(0, 0), rank(1)], True, 1),
+        ([rank(0, 0), rank(1, died=1.0)], False, 1),
+        ([rank(0, 1, secondary=True)], False, 1),
+    ],
+)
+def test_codes(ranks, asked, code):
+    assert judge(ranks, around(asked=asked)).code == code
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first"),
+    [
+        ([rank(0, 1, "Late: b", at=2.0), rank(1, 1, "Early: a", at=1.0)], "rank 1 on node-1, step 7, phase train: E"),
+        ([rank(0, 1, "gloo", at=1.0, secondary=True), rank(1, 1, "Real: a", at=2.0)], "rank 1 on node-1, step 7"),
+        ([rank(0, 1, "gloo", at=1.0, secondary=True), rank(1, died=5.0)], "rank 1 on node-1, step 7, phase train: kil"),
+        ([rank(0, died=2.0), rank(1, died=1.0)], "rank 1 on node-1"),
+        ([rank(0, 1, "Real: a", at=2.0), rank(1, died=1.0)], "rank 0 on node-0, step 7, phase train: Real: a"),
+        ([rank(0, 1, "b", at=2.0, secondary=True), rank(1, 1, "a", at=1.0, secondary=True)], "rank 1 on node-1"),
+    ],
+)  # fmt: skip
+def test_the_first_cause_is_named_once(ranks, first):
+    lines = judge(ranks, around(247)).lines
+    assert lines[0].startswith(f"error: {first}") and len(lines) == 2
+    number = first.split()[1]
+    assert lines[1] == f"error: its log: {RUN}/log/rank-{number}.txt"
+
+
+def test_an_error_that_all_meet_is_not_one_ranks():
+    both = [rank(0, 2, "--a: x\n--b: y", at=1.0), rank(1, 2, "--a: x\n--b: y", at=2.0)]
+    assert judge(both, around()).lines == ["error: --a: x", "error: --b: y"]
+    alone = judge([rank(0), rank(1, 3, "no device")], around())
+    assert alone.code == 3
+    assert alone.lines == [
+        "error: no device",
+        "error: rank 1 on node-1, step 7, phase train: met this alone",
+        f"error: its log: {RUN}/log/rank-1.txt",
+    ]
+
+
+def test_what_killed_a_rank():
+    dead = [rank(0), rank(1, died=1.0)]
+
+    def line(*args, **changes):
+        return (
+            judge(dead, around(*args, **changes))
+            .lines[0]
+            .removeprefix("error: rank 1 on node-1, step 7, phase train: ")
+        )
+
+    assert line(247) == "killed by SIGKILL: by hand, or out of memory? (it held 300 MiB, 1.0 of 23.0 GiB were free)"
+    assert (
+        line(247, memory="", oom_kills=1)
+        == "killed by SIGKILL: the kernel ended it for want of memory (it held 300 MiB)"
+    )
+    assert line(245) == "killed by SIGSEGV"
+    assert line(3) == "its process is gone; the launcher ended with 3"
+    assert line(None, memory="") == "its process is gone: by hand, or out of memory? (it held 300 MiB)"
+
+
+def test_signals_in_deepspeeds_exit_codes():
+    """launch.py ends with sys.exit(-9) for a rank that died of signal 9, which the kernel cuts to a byte."""
+    assert signal_of(256 - 9) == signal.SIGKILL and signal_of(256 - 6) == signal.SIGABRT
+    assert signal_of(1) is None and signal_of(None) is None and signal_of(130) is None
+
+
+def test_no_rank_got_far_enough():
+    assert judge([], around(3)).code == 3 and judge([], around(3)).lines == []
+    assert judge([], around(0)).code == 1 and "before any rank had started" in judge([], around(250)).lines[0]
+    assert judge([], around(1, asked=True)).code == 75
+
+
+def test_a_hang():
+    verdict = hang_verdict(rank(1), around())
+    assert verdict.code == 1 and "no sign of life for" in verdict.lines[0] and "in phase train" in verdict.lines[0]
+    assert "rank 1 on node-1, step 7" in verdict.lines[0]

@@ -1,0 +1,93 @@
+"""Loading models: dropout off without touching what is saved, wrong inputs in one line, parts of a model."""
+
+import pytest
+import torch
+from support.tiny_models import IDS, random_rows, tiny_config
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from pipeline.errors import InputError
+from pipeline.models.loading import (
+    adapter_base,
+    backbone,
+    base_model,
+    dropout_names,
+    load_causal_lm,
+    use_gradient_checkpointing,
+    without_dropout,
+)
+
+
+def two_forwards(model: torch.nn.Module) -> list[torch.Tensor]:
+    row = random_rows(0, (12,))[0].unsqueeze(0)
+    return [model.train()(input_ids=row).logits for _ in range(2)]
+
+
+def test_two_forwards_in_training_mode_are_bit_equal(causal_folder):
+    first, second = two_forwards(load_causal_lm(causal_folder, dtype=torch.float32))
+    assert first.equal(second)
+
+
+def test_the_same_model_loaded_by_transformers_is_random_in_training_mode(causal_folder):
+    """So that the test above can fail."""
+    first, second = two_forwards(AutoModelForCausalLM.from_pretrained(causal_folder, attn_implementation="eager"))
+    assert not first.equal(second)
+
+
+def test_the_source_configuration_keeps_its_dropouts(tiny_folders):
+    model = load_causal_lm(tiny_folders["opt"], dtype=torch.float32)
+    assert (model.config.dropout, model.config.layerdrop) == (0.0, 0.0)
+    assert (model.source_config.dropout, model.source_config.layerdrop) == (0.1, 0.1)
+
+
+def test_every_dropout_field_is_found():
+    assert {"dropout", "attention_dropout", "layerdrop"} <= set(dropout_names(tiny_config("opt")))
+    gpt2 = GPT2Config()
+    assert {"resid_pdrop", "embd_pdrop", "attn_pdrop"} <= set(dropout_names(gpt2))
+    quiet = without_dropout(gpt2)
+    assert [getattr(quiet, name) for name in dropout_names(gpt2)] == [0.0] * len(dropout_names(gpt2))
+    assert gpt2.resid_pdrop == 0.1
+
+
+def test_fields_named_probability_are_dropouts_too():
+    config = GPT2Config(hidden_dropout_prob=0.1, **IDS)
+    assert "hidden_dropout_prob" in dropout_names(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_wanted_dtype_wins_over_the_saved_one(causal_folder, dtype):
+    assert {p.dtype for p in load_causal_lm(causal_folder, dtype=dtype).parameters()} == {dtype}
+
+
+def test_a_folder_without_weights_is_refused_in_one_line(tmp_path):
+    tiny_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="holds no weights") as caught:
+        load_causal_lm(str(tmp_path), dtype=torch.float32)
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no model"):
+        load_causal_lm(str(tmp_path), dtype=torch.float32)
+
+
+def test_backbone_gives_hidden_states_for_the_head(causal_folder):
+    model = load_causal_lm(causal_folder, dtype=torch.float32)
+    row = random_rows(1, (5,))[0].unsqueeze(0)
+    hidden = backbone(model)(input_ids=row).last_hidden_state
+    torch.testing.assert_close(model.get_output_embeddings()(hidden), model(input_ids=row).logits)
+    assert base_model(model) is model and adapter_base(causal_folder) is None
+
+
+def test_gradient_checkpointing_changes_no_gradient(causal_folder):
+    row = random_rows(2, (7,))[0].unsqueeze(0)
+    gradients = []
+    for checkpointed in (False, True):
+        model = load_causal_lm(causal_folder, dtype=torch.float32).train()
+        if checkpointed:
+            use_gradient_checkpointing(model)
+        assert backbone(model).training
+        model(input_ids=row, labels=row).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert model.is_gradient_checkpointing
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain)

@@ -1,0 +1,91 @@
+"""Sizes that keep the code readable, and a docstring on everything public."""
+
+import ast
+import statistics
+
+import pytest
+from support.source_tree import functions, relative, source_files, tree_of
+
+FILES = {relative(path): path for path in source_files()}
+TREES = {name: tree_of(path) for name, path in FILES.items()}
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 80
+MAX_MAIN_LINES = 120  # of main and of the loops
+MAX_POSITIONAL = 5
+# A loss over two sequences of tensors: names would not make it clearer.
+WIDE = {"step2_reward/loss.py per_token_loss"}
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, its docstring not counted."""
+    total = node.end_lineno - node.lineno + 1
+    first = node.body[0]
+    return total - (first.end_lineno - first.lineno + 1 if ast.get_docstring(node) is not None else 0)
+
+
+def all_functions() -> list[tuple[str, ast.FunctionDef]]:
+    return [(f"{name}:{node.lineno} {node.name}", node) for name, tree in TREES.items() for node in functions(tree)]
+
+
+def test_functions_are_short():
+    lengths = sorted(length(node) for _, node in all_functions())
+    assert statistics.median(lengths) <= 12
+    assert lengths[int(0.9 * len(lengths))] <= 45
+
+
+def test_no_function_is_too_long():
+    loops = ("main", "train")
+    long = {
+        where: length(node) for where, node in all_functions()
+        if length(node) > (MAX_MAIN_LINES if node.name in loops else MAX_FUNCTION_LINES)
+    }  # fmt: skip
+    assert long == {}
+
+
+def test_no_file_is_too_long():
+    sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
+    assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
+
+
+def is_kernel(node: ast.FunctionDef) -> bool:
+    """Whether triton compiles it: it knows no parameters by name alone."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def positional(node: ast.FunctionDef) -> int:
+    names = [argument.arg for argument in [*node.args.posonlyargs, *node.args.args]]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def test_more_than_five_parameters_are_given_by_name():
+    wide = {
+        f"{name} {node.name}" for name, tree in TREES.items() for node in functions(tree)
+        if positional(node) > MAX_POSITIONAL and not is_kernel(node)
+    }  # fmt: skip
+    assert wide == WIDE
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """Public functions, classes and methods of public classes without a docstring, but for those that say it all.
+
+    A function of up to five lines whose name and types are its meaning needs none.
+    """
+    found = [] if ast.get_docstring(tree) else ["module"]
+
+    def look(body: list[ast.stmt]) -> None:
+        for node in body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            short = isinstance(node, ast.FunctionDef) and length(node) <= 5
+            if ast.get_docstring(node) is None and not short:
+                found.append(f"{node.lineno} {node.name}")
+            if isinstance(node, ast.ClassDef):
+                look(node.body)
+
+    look(tree.body)
+    return found
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_what_is_public_says_what_it_is_for(name):
+    assert undocumented(TREES[name]) == []

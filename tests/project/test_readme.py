@@ -1,0 +1,299 @@
+"""The documentation against the project: files, links, names, commands. And that every flag is read by some code."""
+
+import ast
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.source_tree import ROOT, source_files, tree_of
+
+import chat
+import prompt_eval
+import train
+from pipeline.configuration.dschat_flags import ALIASES, RETIRED
+from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.flags import parse
+from pipeline.launching.plan import make_plan
+from pipeline.launching.train_config import TrainConfig
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig, RewardEvalConfig
+from step3_ppo.config import PPOConfig
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+STAGES = {"step1_sft": SFTConfig, "step2_reward": RewardConfig, "step3_ppo": PPOConfig}
+NUMBERS = dict(zip("123", STAGES.values(), strict=True))
+PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": prompt_eval.PromptEvalConfig}
+# What a reader's own shell or another project answers for.
+OTHERS = ("git", "cd", "source", "pip", "echo", "tensorboard")
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(text: str, language: str) -> Iterator[tuple[str, str]]:
+    """(title, content) of the fenced blocks of a language; the title stands behind the language's name."""
+    for info, content in re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        name, _, title = info.strip().partition(" ")
+        if name == language:
+            yield title, content
+
+
+# --- the tree of files ----------------------------------------------------------------------------------------------
+
+
+def tree_of_readme() -> dict[str, str]:
+    """Path -> purpose from the README's block `text tree`: folders stand alone, their files are indented below them."""
+    (content,) = (content for title, content in blocks(README, "text") if title == "tree")
+    found, folder = {}, ""
+    for line in content.splitlines():
+        if re.fullmatch(r"\S+/", line):
+            folder = line
+            continue
+        indent, name, purpose = re.fullmatch(r"( *)(\S+)\s{2,}(\S.*)", line).groups()
+        assert bool(indent) == bool(folder), line
+        path = folder + name
+        assert path not in found, path
+        found[path] = purpose
+    return found
+
+
+def files_of_project() -> set[str]:
+    """Files that git tracks or would track; skipped where this is no checkout."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no git here")
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return {name for name in done.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+def test_every_file_has_its_line_in_the_readme():
+    tree = set(tree_of_readme())
+    present = files_of_project()
+    assert {"missing in the README": sorted(present - tree), "no such file": sorted(tree - present)} == {
+        "missing in the README": [],
+        "no such file": [],
+    }
+
+
+def test_purposes_are_short():
+    assert [path for path, purpose in tree_of_readme().items() if not 5 < len(purpose) <= 100] == []
+
+
+# --- links and names ------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Relative links of `text`, a page's, to files or headings that do not exist."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        place = page.parent / file if file else page
+        if not place.exists() or (anchor and anchor not in anchors(place)):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_is_found():
+    text = "[a](nowhere.md) [b](docs/design.md#no-such-heading) [c](#files) [d](https://example.org/x)"
+    assert broken_links(ROOT / "README.md", text) == ["nowhere.md", "docs/design.md#no-such-heading"]
+
+
+def names_in(path: Path) -> set[str]:
+    """Names at the top level of a Python file, and `Class.name` for what classes define."""
+    found: set[str] = set()
+    for node in tree_of(path).body:
+        found |= defined(node)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for child in node.body for name in defined(child)}
+    return found
+
+
+def defined(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def unknown_names(text: str) -> list[str]:
+    """References like `pipeline/engine/engine.py:step_together` to files or names that do not exist."""
+    references = re.findall(r"`([\w./]+\.py):([\w.]+)`", text)
+    missing = [f"{file}:{name}" for file, name in references if not (ROOT / file).is_file()]
+    return missing + [f"{f}:{n}" for f, n in references if (ROOT / f).is_file() and n not in names_in(ROOT / f)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_names_in_the_documentation_exist(page):
+    assert unknown_names(page.read_text(encoding="utf-8")) == []
+
+
+def test_an_unknown_name_is_found():
+    text = "`train.py:run` `train.py:walk` `nowhere.py:run` `pipeline/engine/engine.py:TrainingEngine.step`"
+    assert unknown_names(text) == ["nowhere.py:run", "train.py:walk"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_paths_in_the_documentation_exist(page):
+    """Paths of the project in backticks: those that begin with one of its folders and have a suffix or end in /."""
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._")
+    text = page.read_text(encoding="utf-8")
+    paths = re.findall(rf"`((?:{folders})/[\w./-]*(?:\.(?:py|sh|md|yaml|json)|/))`", text)
+    assert [path for path in paths if not path.startswith("output/") and not (ROOT / path).exists()] == []
+
+
+def test_all_departures_from_deepspeed_chats_flags_are_in_the_readme():
+    assert [name for name in [*RETIRED, *ALIASES, *ALIASES.values()] if f"`--{name}`" not in README] == []
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """The commands of the `bash` blocks as words, without comments; each side of a pipe is one."""
+    for _, content in blocks(text, "bash"):
+        for line in content.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.replace("<this repository>", "URL"), comments=True)
+            start = 0
+            for end in [index for index, word in enumerate(words) if word == "|"] + [len(words)]:
+                if words[start:end]:
+                    yield words[start:end]
+                start = end + 1
+
+
+COMMANDS = [
+    pytest.param(words, id=shlex.join(words)[:70])
+    for page in PAGES
+    for words in command_lines(page.read_text(encoding="utf-8"))
+]
+
+
+def module_config(words: list[str]) -> tuple[type, list[str]]:
+    """(configuration class, its words) of `-m step1_sft.main ...` or `--module step1_sft.main ...`."""
+    at = next(index for index, word in enumerate(words) if word in ("-m", "--module"))
+    name, rest = words[at + 1], words[at + 2 :]
+    if name == "step2_reward.eval":
+        return RewardEvalConfig, rest
+    package, _, module = name.partition(".")
+    assert module == "main", name
+    return STAGES[package], rest
+
+
+def script_config(words: list[str]) -> tuple[type, list[str]]:
+    """The same for `bash launch/....sh [launcher flags] STEP ...`."""
+    assert (ROOT / words[0]).is_file() and words[0].startswith("launch/"), words
+    at = 1
+    while words[at].startswith("--"):
+        at += 1 if "=" in words[at] else 2
+    return NUMBERS[words[at]], words[at + 1 :]
+
+
+def check_command(words: list[str]) -> None:
+    """Parse one command as the program would. Raises InputError, or AssertionError for what is no command of ours."""
+    program, *rest = words
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(rest) <= set(targets), rest
+    elif program == "python" and rest[0] == "train.py":
+        train.check_steps(make_plan(rest[1:], train.STEPS))
+    elif program == "python" and rest[0] in PROGRAMS:
+        parse(PROGRAMS[rest[0]], rest[1:], section="none")
+    elif program == "python" and rest[0].endswith(".py"):
+        assert (ROOT / rest[0]).is_file(), rest
+    elif program == "python" and rest[:2] == ["-m", "venv"]:
+        pass
+    elif program in ("python", "torchrun", "deepspeed"):
+        config_class, flags = module_config(rest)
+        parse(config_class, flags, section="none")
+    elif program == "bash":
+        config_class, flags = script_config(rest)
+        parse(config_class, flags, section="none")
+    else:
+        assert program in OTHERS, words
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_are_right(words, tmp_path, monkeypatch):
+    """In a folder that holds the files which the README shows with a title."""
+    for title, content in [*blocks(README, "yaml"), *blocks(README, "text")]:
+        if title and title != "tree":
+            (tmp_path / title).write_text(content, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    try:
+        check_command(words)
+    except SystemExit as end:
+        assert end.code == 0, "only --help ends here"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python train.py --steps 1",
+        "python train.py --ppo.kl_coeff 0.1",
+        "python train.py --deployment-type multi_node --hostfile nowhere",
+        "python chat.py --temprature 1",
+        "bash launch/single_gpu.sh 4 --seed 1",
+        "bash launch/single_gpu.sh 1 --kl_coef 1",
+        "python -m step2_reward.eval --paths output/reward",
+        "make coffee",
+        "rm everything",
+    ],
+)
+def test_a_wrong_command_is_found(line):
+    with pytest.raises(Exception):  # noqa: B017 - InputError, AssertionError or KeyError, by command
+        check_command(shlex.split(line))
+
+
+def test_there_are_commands_for_every_program():
+    programs = {" ".join(param.values[0][:2]) for param in COMMANDS}
+    assert programs >= {"python train.py", "python chat.py", "python prompt_eval.py", "make demo", "make test"}
+
+
+# --- flags that nothing reads ---------------------------------------------------------------------------------------
+
+CONFIGS = (TrainConfig, *STAGES.values(), RewardEvalConfig, *PROGRAMS.values())
+# Accepted for the sake of launchers and old scripts, and read by nobody on purpose.
+NOT_READ = {"local_rank", "deepspeed"}
+# Things of other kinds whose attributes are called like flags.
+NO_CONFIGS = {"self", "torch", "dist", "world", "run.world", "deepspeed", "transformers", "datasets"}
+
+
+def attributes_read() -> set[str]:
+    """Names read as `something.name` in the project's code. A field's definition is no such access."""
+    nodes = [node for path in source_files() for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
+    reads = [node for node in nodes if isinstance(node.ctx, ast.Load)]
+    return {node.attr for node in reads if ast.unparse(node.value) not in NO_CONFIGS}
+
+
+def dead_flags(leaves: set[str]) -> list[str]:
+    # train.py hands these to the launcher by getattr.
+    return sorted(leaves - attributes_read() - set(train.LAUNCHER_FLAGS) - NOT_READ)
+
+
+def test_every_flag_is_read():
+    leaves = {flag.path[-1] for config_class in CONFIGS for flag in flag_table(config_class).values()}
+    assert dead_flags(leaves) == []
+
+
+def test_a_flag_that_nothing_reads_is_found():
+    assert dead_flags({"kl_coef", "kl_koeffizient"}) == ["kl_koeffizient"]

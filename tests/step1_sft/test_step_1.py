@@ -1,0 +1,177 @@
+"""Step 1 as a user runs it: commands in processes of their own, their outputs, and their complaints."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.command_run import Ended, run_command
+from support.in_process import error_lines, undone_afterwards
+from support.tiny_run import make_folder, read_metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from step1_sft.main import main
+
+NUM_STEPS = 6
+TOLERANCE = 1e-5
+MODEL_FILES = {
+    "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+    "tokenizer.json", "tokenizer_config.json", "training_config.json",
+}  # fmt: skip
+RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "tensorboard", "log", "checkpoints"}
+
+
+def words(folder: Path, out: str, batch: int, **changes: object) -> list[object]:
+    flags: dict[str, object] = {
+        "model_name_or_path": folder / "base",
+        "data_path": folder / "train.jsonl",
+        "eval_data_path": folder / "test.jsonl",
+        "data_split": "none",
+        "data_output_path": folder / "cache",
+        "max_seq_len": 96,
+        "learning_rate": 5e-3,
+        "per_device_train_batch_size": batch,
+        "lr_scheduler_type": "constant",
+        "max_steps": NUM_STEPS,
+        "dtype": "fp32",
+        "output_dir": out,
+        **changes,
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+@dataclass(frozen=True)
+class Trained:
+    folder: Path
+    ended: dict[int, Ended]
+
+    def model(self, ranks: int = 1) -> Path:
+        return self.folder / f"out{ranks}" / "sft"
+
+    def run(self, ranks: int = 1) -> Path:
+        return self.folder / f"out{ranks}" / "runs" / "sft"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The same run by `python -m` and by torchrun with two ranks."""
+    folder = make_folder(tmp_path_factory.mktemp("step-1"))
+    ended = {
+        ranks: run_command("step1_sft", words(folder, f"out{ranks}/sft", 8 // ranks), folder=folder, ranks=ranks)
+        for ranks in (1, 2)
+    }
+    return Trained(folder, ended)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ends_well_with_all_files(trained: Trained, ranks: int) -> None:
+    assert trained.ended[ranks].code == 0, trained.ended[ranks].stderr
+    assert {path.name for path in trained.model(ranks).iterdir()} == MODEL_FILES
+    assert {path.name for path in trained.run(ranks).iterdir()} >= RUN_FILES
+    logs = {path.name for path in (trained.run(ranks) / "log").iterdir()}
+    assert logs == {f"rank-{rank}.txt" for rank in range(ranks)}
+    assert not list(trained.folder.rglob("*.writing"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_piped_output_is_plain(trained: Trained, ranks: int) -> None:
+    printed = trained.ended[ranks].stdout + trained.ended[ranks].stderr
+    assert "\r" not in printed and "\x1b" not in printed
+    assert "Warning" not in printed and "Traceback" not in printed
+
+
+def test_metrics_are_json_lines_with_rising_steps(trained: Trained) -> None:
+    lines = read_metrics(trained.run())
+    training = [line for line in lines if "loss" in line]
+    held_out = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in training] == list(range(1, NUM_STEPS + 1))
+    assert [line["step"] for line in held_out] == [0, NUM_STEPS]
+    assert all(line["stage"] == "sft" for line in lines)
+    assert {"grad_norm", "learning_rate", "epoch", "num_tokens", "tokens_per_s", "samples_per_s"} <= training[0].keys()
+
+
+def test_loss_falls(trained: Trained) -> None:
+    lines = read_metrics(trained.run())
+    losses = [line["loss"] for line in lines if "loss" in line]
+    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert losses[-1] < losses[0] - 0.5 and held_out[-1] < held_out[0] - 0.5
+
+
+def test_two_ranks_follow_one(trained: Trained) -> None:
+    """The first losses; later ones part as Adam gives a gradient that is zero in theory a step of full size."""
+    mine, theirs = ([line["loss"] for line in read_metrics(trained.run(n)) if "loss" in line] for n in (1, 2))
+    assert max(abs(a - b) for a, b in zip(mine[:3], theirs[:3], strict=True)) < TOLERANCE
+
+
+def test_run_files_tell_settings_and_environment(trained: Trained) -> None:
+    settings = json.loads((trained.run() / "config.json").read_text())
+    assert settings["learning_rate"] == {"value": 5e-3, "from": "command line"}
+    assert settings["weight_decay"]["from"] == "default"
+    found = json.loads((trained.run(2) / "env.json").read_text())
+    assert found["num_ranks"] == 2 and found["versions"]["torch"] == torch.__version__
+    outcomes = [json.loads(path.read_text())["code"] for path in (trained.run(2) / "outcome").iterdir()]
+    assert outcomes == [0, 0]
+    assert json.loads((trained.run() / "done.json").read_text())["steps"] == NUM_STEPS
+
+
+def test_model_loads_in_transformers(trained: Trained) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(trained.model(), output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.dropout == 0.1, "the saved configuration keeps the original dropout"
+    tokenizer = AutoTokenizer.from_pretrained(trained.model())
+    turn = [{"role": "user", "content": "Describe the otter."}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("Human: Describe the otter.\n\nAssistant:")
+
+
+def test_a_finished_run_is_left_alone_until_overwritten(trained: Trained) -> None:
+    command = words(trained.folder, "out1/sft", 8)
+    before = (trained.run() / "metrics.jsonl").read_text(), (trained.model() / "model.safetensors").read_bytes()
+    again = run_command("step1_sft", command, folder=trained.folder)
+    assert again.code == 0
+    assert f"finished after {NUM_STEPS} steps; nothing to do" in again.stderr
+    assert (trained.run() / "metrics.jsonl").read_text() == before[0]
+    over = run_command("step1_sft", [*command, "--overwrite"], folder=trained.folder)
+    assert over.code == 0
+    assert [line["step"] for line in read_metrics(trained.run())] == [0, *range(1, NUM_STEPS + 1), NUM_STEPS]
+    assert (trained.run() / "metrics.jsonl").read_text() != before[0]
+    assert (trained.model() / "model.safetensors").read_bytes() == before[1], "the same seed gives the same weights"
+
+
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("bad"), num_train=12, num_test=2)
+    (folder / "columns.jsonl").write_text('{"question": "Who?", "reply": "Me."}\n')
+    (folder / "broken.jsonl").write_text('{"prompt": "Who?", "response": "Me."}\n{"prompt": \n')
+    (folder / "empty.jsonl").write_text("")
+    (folder / "notes").mkdir()
+    return folder
+
+
+COMPLAINTS = {
+    "wrong column": ({"data_path": "columns.jsonl"}, "columns.jsonl"),
+    "broken JSON": ({"data_path": "broken.jsonl"}, "broken.jsonl"),
+    "empty file": ({"data_path": "empty.jsonl"}, "empty.jsonl"),
+    "no such file": ({"data_path": "./absent.jsonl"}, "absent.jsonl"),
+    "no such model": ({"model_name_or_path": "./absent/model"}, "absent/model"),
+    "a folder without a model": ({"model_name_or_path": "./notes"}, "notes"),
+    "too many tokens": ({"max_seq_len": 4096}, "max_seq_len 4096"),
+    "a map without a column": ({"column_map": "prompt"}, "column_map"),
+    "offload at stage 0": ({"offload": "true"}, "--offload"),
+    "no such checkpoint": ({"resume": "./absent"}, "--resume"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLAINTS)
+def test_bad_input_is_one_line_and_exit_2(
+    name: str, bad_files: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changes, named = COMPLAINTS[name]
+    monkeypatch.chdir(bad_files)
+    argv = [*map(str, words(bad_files, "bad-out/sft", 4, **changes))]
+    with undone_afterwards():
+        assert main(argv) == 2
+    lines = error_lines(capfd.readouterr().err)
+    assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
+    assert not (bad_files / "bad-out" / "sft").exists()

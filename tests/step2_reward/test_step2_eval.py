@@ -1,0 +1,119 @@
+"""Scores of held-out pairs and the command that reports them."""
+
+import json
+import math
+
+import pytest
+import torch
+from support.tiny_models import EOS, random_rows, save_tiny
+from transformers import AutoModelForSequenceClassification
+
+from pipeline.data.batching import PairBatch, pair_batch
+from pipeline.models.reward_model import load_reward_model
+from step2_reward.config import RewardConfig
+from step2_reward.eval import PairScores, batch_loss, lines, main, pair_collator, score_pairs, score_statistics, summary
+from step2_reward.loss import bradley_terry_loss, per_token_loss
+
+CPU = torch.device("cpu")
+
+
+def pair_rows() -> list[dict]:
+    prompts, chosen, rejected = random_rows(0, (3, 2, 4)), random_rows(1, (4, 1, 2)), random_rows(2, (2, 3, 2))
+    return [
+        {"chosen_ids": [*p.tolist(), *c.tolist(), EOS], "rejected_ids": [*p.tolist(), *r.tolist(), EOS],
+         "prompt_length": len(p), "margin": 0.5 * n}
+        for n, (p, c, r) in enumerate(zip(prompts, chosen, rejected, strict=True))
+    ]  # fmt: skip
+
+
+def raw_score(folder: str, ids: list[int]) -> float:
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits.item()
+
+
+def test_pairs_are_scored_at_their_last_token(reward_folder):
+    rows = pair_rows()
+    collate = pair_collator(EOS)
+    batches = [lambda: collate([[rows[0]], [rows[1]]]), lambda: collate([[rows[2]], None])]
+    found = score_pairs(load_reward_model(reward_folder, dtype=torch.float32), batches, CPU)
+    for side, scores in (("chosen_ids", found.chosen), ("rejected_ids", found.rejected)):
+        expected = [raw_score(reward_folder, row[side]) for row in rows]
+        assert scores.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert found.chosen_lengths.tolist() == [5, 2, 3] and found.rejected_lengths.tolist() == [3, 4, 3]
+    margins = [c - r - row["margin"] for c, r, row in zip(found.chosen, found.rejected, rows, strict=True)]
+    assert found.loss == pytest.approx(sum(math.log1p(math.exp(-m)) for m in margins) / 3, rel=1e-5)
+
+
+def test_no_pairs_give_no_numbers(reward_folder):
+    found = score_pairs(load_reward_model(reward_folder, dtype=torch.float32), [], CPU)
+    assert summary(found) == {} and score_statistics(found) == (0.0, 1.0)
+
+
+def test_the_loss_is_the_one_of_the_flag():
+    batch = pair_batch(pair_rows(), pad_id=EOS)
+    values = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(0))
+    last = [values[n, batch.lengths[n] - 1] for n in range(6)]
+    chosen, rejected = torch.stack(last[:3]), torch.stack(last[3:])
+    expected = bradley_terry_loss(chosen, rejected, batch.weights, margins=batch.margins, centering_coef=0.1)
+    torch.testing.assert_close(batch_loss(values, batch, per_token=False, centering_coef=0.1), expected)
+    lengths = batch.lengths
+    expected = per_token_loss(
+        values[:3], values[3:], batch.input_ids[:3], batch.input_ids[3:], lengths[:3], lengths[3:], batch.weights
+    )
+    torch.testing.assert_close(batch_loss(values, batch, per_token=True, centering_coef=0.0), expected)
+
+
+def scores_of(chosen: list[float], rejected: list[float]) -> PairScores:
+    sides = torch.tensor(chosen), torch.tensor(rejected)
+    return PairScores(*sides, torch.ones(len(chosen)), torch.ones(len(chosen)), loss=0.25)
+
+
+def test_summary_by_hand():
+    # Right, wrong, tie: (1 + 0 + 0.5) / 3; margins 2, -1, 0.
+    found = summary(scores_of([3.0, 0.0, 1.0], [1.0, 1.0, 1.0]))
+    assert found == pytest.approx(
+        {"eval_loss": 0.25, "eval_accuracy": 0.5, "eval_margin": 1 / 3, "eval_mean_chosen_score": 4 / 3,
+         "eval_mean_rejected_score": 1.0}
+    )  # fmt: skip
+
+
+def test_score_statistics_by_hand():
+    # 1, 3, 5, 7: mean 4, population variance 5. Scores without spread normalise nothing.
+    assert score_statistics(scores_of([1.0, 7.0], [3.0, 5.0])) == pytest.approx((4.0, math.sqrt(5)))
+    assert score_statistics(scores_of([2.0], [2.0])) == (0.0, 1.0)
+
+
+def test_the_margin_of_a_filling_row_is_harmless():
+    batch: PairBatch = pair_collator(EOS)([[pair_rows()[0]], None])
+    assert batch.weights.tolist() == [1.0, 0.0]
+    values = torch.zeros(batch.input_ids.shape)
+    values[1] = values[3] = math.nan
+    assert batch_loss(values, batch, per_token=False, centering_coef=0.0).item() == pytest.approx(math.log(2))
+    assert RewardConfig().reward_loss == "last_token"
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_command_reports_on_held_out_pairs(bpe_folder, tmp_path, capsys, monkeypatch, as_json):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = save_tiny("llama", bpe_folder, tmp_path / "reward", reward=True, max_position_embeddings=256)
+    template = {"chat_template": "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}"
+                "{{ eos_token }}{% endif %}{% endfor %}"}  # fmt: skip
+    config = tmp_path / "reward" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | template))
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"What is {n}?", "chosen": f"It is {n} and more.", "rejected": "No."} for n in range(40)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--path", folder, "--data_path", str(pairs), "--eval_fraction", "0.5", "--max_seq_len", "128"]
+    assert main([*argv, "--json_output"] if as_json else argv) == 0
+    shown = capsys.readouterr().out
+    if not as_json:
+        assert "accuracy" in shown and "shorter response" not in shown and "longer wins" in shown
+        return
+    found = json.loads(shown)
+    assert 10 <= found["pairs"] <= 30 and found["trivial_rules"]["longer wins"]["mean"] == 1.0
+    assert lines(found)[0].split()[0] == "accuracy"
+    weighted = [v["mean"] * v["count"] for v in found["accuracy_by_length"].values()]
+    assert sum(weighted) / found["pairs"] == pytest.approx(found["accuracy"]["mean"])

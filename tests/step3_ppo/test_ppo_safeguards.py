@@ -1,0 +1,72 @@
+"""Small things that go wrong in PPO without a word, each held by a check (docs/ppo_details.md)."""
+
+import pytest
+import torch
+from support.tiny_models import random_rows
+
+from pipeline.configuration.flags import parse
+from pipeline.data.loader import Step
+from pipeline.data.templates import HUMAN_ASSISTANT_TEMPLATE
+from pipeline.errors import InputError
+from pipeline.generation.eager import Prompt, RandomKey, Sampling, generate
+from pipeline.models.loading import load_causal_lm, use_gradient_checkpointing
+from pipeline.models.tokenizers import load_tokenizer
+from step1_sft import training
+from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+from step3_ppo.models import check_inputs
+
+
+def test_a_step_without_a_trained_token_is_an_error():
+    empty = Step(micro_batches=[], rows=[], num_rows=4, num_tokens=20, num_trained=0)
+    with pytest.raises(InputError, match="step 8: no trained token in 4 rows"):
+        training.train_step(None, SFTConfig(), None, empty, rate=1.0, state=training.State(step=7), stopping=None)
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_lora_dropout_is_refused_in_step_3(model):
+    with pytest.raises(InputError, match=f"{model}_lora_dropout: found 0.1"):
+        parse(PPOConfig, [f"--{model}_lora_dropout", "0.1"], section="ppo")
+
+
+def test_adams_epsilon_is_that_of_ziegler_et_al_in_step_3_alone():
+    assert PPOConfig().optimizer.adam_eps == 1e-5
+    assert SFTConfig().optimizer.adam_eps == 1e-8
+
+
+def test_sampling_uses_the_cache_although_training_recomputes_activations(tiny_folders):
+    model = load_causal_lm(tiny_folders["opt"], dtype=torch.float32)
+    use_gradient_checkpointing(model)
+    lengths = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    prompts = [Prompt(row.tolist(), n) for n, row in enumerate(random_rows(0, (5, 3)))]
+    generate(
+        model.eval(),
+        prompts,
+        num_samples=1,
+        sampling=Sampling(6),
+        key=RandomKey(0, "rollout"),
+        eos_ids=frozenset({10_000}),
+        pad_id=0,
+    )
+    assert lengths == [5, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("template", "is_apart"), [(None, False), (HUMAN_ASSISTANT_TEMPLATE, False), ("x", True)])
+def test_a_reward_model_with_another_template_reads_text(tiny_folders, tmp_path, template, is_apart):
+    """One vocabulary and two chat templates: scored on the actor's tokens, it would see prompts it never learned."""
+    actor = load_tokenizer(tiny_folders["opt"])
+    actor.chat_template = HUMAN_ASSISTANT_TEMPLATE
+    reward = load_tokenizer(tiny_folders["opt-reward"])
+    reward.chat_template = "{{ messages[0].content }}{{ eos_token }}" if template == "x" else template
+    reward.save_pretrained(tmp_path)
+    base = PPOConfig()
+    config = base.replace(
+        actor=base.actor.replace(model_name_or_path=tiny_folders["opt"]).model_dump(),
+        critic=base.critic.replace(model_name_or_path=tiny_folders["opt-reward"]).model_dump(),
+        data=base.data.replace(max_prompt_seq_len=8).model_dump(),
+        sampling=base.sampling.replace(max_answer_seq_len=8).model_dump(),
+    )
+    assert (check_inputs(config, actor, str(tmp_path)) is not None) == is_apart

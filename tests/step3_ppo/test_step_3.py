@@ -1,0 +1,186 @@
+"""Step 3 as a user runs it: commands in processes of their own, their outputs, and their complaints."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.command_run import Ended, run_command
+from support.in_process import error_lines, undone_afterwards
+from support.tiny_run import make_folder, read_metrics
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from step3_ppo.main import main
+
+NUM_STEPS = 8
+TOLERANCE = 1e-5
+MODEL_FILES = {
+    "README.md", "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    "training_config.json",
+}  # fmt: skip
+RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "samples.jsonl", "checkpoints"}
+
+
+def words(folder: Path, out: str, ranks: int, **changes: object) -> list[object]:
+    """Two epochs of two updates on each rollout of 8 prompts."""
+    flags: dict[str, object] = {
+        "actor_model_name_or_path": folder / "base",
+        "critic_model_name_or_path": folder / "scorer",
+        "data_path": folder / "train.jsonl",
+        "eval_data_path": folder / "test.jsonl",
+        "data_split": "none",
+        "data_output_path": folder / "cache",
+        "unsupervised_data_path": folder / "text.jsonl",
+        "unsup_coef": 0.5,
+        "max_prompt_seq_len": 48,
+        "max_answer_seq_len": 12,
+        "actor_learning_rate": 5e-4,
+        "critic_learning_rate": 5e-4,
+        "per_device_generation_batch_size": 8 // ranks,
+        "per_device_train_batch_size": 2 // ranks,
+        "gradient_accumulation_steps": 2,
+        "ppo_epochs": 2,
+        "kl_target": 0.5,
+        "kl_horizon": 100,
+        "enable_ema": "true",
+        "lr_scheduler_type": "constant",
+        "max_steps": NUM_STEPS,
+        "dtype": "fp32",
+        "output_dir": out,
+        **changes,
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+@dataclass(frozen=True)
+class Trained:
+    folder: Path
+    ended: dict[int, Ended]
+
+    def output(self, ranks: int = 1) -> Path:
+        return self.folder / f"out{ranks}"
+
+    def run(self, ranks: int = 1) -> Path:
+        return self.output(ranks) / "runs" / "ppo"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The same run by `python -m` at stage 0 and by torchrun with two ranks at stage 3."""
+    folder = make_folder(tmp_path_factory.mktemp("step-3"))
+    ended = {}
+    for ranks, stage in ((1, 0), (2, 3)):
+        command = words(folder, f"out{ranks}", ranks, actor_zero_stage=stage, critic_zero_stage=stage)
+        ended[ranks] = run_command("step3_ppo", command, folder=folder, ranks=ranks)
+    return Trained(folder, ended)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ends_well_with_all_files(trained: Trained, ranks: int) -> None:
+    assert trained.ended[ranks].code == 0, trained.ended[ranks].stderr
+    for name in ("actor", "critic", "actor_ema"):
+        assert {path.name for path in (trained.output(ranks) / name).iterdir()} >= MODEL_FILES
+    assert {path.name for path in trained.run(ranks).iterdir()} >= RUN_FILES
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_piped_output_is_plain(trained: Trained, ranks: int) -> None:
+    printed = trained.ended[ranks].stdout + trained.ended[ranks].stderr
+    assert "\r" not in printed and "\x1b" not in printed
+    assert "Warning" not in printed and "Traceback" not in printed
+
+
+def training_lines(run: Path) -> list[dict[str, float]]:
+    return [line for line in read_metrics(run) if "loss/policy" in line]
+
+
+def test_metrics_are_json_lines_with_rising_steps(trained: Trained) -> None:
+    lines = training_lines(trained.run())
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    rollouts = [line for line in lines if "objective/kl" in line]
+    assert [line["step"] for line in rollouts] == [1, 5], "the rollout's own numbers stand on its first step"
+    assert all(abs(line["policy/first_ratio_error"]) < TOLERANCE for line in lines)
+    assert all("loss/ptx" in line for line in lines)
+    evaluations = [line["step"] for line in read_metrics(trained.run()) if "eval_objective/scores" in line]
+    assert evaluations == [0, NUM_STEPS]
+
+
+def test_losses_fall_on_the_same_rollout(trained: Trained) -> None:
+    """The two updates of the second epoch see the rows of the first one again."""
+    lines = training_lines(trained.run())
+    first, second = (sum(line["loss/value"] for line in lines[start : start + 2]) for start in (0, 2))
+    assert second < first
+    assert lines[-1]["loss/ptx"] < lines[0]["loss/ptx"]
+
+
+def test_two_ranks_follow_one(trained: Trained) -> None:
+    mine, theirs = training_lines(trained.run()), training_lines(trained.run(2))
+    for name in ("loss/policy", "loss/value", "loss/ptx", "actor/grad_norm", "critic/grad_norm"):
+        assert max(abs(a[name] - b[name]) for a, b in zip(mine[:4], theirs[:4], strict=True)) < TOLERANCE, name
+
+
+def test_settings_tell_their_origins(trained: Trained) -> None:
+    settings = json.loads((trained.run(2) / "config.json").read_text())
+    assert settings["actor_zero_stage"] == {"value": 3, "from": "command line"}
+    assert settings["gae_lambda"] == {"value": 0.95, "from": "default"}
+    assert json.loads((trained.run(2) / "env.json").read_text())["num_ranks"] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_load_in_transformers(trained: Trained, ranks: int) -> None:
+    for name, auto in (
+        ("actor", AutoModelForCausalLM),
+        ("actor_ema", AutoModelForCausalLM),
+        ("critic", AutoModelForSequenceClassification),
+    ):
+        _, info = auto.from_pretrained(trained.output(ranks) / name, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"], name
+
+
+def test_samples_are_readable(trained: Trained) -> None:
+    lines = [json.loads(line) for line in (trained.run(2) / "samples.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {0, NUM_STEPS}
+    assert all("Human:" in line["prompt"] for line in lines)
+
+
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("bad"), num_train=12, num_test=2)
+    make_stranger(folder)
+    return folder
+
+
+def make_stranger(folder: Path) -> None:
+    """`stranger/`: the scorer with a tokenizer of other words."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "scorer")
+    model.save_pretrained(folder / "stranger")
+    vocabulary = {"<unk>": 0, "<pad>": 1, "</s>": 2, "otter": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "stranger")
+
+
+COMPLAINTS = {
+    "critic with another tokenizer": ({"critic_model_name_or_path": "stranger"}, "tokenizer"),
+    "critic without a head": ({"critic_model_name_or_path": "base"}, "no reward head"),
+    "rows that do not divide": ({"per_device_train_batch_size": 3}, "must be a multiple"),
+    "too many tokens": ({"max_answer_seq_len": 4096}, "positions"),
+    "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
+    "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, found 4"),
+    "no such actor": ({"actor_model_name_or_path": "./absent"}, "absent"),
+    "offload of a plain reference": ({"offload_reference_model": "true"}, "offload_reference_model"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLAINTS)
+def test_bad_input_is_one_line_and_exit_2(
+    name: str, bad_files: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changes, named = COMPLAINTS[name]
+    monkeypatch.chdir(bad_files)
+    with undone_afterwards():
+        assert main([*map(str, words(bad_files, "bad-out", 1, **changes))]) == 2
+    lines = error_lines(capfd.readouterr().err)
+    assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines

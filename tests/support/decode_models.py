@@ -1,0 +1,183 @@
+"""Tiny models of every shape that fast generation knows, and what drives them by hand; all on DEVICE.
+
+On a CPU the Triton kernels run in triton's interpreter (tests/conftest.py), some hundredths of a second a token.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from pipeline.dist import RankGroup
+from pipeline.generation import scheduler as refill
+from pipeline.generation.eager import Prompt, RandomKey, Rollout, Sampling, generate
+from pipeline.generation.fused import DecodeModel
+from pipeline.generation.fused_weights import DecodeWeights
+from pipeline.generation.generator import Generator
+from pipeline.generation.slots import DecodeFunction
+from pipeline.generation.static import OwnForward
+from pipeline.models.architecture import read_architecture
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# triton's interpreter cuts bfloat16 off instead of rounding it, and multiplies its bits as whole numbers.
+SIXTEEN_BITS = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+NUM_TOKENS, PAD, EOS = 301, 1, 2
+POSITIONS = 64
+KEY = RandomKey(3, "rollout")
+COMMON = {
+    "vocab_size": NUM_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": PAD, "bos_token_id": EOS,
+    "eos_token_id": EOS, "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+LLAMA = COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 40}
+LINEAR_ROTARY = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+
+
+def opt(**changes: Any) -> nn.Module:
+    settings = {"num_attention_heads": 2, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    return random_weights(OPTForCausalLM(OPTConfig(**(COMMON | settings | changes))))
+
+
+def llama(**changes: Any) -> nn.Module:
+    return random_weights(LlamaForCausalLM(LlamaConfig(**(LLAMA | {"tie_word_embeddings": False} | changes))))
+
+
+def opt_350m() -> nn.Module:
+    return opt(do_layer_norm_before=False, word_embed_proj_dim=16)
+
+
+def mistral(window: int | None = 32) -> nn.Module:
+    return random_weights(MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=window)))
+
+
+def gpt_neox(**changes: Any) -> nn.Module:
+    settings = COMMON | {"num_attention_heads": 2, "intermediate_size": 48} | changes
+    return random_weights(GPTNeoXForCausalLM(GPTNeoXConfig(**settings)))
+
+
+def gpt2() -> nn.Module:
+    settings = {"vocab_size": NUM_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": EOS, "eos_token_id": EOS}
+    return random_weights(GPT2LMHeadModel(GPT2Config(**settings, **quiet)))
+
+
+# Head size 20 and 3 query heads to a key head: no powers of two.
+FUSED: dict[str, Callable[[], nn.Module]] = {
+    "opt": opt,
+    "opt untied": lambda: opt(tie_word_embeddings=False),
+    "opt-350m": opt_350m,
+    "opt of head size 20": lambda: opt(hidden_size=40, word_embed_proj_dim=40),
+    "opt without biases": lambda: opt(enable_bias=False, layer_norm_elementwise_affine=False),
+    "opt without a last norm": lambda: opt(_remove_final_layer_norm=True),
+    "llama": llama,
+    "llama, own keys, tied": lambda: llama(num_key_value_heads=2, tie_word_embeddings=True),
+    "llama with biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "llama of head size 20": lambda: llama(hidden_size=60, num_attention_heads=3, num_key_value_heads=1),
+    "llama with linear rotary": lambda: llama(rope_parameters=LINEAR_ROTARY),
+    "mistral": mistral,
+    "qwen2": lambda: random_weights(Qwen2ForCausalLM(Qwen2Config(**LLAMA))),
+    "qwen3": lambda: random_weights(Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=24))),
+}
+STATIC: dict[str, Callable[[], nn.Module]] = {
+    "gpt-neox": gpt_neox,
+    "gpt-neox, in sequence": lambda: gpt_neox(use_parallel_residual=False),
+    "gpt2": gpt2,
+    "opt": opt,
+    "opt-350m": opt_350m,
+    "llama": llama,
+    "qwen3": FUSED["qwen3"],
+}
+
+
+@torch.no_grad()
+def random_weights(model: Any, seed: int = 0) -> Any:
+    """Every parameter random, norms and biases included, so that a term that is lost or stale shows."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    return model.eval().to(DEVICE)
+
+
+@torch.no_grad()
+def shaken(parameter: torch.Tensor, seed: int = 5) -> None:
+    """Every number changes."""
+    generator = torch.Generator().manual_seed(seed)
+    parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+def shaken_all(parameters: Sequence[torch.Tensor]) -> None:
+    for seed, parameter in enumerate(parameters):
+        shaken(parameter, seed)
+
+
+def fused(model: Any) -> DecodeModel:
+    weights = DecodeWeights(read_architecture(model))
+    weights.refresh()
+    return DecodeModel(weights)
+
+
+FUNCTIONS: dict[str, Callable[[Any], DecodeFunction]] = {"fused": fused, "static": OwnForward}
+
+
+def random_ids(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, NUM_TOKENS, (length,), generator=generator).tolist() for length in lengths]
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[Prompt]:
+    return [Prompt(ids, 100 + n) for n, ids in enumerate(random_ids(lengths, seed))]
+
+
+@torch.no_grad()
+def plain_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """(S, V) by the model's own forward pass over one row."""
+    return model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0].float()
+
+
+def rollouts(
+    model: Any, function: DecodeFunction | Generator, prompts: Sequence[Prompt], *, sampling: Sampling,
+    num_samples: int = 1, num_slots: int = 3, ends: Sequence[int] = (EOS,), key: RandomKey = KEY,
+) -> tuple[Rollout, Rollout]:  # fmt: skip
+    """(by a fast path, by the eager loop) with the same random numbers."""
+    eos = frozenset(ends)
+    fast = function if isinstance(function, Generator) else generator_of(function, ends)
+    common: dict[str, Any] = {"num_samples": num_samples, "sampling": sampling, "key": key}
+    found = fast.generate(prompts, num_slots=num_slots, **common)
+    return found, generate(model, prompts, eos_ids=eos, pad_id=PAD, **common)
+
+
+def generator_of(function: DecodeFunction, ends: Sequence[int] = (EOS,)) -> Generator:
+    return Generator(function, eos_ids=frozenset(ends), pad_id=PAD, group=RankGroup(1))
+
+
+def assert_same(mine: Rollout, theirs: Rollout, *, tolerance: float = 1e-5) -> None:
+    """Equal tokens, ends and keys; log-probabilities up to rounding."""
+    assert [row.tolist() for row in mine.responses] == [row.tolist() for row in theirs.responses]
+    assert [row.tolist() for row in mine.prompts] == [row.tolist() for row in theirs.prompts]
+    for name in ("finished", "prompt_ids", "sample_index"):
+        assert getattr(mine, name).tolist() == getattr(theirs, name).tolist(), name
+    for ours, expected in zip(mine.log_probs, theirs.log_probs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
+
+
+def fewer_idle_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for rows that have ended often: in the interpreter a step costs more than a look."""
+    monkeypatch.setattr(refill, "CHECK_EVERY", 2)
+    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", 1)

@@ -1,0 +1,70 @@
+"""Call a stage's `main(argv)` inside the test's own process and put back all that it changes there."""
+
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed
+
+
+@contextmanager
+def undone_afterwards() -> Iterator[None]:
+    """Environment, signal handlers, loggers and the process group are as before when the context ends."""
+    variables = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    root = logging.getLogger()
+    loggers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        for handler in set(root.handlers) - set(loggers):
+            handler.close()
+        root.handlers, root.level = loggers, level
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(variables)
+        leave_group()
+
+
+@contextmanager
+def group_of_one() -> Iterator[Any]:
+    """The world of a process group of this process alone; the environment that joining it wrote is taken back."""
+    from pipeline import dist
+    from pipeline.engine.engine import start_deepspeed
+
+    before = dict(os.environ)
+    leave_group()  # DeepSpeed keeps that of an earlier file
+    try:
+        made = dist.start(timeout_s=60)
+        start_deepspeed()
+        yield made
+    finally:
+        leave_group()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def error_lines(stderr: str) -> list[str]:
+    """What a user reads, without the counts of rows, and the linker's words, which DeepSpeed hides outside pytest."""
+    noise = r"(sft|reward|ppo|text) rows: |  rows: |/usr/bin/ld: |collect2: "
+    return [line for line in stderr.splitlines() if not re.match(noise, line)]
+
+
+def leave_group() -> None:
+    """Also DeepSpeed forgets the group, so that the next run in this process joins its own."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if "deepspeed" in sys.modules:  # a run that came to its end has left the group itself
+        import deepspeed.comm.comm as deepspeed_comm
+        from deepspeed.utils import groups
+
+        deepspeed_comm.cdb = None
+        for name, value in list(vars(groups).items()):
+            if isinstance(value, torch.distributed.ProcessGroup):
+                setattr(groups, name, None)

@@ -1,0 +1,26 @@
+"""The Triton kernels on a CPU, in triton's interpreter: `python tests/support/kernel_run.py cases.pt found.pt`.
+
+A process of its own, because triton reads TRITON_INTERPRET when it is imported, and other tests may have imported it.
+"""
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from pipeline.kernels.token_kernels import FusedStatistics
+
+
+def outcome(case: dict) -> dict[str, torch.Tensor | None]:
+    """What the kernels give for (M, V) logits, (M,) targets, a factor and (M,) gradients of the log-probabilities."""
+    logits = case["logits"].clone().requires_grad_()
+    log_probs, entropies = FusedStatistics.apply(logits.clone(), case["targets"], case["factor"], case["with_entropy"])
+    log_probs.backward(case["gradients"])
+    return {"log_probs": log_probs.detach(), "entropies": entropies, "gradients": logits.grad}
+
+
+if __name__ == "__main__":
+    cases = torch.load(sys.argv[1])
+    torch.save({name: outcome(case) for name, case in cases.items()}, sys.argv[2])

@@ -1,0 +1,117 @@
+"""Stand-ins for the programs that launch scripts start: a Python that plays DeepSpeed's launcher, and nvidia-smi."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
+
+# Plays `python -m deepspeed.launcher.runner`: notes its words, then what $STUB_OUTCOMES wants: "0,0" are two ranks that
+# write these codes ("null": none), "wait" is one rank that runs until SIGTERM. Everything else goes to the real Python.
+PYTHON_STUB = """#!{python}
+import json, os, signal, socket, sys, time
+from pathlib import Path
+
+if sys.argv[1:3] != ["-m", "deepspeed.launcher.runner"]:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+names = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONWARNINGS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
+environment = {{name: os.environ.get(name) for name in names}}
+with open(os.environ["STUB_LOG"], "a") as log:
+    log.write(json.dumps({{"argv": sys.argv[3:], "environment": environment, "cwd": os.getcwd()}}) + "\\n")
+wanted = os.environ.get("STUB_OUTCOMES")
+if wanted is None:
+    sys.exit(0)
+words = sys.argv[3:]
+output = Path(words[len(words) - 1 - words[::-1].index("--output_dir") + 1])
+stage = words[words.index("--module") + 1]
+run_dir = output / "runs/ppo" if stage == "step3_ppo.main" else output.parent / "runs" / output.name
+model = output / "actor" if stage == "step3_ppo.main" else output
+
+
+def write(rank, code):
+    folder = run_dir / "outcome"
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {{
+        "rank": rank, "code": code, "message": "stub", "secondary": False, "pid": os.getpid(),
+        "host": socket.gethostname(), "supervisor": os.environ["PYTHON_RUN_SUPERVISOR"], "time": time.time(),
+    }}
+    (folder / f"rank-{{rank}}.json").write_text(json.dumps(content))
+
+
+if wanted.startswith("wait"):
+    stop = []
+    if wanted == "wait":
+        signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write(0, None)
+    while not stop:
+        time.sleep(0.05)
+    time.sleep(0.7)
+    write(0, 75)
+    sys.exit(1)
+codes = json.loads(f"[{{wanted}}]")
+for rank, code in enumerate(codes):
+    write(rank, code)
+if codes and set(codes) == {{0}}:
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text("{{}}")
+    (model / "model.safetensors").write_text("")
+    (run_dir / "done.json").write_text(json.dumps({{"steps": 10}}))
+sys.exit(int(os.environ.get("STUB_CODE", "0")))
+"""
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def stub_environment(folder: Path, *, gpus: int = 0, **more: str) -> dict[str, str]:
+    """An environment in which launch scripts meet the stubs; notes go to `folder`/log.jsonl."""
+    bin_dir = folder / "bin"
+    python = write_program(bin_dir / "python", PYTHON_STUB.format(python=sys.executable))
+    listing = "\n".join(f"echo 'GPU {i}: NVIDIA (UUID: GPU-{i})'" for i in range(gpus))
+    write_program(bin_dir / "nvidia-smi", f"#!/bin/sh\n{listing}\n[ {gpus} -gt 0 ]\n")
+    hidden = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DS_ACCELERATOR", "PYTHONPATH", "PYTHONWARNINGS", "PYTHON")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    path = f"{bin_dir}:{os.environ['PATH']}"
+    return {**kept, "PATH": path, "PYTHON": str(python), "STUB_LOG": str(folder / "log.jsonl"), **more}
+
+
+def train(folder: Path, *words: str, gpus: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
+    """The finished process of `python train.py WORDS`, run in `folder`."""
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    environment = stub_environment(folder, gpus=gpus, **more)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def started(folder: Path) -> list[list[str]]:
+    """The words of each launcher that was started; a picked port is cut out."""
+    log = folder / "log.jsonl"
+    calls = [json.loads(line)["argv"] for line in log.read_text().splitlines()] if log.exists() else []
+    return [words[words.index("--num_gpus") if "--num_gpus" in words else 0 :] for words in calls]
+
+
+def make_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("")
+
+
+def fastest_run_s(code: str, tries: int = 3) -> tuple[float, str]:
+    """(seconds of the fastest of a few runs of `python -c CODE` in the project's folder, its output)."""
+    times, output = [], ""
+    for _ in range(tries):
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        times.append(time.monotonic() - start)
+        output = done.stdout
+    return min(times), output
