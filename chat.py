@@ -14,7 +14,7 @@ from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.terminal_text import printable
 from pipeline.models.paths import check_language_model
-from pipeline.run.command import run_command
+from pipeline.run.entry import run_command
 
 if TYPE_CHECKING:
     from pipeline.inference.chat_session import Conversation, Reply

@@ -19,7 +19,7 @@ from pipeline.inference.comparison import AnswerRow, Contestant, to_json
 from pipeline.inference.comparison_report import markdown, print_comparison
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model
-from pipeline.run.command import run_command
+from pipeline.run.entry import run_command
 
 if TYPE_CHECKING:
     from pipeline.inference.answers import Speaker
@@ -86,7 +86,7 @@ def model_paths(config: PromptEvalConfig) -> list[str]:
 def check_models(config: PromptEvalConfig, paths: list[str], prompts: list[Turns]) -> None:
     """Raise InputError for what would end the comparison later: before minutes of answers, no weight read."""
     from pipeline.inference.answers import check_prompts
-    from pipeline.models.model_fit import check_model
+    from pipeline.models.loading import check_model
 
     for path in paths:
         check_prompts(path, prompts, config.sampling.max_new_tokens)

@@ -11,7 +11,8 @@ import torch
 from demo.rule import is_good
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, prompt_hash
-from pipeline.generation.eager import Prompt, RandomKey, Sampling, generate
+from pipeline.generation.eager import generate
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.tokenizers import eos_ids, load_tokenizer
 

@@ -1,5 +1,8 @@
 """What a run can end with: exit codes and the errors that carry them."""
 
+import difflib
+from collections.abc import Iterable
+
 EXIT_DONE = 0
 EXIT_FAULT = 1
 EXIT_INPUT = 2
@@ -43,3 +46,9 @@ class StoppedRun(RunError):
     """Stopped on request with everything saved; the same command resumes."""
 
     code = EXIT_STOPPED
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """`; did you mean X?` for the valid name that is nearest to `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

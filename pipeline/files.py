@@ -1,5 +1,6 @@
 """Files that are whole or not there: written beside, flushed to disk, renamed into place."""
 
+import hashlib
 import json
 import logging
 import os
@@ -9,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import EnvironmentFault
-from pipeline.run.earlier_runs import check_replaceable
+from pipeline.errors import EnvironmentFault, InputError
 
 log = logging.getLogger(__name__)
 
@@ -117,3 +117,22 @@ def free_bytes(path: Path) -> int:
     """Free bytes of the disk that `path` lies, or will lie, on."""
     existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
     return shutil.disk_usage(existing).free
+
+
+OURS = "training_config.json"  # every model folder of this project has one
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise InputError for a folder that is not empty and was not written by this project: saving replaces folders."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / OURS).is_file():
+        first = min(path.name for path in folder.iterdir())
+        raise InputError(
+            f"--output_dir: {folder} holds other files ({first}) and no {OURS}; a model folder is replaced as a whole: "
+            "name one that is new or empty"
+        )
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's content, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

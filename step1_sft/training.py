@@ -12,36 +12,32 @@ import torch
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.model_folder import is_saved, save_model
+from pipeline.checkpoints.facts import make_facts
+from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, to_device
-from pipeline.engine.engine import TrainingEngine, partitioned_loading, start_deepspeed
-from pipeline.engine.gradients import step_together
+from pipeline.engine.build import compute_dtype, deepspeed_json, training_engine, with_lora
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.start import partitioned_loading, start_deepspeed
 from pipeline.errors import InputError
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import DTYPES, load_causal_lm
-from pipeline.models.model_fit import check_positions
+from pipeline.models.loading import DTYPES, check_positions, load_causal_lm
 from pipeline.models.packed_attention import keep_apart
 from pipeline.models.paths import check_language_model
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.heartbeat import beat
 from pipeline.run.run import Run, write_done
-from pipeline.training.bad_steps import check_still_converging, note_bad_step
 from pipeline.training.flops import forward_work, training_mfu
-from pipeline.training.inputs import (
-    compute_dtype,
-    deepspeed_json,
-    make_facts,
-    model_documents,
-    prepare_data,
-    prepare_tokenizer,
-    saved_dtype,
-    training_engine,
-    with_lora,
+from pipeline.training.inputs import prepare_data, prepare_tokenizer
+from pipeline.training.recorder import Recorder
+from pipeline.training.steps import (
+    Interrupted,
+    Stopping,
+    check_still_converging,
+    note_bad_step,
+    rate_factor,
+    step_together,
 )
-from pipeline.training.metrics import Recorder
-from pipeline.training.schedule import rate_factor
-from pipeline.training.stopping import Interrupted, Stopping
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, forward_log_probs
 from step1_sft.loss import token_sum_loss

@@ -18,7 +18,7 @@ from pipeline.errors import InputError
 from pipeline.models.loading import default_device
 from pipeline.models.reward_model import last_token_scores, load_reward_model
 from pipeline.models.tokenizers import load_tokenizer, pad_policy
-from pipeline.run.command import run_command
+from pipeline.run.entry import run_command
 from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
 from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules

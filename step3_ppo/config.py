@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
 from pipeline.errors import InputError
+from pipeline.generation.options import why_not_streamed
 
 
 class PromptDataConfig(DataConfig):
@@ -147,19 +148,6 @@ class PPOConfig(Group):
                 f"--ppo_epochs 1 and --gradient_accumulation_steps to take all rows of a rollout in one step"
             )
         return self
-
-
-def why_not_streamed(*, zero_stage: int, ranks: int | None, group_size: int, rung: str) -> str | None:
-    """What stands against `--rollout_weights streamed`, found and wanted; `ranks` None: not known yet."""
-    if zero_stage != 3:
-        return f"found --actor_zero_stage {zero_stage}, wanted 3"
-    if ranks == 1:
-        return "found 1 rank, wanted several, which share the weights"
-    if group_size > 1:
-        return f"found --inference_tp_size {group_size}, wanted 1"
-    if rung not in ("auto", "fused"):
-        return f"found the {rung} rung, wanted the fused one (--generation_engine)"
-    return None
 
 
 def check_generation(config: PPOConfig, ranks: int | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline import dist
-from pipeline.generation.eager import Rollout
+from pipeline.generation.rollouts import Rollout
 from pipeline.tensor_ops import lengths_to_mask, pad_rows, round_up
 
 # Lengths of forward passes on a GPU are multiples of this: each new shape costs it some tenths of a second once, when

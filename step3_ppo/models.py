@@ -9,25 +9,20 @@ from typing import Any
 import torch
 
 from pipeline.data.templates import set_template
-from pipeline.engine.engine import FrozenEngine, TrainingEngine, partitioned_loading
+from pipeline.engine.build import compute_dtype, deepspeed_json, frozen_json, training_engine, with_lora
+from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.start import partitioned_loading
 from pipeline.errors import InputError
+from pipeline.generation.options import GenerationOptions, RungSettings
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import DTYPES, base_model, load_causal_lm, load_config
+from pipeline.models.loading import DTYPES, base_model, check_model, load_causal_lm, load_config
 from pipeline.models.lora import adapters_off
-from pipeline.models.model_fit import check_model
 from pipeline.models.packed_attention import keep_apart, reads_bounds
 from pipeline.models.paths import check_language_model
 from pipeline.models.reward_model import load_reward_model, score_constants
 from pipeline.models.tokenizers import load_tokenizer
 from pipeline.run.run import Run
-from pipeline.training.inputs import (
-    compute_dtype,
-    deepspeed_json,
-    frozen_json,
-    prepare_tokenizer,
-    training_engine,
-    with_lora,
-)
+from pipeline.training.inputs import prepare_tokenizer
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses
 from step3_ppo.micro_batches import MicroBatch
@@ -225,3 +220,20 @@ def log_probs_of(
     )
     entropy = None if found.entropy is None else responses.in_response_space(found.entropy)
     return responses.in_response_space(found.log_probs), entropy
+
+
+def generation_options(config: PPOConfig) -> GenerationOptions:
+    """What the flags say."""
+    sampling = config.sampling
+    positions = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
+    return GenerationOptions(
+        rung=RungSettings(sampling.generation_engine, sampling.merge_lora_for_generation, positions),
+        # Optimizer states that come back for the update need the room that the cache had.
+        release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
+        group_size=sampling.inference_tp_size,
+        weights=sampling.rollout_weights,
+        slots=max(
+            sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
+            config.optimizer.per_device_eval_batch_size,
+        ),
+    )

@@ -9,19 +9,18 @@ from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import Built
 from pipeline.data.loader import StepLoader
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.generation.eager import RandomKey, Sampling
-from pipeline.generation.hybrid_engine import HybridEngine, generation_options
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.rollouts import RandomKey, Sampling
 from pipeline.models.tokenizers import eos_ids
 from pipeline.run.heartbeat import beat
 from pipeline.run.run import Run
-from pipeline.training.bad_steps import check_still_converging, note_bad_step
 from pipeline.training.flops import forward_work, training_mfu
-from pipeline.training.metrics import Recorder
-from pipeline.training.stopping import Stopping
+from pipeline.training.recorder import Recorder
+from pipeline.training.steps import Stopping, check_still_converging, note_bad_step
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses, Scores
 from step3_ppo.micro_batches import Lengths, MicroBatch, micro_batches, places, scoring_batches
-from step3_ppo.models import Models
+from step3_ppo.models import Models, generation_options
 from step3_ppo.ppo_math import next_kl_coef
 from step3_ppo.prompts import Plan
 from step3_ppo.rollout import Rewarded, Sampler, reward, score

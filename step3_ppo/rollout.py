@@ -11,11 +11,11 @@ from pipeline import dist
 from pipeline.data.batching import rank_slices
 from pipeline.data.templates import encode_conversation, end_token_ids
 from pipeline.data.turns import Message
-from pipeline.generation.eager import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.models.reward_model import last_token_scores
 from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, whiten
-from pipeline.training.stopping import Interrupted
+from pipeline.training.steps import Interrupted
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import (
     Experience,

@@ -4,16 +4,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.facts import data_fingerprint, model_fingerprint
-from pipeline.checkpoints.model_folder import save_model
+from pipeline.checkpoints.facts import Facts, data_fingerprint, model_fingerprint
+from pipeline.checkpoints.model_folder import model_documents, save_model, saved_dtype
+from pipeline.configuration.resume_rules import defaults_of, layout_of, settings_of
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import Built
 from pipeline.data.loader import StepLoader
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.models.reward_model import pad_id_for_pooling
-from pipeline.run.earlier_runs import defaults_of, layout_of, settings_of
 from pipeline.run.run import Run
-from pipeline.training.inputs import model_documents, saved_dtype
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Models
 from step3_ppo.prompts import Plan
@@ -68,7 +67,7 @@ def checkpoint_content(
     )
 
 
-def make_facts(config: PPOConfig, prompts: Built, text: StepLoader[SFTBatch] | None, plan: Plan) -> checkpoint.Facts:
+def make_facts(config: PPOConfig, prompts: Built, text: StepLoader[SFTBatch] | None, plan: Plan) -> Facts:
     """What a resumed run must share with the one that wrote its checkpoint."""
     reward = config.reward_model_name_or_path or config.critic.model_name_or_path
     paths = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path, "reward": reward}
@@ -76,7 +75,7 @@ def make_facts(config: PPOConfig, prompts: Built, text: StepLoader[SFTBatch] | N
     fingerprints["prompts"] = data_fingerprint(prompts.train)
     if text is not None:
         fingerprints["ptx text"] = data_fingerprint(text.rows)
-    return checkpoint.Facts(
+    return Facts(
         settings=settings_of(config),
         fingerprints=fingerprints,
         sizes={"prompts of a rollout": plan.prompts_per_rollout, "rows of an optimizer step": plan.rows_per_step},

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from pipeline.checkpoints import checkpoint
-from pipeline.engine.engine import start_deepspeed
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.engine.optimizer_offload import optimizers_away
+from pipeline.engine.start import start_deepspeed
 from pipeline.run.heartbeat import beat
 from pipeline.run.run import Run, write_done
-from pipeline.training.metrics import Recorder
-from pipeline.training.schedule import rate_factor
-from pipeline.training.stopping import Interrupted, Stopping
+from pipeline.training.recorder import Recorder
+from pipeline.training.steps import Interrupted, Stopping, rate_factor
 from step3_ppo.config import PPOConfig, check_generation
 from step3_ppo.data import make_prompts, make_text
 from step3_ppo.models import make_models, make_tokenizers

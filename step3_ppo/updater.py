@@ -10,10 +10,9 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step, to_device
 from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.gradients import step_together
 from pipeline.random_numbers import permutation
 from pipeline.tensor_ops import masked_sum
-from pipeline.training.stopping import Stopping
+from pipeline.training.steps import Stopping, step_together
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.micro_batches import Lengths, MicroBatch, cut, micro_batches, places

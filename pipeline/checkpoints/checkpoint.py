@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import dist
 from pipeline.checkpoints.checkpoint_files import FORMAT, MANIFEST, drop_older, find, sealed, set_aside_newer
-from pipeline.checkpoints.facts import digest
+from pipeline.checkpoints.facts import Facts
+from pipeline.configuration.resume_rules import check_same_facts, check_same_settings
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
 from pipeline.engine.state import counters, engine_fragments, restore_counters, restore_fragments
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, write_json
-from pipeline.run.earlier_runs import check_same_facts, check_same_settings
+from pipeline.files import GIB, cannot_write, digest, flush, free_bytes, is_disk_trouble, write_json
 from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)
@@ -35,21 +35,6 @@ log = logging.getLogger(__name__)
 SHARED = "shared.safetensors"  # tensors that are the same on every rank
 Json = Mapping[str, Any]
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What does not change while a run lasts and has to be the same when it is resumed.
-
-    settings: flags that decide what is learnt. fingerprints: of data and start models. sizes: rows of an optimizer
-    step and the like, over all ranks. layout: ranks, flags that only cut the work. defaults: of flags that are new.
-    """
-
-    settings: Mapping[str, Any]
-    fingerprints: Mapping[str, str]
-    sizes: Mapping[str, int]
-    layout: Mapping[str, Any]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

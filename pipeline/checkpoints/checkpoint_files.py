@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.facts import digest
 from pipeline.errors import CheckpointError, InputError
+from pipeline.files import digest
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,16 @@
 """Hashes that tell whether a resumed run reads the same data and starts from the same models."""
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.configuration.resume_rules import defaults_of, layout_of, settings_of
+from pipeline.data.loader import StepLoader
+from pipeline.files import digest
+
 EDGE_BYTES = 1 << 20
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file's content, as hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def data_fingerprint(rows: Any) -> str:
@@ -34,3 +34,32 @@ def model_fingerprint(name_or_path: str) -> str:
             file.seek(max(0, path.stat().st_size - EDGE_BYTES))
             total.update(file.read(EDGE_BYTES))
     return total.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while a run lasts and has to be the same when it is resumed.
+
+    settings: flags that decide what is learnt. fingerprints: of data and start models. sizes: rows of an optimizer
+    step and the like, over all ranks. layout: ranks, flags that only cut the work. defaults: of flags that are new.
+    """
+
+    settings: Mapping[str, Any]
+    fingerprints: Mapping[str, str]
+    sizes: Mapping[str, int]
+    layout: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_facts(config: Any, loader: StepLoader[Any]) -> Facts:
+    """What a resumed run of step 1 or 2 must share with the one that wrote its checkpoint."""
+    return Facts(
+        settings=settings_of(config),
+        fingerprints={
+            "training rows": data_fingerprint(loader.rows),
+            "model": model_fingerprint(config.model.model_name_or_path),
+        },
+        sizes={"rows of an optimizer step": loader.rows_per_step},
+        layout=layout_of(config),
+        defaults=defaults_of(config),
+    )

@@ -4,6 +4,7 @@ Under ZeRO-3 the weights come one parameter at a time, so no GPU ever holds the 
 memory until transformers writes the shards.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from pipeline import dist
+from pipeline.engine.build import compute_dtype
 from pipeline.files import with_new_folder
-from pipeline.models.loading import base_model
+from pipeline.models.loading import (
+    DTYPES,
+    base_model,
+)
 from pipeline.models.lora import is_lora, merged_weight
 from pipeline.models.paths import has_config
 from pipeline.partitions import gathered
+from pipeline.run.run import Run
 
 SHARD_SIZE = "5GB"
 # Where a weight sits inside peft's wrappers -> where transformers has it.
@@ -134,3 +140,23 @@ def adapter_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     model.save_pretrained(str(folder), state_dict=weights, safe_serialization=True)
+
+
+def saved_dtype(run: Run) -> torch.dtype:
+    """`--save_dtype`, or that of training."""
+    config = run.resolved.config
+    name = config.run.save_dtype
+    return DTYPES[compute_dtype(config.deepspeed, run.world.device) if name == "auto" else name]
+
+
+def model_documents(run: Run, *, base: str, kind: str) -> dict[str, str]:
+    """README.md (model card) and training_config.json of a saved model."""
+    config = run.resolved.config
+    card = [
+        f"# {kind}",
+        "",
+        f"Trained by `{run.stage}` of rlhf-pipeline from `{base}` on {', '.join(config.data.data_path)}.",
+        "All settings are in `training_config.json`.",
+        "",
+    ]
+    return {"README.md": "\n".join(card), "training_config.json": json.dumps(config.model_dump(), indent=2) + "\n"}

@@ -8,8 +8,7 @@ tests stay fast.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.errors import InputError
-from pipeline.nearest import nearest
+from pipeline.errors import InputError, nearest
 
 
 def words(text: str) -> frozenset[str]:

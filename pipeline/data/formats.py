@@ -18,8 +18,7 @@ from pipeline.data.turns import (
     parse_turns,
     prompt_hash,
 )
-from pipeline.errors import InputError
-from pipeline.nearest import nearest
+from pipeline.errors import InputError, nearest
 
 Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")

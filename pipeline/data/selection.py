@@ -1,5 +1,7 @@
 """Choose the records of one stage: evaluation rows first, then the stage's share of what is left."""
 
+import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,13 +10,13 @@ from pipeline.data.counts import Counts
 from pipeline.data.formats import Record, read_records
 from pipeline.data.samples import LongRows
 from pipeline.data.sources import parse_path, read_rows
-from pipeline.data.splits import Shares, is_eval, is_kept, parse_shares, step_of
 from pipeline.data.templates import TrainTurns
 from pipeline.errors import InputError
 
 Stage = Literal["sft", "reward", "ppo", "text"]
 # The share of data_split that a stage takes; 'text' (the ptx loss of step 3) takes all rows of its own files.
 STEPS: dict[Stage, int] = {"sft": 0, "reward": 1, "ppo": 2, "text": 2}
+Shares = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,3 +140,47 @@ def _without_prompts_of(evaluation: Iterable[Record], train: Iterable[Record], c
         else:
             kept.append(record)
     return kept
+
+
+def parse_shares(text: str) -> Shares | None:
+    """Shares of steps 1, 2, 3 from text like '2,4,4', normalised to sum 1. 'none' gives None: every step sees all rows.
+
+    Raises InputError unless there are three finite numbers >= 0 with a positive sum.
+    """
+    if text.strip().lower() == "none":
+        return None
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or not all(math.isfinite(n) and n >= 0 for n in numbers) or sum(numbers) <= 0:
+        raise InputError(f"data_split {text!r}: three numbers >= 0 like 2,4,4 (steps 1, 2, 3), or none, are right")
+    first, second, third = (number / sum(numbers) for number in numbers)
+    return first, second, third
+
+
+def step_of(prompt_id: int, seed: int, shares: Shares) -> int:
+    """The one step, 0, 1 or 2, that trains on this prompt. A step of share 0 is never returned."""
+    position = _uniform("step", seed, prompt_id)
+    last = max(step for step, share in enumerate(shares) if share > 0)
+    for step in range(last):
+        if position < sum(shares[: step + 1]):
+            return step
+    # The last share takes what rounding leaves of the interval.
+    return last
+
+
+def is_eval(prompt_id: int, seed: int, fraction: float) -> bool:
+    """True if the prompt is an evaluation row; about `fraction` of all prompts are."""
+    return _uniform("eval", seed, prompt_id) < fraction
+
+
+def is_kept(prompt_id: int, seed: int, weight: float) -> bool:
+    """True if a source of this weight keeps the prompt; weight 1 keeps all."""
+    return _uniform("weight", seed, prompt_id) < weight
+
+
+def _uniform(purpose: str, seed: int, prompt_id: int) -> float:
+    """A float64 in [0, 1) with 53 random bits, from a hash of its arguments."""
+    digest = hashlib.blake2b(f"{purpose}:{seed}:{prompt_id}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS, KnownSet
 from pipeline.data.readers import READERS, data_suffix, read_file
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import EnvironmentFault, InputError, nearest
 from pipeline.hub import use_cache_alone_without_network
-from pipeline.nearest import nearest
 
 Split = Literal["train", "test"]
 EVAL_NAMES = ("test", "validation", "valid", "val", "eval", "evaluation", "dev")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
-from pipeline.limits import TimeLimitError, memory_limit, time_limit
+from pipeline.processes import TimeLimitError, memory_limit, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

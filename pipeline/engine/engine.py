@@ -6,10 +6,7 @@ A loop decides where an accumulation ends and whether a step is taken: `backward
 number of ranks.
 """
 
-import logging
 import math
-import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +17,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
-from deepspeed.utils import logger as deepspeed_logger
 from torch import nn
 
 from pipeline.engine.gradients import global_norm, wait_on_device
@@ -29,40 +25,6 @@ from pipeline.engine.state import loss_scaler
 from pipeline.engine.zero3 import Gather, Weights, gathers_once, inputs_need_gradients, layer_classes, remove_hooks
 from pipeline.kernels.fused_layers import fuse_layers
 from pipeline.partitions import gathered
-
-
-def start_deepspeed(*, deterministic: bool = False) -> None:
-    """Attach DeepSpeed to the process group that exists, quietly and without compiling anything.
-
-    Args:
-        deterministic: choose kernels that give the same bits each time, where there are such.
-    """
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
-    deepspeed_logger.setLevel(logging.WARNING)
-    deepspeed.utils.nvtx.enable_nvtx = False  # ranges for a profiler, pushed and popped thousands of times a step
-    if get_accelerator().device_name() == "cpu":
-        # Used by inference kernels only; building it takes a compiler and 50 s.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
-
-
-@contextmanager
-def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
-    """While open, `from_pretrained` puts weights straight into ZeRO-3 partitions; below stage 3 nothing happens."""
-    if config["zero_optimization"]["stage"] < 3:
-        yield
-        return
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-    keep_alive = HfDeepSpeedConfig(config)
-    try:
-        yield
-    finally:
-        del keep_alive
-        unset_hf_deepspeed_config()
 
 
 def by_layer_or_once(module: Any, config: dict[str, Any], wanted: Gather) -> bool:

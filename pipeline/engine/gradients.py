@@ -1,16 +1,12 @@
 """Gradients that DeepSpeed has reduced over the ranks: waiting for them, their norm, and the step of several models."""
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline import dist
-
-if TYPE_CHECKING:
-    from pipeline.engine.engine import TrainingEngine
 
 
 def wait_on_device(optimizer: Any) -> None:
@@ -46,26 +42,3 @@ def global_norm(partition: Iterable[Tensor]) -> Tensor:
     norms = torch.stack(torch._foreach_norm(list(partition), dtype=torch.float32))
     total = dist.sum_over_ranks(norms.double().square().sum()).sqrt().float()
     return torch.where(total.isfinite(), total, -1.0).reshape(1)
-
-
-def step_together(engines: "Sequence[TrainingEngine]", rate_factor: float, *, loss: Tensor | float) -> bool:
-    """Step all engines, or none: where a loss or any gradient of any rank is not finite, all gradients are dropped.
-
-    Every rank decides alike: gradient norms are global, and the ranks' losses are looked at together. Each engine keeps
-    its norm as `last_gradient_norm`. A collective.
-
-    Args:
-        loss: this rank's, of any shape; or a number that is the sum over all ranks already.
-    """
-    for engine in engines:
-        engine.set_rate(rate_factor)  # also where the step is dropped: it is what is logged
-        engine.last_gradient_norm = engine.gradient_norm()
-    if isinstance(loss, Tensor):
-        loss = dist.sum_over_ranks((loss * 0.0).sum()).item()  # NaN where any of them is not finite
-    if not math.isfinite(loss) or not all(math.isfinite(engine.last_gradient_norm) for engine in engines):
-        for engine in engines:
-            engine.discard()
-        return False
-    for engine in engines:
-        engine.step(rate_factor)
-    return True

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pipeline.dist import RankGroup
-from pipeline.generation.eager import Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
-from pipeline.generation.memory_budget import affordable_slots, checked_slots
+from pipeline.generation.backends import affordable_slots, checked_slots
+from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
 from pipeline.generation.scheduler import Pace, Round, side_stream
-from pipeline.generation.slot_sampling import padded_eos
-from pipeline.generation.slots import Arena, DecodeFunction, Job
+from pipeline.generation.slots import Arena, DecodeFunction, Job, padded_eos
 from pipeline.tensor_ops import round_up
 
 # Rows of the cache are a multiple of this long, so that a slightly longer prompt finds room.
@@ -75,7 +74,8 @@ class Generator:
         arena = self._arena_for(job, max(self.positions, max(map(len, rows)) + sampling.max_new_tokens))
         arena.clear()
         arena.uniforms[:num_rows].copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
-        Round(self, arena, rows, num_samples).run(lambda: self.group.any(should_stop(), device))
+        generation = Round(arena, rows, num_samples, model=self.model, group=self.group, pace=self.pace, side=self.side)
+        generation.run(lambda: self.group.any(should_stop(), device))
         self.group.check_same(arena.written.tokens)
         # One copy of what the next call writes over, in place of one a row.
         written = arena.written

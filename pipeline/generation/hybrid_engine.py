@@ -7,54 +7,22 @@ parts, caches and graphs.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pipeline import dist
+from pipeline.dist import RankGroup
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.files import GIB
-from pipeline.generation.backends import Rung, RungSettings, choose_rung, decode_function
-from pipeline.generation.eager import Prompt, RandomKey, Rollout, Sampling, generate_batches
-from pipeline.generation.memory_budget import check_copies_fit, check_stream_fits, whole_weights_fit
+from pipeline.generation.backends import check_copies_fit, check_stream_fits, choose_rung, whole_weights_fit
+from pipeline.generation.eager import generate_batches
+from pipeline.generation.options import GenerationOptions, Rung, why_not_streamed
+from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
+from pipeline.generation.static import OwnForward
+from pipeline.models.architecture import read_architecture
 from pipeline.models.loading import base_model
-from step3_ppo.config import PPOConfig, why_not_streamed
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationOptions:
-    """How the actor generates.
-
-    rung: which rung to take, and with which adapters. release_cache: give the cache's memory back after each rollout.
-    group_size: ranks that share one copy of the weights during a rollout (tensor parallelism). weights: whole on each
-    rank or group, or streamed: gathered a few layers at a time during each step. slots: responses of a rank at once
-    that there is room for from the start.
-    """
-
-    rung: RungSettings = RungSettings()
-    release_cache: bool = False
-    group_size: int = 1
-    weights: Literal["auto", "whole", "streamed"] = "auto"
-    slots: int = 0
-
-
-def generation_options(config: PPOConfig) -> GenerationOptions:
-    """What the flags say."""
-    sampling = config.sampling
-    positions = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
-    return GenerationOptions(
-        rung=RungSettings(sampling.generation_engine, sampling.merge_lora_for_generation, positions),
-        # Optimizer states that come back for the update need the room that the cache had.
-        release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
-        group_size=sampling.inference_tp_size,
-        weights=sampling.rollout_weights,
-        slots=max(
-            sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
-            config.optimizer.per_device_eval_batch_size,
-        ),
-    )
 
 
 class HybridEngine:
@@ -66,8 +34,9 @@ class HybridEngine:
         *,
         eos_ids: frozenset[int],
         pad_id: int,
-        options: GenerationOptions = GenerationOptions(),
+        options: GenerationOptions | None = None,
     ) -> None:
+        options = options or GenerationOptions()
         self.engine, self.options, self.eos_ids, self.pad_id = engine, options, eos_ids, pad_id
         if dist.world_size() % options.group_size:
             raise InputError(f"--inference_tp_size {options.group_size}: must divide the {dist.world_size()} ranks")
@@ -214,3 +183,22 @@ class HybridEngine:
             key=key,
             should_stop=should_stop,
         )
+
+
+def decode_function(model: Any, rung: Rung, group: RankGroup, *, stream: RankGroup | None = None) -> Any:
+    """What a `generator.Generator` samples with; of the fused rung this rank's part, its weights not read yet.
+
+    Args:
+        group: ranks that compute together, each with its part of a layer. stream: ranks that each compute alone with
+            whole layers, of which each keeps a slice.
+    """
+    if rung == "static":
+        return OwnForward(model)
+    from pipeline.generation.fused import DecodeModel
+    from pipeline.generation.fused_weights import DecodeWeights, Shard
+    from pipeline.generation.streaming import StreamedWeights
+
+    if stream is not None:
+        return DecodeModel(StreamedWeights(read_architecture(model), stream))
+    weights = DecodeWeights(read_architecture(model), Shard(group.rank, group.size))
+    return DecodeModel(weights, group.add if group.size > 1 else None)

@@ -5,17 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from pipeline.generation.eager import GenerationStopped
-from pipeline.generation.slots import Arena
+from pipeline.dist import RankGroup
+from pipeline.generation.rollouts import GenerationStopped
+from pipeline.generation.slots import Arena, DecodeFunction
 from pipeline.tensor_ops import pad_rows
-
-if TYPE_CHECKING:
-    from pipeline.generation.generator import Generator
 
 # Decode steps between two looks at which rows have finished: a look waits for the device.
 CHECK_EVERY = 16
@@ -124,10 +122,19 @@ class Passed:
 class Round:
     """One call of generate: who waits, who sits where."""
 
-    def __init__(self, generator: "Generator", arena: Arena, prompts: list[Tensor], num_samples: int) -> None:
-        self.model, self.group, self.pace = generator.model, generator.group, generator.pace
-        self.side = generator.side
+    def __init__(
+        self,
+        arena: Arena,
+        prompts: list[Tensor],
+        num_samples: int,
+        *,
+        model: DecodeFunction,
+        group: RankGroup,
+        pace: Pace,
+        side: SideStream | None,
+    ) -> None:
         self.arena, self.prompts, self.num_samples = arena, prompts, num_samples
+        self.model, self.group, self.pace, self.side = model, group, pace, side
         self.waiting = deque(range(len(prompts) * num_samples))
         self.step = 0  # decode steps made
         self.last_step = 0  # when these are made, whatever sits in a slot has ended

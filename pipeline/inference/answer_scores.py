@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message, Turns
-from pipeline.models.loading import default_device
-from pipeline.models.model_fit import check_model, check_vocabulary
+from pipeline.models.loading import check_model, check_vocabulary, default_device
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
 from pipeline.models.tokenizers import load_tokenizer, pad_policy
 from pipeline.tensor_ops import lengths_to_mask, pad_rows

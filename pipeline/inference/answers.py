@@ -21,13 +21,14 @@ from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
 from pipeline.models.loading import (
     DTYPES,
     adapter_base,
+    check_model,
+    check_vocabulary,
     default_device,
     default_dtype,
     load_causal_lm,
     load_config,
     num_positions,
 )
-from pipeline.models.model_fit import check_model, check_vocabulary
 from pipeline.models.tokenizers import eos_ids, load_tokenizer, pad_policy
 from pipeline.tensor_ops import pad_rows
 

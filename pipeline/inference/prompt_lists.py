@@ -5,9 +5,8 @@ from pathlib import Path
 
 from pipeline.data.readers import data_suffix, read_file
 from pipeline.data.turns import BadRowError, Message, Turns, check_turns, is_transcript, parse_transcript, parse_turns
-from pipeline.errors import InputError
+from pipeline.errors import InputError, nearest
 from pipeline.inference.terminal_text import valid_unicode
-from pipeline.nearest import nearest
 
 BUNDLED = Path(__file__).with_name("prompts.json")
 SUFFIXES = (".txt", ".json", ".jsonl")

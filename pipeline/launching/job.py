@@ -11,11 +11,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline import errors
 from pipeline.configuration.flags import Resolved, parse
-from pipeline.launching.launcher import PARENT
+from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import check_port
 from pipeline.launching.rank_watch import RankState, RankWatch
 from pipeline.launching.verdict import Circumstances, Verdict, hang_verdict, judge
@@ -23,9 +22,6 @@ from pipeline.processes import free_memory, kill_session, num_oom_kills, send
 from pipeline.run.layout import run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import SUPERVISOR, check_nobody_left, clear_outcomes
-
-if TYPE_CHECKING:
-    from pipeline.launching.supervisor import Signals
 
 # The stages by name, since nothing in pipeline/ imports them: module -> configuration class, section.
 STAGES = {
@@ -41,7 +37,7 @@ ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop t
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def run_job(module: str, words: list[str], command: Sequence[str], signals: "Signals") -> int:
+def run_job(module: str, words: list[str], command: Sequence[str], signals: Signals) -> int:
     """Run `command`, which starts the stage `module` with `words`; print how it ended; return the exit code.
 
     Raises:
@@ -94,7 +90,7 @@ def check_local_port(command: Sequence[str]) -> None:
 class Job:
     """A launcher that runs in a session of its own, and what is known of its ranks."""
 
-    def __init__(self, run_dir: Path, command: Sequence[str], signals: "Signals", *, rank_timeout_s: float) -> None:
+    def __init__(self, run_dir: Path, command: Sequence[str], signals: Signals, *, rank_timeout_s: float) -> None:
         name = f"{os.getpid()}@{socket.gethostname()}"
         # torch's warnings in C++ are about connections to a rank that has ended, with a page of addresses each.
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, SUPERVISOR: name}

@@ -6,11 +6,13 @@ What is to be known of its ranks, the script's supervisor knows (pipeline/launch
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 from pipeline.errors import EXIT_STOPPED
+from pipeline.processes import REPEAT_S
 
 # Process id of a train.py, without which the supervisor does not go on.
 PARENT = "RLHF_TRAIN_PID"
@@ -44,3 +46,22 @@ def signals_forwarded(process: subprocess.Popen[bytes]) -> Iterator[Callable[[],
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP to this process, kept until the job's loop asks."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.second: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has SIGHUP ignored, and means it.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+        elif now - self.first >= REPEAT_S:
+            self.second = number

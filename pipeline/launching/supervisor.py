@@ -5,32 +5,10 @@ into exit code 1, forwards none, ends ranks that still save and says nothing of 
 signals the ranks itself, reads how they ended (pipeline/run/outcome.py) and leaves no process behind.
 """
 
-import signal
 import sys
-import time
-from types import FrameType
 
 from pipeline.errors import RunError
-from pipeline.processes import REPEAT_S
-
-
-class Signals:
-    """SIGINT, SIGTERM and SIGHUP to this process, kept until the job's loop asks."""
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.second: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has SIGHUP ignored, and means it.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.first is None:
-            self.first = now
-        elif now - self.first >= REPEAT_S:
-            self.second = number
+from pipeline.launching.launcher import Signals
 
 
 def main(argv: list[str]) -> int:

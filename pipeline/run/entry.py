@@ -3,11 +3,12 @@
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.flags import parse
-from pipeline.errors import EXIT_STOPPED, InputError
+from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError
 from pipeline.run.layout import run_folder
 from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
 from pipeline.run.stop_request import StopRequest, quit_now
@@ -53,3 +54,22 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if _run_dir is None else exit_code(code, _run_dir))
+
+
+EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
+
+
+def run_command(work: Callable[[], None]) -> int:
+    """Do `work` and return the exit code. A fault of ours keeps its traceback."""
+    try:
+        work()
+        sys.stdout.flush()
+    except RunError as error:
+        print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has read enough. The interpreter must not flush into the closed pipe at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_DONE

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import dist
+from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flags import Resolved, flat_items
 from pipeline.configuration.groups import RunConfig
-from pipeline.configuration.idle_flags import idle_flags
 from pipeline.configuration.redact import redacted
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun
-from pipeline.files import refused_by_disk, write_json
+from pipeline.files import check_replaceable, refused_by_disk, write_json
 from pipeline.processes import GIB, read_process
 from pipeline.run import earlier_runs, heartbeat
 from pipeline.run.layout import done_file, outcome_file, rank_log_file, run_folder
@@ -237,7 +237,7 @@ def is_finished(run: Run) -> bool:
     """Whether there is nothing to do; clears the run's folder where it is to start afresh."""
     config = run.resolved.config
     for folder in earlier_runs.model_folders(config, run.stage):
-        earlier_runs.check_replaceable(folder)
+        check_replaceable(folder)
     if earlier_runs.starts_afresh(config.run):
         earlier_runs.clear(run.folder)
     return earlier_runs.finished_steps(run.folder, config, run.stage) is not None

@@ -19,12 +19,12 @@ def measure(run: Any, config: Any) -> None:
     """In place of step 3's loop: sample `repeats` rollouts a batch size, and print what they took."""
     import torch
 
-    from pipeline.engine.engine import start_deepspeed
-    from pipeline.generation.eager import Prompt, RandomKey, Sampling
+    from pipeline.engine.build import compute_dtype
+    from pipeline.engine.start import start_deepspeed
     from pipeline.generation.hybrid_engine import HybridEngine
+    from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
     from pipeline.models.loading import DTYPES
     from pipeline.models.tokenizers import eos_ids
-    from pipeline.training.inputs import compute_dtype
     from step3_ppo.models import make_actor, make_tokenizers
 
     start_deepspeed()

@@ -22,7 +22,7 @@ from pipeline.checkpoints import model_folder as saving
 from pipeline.checkpoints.model_folder import save_model, state_dict
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import with_new_folder, write_json
+from pipeline.files import OURS, with_new_folder, write_json
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import (
@@ -32,7 +32,6 @@ from pipeline.models.reward_model import (
     load_reward_model,
     pad_id_for_pooling,
 )
-from pipeline.run.earlier_runs import OURS
 
 ROW = random_rows(0, (8,))[0].unsqueeze(0)
 EXACT = {"rtol": 0, "atol": 0}

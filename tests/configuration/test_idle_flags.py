@@ -6,8 +6,8 @@ import pytest
 from support.command_run import run_command
 from support.tiny_run import make_folder
 
+from pipeline.configuration.flag_checks import FP16, LORA, STAGE_3, STAGES_1_AND_2, idle_flags
 from pipeline.configuration.flags import flat_items, parse
-from pipeline.configuration.idle_flags import FP16, LORA, STAGE_3, STAGES_1_AND_2, idle_flags
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data import datasets_cache
+from pipeline.data import cache
 from pipeline.data.cache import build, cache_folder, cache_key
 from pipeline.data.selection import DataOptions
 from pipeline.data.turns import turns_from_json
@@ -146,7 +146,7 @@ def test_second_call_loads_and_returns_the_same(options, bpe_tokenizer, monkeypa
     small = replace(options, max_seq_len=longest - 1)
     first = build("sft", small, bpe_tokenizer)
     assert first.counts["truncated"] > 0
-    monkeypatch.setattr(datasets_cache, "select_records", lambda *a: pytest.fail("built a second time"))
+    monkeypatch.setattr(cache, "select_records", lambda *a: pytest.fail("built a second time"))
     second = build("sft", small, bpe_tokenizer)
     assert second.train.to_list() == first.train.to_list()
     assert second.counts.to_json() == first.counts.to_json()
@@ -186,7 +186,7 @@ def test_an_interrupted_build_is_made_again(options, bpe_tokenizer, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(datasets_cache, "_rows", interrupt)
+        patch.setattr(cache, "_rows", interrupt)
         with pytest.raises(KeyboardInterrupt):
             build("sft", options, bpe_tokenizer)
     assert len(build("sft", options, bpe_tokenizer).train) > 0
@@ -203,14 +203,14 @@ def test_default_folder_is_the_users_cache(monkeypatch, tmp_path):
 def test_one_of_several_builds_and_the_others_wait(options, bpe_folder, monkeypatch):
     """Threads stand in for processes: each call opens its own lock file, as another process would."""
     builders = []
-    original = datasets_cache._build_folder
+    original = cache._build_folder
 
     def slow(*arguments):
         builders.append(threading.get_ident())
         time.sleep(0.2)
         original(*arguments)
 
-    monkeypatch.setattr(datasets_cache, "_build_folder", slow)
+    monkeypatch.setattr(cache, "_build_folder", slow)
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(build, "sft", options, load_tokenizer(str(bpe_folder))) for _ in range(3)]
         sizes = {len(call.result(timeout=60).train) for call in calls}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.splits import is_eval, is_kept, parse_shares, step_of
+from pipeline.data.selection import is_eval, is_kept, parse_shares, step_of
 from pipeline.errors import InputError
 
 IDS = st.integers(min_value=0, max_value=2**63 - 1)

@@ -17,14 +17,14 @@ from torch import nn
 from pipeline import dist
 from pipeline.configuration.ds_config import training_config
 from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.engine.gradients import step_together
 from pipeline.engine.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
 from pipeline.engine.optimizer_offload import optimizers_away
-from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
+from pipeline.training.steps import step_together
 
 CPU = torch.device("cpu")
 NUMBERS, PADDED = 33, 34

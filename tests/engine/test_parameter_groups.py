@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.engine.build import parameter_groups
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora

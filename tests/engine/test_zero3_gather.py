@@ -12,11 +12,13 @@ from support.in_process import group_of_one
 from pipeline import dist
 from pipeline.configuration.ds_config import frozen_config, training_config
 from pipeline.configuration.groups import DeepSpeedConfig
-from pipeline.engine.engine import FrozenEngine, TrainingEngine, partitioned_loading, zero3
-from pipeline.engine.gradients import step_together
-from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.engine import zero3
+from pipeline.engine.build import parameter_groups
+from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.start import partitioned_loading
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
+from pipeline.training.steps import step_together
 from step3_ppo.models import Models
 
 CPU = torch.device("cpu")

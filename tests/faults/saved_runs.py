@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from pipeline.checkpoints import checkpoint
-from pipeline.engine.engine import fragments
+from pipeline.checkpoints.facts import Facts
+from pipeline.engine import fragments
 
 OS_CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
-FACTS = checkpoint.Facts(settings={"seed": 1}, fingerprints={"data": "abc"}, sizes={"rows": 8}, layout={})
+FACTS = Facts(settings={"seed": 1}, fingerprints={"data": "abc"}, sizes={"rows": 8}, layout={})
 
 
 def make_engine() -> Any:

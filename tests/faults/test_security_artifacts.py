@@ -17,7 +17,7 @@ from broken_models import WEIGHTS, adapter, config, template, text, tokenizer
 from input_calls import call, make_inputs, stage_words
 
 from pipeline.data import templates
-from pipeline.limits import memory_limit
+from pipeline.processes import memory_limit
 
 Plant = Callable[[Path, Path], object]  # (the folder to spoil, the marker that must not appear)
 SECRET = "s3cret-in-another-file"

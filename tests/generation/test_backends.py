@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from pipeline.errors import InputError
-from pipeline.generation.backends import RungSettings, choose_rung
+from pipeline.generation.backends import choose_rung
 from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.options import RungSettings
 from pipeline.models import packed_attention
 from pipeline.models.lora import add_lora
 

@@ -10,7 +10,8 @@ from support.tiny_models import EOS, PAD, random_rows
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from pipeline.generation.eager import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw, generate, truncate
+from pipeline.generation.eager import generate, truncate
+from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.random_numbers import uniforms

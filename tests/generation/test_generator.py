@@ -26,9 +26,9 @@ from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.generation import generator
 from pipeline.generation import scheduler as refill
-from pipeline.generation.eager import GenerationStopped, RandomKey, Sampling
+from pipeline.generation.backends import affordable_slots, check_copies_fit, checked_slots
 from pipeline.generation.generator import Generator
-from pipeline.generation.memory_budget import affordable_slots, check_copies_fit, checked_slots
+from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.slots import Arena
 from pipeline.generation.static import OwnForward
 

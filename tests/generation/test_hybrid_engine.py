@@ -14,17 +14,18 @@ from support.in_process import group_of_one
 from pipeline import dist
 from pipeline.configuration.ds_config import training_config
 from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.gradients import step_together
-from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.errors import InputError
-from pipeline.generation.backends import RungSettings
-from pipeline.generation.eager import GenerationStopped, RandomKey, Rollout, Sampling
-from pipeline.generation.hybrid_engine import GenerationOptions, HybridEngine, generation_options
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.options import GenerationOptions, RungSettings
+from pipeline.generation.rollouts import GenerationStopped, RandomKey, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, merged_weight
 from pipeline.partitions import gathered
+from pipeline.training.steps import step_together
 from step3_ppo.config import PPOConfig
+from step3_ppo.models import generation_options
 
 FUSED = GenerationOptions(rung=RungSettings(wanted="fused"))
 PROMPTS = random_prompts((3, 1))

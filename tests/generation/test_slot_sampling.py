@@ -12,9 +12,9 @@ import torch
 from support.chi_square import exact_probabilities, p_value
 from support.decode_models import DEVICE, PAD
 
-from pipeline.generation import slot_sampling as sampling_module
-from pipeline.generation.eager import RandomKey, Sampling, rollout_uniforms
-from pipeline.generation.slot_sampling import Slots, Written, draw_tokens, padded_eos
+from pipeline.generation import slots as sampling_module
+from pipeline.generation.rollouts import RandomKey, Sampling, rollout_uniforms
+from pipeline.generation.slots import Slots, Written, draw_tokens, padded_eos
 
 NEAR_0, NEAR_1 = 2.0**-53, 1.0 - 2.0**-53
 MOST_LIKELY_BY_CHANCE = 1e-3

@@ -30,11 +30,12 @@ from support.tiny_run import make_folder
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.generation import streaming
-from pipeline.generation.eager import GenerationStopped, RandomKey, Sampling
+from pipeline.generation.backends import check_stream_fits, whole_weights_fit
 from pipeline.generation.fused import DecodeModel
 from pipeline.generation.generator import Generator
-from pipeline.generation.hybrid_engine import GenerationOptions, HybridEngine, generation_options
-from pipeline.generation.memory_budget import check_stream_fits, whole_weights_fit
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.options import GenerationOptions
+from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.scheduler import Pace
 from pipeline.generation.slots import Arena
 from pipeline.generation.static import OwnForward
@@ -43,6 +44,7 @@ from pipeline.models.architecture import read_architecture
 from pipeline.models.lora import add_lora
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
+from step3_ppo.models import generation_options
 
 IDS = [5, 77]
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}

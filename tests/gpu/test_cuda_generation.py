@@ -23,8 +23,8 @@ from support.decode_models import (
     rollouts,
 )
 
-from pipeline.generation.eager import GenerationStopped, RandomKey, Sampling, rollout_uniforms
-from pipeline.generation.slot_sampling import Slots, Written, draw_tokens, padded_eos
+from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, rollout_uniforms
+from pipeline.generation.slots import Slots, Written, draw_tokens, padded_eos
 from pipeline.generation.static import OwnForward
 from pipeline.tensor_ops import pad_rows
 

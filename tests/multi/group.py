@@ -64,7 +64,7 @@ def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
 def run_cases(cases: Mapping[str, Case]) -> None:
     """The body of a worker: join the group, run the cases in order, save what was found after each one."""
     from pipeline import dist
-    from pipeline.engine.engine import start_deepspeed
+    from pipeline.engine.start import start_deepspeed
     from pipeline.run.entry import leave
 
     folder, inputs = Path(sys.argv[1]), Path(sys.argv[2])

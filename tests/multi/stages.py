@@ -14,9 +14,9 @@ from pipeline import dist
 from pipeline.configuration.flags import parse
 from pipeline.data.batching import plan_step
 from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.gradients import step_together
 from pipeline.partitions import gathered
 from pipeline.run.run import Run, StopRequest
+from pipeline.training.steps import step_together
 
 Gradients = dict[str, torch.Tensor]
 

@@ -15,15 +15,15 @@ from worker_ppo import setup, tensors_of
 from pipeline import dist
 from pipeline.configuration.ds_config import training_config
 from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.gradients import step_together
-from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.generation import scheduler as refill
-from pipeline.generation.backends import RungSettings
-from pipeline.generation.eager import GenerationStopped, Rollout, Sampling
-from pipeline.generation.hybrid_engine import GenerationOptions, HybridEngine
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.options import GenerationOptions, RungSettings
+from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.partitions import gathered
+from pipeline.training.steps import step_together
 
 FUSED, EAGER = (GenerationOptions(rung=RungSettings(wanted=rung)) for rung in ("fused", "eager"))
 PROMPTS = random_prompts((3, 5, 1))

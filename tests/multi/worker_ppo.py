@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.generation.eager import Prompt, RandomKey, Sampling
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.run.run import Run
-from pipeline.training.stopping import Stopping
+from pipeline.training.steps import Stopping
 from step3_ppo import updater as trainer
 from step3_ppo.config import PPOConfig
 from step3_ppo.data import make_prompts, make_text

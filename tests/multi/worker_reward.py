@@ -15,7 +15,7 @@ from pipeline import dist
 from pipeline.partitions import gathered
 from pipeline.run.run import Run
 from pipeline.training.inputs import prepare_tokenizer
-from pipeline.training.stopping import Stopping
+from pipeline.training.steps import Stopping
 from step2_reward import training
 from step2_reward.config import RewardConfig
 from step2_reward.eval import score_pairs, score_statistics, summary

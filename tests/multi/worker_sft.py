@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from pipeline import dist
 from pipeline.run.run import Run
 from pipeline.training.inputs import prepare_tokenizer
-from pipeline.training.stopping import Stopping
+from pipeline.training.steps import Stopping
 from step1_sft import training
 from step1_sft.config import SFTConfig
 

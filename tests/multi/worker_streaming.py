@@ -15,8 +15,9 @@ from pipeline import dist
 from pipeline.engine.engine import TrainingEngine
 from pipeline.generation import hybrid_engine, streaming
 from pipeline.generation import scheduler as refill
-from pipeline.generation.eager import Rollout, Sampling
-from pipeline.generation.hybrid_engine import GenerationOptions, HybridEngine
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.options import GenerationOptions
+from pipeline.generation.rollouts import Rollout, Sampling
 from pipeline.models.lora import add_lora
 
 WHOLE, STREAMED = (replace(FUSED, weights=weights) for weights in ("whole", "streamed"))

@@ -26,7 +26,8 @@ from bench.work import (
 from support.tiny_run import opt_config
 from transformers import OPTForCausalLM
 
-from pipeline.generation.eager import Prompt, RandomKey, Sampling, generate
+from pipeline.generation.eager import generate
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 2

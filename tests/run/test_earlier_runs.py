@@ -4,18 +4,10 @@ import json
 
 import pytest
 
+from pipeline.configuration.resume_rules import check_same_settings, defaults_of, layout_of, settings_of
 from pipeline.errors import InputError
-from pipeline.run.earlier_runs import (
-    OURS,
-    check_replaceable,
-    check_same_settings,
-    clear,
-    defaults_of,
-    finished_steps,
-    layout_of,
-    model_folders,
-    settings_of,
-)
+from pipeline.files import OURS, check_replaceable
+from pipeline.run.earlier_runs import clear, finished_steps, model_folders
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 

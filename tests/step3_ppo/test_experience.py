@@ -6,7 +6,7 @@ import torch
 from support.tiny_models import EOS, PAD
 from torch import Tensor
 
-from pipeline.generation.eager import Rollout
+from pipeline.generation.rollouts import Rollout
 from step3_ppo.experience import Experience, Responses, gather_responses, gather_scores, pack_responses
 
 # Prompt and response lengths: ordinary, EOS only, the longest possible, one token of prompt.

@@ -8,7 +8,8 @@ from pipeline.configuration.flags import parse
 from pipeline.data.loader import Step
 from pipeline.data.templates import HUMAN_ASSISTANT_TEMPLATE
 from pipeline.errors import InputError
-from pipeline.generation.eager import Prompt, RandomKey, Sampling, generate
+from pipeline.generation.eager import generate
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.models.loading import load_causal_lm, use_gradient_checkpointing
 from pipeline.models.tokenizers import load_tokenizer
 from step1_sft import training

@@ -17,7 +17,8 @@ from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message
 from pipeline.dist import RankGroup, World
 from pipeline.engine.engine import FrozenEngine
-from pipeline.generation.eager import RandomKey, Sampling, generate_batches
+from pipeline.generation.eager import generate_batches
+from pipeline.generation.rollouts import RandomKey, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora

@@ -30,19 +30,18 @@ from pipeline.data.cache import Built
 from pipeline.data.counts import Counts
 from pipeline.data.loader import Step
 from pipeline.data.templates import set_template
+from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.gradients import step_together
-from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.errors import DivergedError, InputError
-from pipeline.generation.eager import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.models import hidden_states
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.reward_model import TokenValueModel, load_reward_model
 from pipeline.tensor_ops import lengths_to_mask
 from pipeline.training.metrics import check_name
-from pipeline.training.stopping import Stopping
+from pipeline.training.steps import Stopping, step_together
 from step3_ppo import models
 from step3_ppo import updater as trainer
 from step3_ppo.config import PPOCoefficients, PPOConfig, PPOOptimizerConfig, PromptDataConfig, SamplingConfig

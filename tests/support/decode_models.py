@@ -28,10 +28,11 @@ from transformers import (
 
 from pipeline.dist import RankGroup
 from pipeline.generation import scheduler as refill
-from pipeline.generation.eager import Prompt, RandomKey, Rollout, Sampling, generate
+from pipeline.generation.eager import generate
 from pipeline.generation.fused import DecodeModel
 from pipeline.generation.fused_weights import DecodeWeights
 from pipeline.generation.generator import Generator
+from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.slots import DecodeFunction
 from pipeline.generation.static import OwnForward
 from pipeline.models.architecture import read_architecture

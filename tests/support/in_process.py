@@ -36,7 +36,7 @@ def undone_afterwards() -> Iterator[None]:
 def group_of_one() -> Iterator[Any]:
     """The world of a process group of this process alone; the environment that joining it wrote is taken back."""
     from pipeline import dist
-    from pipeline.engine.engine import start_deepspeed
+    from pipeline.engine.start import start_deepspeed
 
     before = dict(os.environ)
     leave_group()  # DeepSpeed keeps that of an earlier file

@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.configuration.groups import RunConfig
 from pipeline.dist import World
 from pipeline.training import metrics
-from pipeline.training.metrics import DEFINITIONS, MetricsWriter, Progress, Recorder, check_name, duration, finite
+from pipeline.training.metrics import DEFINITIONS, MetricsWriter, check_name, finite
+from pipeline.training.recorder import Progress, Recorder, duration
 
 
 def writer(folder, *, start_step=-1, tensorboard=False, csv_file=False, wandb=False) -> MetricsWriter:

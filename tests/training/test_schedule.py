@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pipeline.training.schedule import rate_factor
+from pipeline.training.steps import rate_factor
 
 
 def factors(name: str, *, warmup: int, total: int, floor: float = 0.0) -> list[float]:

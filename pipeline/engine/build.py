@@ -1,0 +1,129 @@
+"""A training engine is built from the configuration here: DeepSpeed's JSON, compute type, LoRA, parameter groups."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline import dist
+from pipeline.configuration.ds_config import frozen_config, read_user_json, training_config
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.zero3 import Gather
+from pipeline.models.causal_lm import CausalLM
+from pipeline.models.loading import (
+    base_model,
+    default_dtype,
+    use_gradient_checkpointing,
+)
+from pipeline.models.lora import add_lora
+from pipeline.models.reward_model import TokenValueModel
+from pipeline.run.run import Run
+
+
+def compute_dtype(settings: DeepSpeedConfig, device: torch.device) -> str:
+    """`--dtype` with auto resolved for this device: bf16, fp16 or fp32."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "bf16" if default_dtype(device) == torch.bfloat16 else "fp32"
+
+
+def deepspeed_json(
+    run: Run, settings: DeepSpeedConfig, optimizer: OptimizerConfig, *, zero_stage: int, accumulation: int
+) -> dict[str, Any]:
+    """The DeepSpeed configuration of a trained model, the user's own JSON merged in."""
+    user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else None
+    return training_config(
+        settings,
+        zero_stage=zero_stage,
+        dtype=compute_dtype(settings, run.world.device),  # type: ignore[arg-type]
+        micro_batch_size=optimizer.per_device_train_batch_size,
+        gradient_accumulation_steps=accumulation,
+        world_size=run.world.size,
+        max_grad_norm=optimizer.max_grad_norm,
+        run_dir=run.folder,
+        device=run.world.device.type,  # type: ignore[arg-type]
+        one_node=dist.local_size() == run.world.size,
+        user_json=user,
+        origins=run.resolved.origins,
+    )
+
+
+def frozen_json(run: Run, settings: DeepSpeedConfig, *, zero_stage: int, offload: bool) -> dict[str, Any]:
+    """The DeepSpeed configuration of a model that is only read: stage 3 where the trained twin has it, else plain."""
+    return frozen_config(
+        settings,
+        zero_stage=3 if zero_stage == 3 else 0,
+        dtype=compute_dtype(settings, run.world.device),  # type: ignore[arg-type]
+        micro_batch_size=1,
+        world_size=run.world.size,
+        offload=offload,
+    )
+
+
+def with_lora(model: Any, config: ModelConfig, settings: DeepSpeedConfig, *, task: str, seed: int) -> Any:
+    """`model` with LoRA layers where `lora_dim` asks for them."""
+    if config.lora_dim == 0:
+        return model
+    return add_lora(
+        model,
+        dim=config.lora_dim,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        module_name=config.lora_module_name,
+        only_lora=settings.only_optimize_lora,
+        task=task,
+        seed=seed,
+    )
+
+
+def training_engine(
+    module: CausalLM | TokenValueModel,
+    config: ModelConfig,
+    optimizer: OptimizerConfig,
+    ds_json: dict[str, Any],
+    *,
+    gather: Gather,
+) -> TrainingEngine:
+    """`module` (a CausalLM or TokenValueModel) under DeepSpeed with its parameter groups."""
+    if config.gradient_checkpointing:
+        use_gradient_checkpointing(base_model(module.model))
+    groups = parameter_groups(
+        module,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        lora_learning_rate=config.lora_learning_rate,
+    )
+    betas = (optimizer.adam_beta1, optimizer.adam_beta2)
+    return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
+
+
+def exempt_from_decay(model: nn.Module) -> set[str]:
+    """Names of parameters without weight decay: biases, norms, and embeddings (rare rows would only shrink).
+
+    Decided by module type and name: a ZeRO-3 parameter has lost its shape.
+    """
+    names = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower():
+            names |= {f"{module_name}.{name}" for name, _ in module.named_parameters(recurse=False)}
+    return names
+
+
+def parameter_groups(
+    model: nn.Module, *, learning_rate: float, weight_decay: float, lora_learning_rate: float
+) -> list[dict[str, Any]]:
+    """Groups `decay`, `no_decay` and `lora` of the trainable parameters for AdamW; empty ones are left out."""
+    exempt = exempt_from_decay(model)
+    members: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "lora": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "lora" if "lora_" in name else "no_decay" if name in exempt else "decay"
+            members[kind].append(parameter)
+    settings = {"decay": (learning_rate, weight_decay), "no_decay": (learning_rate, 0.0)}
+    settings["lora"] = (lora_learning_rate, weight_decay)
+    return [
+        {"name": kind, "params": params, "lr": settings[kind][0], "weight_decay": settings[kind][1]}
+        for kind, params in members.items()
+        if params
+    ]
