@@ -10,7 +10,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 @functools.cache
-def use_cache_alone_without_network() -> None:
+def go_offline_without_network() -> None:
     """Where no connection to the hub can be made, switch its client to offline mode: the cache or an error at once."""
     import datasets
     from huggingface_hub import constants

@@ -33,7 +33,7 @@ def local_share(parameter: Any) -> torch.Tensor:
     return parameter.ds_tensor.data if is_partitioned(parameter) else parameter.data
 
 
-def local_stretch(parameter: Any) -> tuple[int, int]:
+def local_range(parameter: Any) -> tuple[int, int]:
     """(start, elements) of `local_share` in the flattened parameter, padding left out."""
     if not is_partitioned(parameter):
         return 0, parameter.numel()

@@ -11,7 +11,7 @@ import torch
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.facts import make_facts
+from pipeline.checkpoints.fingerprint import run_fingerprint
 from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, pair_lengths, to_device
@@ -74,13 +74,15 @@ def train(run: Run, config: RewardConfig) -> None:
         num_training_steps=total_steps,
         floor=config.optimizer.min_learning_rate_ratio,
     )
-    facts = make_facts(config, loader)
-    resumed = checkpoint.load(run, config.run.resume, {"model": engine}, facts, force=config.run.force_resume)
+    fingerprint = run_fingerprint(config, loader)
+    resumed = checkpoint.load(run, config.run.resume, {"model": engine}, fingerprint, force=config.run.force_resume)
     state = State(**resumed.state) if resumed else State()
     begun = state.step if resumed else -1
     recorder = Recorder(run, config.run, start_step=begun, total_steps=total_steps, models={"model": engine})
     stopping = Stopping(run)
-    saver = checkpoint.Saver(run, facts, keep=config.run.keep_checkpoints, background=config.run.save_in_background)
+    saver = checkpoint.Saver(
+        run, fingerprint, keep=config.run.keep_checkpoints, background=config.run.save_in_background
+    )
 
     def measure() -> None:
         if state.evaluated == state.step:

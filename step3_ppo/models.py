@@ -58,11 +58,11 @@ class Models:
         """Whether all models take the rows of a forward pass without their padding."""
         return all(reads_bounds(base_model(engine.module.model).config) for engine in self.named().values())
 
-    def let_go(self, *names: str) -> None:
+    def release_gathered(self, *names: str) -> None:
         """A phase that read these models (all where none is named) is over: what ZeRO-3 gathered of them goes."""
         for name, engine in self.named().items():
             if not names or name in names:
-                engine.let_go()
+                engine.release_gathered()
 
     @contextmanager
     def reference_policy(self) -> Iterator[Any]:

@@ -295,5 +295,5 @@ class Phases:
                 rewarded=rewarded,
                 tokenizer=self.models.tokenizer,
             )
-        self.models.let_go()
+        self.models.release_gathered()
         self.state.evaluated = self.state.step

@@ -143,7 +143,7 @@ def score(
     ref_log_probs, values, scores = each(
         batches, lambda *part: score_batch(models, *part, rows=rows, temperature=temperature)
     )
-    models.let_go("reference", "reward")  # the others may be updated next
+    models.release_gathered("reference", "reward")  # the others may be updated next
     return Scores(log_probs, ref_log_probs, entropy, values, scores)
 
 

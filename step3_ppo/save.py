@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.facts import Facts, data_fingerprint, model_fingerprint
+from pipeline.checkpoints.fingerprint import RunFingerprint, data_fingerprint, model_fingerprint
 from pipeline.checkpoints.model_folder import model_documents, save_model, saved_dtype
 from pipeline.configuration.resume_rules import defaults_of, layout_of, settings_of
 from pipeline.data.batching import SFTBatch
@@ -67,17 +67,17 @@ def checkpoint_content(
     )
 
 
-def make_facts(config: PPOConfig, prompts: Built, text: StepLoader[SFTBatch] | None, plan: Plan) -> Facts:
+def run_fingerprint(config: PPOConfig, prompts: Built, text: StepLoader[SFTBatch] | None, plan: Plan) -> RunFingerprint:
     """What a resumed run must share with the one that wrote its checkpoint."""
     reward = config.reward_model_name_or_path or config.critic.model_name_or_path
     paths = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path, "reward": reward}
-    fingerprints = {f"{name} model": model_fingerprint(path) for name, path in paths.items()}
-    fingerprints["prompts"] = data_fingerprint(prompts.train)
+    hashes = {f"{name} model": model_fingerprint(path) for name, path in paths.items()}
+    hashes["prompts"] = data_fingerprint(prompts.train)
     if text is not None:
-        fingerprints["ptx text"] = data_fingerprint(text.rows)
-    return Facts(
+        hashes["ptx text"] = data_fingerprint(text.rows)
+    return RunFingerprint(
         settings=settings_of(config),
-        fingerprints=fingerprints,
+        hashes=hashes,
         sizes={"prompts of a rollout": plan.prompts_per_rollout, "rows of an optimizer step": plan.rows_per_step},
         layout=layout_of(config),
         defaults=defaults_of(config),

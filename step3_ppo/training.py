@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from pipeline.checkpoints import checkpoint
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.engine.optimizer_offload import optimizers_away
+from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.engine.start import start_deepspeed
 from pipeline.run.heartbeat import beat
 from pipeline.run.run import Run, write_done
@@ -17,7 +17,7 @@ from step3_ppo.data import make_prompts, make_text
 from step3_ppo.models import make_models, make_tokenizers
 from step3_ppo.phases import Phases
 from step3_ppo.prompts import make_plan
-from step3_ppo.save import checkpoint_content, make_facts, save_models
+from step3_ppo.save import checkpoint_content, run_fingerprint, save_models
 from step3_ppo.state import Collected, State
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ def train(run: Run, config: PPOConfig) -> None:
         num_training_steps=plan.total_steps,
         floor=config.optimizer.min_learning_rate_ratio,
     )
-    facts = make_facts(config, prompts, text, plan)
+    fingerprint = run_fingerprint(config, prompts, text, plan)
     state, collected = State(kl_coef=config.ppo.kl_coef), None
     engines = {"actor": models.actor, "critic": models.critic}
-    resumed = checkpoint.load(run, config.run.resume, engines, facts, force=config.run.force_resume)
+    resumed = checkpoint.load(run, config.run.resume, engines, fingerprint, force=config.run.force_resume)
     if resumed:
         state = State(**resumed.state["ppo"])
         if state.update:
@@ -79,7 +79,9 @@ def train(run: Run, config: PPOConfig) -> None:
         stopping=Stopping(run),
     )
 
-    saver = checkpoint.Saver(run, facts, keep=config.run.keep_checkpoints, background=config.run.save_in_background)
+    saver = checkpoint.Saver(
+        run, fingerprint, keep=config.run.keep_checkpoints, background=config.run.save_in_background
+    )
 
     def save_state() -> None:
         recorder.sync()
@@ -94,7 +96,7 @@ def train(run: Run, config: PPOConfig) -> None:
     def at_rest(sampling: Callable[[], T]) -> T:
         """No step is taken while responses are made: the optimizer states may be elsewhere."""
         resting = config.sampling.offload_optimizer_during_rollout
-        with optimizers_away([models.actor, models.critic] if resting else []):
+        with optimizer_states_on_host([models.actor, models.critic] if resting else []):
             return sampling()
 
     def one_rollout() -> Iterator[None]:

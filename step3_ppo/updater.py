@@ -122,7 +122,7 @@ class Updater:
         sums = UpdateSums(responses.sequences.device)
         engines = [self.actor, self.critic] if train_actor else [self.critic]
         if not train_actor:
-            self.actor.let_go()
+            self.actor.release_gathered()
         for number, (batch, rows, part) in enumerate(cut(responses, batches)):
             self.stopping.check(engines)
             wanted = experience.select(rows).narrowed(batch.width)

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import dist
 from pipeline.checkpoints.checkpoint_files import FORMAT, MANIFEST, drop_older, find, sealed, set_aside_newer
-from pipeline.checkpoints.facts import Facts
-from pipeline.configuration.resume_rules import check_same_facts, check_same_settings
+from pipeline.checkpoints.fingerprint import RunFingerprint
+from pipeline.configuration.resume_rules import check_same_fingerprints, check_same_settings
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
 from pipeline.engine.state import counters, engine_fragments, restore_counters, restore_fragments
@@ -61,7 +61,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A checkpoint whose folder is being filled; `written` gives what `write_own` gives."""
+    """A checkpoint whose folder is being filled; `written` gives what `write_rank_files` gives."""
 
     step: int
     started: float
@@ -80,8 +80,8 @@ class Saver:
     the manifest and the rename come at a later `poll`, when every rank has written its own.
     """
 
-    def __init__(self, run: Run, facts: Facts, *, keep: int, background: bool) -> None:
-        self.run, self.facts, self.keep, self.background = run, facts, keep, background
+    def __init__(self, run: Run, fingerprint: RunFingerprint, *, keep: int, background: bool) -> None:
+        self.run, self.fingerprint, self.keep, self.background = run, fingerprint, keep, background
         self._pool = ThreadPoolExecutor(1)
         self._pending: Pending | None = None
 
@@ -99,13 +99,13 @@ class Saver:
         parts = {name: list(engine_fragments(engine)) for name, engine in content.engines.items()}
         parts |= {name: list(fragments) for name, fragments in content.fragments.items()}
         needed = num_bytes(parts, content.tensors, self.run.world.device)
-        dist.on_main(lambda: prepare(fresh, needed))
+        dist.on_main(lambda: make_folder(fresh, needed))
         tensors = dict(content.tensors)
         if self.background:
             parts = {name: [fragment.copied() for fragment in fragments] for name, fragments in parts.items()}
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        written = self._pool.submit(write_own, fresh, parts)
-        description = described(content, self.facts, step)
+        written = self._pool.submit(write_rank_files, fresh, parts)
+        description = state_json(content, self.fingerprint, step)
         self._pending = Pending(step, started, fresh, parts, tensors, description, needed, written)
         if not self.background:
             self.finish()
@@ -152,7 +152,7 @@ def num_bytes(parts: Mapping[str, list[Fragment]], tensors: Mapping[str, torch.T
     return int(total) + sum(tensor.nbytes for tensor in tensors.values())
 
 
-def prepare(fresh: Path, needed: int) -> None:
+def make_folder(fresh: Path, needed: int) -> None:
     """An empty folder to write in, on a disk with room. Raises EnvironmentFault."""
     try:
         fresh.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def own_file(name: str, rank: int) -> str:
     return f"{name}.rank-{rank}.safetensors"
 
 
-def write_own(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[torch.Tensor, str]:
+def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[torch.Tensor, str]:
     """This rank's files: ((files, 40) uint8 of SHA-256 and size, what went wrong or nothing)."""
     entries = torch.zeros(len(parts), 40, dtype=torch.uint8)
     try:
@@ -195,7 +195,7 @@ def commit(pending: Pending, final: Path, entries: torch.Tensor) -> None:
     """Add what rank 0 alone writes, then the manifest, then rename. Raises EnvironmentFault.
 
     Args:
-        entries: (ranks * files, 40) what `write_own` gave on each rank.
+        entries: (ranks * files, 40) what `write_rank_files` gave on each rank.
     """
     fresh, names, files = pending.fresh, list(pending.parts), {}
     for row, packed in enumerate(entries):
@@ -226,17 +226,17 @@ def commit(pending: Pending, final: Path, entries: torch.Tensor) -> None:
         raise
 
 
-def described(content: Content, facts: Facts, step: int) -> dict[str, Any]:
+def state_json(content: Content, fingerprint: RunFingerprint, step: int) -> dict[str, Any]:
     """The content of state.json."""
     return {
         "step": step,
         "world_size": dist.world_size(),
         "state": content.state,
         "engines": {name: counters(engine) for name, engine in content.engines.items()},
-        "settings": facts.settings,
-        "fingerprints": facts.fingerprints,
-        "sizes": facts.sizes,
-        "layout": facts.layout,
+        "settings": fingerprint.settings,
+        "fingerprints": fingerprint.hashes,
+        "sizes": fingerprint.sizes,
+        "layout": fingerprint.layout,
         "versions": {name: metadata.version(name) for name in PACKAGES},
         "time": time.time(),
     }
@@ -245,7 +245,9 @@ def described(content: Content, facts: Facts, step: int) -> dict[str, Any]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def load(run: Run, resume: str, engines: Mapping[str, TrainingEngine], facts: Facts, *, force: bool) -> Resumed | None:
+def load(
+    run: Run, resume: str, engines: Mapping[str, TrainingEngine], fingerprint: RunFingerprint, *, force: bool
+) -> Resumed | None:
     """Restore the engines from the newest whole checkpoint (or the one named); None where there is none. A collective.
 
     Args:
@@ -258,12 +260,16 @@ def load(run: Run, resume: str, engines: Mapping[str, TrainingEngine], facts: Fa
     if folder is None:
         return None
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    settings, layout, defaults = json.loads(json.dumps([facts.settings, facts.layout, facts.defaults]))
+    settings, layout, defaults = json.loads(
+        json.dumps([fingerprint.settings, fingerprint.layout, fingerprint.defaults])
+    )
     check_same_settings(folder, saved["settings"], settings, defaults=defaults, force=force)
-    check_same_facts(folder, saved["fingerprints"] | saved["sizes"], {**facts.fingerprints, **facts.sizes}, force=force)
+    check_same_fingerprints(
+        folder, saved["fingerprints"] | saved["sizes"], {**fingerprint.hashes, **fingerprint.sizes}, force=force
+    )
     if (held := ", ".join(sorted(saved["engines"]))) != (wanted := ", ".join(sorted(engines))):
         raise InputError(f"{folder}: found the state of {held}, wanted that of {wanted}: it is of another step")
-    tell_differences(folder, saved, layout, defaults)
+    log_differences(folder, saved, layout, defaults)
     if resume != "auto":
         dist.on_main(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
     for name, engine in engines.items():
@@ -275,7 +281,7 @@ def load(run: Run, resume: str, engines: Mapping[str, TrainingEngine], facts: Fa
     return Resumed(saved["state"], readers, shared)
 
 
-def tell_differences(folder: Path, saved: Json, layout: Json, defaults: Json) -> None:
+def log_differences(folder: Path, saved: Json, layout: Json, defaults: Json) -> None:
     """Log what is resumed and, in a line each, why the rest may differ from an uninterrupted run by rounding."""
     log.info("resuming from %s (--overwrite starts over)", folder)
     now = {**layout, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}

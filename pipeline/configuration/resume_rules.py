@@ -80,7 +80,7 @@ def check_same_settings(
     refuse(folder, lines, "resume with the same flags, or start over with --overwrite", force=force)
 
 
-def check_same_facts(folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any], *, force: bool) -> None:
+def check_same_fingerprints(folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any], *, force: bool) -> None:
     """Raise InputError, a line each, where data, start models or the rows of a step are other ones; `force`: log it."""
     changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
     lines = [

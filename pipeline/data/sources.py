@@ -12,7 +12,7 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS, KnownSet
 from pipeline.data.readers import READERS, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
-from pipeline.hub import use_cache_alone_without_network
+from pipeline.hub import go_offline_without_network
 
 Split = Literal["train", "test"]
 EVAL_NAMES = ("test", "validation", "valid", "val", "eval", "evaluation", "dev")
@@ -174,7 +174,7 @@ def _load_hub(path: str) -> dict[str, Any]:
     import datasets
 
     known = KNOWN_SETS.get(path)
-    use_cache_alone_without_network()
+    go_offline_without_network()
     try:
         return dict(datasets.load_dataset(path, revision=known.revision if known else None))
     except datasets.exceptions.DatasetNotFoundError as error:

@@ -62,10 +62,10 @@ class FrozenEngine:
             self.weights.gather()
         return self._forward(*args, **kwargs)
 
-    def let_go(self) -> None:
+    def release_gathered(self) -> None:
         """The phase that read the model is over: what ZeRO-3 gathered for it goes."""
         if self.weights is not None:
-            self.weights.let_go()
+            self.weights.release_gathered()
 
 
 class TrainingEngine:
@@ -108,10 +108,10 @@ class TrainingEngine:
             self.weights.gather()
         return self.deepspeed(*args, **kwargs)
 
-    def let_go(self) -> None:
+    def release_gathered(self) -> None:
         """What ZeRO-3 gathered for the forward passes until here goes; a step lets it go too."""
         if self.weights is not None:
-            self.weights.let_go()
+            self.weights.release_gathered()
 
     @property
     def learning_rate(self) -> float:
@@ -199,7 +199,7 @@ class TrainingEngine:
     def discard(self) -> None:
         """Drop the gradients of this accumulation without a step, as DeepSpeed does after an overflow."""
         optimizer, self._norms = self.optimizer, None
-        self.let_go()
+        self.release_gathered()
         if not math.isfinite(self.last_gradient_norm) and hasattr(optimizer, "_update_scale"):
             optimizer._update_scale(True)  # fp16: else the next steps would overflow too
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -229,7 +229,7 @@ class TrainingEngine:
         numbers of forward passes; with the hooks on, uneven lengths hang. Without `gather` neither happens: for a
         sampler that copies the weights itself and calls no module.
         """
-        self.let_go()
+        self.release_gathered()
         self.deepspeed.eval()
         try:
             if not gather or self.weights is None:

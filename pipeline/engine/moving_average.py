@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.engine.fragments import Fragment, FragmentReader
-from pipeline.partitions import drop_whole_copy, is_partitioned, local_share, local_stretch
+from pipeline.partitions import drop_whole_copy, is_partitioned, local_range, local_share
 
 
 class MovingAverage:
@@ -37,14 +37,14 @@ class MovingAverage:
     def fragments(self) -> Iterator[Fragment]:
         """What this rank has to write to a checkpoint; whole parameters are written by rank 0."""
         for name, parameter in self._parameters():
-            flat, start, numel = self.averages[name].view(-1), *local_stretch(parameter)
+            flat, start, numel = self.averages[name].view(-1), *local_range(parameter)
             if is_partitioned(parameter) or dist.is_main():
                 yield Fragment(name, start, flat[:numel])
 
     def restore(self, reader: FragmentReader) -> None:
         """Read what a checkpoint holds, whatever the number of ranks that wrote it."""
         for name, parameter in self._parameters():
-            start, numel = local_stretch(parameter)
+            start, numel = local_range(parameter)
             reader.read_into(name, start, self.averages[name].view(-1)[:numel])
 
     @contextmanager

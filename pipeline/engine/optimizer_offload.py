@@ -17,7 +17,7 @@ Copies = list[tuple[torch.UntypedStorage, torch.Tensor]]
 
 
 @contextmanager
-def optimizers_away(engines: Sequence[Any]) -> Iterator[None]:
+def optimizer_states_on_host(engines: Sequence[Any]) -> Iterator[None]:
     """Inside, the fp32 weights and moments of these TrainingEngines are in host memory: no step may be taken.
 
     What is in host memory already, and weights that the model itself reads, stay. The host memory is page-locked on a

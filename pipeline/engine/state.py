@@ -12,7 +12,7 @@ import torch
 
 from pipeline import dist
 from pipeline.engine.fragments import Fragment, FragmentReader
-from pipeline.partitions import local_stretch
+from pipeline.partitions import local_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What a DeepSpeed loss scaler, and the engine's own monitors, count.
@@ -76,7 +76,7 @@ def stage_3_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
     """Stage 3: each parameter is cut into equal shards, the last of which may end in padding."""
     pieces, offset = [], 0
     for parameter in group:
-        start, numel = local_stretch(parameter)
+        start, numel = local_range(parameter)
         if numel:
             pieces.append(Piece(names[id(parameter)], offset, start, numel))
         offset += parameter.partition_numel()

@@ -47,7 +47,7 @@ class Weights:
             for bunch in bunches(parameter for parameter in self._parameters if is_away(parameter)):
                 bunch[0].all_gather_coalesced(bunch).wait()
 
-    def let_go(self) -> None:
+    def release_gathered(self) -> None:
         """Each rank keeps its share alone; small weights stay."""
         if self.once and (whole := [p for p in self._parameters if not is_away(p) and not p.ds_persist]):
             whole[0].partition(param_list=whole)

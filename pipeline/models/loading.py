@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError, RunError
-from pipeline.hub import use_cache_alone_without_network
+from pipeline.hub import go_offline_without_network
 from pipeline.models.paths import check_language_model, may_be_hub_id, read_adapter_config
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
 
@@ -51,7 +51,7 @@ def load_config(path: str) -> PretrainedConfig:
     """
     name = str(Path(adapter_base(path) or path).expanduser())
     if not Path(name).is_dir():
-        use_cache_alone_without_network()
+        go_offline_without_network()
     try:
         raw, _ = PretrainedConfig.get_config_dict(name)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)

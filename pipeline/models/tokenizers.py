@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pipeline.data.templates import end_token_ids
 from pipeline.errors import EnvironmentFault, InputError, RunError
-from pipeline.hub import use_cache_alone_without_network
+from pipeline.hub import go_offline_without_network
 from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config
 from pipeline.models.weight_files import TOKENIZER_FILES
 
@@ -50,7 +50,7 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
         if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not any(folder.glob("*.tiktoken")):
             raise InputError(f"{path} holds no tokenizer (no {TOKENIZER_FILES[0]}); copy it from the base model")
     else:
-        use_cache_alone_without_network()
+        go_offline_without_network()
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:

@@ -20,7 +20,7 @@ from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
-from pipeline.engine.optimizer_offload import optimizers_away
+from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
@@ -196,7 +196,7 @@ def test_states_come_back_bit_by_bit(stage, dtype):
         take_steps(each, 2)
     tensors, before = list(optimizer_tensors(engine)), states(engine)
     addresses = {parameter.data_ptr() for parameter in engine.module.parameters()}
-    with optimizers_away([engine]):
+    with optimizer_states_on_host([engine]):
         gone = [tensor for tensor in tensors if not tensor.untyped_storage().nbytes()]
         # In fp32 at stage 0 the weights are the optimizer's own, and generation needs them.
         moments_alone = (stage, dtype) == (0, "fp32")
@@ -210,16 +210,16 @@ def test_states_come_back_bit_by_bit(stage, dtype):
 
 def test_states_come_back_where_sampling_fails_and_before_there_are_any():
     engine = tiny_engine(1, "bf16")
-    with optimizers_away([engine]):
+    with optimizer_states_on_host([engine]):
         pass
     take_steps(engine, 1)
     before = states(engine)
-    with pytest.raises(KeyError), optimizers_away([engine]):
+    with pytest.raises(KeyError), optimizer_states_on_host([engine]):
         raise KeyError
     assert all(torch.equal(mine, kept) for mine, kept in zip(states(engine), before, strict=True))
     buffers = engine.host_buffers
     assert model_memory(engine, CPU).away == PADDED * 12
-    with optimizers_away([engine]):
+    with optimizer_states_on_host([engine]):
         pass
     assert engine.host_buffers is buffers, "host memory is made once"
 
@@ -231,7 +231,7 @@ def test_views_of_the_states_stay_views():
     mapping = engine.module.first.weight._hp_mapping
     views = [mapping.hp_fragment, *mapping.optim_fragment.values()]
     before = [view.clone() for view in views]
-    with optimizers_away([engine]):
+    with optimizer_states_on_host([engine]):
         pass
     now = [mapping.hp_fragment, *mapping.optim_fragment.values()]
     assert all(mine is view and torch.equal(mine, kept) for mine, view, kept in zip(now, views, before, strict=True))

@@ -72,7 +72,7 @@ def test_once_keeps_weights_whole_until_the_step(tiny_folders: Any) -> None:
     assert (-forward(engine).mean() - loss).abs() > 1e-4, "the old copy was read after the step"
 
 
-@pytest.mark.parametrize("leave", ["discard", "generation", "let_go"])
+@pytest.mark.parametrize("leave", ["discard", "generation", "release_gathered"])
 def test_once_lets_weights_go_at_the_end_of_a_phase(tiny_folders: Any, leave: str) -> None:
     engine = trained_engine(tiny_folders["opt"], "once")
     if leave == "discard":
@@ -81,8 +81,8 @@ def test_once_lets_weights_go_at_the_end_of_a_phase(tiny_folders: Any, leave: st
     else:
         with torch.no_grad():
             forward(engine)
-        if leave == "let_go":
-            engine.let_go()
+        if leave == "release_gathered":
+            engine.release_gathered()
         else:
             with engine.generation(gather=False):
                 assert away(engine) == {True}
@@ -100,7 +100,7 @@ def test_a_frozen_model_is_whole_between_its_passes(tiny_folders: Any) -> None:
     for engine, between in ((once, False), (layers, True)):
         assert torch.allclose(forward(engine), expected, atol=1e-6)
         assert away(engine) == {between}
-        engine.let_go()
+        engine.release_gathered()
         assert away(engine) == {True}
 
 
@@ -124,13 +124,13 @@ def test_models_let_go_by_name_or_all() -> None:
     gone: list[str] = []
 
     def engine(name: str) -> Any:
-        return SimpleNamespace(let_go=lambda: gone.append(name))
+        return SimpleNamespace(release_gathered=lambda: gone.append(name))
 
     engines = {name: engine(name) for name in ("actor", "critic", "reward")}
     models = Models(**engines, reference=None, tokenizer=None, reward_tokenizer=None, score_mean=0.0, score_std=1.0)
-    models.let_go("reference", "reward")
+    models.release_gathered("reference", "reward")
     assert gone == ["reward"]
-    models.let_go()
+    models.release_gathered()
     assert gone == ["reward", "actor", "critic", "reward"]
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.facts import Facts
+from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.engine import fragments
 
 OS_CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
-FACTS = Facts(settings={"seed": 1}, fingerprints={"data": "abc"}, sizes={"rows": 8}, layout={})
+FINGERPRINT = RunFingerprint(settings={"seed": 1}, hashes={"data": "abc"}, sizes={"rows": 8}, layout={})
 
 
 def make_engine() -> Any:
@@ -43,7 +43,7 @@ def save(folder: Path, engine: Any, step: int, *, keep: int = 1, background: boo
         fragments={"average": [fragments.Fragment("weight", 0, torch.full((64,), float(step)))]},
         tensors={"responses/order": torch.arange(8) + step},
     )
-    saver = checkpoint.Saver(make_run(folder), FACTS, keep=keep, background=background)
+    saver = checkpoint.Saver(make_run(folder), FINGERPRINT, keep=keep, background=background)
     saver.save(content, step=step)
     saver.finish()
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from saved_runs import FACTS, count_operations, make_engine, make_run, operations_watched, save
+from saved_runs import FINGERPRINT, count_operations, make_engine, make_run, operations_watched, save
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint_files import candidates, find, problem_with, sealed
@@ -240,7 +240,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, engine, monkey
         return write_own(*given)
 
     monkeypatch.setattr(checkpoint, "write_own", held_back)
-    saver = checkpoint.Saver(make_run(tmp_path), FACTS, keep=1, background=True)
+    saver = checkpoint.Saver(make_run(tmp_path), FINGERPRINT, keep=1, background=True)
     before = engine.module.weight.detach().clone()
     saver.save(checkpoint.Content(state={}, engines={"model": engine}), step=1)
     saver.poll()

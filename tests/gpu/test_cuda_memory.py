@@ -10,7 +10,7 @@ from support.tiny_run import make_folder, read_metrics
 from torch import nn
 
 from pipeline.engine.memory import optimizer_tensors
-from pipeline.engine.optimizer_offload import optimizers_away
+from pipeline.engine.optimizer_offload import optimizer_states_on_host
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 class Plain:
-    """What optimizers_away needs of an engine: a module, AdamW with fp32 copies as its parameters, stage 0."""
+    """What optimizer_states_on_host needs of an engine: a module, AdamW with fp32 copies as its parameters, stage 0."""
 
     zero_stage = 0
 
@@ -42,7 +42,7 @@ def test_memory_is_free_while_the_states_are_away():
     before = [tensor.clone() for tensor in optimizer_tensors(engine)]
     held = torch.cuda.memory_allocated()
     states = sum(tensor.nbytes for tensor in before)
-    with optimizers_away([engine]):
+    with optimizer_states_on_host([engine]):
         assert torch.cuda.memory_allocated() <= held - states
         assert all(buffer.is_pinned() for buffer in engine.host_buffers)
         torch.full((states,), 7, dtype=torch.uint8, device="cuda")  # something else uses the room

@@ -25,7 +25,7 @@ from step3_ppo.micro_batches import Lengths
 from step3_ppo.models import Models, make_models, make_tokenizers
 from step3_ppo.phases import Phases
 from step3_ppo.prompts import make_plan
-from step3_ppo.save import checkpoint_content, make_facts, save_models
+from step3_ppo.save import checkpoint_content, run_fingerprint, save_models
 from step3_ppo.state import Collected, State
 
 Words = tuple[object, ...]
@@ -272,15 +272,15 @@ def resumed(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     first = setup(inputs, 2 // dist.world_size(), words, stage=stage)
     run_updates(first.phases, first.phases.collect())
     text, plan = first.phases.text, first.phases.plan
-    facts = make_facts(first.config, first.phases.prompts, text, plan)
+    fingerprint = run_fingerprint(first.config, first.phases.prompts, text, plan)
     content = checkpoint_content(first.models, state=first.phases.state, collected=None, average=first.average)
-    saver = checkpoint.Saver(first.run, facts, keep=1, background=True)
+    saver = checkpoint.Saver(first.run, fingerprint, keep=1, background=True)
     saver.save(content, step=first.phases.state.step)
     run_updates(first.phases, first.phases.collect())  # what is written is the state as it was
     saver.finish()
     second = make_loop(first.run, first.config)
     engines = {"actor": second.models.actor, "critic": second.models.critic}
-    found = checkpoint.load(first.run, "auto", engines, facts, force=False)
+    found = checkpoint.load(first.run, "auto", engines, fingerprint, force=False)
     assert found is not None and second.average is not None and whole.average is not None
     second.average.restore(found.fragments["average"])
     second.phases.state = State(**found.state["ppo"])

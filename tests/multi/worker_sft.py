@@ -146,11 +146,11 @@ def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
     state = training.State()
     for _ in range(2):
         take_step(run, config, engine, loader.step(state.step), rate=1.0, state=state)
-    facts = training.make_facts(config, loader)
+    fingerprint = training.run_fingerprint(config, loader)
     content = checkpoint.Content(state=asdict(state), engines={"model": engine})
-    checkpoint.Saver(run, facts, keep=1, background=False).save(content, step=state.step)
+    checkpoint.Saver(run, fingerprint, keep=1, background=False).save(content, step=state.step)
     fresh = training.make_engine(run, config)
-    checkpoint.load(run, "auto", {"model": fresh}, facts, force=False)
+    checkpoint.load(run, "auto", {"model": fresh}, fingerprint, force=False)
     loss = take_step(run, config, fresh, loader.step(state.step), rate=1.0, state=state)
     return {
         "uninterrupted": whole["losses"][2],

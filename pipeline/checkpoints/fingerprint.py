@@ -37,25 +37,25 @@ def model_fingerprint(name_or_path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RunFingerprint:
     """What does not change while a run lasts and has to be the same when it is resumed.
 
-    settings: flags that decide what is learnt. fingerprints: of data and start models. sizes: rows of an optimizer
+    settings: flags that decide what is learnt. hashes: of data and start models. sizes: rows of an optimizer
     step and the like, over all ranks. layout: ranks, flags that only cut the work. defaults: of flags that are new.
     """
 
     settings: Mapping[str, Any]
-    fingerprints: Mapping[str, str]
+    hashes: Mapping[str, str]
     sizes: Mapping[str, int]
     layout: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_facts(config: Any, loader: StepLoader[Any]) -> Facts:
+def run_fingerprint(config: Any, loader: StepLoader[Any]) -> RunFingerprint:
     """What a resumed run of step 1 or 2 must share with the one that wrote its checkpoint."""
-    return Facts(
+    return RunFingerprint(
         settings=settings_of(config),
-        fingerprints={
+        hashes={
             "training rows": data_fingerprint(loader.rows),
             "model": model_fingerprint(config.model.model_name_or_path),
         },
