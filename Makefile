@@ -41,6 +41,7 @@ audit: $(VENV)/installed-dev
 
 reference: $(VENV)/installed
 	$(PYTHON) docs/make_configuration.py
+	$(PYTHON) docs/make_files.py
 
 $(VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and \
