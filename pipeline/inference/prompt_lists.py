@@ -1,6 +1,7 @@
 """The prompts of prompt_eval.py: the bundled ones by language, or the user's own file."""
 
 import json
+from importlib.resources import files
 from pathlib import Path
 
 from pipeline.data.readers import data_suffix, read_file
@@ -8,7 +9,7 @@ from pipeline.data.turns import BadRowError, Message, Turns, check_turns, is_tra
 from pipeline.errors import InputError, nearest
 from pipeline.inference.terminal_text import valid_unicode
 
-BUNDLED = Path(__file__).with_name("prompts.json")
+BUNDLED = files("pipeline.inference") / "prompts.json"
 SUFFIXES = (".txt", ".json", ".jsonl")
 
 

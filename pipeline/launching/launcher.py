@@ -9,6 +9,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
 from types import FrameType
 
 from pipeline.errors import EXIT_STOPPED
@@ -16,6 +18,11 @@ from pipeline.processes import REPEAT_S
 
 # Process id of a train.py, without which the supervisor does not go on.
 PARENT = "RLHF_TRAIN_PID"
+
+
+def launch_file(name: str) -> Path:
+    """Return the path of a launch script, or of a preset (`presets/...`), of the installed project or the checkout."""
+    return Path(str(files("launch"))) / name
 
 
 def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, bool]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from pipeline.configuration.flags import SECTIONS, Resolved, load_yaml, parse, read_yaml, scan
 from pipeline.configuration.groups import Group
 from pipeline.errors import InputError
+from pipeline.launching.launcher import launch_file
 from pipeline.launching.train_config import TrainConfig, contradictions, model_size, short_help, split_overrides
 from pipeline.run.layout import run_folder
-
-PRESETS = Path(__file__).resolve().parents[2] / "launch" / "presets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +50,15 @@ class Plan:
         return [self.stages[step] for step in sorted(set(self.config.step))]
 
 
-def make_plan(argv: list[str], kinds: Mapping[int, StepKind]) -> Plan:
-    """The plan of `python train.py ARGV`. Exits with 0 after `--help`.
+def make_plan(argv: list[str], kinds: Mapping[int, StepKind], *, prog: str) -> Plan:
+    """The plan of `rlhf train ARGV`, which its user calls as `prog`. Exits with 0 after `--help`.
 
     Raises:
         InputError: every wrong flag of train.py and of the steps, one a line.
     """
     own, overrides = split_overrides(argv, [kind.section for kind in kinds.values()])
     config_file = "".join(dict(scan(own)).get("config", [])[-1:])
-    config, errors = train_config(own, config_file)
+    config, errors = train_config(own, config_file, prog)
     stages: dict[int, Stage] = {}
     for step, kind in kinds.items():
         try:
@@ -74,7 +73,7 @@ def make_plan(argv: list[str], kinds: Mapping[int, StepKind]) -> Plan:
     return Plan(config, stages)
 
 
-def train_config(own: list[str], config_file: str) -> tuple[TrainConfig, list[str]]:
+def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, list[str]]:
     """(train.py's configuration, error lines); the defaults where there are errors, so that the steps can be checked.
 
     Raises:
@@ -88,7 +87,7 @@ def train_config(own: list[str], config_file: str) -> tuple[TrainConfig, list[st
         own = without_flag(own, "preset")
     config = TrainConfig()
     try:
-        config = parse(TrainConfig, own, section="train", prog="train.py", help_maker=short_help).config
+        config = parse(TrainConfig, own, section="train", prog=prog, help_maker=short_help).config
         errors += contradictions(config)
     except InputError as error:
         errors += str(error).splitlines()
@@ -147,7 +146,7 @@ def plan_stage(
 def preset_file(step: int, kind: StepKind, config: TrainConfig) -> str:
     """The preset of a step, as typed from this folder: by the reward model's size for step 2, else by the actor's."""
     size = model_size(config.reward_model if step == 2 else config.actor_model)
-    file = PRESETS / f"{size}.{kind.section}.yaml"
+    file = launch_file(f"presets/{size}.{kind.section}.yaml")
     return path_from_here(file) if size and file.is_file() else ""
 
 

@@ -58,17 +58,17 @@ class TrainConfig(Group):
 def short_help(config_class: type[BaseModel], prog: str) -> str:
     """Help on one screen: at most 25 lines of 80 columns."""
     lines = [
-        f"usage: python {prog} [--FLAG VALUE ...]",
+        f"usage: {prog} [--FLAG VALUE ...]",
         (config_class.__doc__ or "").strip(),
-        "  python train.py --actor-model tiny --dry-run",
-        "  python train.py --step 1 3 --deployment-type single_node --ppo.kl_coef 0.05",
+        f"  {prog} --actor-model tiny --dry-run",
+        f"  {prog} --step 1 3 --num-gpus 4 --deployment-type single_node",
     ]
     for flag in flag_table(config_class).values():
         lines.append(f"  --{flag.name.replace('_', '-'):<18}{flag.info.description} [{flag.shown_default}]")
     lines += [
         "  --config FILE       YAML with sections train, sft, reward, ppo",
         "  --sft.FLAG VALUE    any flag of a step; also --reward.FLAG, --ppo.FLAG",
-        "All flags of a step: bash launch/single_gpu.sh STEP --help",
+        "All flags of a step: python -m step1_sft.main --help; step2_reward, step3_ppo",
     ]
     return "\n".join(lines)
 
@@ -112,7 +112,7 @@ def contradictions(config: TrainConfig) -> list[str]:
         errors.append(f"--hostfile: found one with {config.deployment_type}; give --deployment-type multi_node")
     if config.deployment_type == "multi_node" and not config.hostfile and not DEFAULT_HOSTFILE.is_file():
         errors.append(
-            f"--hostfile: multi_node needs one, and there is no {DEFAULT_HOSTFILE}; see launch/hostfile.example"
+            f"--hostfile: multi_node needs one, and there is no {DEFAULT_HOSTFILE}; each line of one is `name slots=8`"
         )
     if config.include and config.exclude:
         errors.append("--include and --exclude: give one of them")

@@ -26,7 +26,7 @@ def enter(config_class: Any, stage: str, loop: str, argv: list[str] | None) -> i
     global _run_dir
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        resolved = parse(config_class, words, section=stage, prog=loop.rpartition(".")[0] + ".main")
+        resolved = parse(config_class, words, section=stage, prog=f"python -m {loop.rpartition('.')[0]}.main")
     except InputError as error:
         if own_rank() == 0:
             print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)

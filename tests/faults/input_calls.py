@@ -18,11 +18,9 @@ from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 from transformers import AutoTokenizer
 
-import chat
-import prompt_eval
-import train
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault
+from rlhf import chat, compare, train
 from step1_sft import training as sft_training
 from step1_sft.main import main as sft_main
 from step2_reward import eval as reward_eval
@@ -37,7 +35,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "reward": reward_main,
     "ppo": ppo_main,
     "chat": chat.main,
-    "prompt_eval": prompt_eval.main,
+    "prompt_eval": compare.main,
     "reward_eval": reward_eval.main,
     "train": train.main,
 }

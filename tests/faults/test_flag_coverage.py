@@ -14,15 +14,15 @@ from support.source_tree import ROOT
 from support.tiny_run import save_base, save_scorer, write_lines
 from transformers import AutoTokenizer
 
-from chat import ChatConfig
 from pipeline.configuration.flags import flag_table
 from pipeline.launching.train_config import TrainConfig
-from prompt_eval import PromptEvalConfig
+from rlhf.chat import ChatConfig
+from rlhf.compare import CompareConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_ppo.config import PPOConfig
 
-CONFIGS = (SFTConfig, RewardConfig, PPOConfig, RewardEvalConfig, ChatConfig, PromptEvalConfig, TrainConfig)
+CONFIGS = (SFTConfig, RewardConfig, PPOConfig, RewardEvalConfig, ChatConfig, CompareConfig, TrainConfig)
 
 CHANGING = ("time", "_s", "_per_s", "mfu", "gib", "seconds", "rss")
 SIZES = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-3, "data_output_path": "@cache"}

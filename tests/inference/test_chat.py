@@ -17,13 +17,13 @@ import torch
 from support.scripted_model import random_model, scripted_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import chat
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import AnswerStreamer, generate_answers, load_speaker
 from pipeline.inference.chat_session import Conversation
+from rlhf import chat
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = " Hé!\x1b[31mx"  # one character of two tokens, and an escape sequence
@@ -333,9 +333,12 @@ def test_an_empty_pipe_is_refused(speaking, monkeypatch, capsys):
     assert "the pipe is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", ["chat", "prompt_eval"])
+@pytest.mark.parametrize("program", ["chat", "compare"])
 def test_help_needs_no_torch(program):
-    code = f"import sys, {program}\ntry: {program}.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    code = (
+        f"import sys\nfrom rlhf import {program}\n"
+        f"try: {program}.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=30)
     assert done.returncode == 0 and "--max_new_tokens" in done.stdout, done.stderr

@@ -11,7 +11,6 @@ import torch
 from support.scripted_model import random_model, save, scripted_model, tiny_config
 from transformers import LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
-import prompt_eval
 from pipeline.data.templates import encode_conversation
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
@@ -19,6 +18,7 @@ from pipeline.inference.answer_scores import encode_answer, load_judge, score_ro
 from pipeline.inference.comparison import AnswerRow, Contestant, compare, mean_interval, summarise, wilson
 from pipeline.inference.comparison_report import fenced, markdown
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
+from rlhf.compare import main
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = "one\ntwo\n\nthree\n"
@@ -69,7 +69,7 @@ def questions(tmp_path) -> str:
 
 def compared(capsys, tmp_path, *argv: str) -> dict:
     """The JSON that the command writes."""
-    assert prompt_eval.main([*argv, "--output", str(tmp_path / "out" / "run-0.5")]) == 0, capsys.readouterr().err
+    assert main([*argv, "--output", str(tmp_path / "out" / "run-0.5")]) == 0, capsys.readouterr().err
     return json.loads((tmp_path / "out" / "run-0.5.json").read_text())
 
 
@@ -152,7 +152,7 @@ def test_answers_stand_side_by_side_where_the_width_allows_it(
     monkeypatch.setenv("COLUMNS", str(width))
     one = scripted_model(bpe_folder, tmp_path / "one", " [red]\x1b1m")
     two = scripted_model(bpe_folder, tmp_path / "two", " four")
-    assert prompt_eval.main(["--models", one, two, "--prompts", questions]) == 0
+    assert main(["--models", one, two, "--prompts", questions]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if "[red]\\x1b1m" in line)  # neither markup nor an escape
     assert ("four" in row) is side_by_side
@@ -192,20 +192,20 @@ def test_a_real_process_sends_tables_to_stdout_and_the_rest_to_stderr(plain, que
     ],
 )
 def test_input_errors_are_one_line_and_exit_2(argv, message, capsys):
-    assert prompt_eval.main(argv) == 2
+    assert main(argv) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
 
 
 def test_a_language_model_is_no_reward_model(plain, questions, capsys):
     argv = ["--models", plain, plain, "--prompts", questions, "--reward_model", plain, "--max_new_tokens", "2"]
-    assert prompt_eval.main(argv) == 2
+    assert main(argv) == 2
     assert "has no reward head" in capsys.readouterr().err
 
 
 def test_prompts_longer_than_the_positions_are_refused(plain, padded, questions, capsys):
     argv = ["--models", padded, plain, "--prompts", questions, "--max_new_tokens", "120"]
-    assert prompt_eval.main(argv) == 2
+    assert main(argv) == 2
     assert "the model's 128 positions" in capsys.readouterr().err
 
 

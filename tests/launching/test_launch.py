@@ -215,7 +215,7 @@ def test_a_taken_port_is_found_at_once(tmp_path):
 def test_the_supervisor_knows_the_stages(tmp_path):
     """It names them, since nothing in pipeline/ imports them."""
     from pipeline.launching.job import STAGES, stage_flags
-    from train import STEPS
+    from rlhf.train import STEPS
 
     assert list(STAGES) == list(MODULES.values())
     for module, kind in zip(STAGES, STEPS.values(), strict=True):

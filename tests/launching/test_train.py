@@ -8,7 +8,7 @@ from support.launch_stub import ROOT, TINY, fastest_run_s, make_model, started, 
 
 from pipeline.errors import InputError
 from pipeline.launching.train_config import model_size, split_overrides
-from train import STEPS, duration
+from rlhf.train import STEPS, duration
 
 PRESETS = ROOT / "launch" / "presets"
 
@@ -100,13 +100,13 @@ def test_dry_run_starts_nothing(tmp_path):
 @pytest.mark.parametrize("deployment", ["single_gpu", "single_node", "multi_node"])
 @pytest.mark.parametrize("size", ["tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b"])
 def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, size):
-    from train import check_engines, command_of, make_plan
+    from rlhf.train import check_engines, command_of, make_plan
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("a slots=8\n")
     hostfile = ["--hostfile", "hosts"] if deployment == "multi_node" else []
     words = ["--deployment-type", deployment, "--actor-model", size, "--reward-model", size, *hostfile]
-    plan = make_plan(words, STEPS)
+    plan = make_plan(words, STEPS, prog="python train.py")
     for stage in plan.chosen:
         check_engines(stage, 8, "cuda")
         command = command_of(stage, plan.config)
@@ -214,7 +214,8 @@ def test_batch_arithmetic_of_the_users_json(tmp_path):
 
 def test_help_is_one_fast_screen():
     code = (
-        "import sys, train\ntry: train.main(['--help'])\nfinally: assert 'torch' not in sys.modules, 'torch imported'"
+        "import sys\nfrom rlhf import train\n"
+        "try: train.main(['--help'])\nfinally: assert 'torch' not in sys.modules, 'torch imported'"
     )
     took_s, output = fastest_run_s(code)
     assert took_s < 1.0

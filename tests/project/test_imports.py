@@ -13,6 +13,7 @@ TENSOR_MATH = ("step1_sft/loss.py", "step2_reward/loss.py", "step3_ppo/ppo_math.
 # Configuration, flags and DeepSpeed's JSON, and the programs that a user waits for.
 LIGHT = (
     "pipeline.errors", "pipeline.models.paths", "train", "chat", "prompt_eval",
+    "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare",
     *(f"pipeline.{package}.{path.stem}" for package in ("configuration", "launching")
       for path in source_files(f"pipeline/{package}") if path.stem != "__init__"),
     *(f"{stage}.{name}" for stage in STAGES for name in ("config", "main")),
@@ -25,8 +26,8 @@ def top(names: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-# Each package imports only those above it: the leaf modules of pipeline/, its packages in this order, then the stages.
-# Packages on one line do not import each other.
+# Each package imports only those above it: the leaf modules of pipeline/, its packages in this order, then the stages,
+# then the command line. Packages on one line do not import each other.
 ORDER = (
     ("pipeline",),
     ("pipeline.configuration", "pipeline.kernels", "pipeline.data"),
@@ -37,6 +38,7 @@ ORDER = (
     ("pipeline.training",),
     ("pipeline.inference",),
     STAGES,
+    ("rlhf",),
 )  # fmt: skip
 
 

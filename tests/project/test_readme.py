@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 from support.source_tree import ROOT, source_files, tree_of
 
-import chat
-import prompt_eval
-import train
 from pipeline.configuration.dschat_flags import ALIASES, RETIRED
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.launching.plan import make_plan
 from pipeline.launching.train_config import TrainConfig
+from rlhf import chat, compare, train
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_ppo.config import PPOConfig
@@ -26,7 +24,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 STAGES = {"step1_sft": SFTConfig, "step2_reward": RewardConfig, "step3_ppo": PPOConfig}
 NUMBERS = dict(zip("123", STAGES.values(), strict=True))
-PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": prompt_eval.PromptEvalConfig}
+PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": compare.CompareConfig}
 # What a reader's own shell or another project answers for.
 OTHERS = ("git", "cd", "source", "pip", "echo", "tensorboard")
 
@@ -126,8 +124,8 @@ def test_names_in_the_documentation_exist(page):
 
 
 def test_an_unknown_name_is_found():
-    text = "`train.py:run` `train.py:walk` `nowhere.py:run` `pipeline/engine/engine.py:TrainingEngine.step`"
-    assert unknown_names(text) == ["nowhere.py:run", "train.py:walk"]
+    text = "`rlhf/train.py:run` `rlhf/train.py:walk` `nowhere.py:run` `pipeline/engine/engine.py:TrainingEngine.step`"
+    assert unknown_names(text) == ["nowhere.py:run", "rlhf/train.py:walk"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -193,7 +191,7 @@ def check_command(words: list[str]) -> None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(rest) <= set(targets), rest
     elif program == "python" and rest[0] == "train.py":
-        train.check_steps(make_plan(rest[1:], train.STEPS))
+        train.check_steps(make_plan(rest[1:], train.STEPS, prog="python train.py"))
     elif program == "python" and rest[0] in PROGRAMS:
         parse(PROGRAMS[rest[0]], rest[1:], section="none")
     elif program == "python" and rest[0].endswith(".py"):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("step1_sft", "step2_reward", "step3_ppo")
+PACKAGES = ("pipeline", *STAGES, "launch", "rlhf")  # all that is installed
 
 
 def source_files(*folders: str) -> list[Path]:
     """Python files below the given folders of the project; the programs of its top level too where none is given."""
     top = [] if folders else sorted(ROOT.glob("*.py"))
-    return top + [path for folder in folders or ("pipeline", *STAGES) for path in sorted((ROOT / folder).rglob("*.py"))]
+    return top + [path for folder in folders or PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def tree_of(path: Path) -> ast.Module:

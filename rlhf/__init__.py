@@ -1,0 +1,1 @@
+"""The command `rlhf` and its subcommands: train, chat, compare."""

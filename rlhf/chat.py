@@ -1,0 +1,221 @@
+"""Talk to a model: `rlhf chat --path output/actor`. For one question from a pipe, stdout holds only the answer."""
+
+import contextlib
+import secrets
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError
+
+from pipeline.configuration.flags import nearest, parse, stage_arguments
+from pipeline.configuration.groups import Dtype, Group
+from pipeline.errors import InputError
+from pipeline.inference.answer_settings import ReplySettings
+from pipeline.inference.terminal_text import printable
+from pipeline.models.paths import check_language_model
+from pipeline.run.entry import run_command
+
+if TYPE_CHECKING:
+    from pipeline.inference.chat_session import Conversation, Reply
+
+MAX_SEED = 2**31
+
+
+class ChatConfig(Group):
+    """Talk to a model, for example with: --path output/actor"""
+
+    path: str = Field("", description="Folder (a merged model or a LoRA adapter) or hub id of the model")
+    system: str = Field("", description="System prompt; none: the template's own, if it has one")
+    prompt: str = Field("", description="Answer this one question and leave; so does a question from a pipe")
+    seed: int = Field(-1, ge=-1, lt=MAX_SEED, description="Makes sampled replies repeatable; -1: another one each time")
+    dtype: Dtype = Field("auto", description="Data type of the weights; auto: bf16 where the device has it, else fp32")
+    sampling: ReplySettings = ReplySettings(temperature=0.7, top_p=0.95, max_new_tokens=512)
+
+
+def main(argv: list[str] | None = None, *, prog: str = "rlhf chat") -> int:
+    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
+    return run_command(lambda: run(stage_arguments(argv), prog))
+
+
+def run(argv: list[str], prog: str) -> None:
+    """Check the command line, then answer one question or talk."""
+    config = parse(ChatConfig, argv, section="chat", prog=prog).config
+    if not config.path:
+        raise InputError("--path: missing; name a model's folder, for example --path output/actor")
+    check_language_model(config.path, "--path")
+    question = single_question(config)
+    conversation = open_conversation(config)
+    if question is None:
+        Shell(conversation).run()
+        return
+    reply = conversation.say(question, show)
+    print()
+    if reply.ending == "stopped":
+        raise KeyboardInterrupt
+
+
+def single_question(config: ChatConfig) -> str | None:
+    """The one question of --prompt or of a pipe; None where a person types."""
+    if config.prompt:
+        return config.prompt
+    if sys.stdin.isatty():
+        return None
+    question = sys.stdin.read()
+    if not question.strip():
+        raise InputError("the pipe is empty: give it one question, or start this in a terminal")
+    return question
+
+
+def open_conversation(config: ChatConfig) -> "Conversation":
+    """Load the model and start a conversation with it."""
+    from pipeline.inference.answers import load_speaker, resolve_dtype
+    from pipeline.inference.chat_session import Conversation
+
+    seed = secrets.randbelow(MAX_SEED) if config.seed < 0 else config.seed
+    speaker = load_speaker(config.path, dtype=resolve_dtype(config.dtype))
+    return Conversation(speaker, config.sampling, system=config.system, seed=seed)
+
+
+def show(piece: str) -> None:
+    """Write a piece of a reply at once. What a model says is never sent to a terminal raw."""
+    sys.stdout.write(printable(piece))
+    sys.stdout.flush()
+
+
+class Shell:
+    """Reads questions and /commands from a terminal. Replies go to stdout, everything about them to stderr."""
+
+    def __init__(self, conversation: "Conversation") -> None:
+        from rich.console import Console
+
+        self.conversation = conversation
+        self.console = Console(stderr=True, highlight=False)
+        self.commands: dict[str, tuple[Callable[[str], None], str]] = {
+            "/help": (self.help, "this list"),
+            "/clear": (self.clear, "forget the conversation"),
+            "/retry": (self.retry, "another reply to the last question"),
+            "/system": (self.system, "TEXT: a new system prompt (none: remove it); forgets the conversation"),
+            "/set": (self.set, f"NAME VALUE: change {', '.join(ReplySettings.model_fields)}"),
+            "/exit": (self.exit, "leave, like Ctrl-D"),
+        }
+
+    def run(self) -> None:
+        """Answer until the user leaves."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() line editing and a history
+
+        self.note(banner(self.conversation))
+        while True:
+            try:
+                self.take(read_message())
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                self.note("\nCtrl-D or /exit leaves")
+            except InputError as error:
+                self.note(f"error: {error}", style="red")
+
+    def note(self, text: str, *, style: str = "dim") -> None:
+        from rich.text import Text
+
+        self.console.print(Text(printable(text), style=style))
+
+    def take(self, line: str) -> None:
+        """Do what one line asks for. Raises EOFError to leave."""
+        word, _, rest = line.strip().partition(" ")
+        if not word:
+            return
+        if not line.startswith("/"):
+            self.answer(line)
+        elif word in self.commands:
+            self.commands[word][0](rest.strip())
+        else:
+            hint = nearest(word, self.commands) or "; /help lists them"
+            raise InputError(f"{word}: unknown command{hint} A space in front of / sends it as text.")
+
+    def answer(self, question: str) -> None:
+        reply = self.conversation.say(question, show)
+        print()
+        self.note(summary(reply, self.conversation.speaker.num_positions))
+
+    def help(self, _: str) -> None:
+        lines = [f"{name:8} {text}" for name, (_, text) in self.commands.items()]
+        self.note("\n".join([*lines, "A \\ at the end of a line continues the message on the next one."]))
+
+    def clear(self, _: str) -> None:
+        self.conversation.start_afresh()
+        self.note("a new conversation")
+
+    def retry(self, _: str) -> None:
+        question = self.conversation.take_back()
+        if not question:
+            raise InputError("/retry: there is no reply yet")
+        self.answer(question)
+
+    def system(self, text: str) -> None:
+        self.conversation.start_afresh(text)
+        self.note("a new conversation with this system prompt" if text else "a new conversation, no system prompt")
+
+    def set(self, words: str) -> None:
+        """/set NAME VALUE: change a setting of the replies that follow."""
+        name, _, value = words.replace("=", " ").partition(" ")
+        names = list(ReplySettings.model_fields)
+        if name not in names:
+            hint = nearest(name, names) or f"; these can be set: {', '.join(names)}"
+            raise InputError(f"/set {name}: unknown setting{hint}")
+        self.conversation.settings = changed(self.conversation.settings, name, value.strip())
+        self.note(settings_line(self.conversation.settings))
+
+    def exit(self, _: str) -> None:
+        raise EOFError
+
+
+def read_message() -> str:
+    """What the user types; lines that end in a backslash go on."""
+    line = input("> ")
+    while line.endswith("\\"):
+        line = line[:-1] + "\n" + input(". ")
+    return line
+
+
+def changed(settings: ReplySettings, name: str, value: Any) -> ReplySettings:
+    try:
+        return ReplySettings.model_validate({**settings.model_dump(), name: value})
+    except ValidationError as error:
+        raise InputError(f"/set {name}: found {value!r}: {error.errors()[0]['msg']}") from None
+
+
+def settings_line(settings: ReplySettings) -> str:
+    how = ", ".join(f"{name} {value:g}" for name, value in settings.model_dump().items())
+    return how if settings.temperature else f"{how} (greedy)"
+
+
+def banner(conversation: "Conversation") -> str:
+    """What is loaded, with which settings, and how to get help."""
+    speaker = conversation.speaker
+    model = speaker.model
+    count = sum(parameter.numel() for parameter in model.parameters())
+    kind = f"{type(model).__name__}, {count / 1e6:,.1f} M parameters, {str(model.dtype).removeprefix('torch.')}"
+    return "\n".join(
+        [
+            f"{speaker.path}: {kind} on {model.device}",
+            f"{settings_line(conversation.settings)}, seed {conversation.seed}",
+            "/help lists the commands. Ctrl-C stops a reply, Ctrl-D leaves.",
+        ]
+    )
+
+
+def summary(reply: "Reply", num_positions: int | None) -> str:
+    """One line about a reply: its size, speed, and what a reader could not guess."""
+    parts = [f"{reply.num_tokens} tokens, {reply.time_s:.1f} s"]
+    if not reply.text:
+        parts.append("an empty reply; the question is not kept")
+    elif reply.ending == "stopped":
+        parts.append("stopped; what there is stays in the conversation")
+    elif reply.ending == "limit":
+        parts.append("cut off at the token limit")
+    if reply.num_forgotten:
+        parts.append(f"the oldest {reply.num_forgotten} turns no longer fit into {num_positions} positions: left out")
+    return "; ".join(parts)

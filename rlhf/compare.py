@@ -1,0 +1,163 @@
+"""The same prompts through two or more models, side by side; with a reward model also scores and win rates."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from pipeline.configuration.flags import flat_items, parse, stage_arguments
+from pipeline.configuration.groups import Dtype, Group
+from pipeline.data.turns import Turns
+from pipeline.errors import InputError
+from pipeline.inference.answer_settings import AnswerSettings
+from pipeline.inference.comparison import AnswerRow, Contestant, to_json
+from pipeline.inference.comparison_report import markdown, print_comparison
+from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
+from pipeline.models.paths import check_language_model, check_reward_model
+from pipeline.run.entry import run_command
+
+if TYPE_CHECKING:
+    from pipeline.inference.answers import Speaker
+
+LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class CompareConfig(Group):
+    """Compare models, for example with: --models output/sft output/actor --reward_model output/reward"""
+
+    models: list[str] = Field([], max_length=len(LABELS), description="Folders or hub ids; the first is the baseline")
+    model_name_or_path_baseline: str = Field("", description="DeepSpeed-Chat's name for the first of two --models")
+    model_name_or_path_finetune: str = Field("", description="DeepSpeed-Chat's name for the second of two --models")
+    reward_model: str = Field("", description="Folder of a reward model that scores all answers; none: no scores")
+    prompts: str = Field("", description="File of prompts: .txt, one a line; .json or .jsonl, `prompt`; none: bundled")
+    language: Literal["English", "Chinese", "Japanese"] = Field("English", description="Which bundled prompts to use")
+    output: str = Field("", description="Write <output>.json and <output>.md; none: print only")
+    batch_size: int = Field(8, ge=1, description="Prompts that are answered, and answers that are scored, at once")
+    seed: int = Field(1234, ge=0, description="Makes sampled answers repeatable; the same for every model")
+    dtype: Dtype = Field("auto", description="Data type of the weights; auto: bf16 where the device has it, else fp32")
+    sampling: AnswerSettings = AnswerSettings(max_new_tokens=100)
+
+
+def main(argv: list[str] | None = None, *, prog: str = "rlhf compare") -> int:
+    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
+    return run_command(lambda: run(stage_arguments(argv), prog))
+
+
+def run(argv: list[str], prog: str) -> None:
+    """Check everything, answer, score, print, write."""
+    config = parse(CompareConfig, argv, section="compare", prog=prog).config
+    paths = model_paths(config)
+    for path in paths:
+        check_language_model(path, "--models")
+    if config.reward_model:
+        check_reward_model(config.reward_model, "--reward_model")
+    prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
+    prefix = output_prefix(config.output)
+    check_models(config, paths, prompts)
+
+    contestants = [answered(config, label, path, prompts) for label, path in zip(LABELS, paths, strict=False)]
+    if config.reward_model:
+        contestants = scored(config, contestants, prompts)
+
+    from rich.console import Console
+
+    texts = [shown_prompt(turns) for turns in prompts]
+    print_comparison(Console(highlight=False), texts, contestants)
+    if prefix is not None:
+        write_files(prefix, config, texts, contestants)
+
+
+def model_paths(config: CompareConfig) -> list[str]:
+    """The models in order. Raises InputError unless there are two or more, named in one of the two ways."""
+    pair = [config.model_name_or_path_baseline, config.model_name_or_path_finetune]
+    if config.models and any(pair):
+        raise InputError("--models: give this, or --model_name_or_path_baseline and --model_name_or_path_finetune")
+    paths = config.models or [path for path in pair if path]
+    if len(paths) < 2:
+        raise InputError(f"--models: found {len(paths)}, wanted two or more, like --models output/sft output/actor")
+    return paths
+
+
+def check_models(config: CompareConfig, paths: list[str], prompts: list[Turns]) -> None:
+    """Raise InputError for what would end the comparison later: before minutes of answers, no weight read."""
+    from pipeline.inference.answers import check_prompts
+    from pipeline.models.loading import check_model
+
+    for path in paths:
+        check_prompts(path, prompts, config.sampling.max_new_tokens)
+    if config.reward_model:
+        check_model(config.reward_model, "--reward_model")
+
+
+def output_prefix(output: str) -> Path | None:
+    """Where the files go, in a folder that exists from now on; None for no files."""
+    if not output:
+        return None
+    prefix = Path(output).expanduser()
+    prefix = prefix / "prompt_eval" if output.endswith("/") or prefix.is_dir() else prefix
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: {output}: cannot make the folder {prefix.parent}: {error.strerror}") from None
+    return prefix
+
+
+def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns]) -> Contestant:
+    """One model's answers; the model is loaded for this and let go."""
+    from pipeline.inference.answers import load_speaker, resolve_dtype
+
+    start = time.perf_counter()
+    answers = answer_all(config, load_speaker(path, dtype=resolve_dtype(config.dtype)), prompts)
+    count = sum(map(len, answers))
+    print(f"{label} = {path}: {count} answers in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    return Contestant(label, path, tuple(answers))
+
+
+def answer_all(config: CompareConfig, speaker: "Speaker", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
+    """Every prompt's answers by one model, in the order of the prompts."""
+    from pipeline.data.templates import encode_prompt
+    from pipeline.inference.answers import generate_answers
+
+    encoded = [encode_prompt(speaker.tokenizer, turns) for turns in prompts]
+    rows: list[tuple[AnswerRow, ...]] = []
+    for start in range(0, len(encoded), config.batch_size):
+        batch = encoded[start : start + config.batch_size]
+        for answers in generate_answers(speaker, batch, config.sampling, seed=config.seed + start):
+            rows.append(tuple(AnswerRow(answer.text, len(answer.ids), answer.finished) for answer in answers))
+    return rows
+
+
+def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
+    """The contestants with the reward model's score of every answer."""
+    from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+    from pipeline.inference.answers import resolve_dtype
+
+    judge = load_judge(config.reward_model, dtype=resolve_dtype(config.dtype))
+    result = []
+    for contestant in contestants:
+        pairs = [(turns, row) for turns, rows in zip(prompts, contestant.answers, strict=True) for row in rows]
+        encoded = [encode_answer(judge, turns, row.text, finished=row.finished) for turns, row in pairs]
+        values = score_rows(judge, encoded, batch_size=config.batch_size)
+        if not all(map(math.isfinite, values)):
+            raise InputError(f"--reward_model: {config.reward_model} gives scores that are no finite numbers")
+        scores = iter(values)
+        answers = tuple(tuple(replace(row, score=next(scores)) for row in rows) for rows in contestant.answers)
+        result.append(replace(contestant, answers=answers))
+    return result
+
+
+def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestants: list[Contestant]) -> None:
+    """Write the comparison as `<prefix>.json` and `<prefix>.md`."""
+    settings = {name: value for name, value in flat_items(config) if value != "" and name not in ("models", "output")}
+    content = to_json(texts, contestants, settings)
+    line = "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + "."
+    # with_name, not with_suffix: a prefix such as run-0.5 has a point of its own.
+    json_file, markdown_file = (prefix.with_name(prefix.name + suffix) for suffix in (".json", ".md"))
+    json_file.write_text(json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    markdown_file.write_text(markdown(texts, contestants, line), encoding="utf-8")
+    print(f"written: {json_file} and {markdown_file}", file=sys.stderr)

@@ -1,0 +1,38 @@
+"""The command `rlhf SUBCOMMAND ...`: finds the program that was asked for and hands it the other words.
+
+A program is imported when it is called, so that `rlhf --help` takes milliseconds.
+"""
+
+import importlib
+import sys
+
+from pipeline.configuration.flags import stage_arguments
+from pipeline.errors import EXIT_DONE, EXIT_INPUT, nearest
+
+# Subcommand, which is also the module in this package -> its line of help.
+SUBCOMMANDS = {
+    "train": "fine-tune (1), train a reward model (2), PPO (3)",
+    "chat": "talk to a model",
+    "compare": "answer the same prompts with several models, side by side",
+}
+
+
+def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
+    """Run a subcommand; returns the exit code. `prog` is how a user calls this program, for its messages."""
+    words = stage_arguments(argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(help_text(prog), file=sys.stdout if words else sys.stderr)
+        return EXIT_DONE if words else EXIT_INPUT
+    name, *rest = words
+    if name not in SUBCOMMANDS:
+        hint = nearest(name, SUBCOMMANDS) or f"; {', '.join(SUBCOMMANDS)} are right"
+        print(f"error: {name}: unknown subcommand{hint}", file=sys.stderr)
+        return EXIT_INPUT
+    return importlib.import_module(f"rlhf.{name}").main(rest, prog=f"{prog} {name}")
+
+
+def help_text(prog: str) -> str:
+    """All subcommands, one per line."""
+    lines = [f"usage: {prog} SUBCOMMAND [--FLAG VALUE ...]", ""]
+    lines += [f"  {name:<9}{meaning}" for name, meaning in SUBCOMMANDS.items()]
+    return "\n".join([*lines, "", f"Flags of a subcommand: {prog} SUBCOMMAND --help"])

@@ -1,0 +1,279 @@
+"""Run steps 1 (SFT), 2 (reward model) and 3 (PPO), each as one launch script, with output folders chained.
+
+Every step's whole configuration is checked before the first one starts. Imports neither torch nor deepspeed.
+"""
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pipeline.configuration.ds_config import EngineDtype, frozen_config, read_user_json, training_config
+from pipeline.configuration.flags import flat_items, stage_arguments
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError
+from pipeline.launching.launcher import launch_file, run_script
+from pipeline.launching.machine import (
+    DEFAULT_HOSTFILE,
+    check_device_count,
+    check_port,
+    count_gpus,
+    device_kind,
+    read_hostfile,
+)
+from pipeline.launching.plan import Plan, Stage, StepKind, make_plan, path_from_here, without_flag
+from pipeline.launching.train_config import TrainConfig, model_size
+from pipeline.models.paths import has_config
+from pipeline.run.layout import done_file
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig, check_generation
+
+STEPS = {
+    1: StepKind("sft", "supervised fine-tuning", SFTConfig),
+    2: StepKind("reward", "reward model", RewardConfig),
+    3: StepKind("ppo", "PPO", PPOConfig),
+}
+LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
+GO_ON = ["--overwrite", "false", "--resume", "auto"]
+MEANING = {
+    1: "a fault of ours",
+    2: "bad input",
+    3: "the machine does not offer what was asked for",
+    4: "training diverged",
+    5: "no usable checkpoint",
+    75: "stopped on request; the same command resumes",
+    130: "killed on request",
+    143: "killed on request",
+}
+
+
+def command_of(stage: Stage, config: TrainConfig) -> list[str]:
+    """`bash launch/<deployment>.sh [launcher flags] STEP [stage flags]`, as words."""
+    given = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
+    launcher = [word for name, value in given if value for word in (f"--{name}", str(value))]
+    script = path_from_here(launch_file(f"{config.deployment_type}.sh"))
+    return ["bash", script, *launcher, str(stage.step), *stage.argv]
+
+
+def num_ranks(config: TrainConfig, gpus: int) -> int | None:
+    """Ranks of a run, or None where --include or --exclude decide."""
+    if config.include or config.exclude:
+        return None
+    if config.deployment_type == "single_gpu":
+        return 1
+    if config.deployment_type == "single_node":
+        return config.num_gpus or gpus or 1
+    slots = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE)).values()
+    return sum(config.num_gpus or here for here in slots)
+
+
+def check_machine(config: TrainConfig) -> None:
+    """Raises EnvironmentFault or InputError where the machine or the host file does not fit the flags."""
+    if config.deployment_type == "multi_node":
+        read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE))
+        return
+    if config.num_gpus:
+        check_device_count(config.num_gpus)
+    if config.master_port:
+        check_port(config.master_port)
+
+
+def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"]) -> None:
+    """Build the DeepSpeed JSON of each trained model, for the errors that this finds. Raises InputError."""
+    config = stage.resolved.config
+    user = read_user_json(config.deepspeed.deepspeed_config) if config.deepspeed.deepspeed_config else None
+    if user and ranks is None:
+        user.pop("train_batch_size", None)
+    wanted = config.deepspeed.dtype
+    dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
+    if stage.step == 3:
+        check_step_3(config, ranks, dtype)
+    for model in (config.actor, config.critic) if stage.step == 3 else (config.model,):
+        training_config(
+            config.deepspeed,
+            zero_stage=model.zero_stage,
+            dtype=dtype,
+            micro_batch_size=config.optimizer.per_device_train_batch_size,
+            gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
+            world_size=ranks or 1,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            run_dir=stage.run_dir,
+            device=device,
+            user_json=user,
+            origins=stage.resolved.origins,
+        )
+
+
+def check_step_3(config: PPOConfig, ranks: int | None, dtype: EngineDtype) -> None:
+    """Raises InputError for what step 3 would refuse once its models are loaded, and needs none of them to see."""
+    check_generation(config, ranks)
+    frozen = ((config.actor, config.offload_reference_model), (config.critic, config.offload_reward_model))
+    for model, offload in frozen:
+        frozen_config(
+            config.deepspeed,
+            zero_stage=3 if model.zero_stage == 3 else 0,
+            dtype=dtype,
+            micro_batch_size=1,
+            world_size=ranks or 1,
+            offload=offload,
+        )
+
+
+def check_steps(plan: Plan) -> None:
+    """Raises InputError with a line for each step whose DeepSpeed settings do not go together."""
+    ranks = num_ranks(plan.config, count_gpus())
+    errors: list[str] = []
+    for stage in plan.chosen:
+        try:
+            check_engines(stage, ranks, device_kind())
+        except InputError as error:
+            errors += [f"{stage.kind.section}: {line}" for line in str(error).splitlines()]
+    if errors:
+        raise InputError("\n".join(errors))
+
+
+def check_inputs(stage: Stage, plan: Plan, argv: list[str], prog: str) -> None:
+    """Raises InputError where step 3 needs a model that no step of this run makes and that is not there."""
+    if stage.step != 3:
+        return
+    flags = {1: "actor_model_name_or_path", 2: "critic_model_name_or_path"}
+    values, errors = dict(flat_items(stage.resolved.config)), []
+    for step, flag in flags.items():
+        folder = plan.stages[step].model_dir
+        if values[flag] != str(folder) or step in plan.config.step or holds_model(folder):
+            continue
+        rest = without_flag(without_flag(argv, "step"), "dry_run")
+        make = shlex.join([*prog.split(), "--step", str(step), *rest])
+        errors.append(f"--ppo.{flag}: {folder}: found no config.json and *.safetensors; make them: {make}")
+    if errors:
+        raise InputError("\n".join(errors))
+
+
+def holds_model(folder: Path) -> bool:
+    return has_config(folder) and any(folder.rglob("*.safetensors"))
+
+
+def is_finished(stage: Stage) -> bool:
+    """Whether the step came to its end, and --max_steps asks for no more than it did."""
+    done = done_file(stage.run_dir)
+    run = stage.resolved.config.run
+    if run.overwrite or run.resume not in ("auto", "never") or not has_config(stage.model_dir) or not done.is_file():
+        return False
+    try:
+        return stage.resolved.config.run.max_steps <= json.loads(done.read_text(encoding="utf-8"))["steps"]
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def show_plan(plan: Plan) -> None:
+    """Commands, and every flag with its value and where that came from."""
+    for stage in plan.chosen:
+        print(header(stage, plan.config))
+        rows = [(name, str(value), stage.resolved.origins[name]) for name, value in flat_items(stage.resolved.config)]
+        for name, value, origin in rows:
+            print(f"  {name:<34} {value:<30} {origin}")
+    print("dry run: nothing was started")
+
+
+def header(stage: Stage, config: TrainConfig) -> str:
+    return f"== step {stage.step}: {stage.kind.title}\n$ {shlex.join(command_of(stage, config))}"
+
+
+def notes(config: TrainConfig) -> Iterator[str]:
+    """What a user should know about models without a preset."""
+    for flag, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
+        if model_size(model) is None:
+            yield f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing"
+
+
+def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str]) -> int:
+    """Start one step, up to --max-restarts times again after a fault; say how it went. Returns its exit code."""
+    print(header(stage, config), flush=True)
+    start = time.monotonic()
+    began = time.time()
+    code, asked = run_script(command_of(stage, config), environment)
+    for restart in range(1, config.max_restarts + 1):
+        if code != EXIT_FAULT or asked:
+            break
+        print(f"== step {stage.step}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
+        # --overwrite and --resume were for the first time: it goes on from what was saved since.
+        again = GO_ON if has_checkpoint_since(stage, began) else []
+        code, asked = run_script([*command_of(stage, config), *again], environment)
+    took = duration(time.monotonic() - start)
+    if code == EXIT_DONE:
+        print(f"== step {stage.step}: done in {took}; model: {stage.model_dir}", flush=True)
+    else:
+        kind = "stopped" if code == EXIT_STOPPED else "error"
+        where = f"log: {stage.run_dir / 'log.txt'}"
+        print(
+            f"{kind}: step {stage.step} ended with {code} ({MEANING.get(code, 'killed')}) after {took}; {where}",
+            file=sys.stderr,
+        )
+    return code
+
+
+def has_checkpoint_since(stage: Stage, began: float) -> bool:
+    """Whether the step has saved a checkpoint after `began`, in seconds since 1970."""
+    saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
+    return max(saved, default=0.0) > began
+
+
+def duration(seconds: float) -> str:
+    """`1h 02m`, `3m 05s` or `7s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+
+
+def next_command(last: Stage, prog: str) -> str:
+    """Return the command that a user runs after the last step of this run."""
+    if last.step == 2:
+        return f"{prog} --step 3"
+    # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
+    return f"{prog.replace('train', 'chat')} --path {shlex.quote(str(last.model_dir))}"
+
+
+def run(argv: list[str], prog: str) -> int:
+    """Run the steps that `argv` asks for. Returns the exit code; raises RunError for errors before a step starts."""
+    plan = make_plan(argv, STEPS, prog=prog)
+    check_steps(plan)
+    for stage in plan.chosen:
+        check_inputs(stage, plan, argv, prog)
+    check_machine(plan.config)
+    for note in notes(plan.config):
+        print(note)
+    if plan.config.dry_run:
+        show_plan(plan)
+        return EXIT_DONE
+    # The launch scripts start the Python that runs here, whatever `python` means in their shell.
+    environment = {"PYTHON": sys.executable, **os.environ}
+    for stage in plan.chosen:
+        if is_finished(stage):
+            print(f"== step {stage.step}: finished already ({stage.model_dir}); --overwrite runs it again")
+        elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
+            return code
+    print(f"next: {next_command(plan.chosen[-1], prog)}")
+    return EXIT_DONE
+
+
+def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
+    """Run the steps; returns the exit code. `prog` is how a user calls this program, for its messages."""
+    words = stage_arguments(argv)
+    try:
+        return run(words, prog)
+    except KeyboardInterrupt:
+        # Outside a step, where nothing can be lost; inside, the launcher's handler takes the signal.
+        print("stopped between two steps; the same command goes on", file=sys.stderr)
+        return EXIT_STOPPED
+    except RunError as error:
+        if "--debug" in words:
+            raise
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.code
