@@ -69,12 +69,12 @@ def single_question(config: ChatConfig) -> str | None:
 
 def open_conversation(config: ChatConfig) -> "Conversation":
     """Load the model and start a conversation with it."""
-    from pipeline.inference.answers import load_speaker, resolve_dtype
+    from pipeline.inference.answers import load_chat_model, resolve_dtype
     from pipeline.inference.chat_session import Conversation
 
     seed = secrets.randbelow(MAX_SEED) if config.seed < 0 else config.seed
-    speaker = load_speaker(config.path, dtype=resolve_dtype(config.dtype))
-    return Conversation(speaker, config.sampling, system=config.system, seed=seed)
+    chat_model = load_chat_model(config.path, dtype=resolve_dtype(config.dtype))
+    return Conversation(chat_model, config.sampling, system=config.system, seed=seed)
 
 
 def show(piece: str) -> None:
@@ -138,7 +138,7 @@ class Shell:
     def answer(self, question: str) -> None:
         reply = self.conversation.say(question, show)
         print()
-        self.note(summary(reply, self.conversation.speaker.num_positions))
+        self.note(summary(reply, self.conversation.chat_model.num_positions))
 
     def help(self, _: str) -> None:
         lines = [f"{name:8} {text}" for name, (_, text) in self.commands.items()]
@@ -194,13 +194,13 @@ def settings_line(settings: ReplySettings) -> str:
 
 def banner(conversation: "Conversation") -> str:
     """What is loaded, with which settings, and how to get help."""
-    speaker = conversation.speaker
-    model = speaker.model
+    chat_model = conversation.chat_model
+    model = chat_model.model
     count = sum(parameter.numel() for parameter in model.parameters())
     kind = f"{type(model).__name__}, {count / 1e6:,.1f} M parameters, {str(model.dtype).removeprefix('torch.')}"
     return "\n".join(
         [
-            f"{speaker.path}: {kind} on {model.device}",
+            f"{chat_model.path}: {kind} on {model.device}",
             f"{settings_line(conversation.settings)}, seed {conversation.seed}",
             "/help lists the commands. Ctrl-C stops a reply, Ctrl-D leaves.",
         ]

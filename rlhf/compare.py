@@ -22,7 +22,7 @@ from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.run.entry import run_command
 
 if TYPE_CHECKING:
-    from pipeline.inference.answers import Speaker
+    from pipeline.inference.answers import ChatModel
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -109,25 +109,25 @@ def output_prefix(output: str) -> Path | None:
 
 def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns]) -> Contestant:
     """One model's answers; the model is loaded for this and let go."""
-    from pipeline.inference.answers import load_speaker, resolve_dtype
+    from pipeline.inference.answers import load_chat_model, resolve_dtype
 
     start = time.perf_counter()
-    answers = answer_all(config, load_speaker(path, dtype=resolve_dtype(config.dtype)), prompts)
+    answers = answer_all(config, load_chat_model(path, dtype=resolve_dtype(config.dtype)), prompts)
     count = sum(map(len, answers))
     print(f"{label} = {path}: {count} answers in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return Contestant(label, path, tuple(answers))
 
 
-def answer_all(config: CompareConfig, speaker: "Speaker", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
+def answer_all(config: CompareConfig, chat_model: "ChatModel", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
     """Every prompt's answers by one model, in the order of the prompts."""
     from pipeline.data.templates import encode_prompt
     from pipeline.inference.answers import generate_answers
 
-    encoded = [encode_prompt(speaker.tokenizer, turns) for turns in prompts]
+    encoded = [encode_prompt(chat_model.tokenizer, turns) for turns in prompts]
     rows: list[tuple[AnswerRow, ...]] = []
     for start in range(0, len(encoded), config.batch_size):
         batch = encoded[start : start + config.batch_size]
-        for answers in generate_answers(speaker, batch, config.sampling, seed=config.seed + start):
+        for answers in generate_answers(chat_model, batch, config.sampling, seed=config.seed + start):
             rows.append(tuple(AnswerRow(answer.text, len(answer.ids), answer.finished) for answer in answers))
     return rows
 

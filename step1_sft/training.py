@@ -15,14 +15,14 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import run_fingerprint
 from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
-from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, to_device
+from pipeline.data.loader import PrefetchedSteps, Step, StepLoader, each, evaluation_batches, to_device
 from pipeline.engine.build import compute_dtype, deepspeed_json, training_engine, with_lora
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.start import partitioned_loading, start_deepspeed
 from pipeline.errors import InputError
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import DTYPES, check_positions, load_causal_lm
-from pipeline.models.packed_attention import keep_apart
+from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.heartbeat import beat
@@ -123,7 +123,7 @@ def train(run: Run, config: SFTConfig) -> None:
 
     if state.step == 0:
         measure()
-    with StepsAhead(loader, end=total_steps, device=run.world.device) as steps:
+    with PrefetchedSteps(loader, end=total_steps, device=run.world.device) as steps:
         while state.step < total_steps:
             started = recorder.begin("train")
             step = steps.step(state.step)
@@ -227,7 +227,7 @@ def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
             config.model.model_name_or_path, dtype=dtype, attn_implementation=config.model.attn_implementation
         )
     if config.data.packing:
-        able = keep_apart(model, device=run.world.device)
+        able = enable_packed_attention(model, device=run.world.device)
         kind = "by the variable-length flash kernel" if able else "under dense masks"
         log.info("packed rows: attention %s", kind)
     model = with_lora(model, config.model, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)

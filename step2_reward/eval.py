@@ -11,13 +11,13 @@ import torch
 from pipeline import dist
 from pipeline.configuration.flags import parse
 from pipeline.data.batching import PairBatch, pair_batch
-from pipeline.data.cache import build
+from pipeline.data.cache import load_or_build
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
 from pipeline.errors import InputError
 from pipeline.models.loading import default_device
 from pipeline.models.reward_model import last_token_scores, load_reward_model
-from pipeline.models.tokenizers import load_tokenizer, pad_policy
+from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.run.entry import run_command
 from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
@@ -170,12 +170,12 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         max_seq_len=options.max_seq_len,
         long_pairs="truncate_left",
     )
-    rows = build("reward", settings, tokenizer).eval
+    rows = load_or_build("reward", settings, tokenizer).eval
     if not len(rows):
         raise InputError(f"--data_path {' '.join(options.data_path)}: no held-out pair; raise --eval_fraction")
     device = default_device()
     model = load_reward_model(options.path, dtype=torch.float32).to(device).eval()
-    pad_id = pad_policy(tokenizer).pad_id
+    pad_id = choose_padding_token(tokenizer).pad_id
     batches = evaluation_batches(
         rows, pair_collator(pad_id), batch_size=options.batch_size, world_size=1, rank=0, max_batches=0
     )

@@ -14,7 +14,7 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import run_fingerprint
 from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
 from pipeline.data.batching import PairBatch
-from pipeline.data.loader import Step, StepLoader, StepsAhead, each, evaluation_batches, pair_lengths, to_device
+from pipeline.data.loader import PrefetchedSteps, Step, StepLoader, each, evaluation_batches, pair_lengths, to_device
 from pipeline.engine.build import compute_dtype, deepspeed_json, training_engine, with_lora
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.start import partitioned_loading, start_deepspeed
@@ -127,7 +127,7 @@ def train(run: Run, config: RewardConfig) -> None:
 
     if state.step == 0:
         measure()
-    with StepsAhead(loader, end=total_steps, device=run.world.device) as steps:
+    with PrefetchedSteps(loader, end=total_steps, device=run.world.device) as steps:
         while state.step < total_steps:
             started = recorder.begin("train")
             step = steps.step(state.step)

@@ -4,14 +4,14 @@ from typing import Any
 
 from pipeline.configuration.groups import DataConfig
 from pipeline.data.batching import SFTBatch, packed_sft_batch
-from pipeline.data.cache import Built
+from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.run.run import Run
 from pipeline.training.inputs import prepare_data
 from step3_ppo.config import PPOConfig
 
 
-def make_prompts(run: Run, config: PPOConfig, tokenizer: Any) -> Built:
+def make_prompts(run: Run, config: PPOConfig, tokenizer: Any) -> StageData:
     """Prompts to train on, and held-out ones."""
     return prepare_data(
         "ppo",

@@ -16,8 +16,8 @@ from pipeline.errors import InputError
 from pipeline.generation.options import GenerationOptions, RungSettings
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import DTYPES, base_model, check_model, load_causal_lm, load_config
-from pipeline.models.lora import adapters_off
-from pipeline.models.packed_attention import keep_apart, reads_bounds
+from pipeline.models.lora import adapters_disabled
+from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.models.reward_model import load_reward_model, score_constants
 from pipeline.models.tokenizers import load_tokenizer
@@ -56,7 +56,7 @@ class Models:
     @property
     def pack_rows(self) -> bool:
         """Whether all models take the rows of a forward pass without their padding."""
-        return all(reads_bounds(base_model(engine.module.model).config) for engine in self.named().values())
+        return all(uses_packed_attention(base_model(engine.module.model).config) for engine in self.named().values())
 
     def release_gathered(self, *names: str) -> None:
         """A phase that read these models (all where none is named) is over: what ZeRO-3 gathered of them goes."""
@@ -70,7 +70,7 @@ class Models:
         if self.reference is not None:
             yield self.reference
         else:
-            with adapters_off(self.actor.module.model):
+            with adapters_disabled(self.actor.module.model):
                 yield self.actor
 
 
@@ -117,7 +117,7 @@ def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
         score_std=std,
     )
     for engine in models.named().values():
-        keep_apart(base_model(engine.module.model), device=run.world.device)
+        enable_packed_attention(base_model(engine.module.model), device=run.world.device)
     log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
     return models
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from pipeline.data.batching import SFTBatch
-from pipeline.data.cache import Built
+from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
@@ -42,7 +42,7 @@ class Phases:
         config: PPOConfig,
         models: Models,
         *,
-        prompts: Built,
+        prompts: StageData,
         text: StepLoader[SFTBatch] | None,
         plan: Plan,
         rate: Callable[[int], float],

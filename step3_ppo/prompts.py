@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from pipeline.data.batching import num_steps, plan_step
+from pipeline.data.batching import num_steps, rows_of_step
 from step3_ppo.config import PPOConfig
 
 
@@ -25,7 +25,7 @@ class Plan:
     def prompts(self, *, seed: int, rollout: int, num_prompts: int) -> tuple[int, list[int | None]]:
         """(epoch, prompt rows) of a rollout; None fills up the last one of an epoch."""
         epoch, within = divmod(rollout, self.rollouts_per_epoch)
-        return epoch, plan_step(seed, epoch, within, num_prompts, self.prompts_per_rollout)
+        return epoch, rows_of_step(seed, epoch, within, num_prompts, self.prompts_per_rollout)
 
 
 def make_plan(config: PPOConfig, *, num_prompts: int, world_size: int) -> Plan:

@@ -8,7 +8,7 @@ from pipeline.checkpoints.fingerprint import RunFingerprint, data_fingerprint, m
 from pipeline.checkpoints.model_folder import model_documents, save_model, saved_dtype
 from pipeline.configuration.resume_rules import defaults_of, layout_of, settings_of
 from pipeline.data.batching import SFTBatch
-from pipeline.data.cache import Built
+from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.models.reward_model import pad_id_for_pooling
@@ -67,7 +67,9 @@ def checkpoint_content(
     )
 
 
-def run_fingerprint(config: PPOConfig, prompts: Built, text: StepLoader[SFTBatch] | None, plan: Plan) -> RunFingerprint:
+def run_fingerprint(
+    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, plan: Plan
+) -> RunFingerprint:
     """What a resumed run must share with the one that wrote its checkpoint."""
     reward = config.reward_model_name_or_path or config.critic.model_name_or_path
     paths = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path, "reward": reward}

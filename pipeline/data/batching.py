@@ -1,6 +1,6 @@
 """Rows of one optimizer step, and their collation into tensors. B rows, S tokens a row, all padded on the right.
 
-Rows are mappings with the columns that `datasets_cache.build` gives; None stands for a padding row, which has weight 0,
+Rows are mappings with the columns that `cache.load_or_build` gives; None stands for a padding row, which has weight 0,
 one real token and no trained one, so that the last partial batch keeps its shape.
 """
 
@@ -171,7 +171,7 @@ def num_steps(num_rows: int, rows_per_step: int) -> int:
     return -(-num_rows // rows_per_step)
 
 
-def plan_step(seed: int, epoch: int, step: int, num_rows: int, rows_per_step: int) -> list[int | None]:
+def rows_of_step(seed: int, epoch: int, step: int, num_rows: int, rows_per_step: int) -> list[int | None]:
     """Row indices of optimizer step `step` (0-based in the epoch), `rows_per_step` long; None = padding row.
 
     Raises IndexError for a step beyond the epoch.

@@ -15,10 +15,10 @@ from filelock import FileLock
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
-from pipeline.data.samples import SampleOptions, SFTSample, pair_samples, prompt_samples, sft_samples, text_blocks
 from pipeline.data.selection import STEPS, DataOptions, Stage, select_records
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.templates import set_template
+from pipeline.data.tokenization import SFTRow, TokenizationOptions, pair_rows, prompt_rows, sft_rows, text_blocks
 from pipeline.errors import EnvironmentFault, InputError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Columns = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class StageData:
     """Training and evaluation samples, memory-mapped, and what was dropped or repaired on the way."""
 
     train: "Dataset"
@@ -40,7 +40,7 @@ class Built:
     counts: Counts
 
 
-def build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> Built:
+def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
     """The samples of a stage ('sft', 'reward', 'ppo', or 'text' for plain blocks) in their order in the sources.
 
     Columns: sft and text: ids, trained, num_tokens, num_trained. reward: chosen_ids, rejected_ids, prompt_length,
@@ -126,7 +126,7 @@ def _rows(
     counts: Counts,
 ) -> Iterator[Columns]:
     """The samples of a stage as rows of its columns."""
-    limits = SampleOptions(
+    limits = TokenizationOptions(
         max_seq_len=options.max_seq_len,
         max_prompt_seq_len=options.max_prompt_seq_len,
         train_on_prompt=options.train_on_prompt,
@@ -135,10 +135,10 @@ def _rows(
         long_prompts=options.long_prompts,
     )
     if stage == "reward":
-        for pair in pair_samples(records, tokenizer, limits, counts):
+        for pair in pair_rows(records, tokenizer, limits, counts):
             yield {**asdict(pair), "num_tokens": len(pair.chosen_ids) + len(pair.rejected_ids)}
     elif stage == "ppo":
-        for prompt in prompt_samples(records, tokenizer, limits, counts):
+        for prompt in prompt_rows(records, tokenizer, limits, counts):
             yield {**asdict(prompt), "num_tokens": len(prompt.prompt_ids)}
     else:
         for sample in _language_samples(stage, records, limits, tokenizer, counts):
@@ -148,13 +148,13 @@ def _rows(
 def _language_samples(
     stage: Stage,
     records: list[Record],
-    limits: SampleOptions,
+    limits: TokenizationOptions,
     tokenizer: "PreTrainedTokenizerBase",
     counts: Counts,
-) -> Iterator[SFTSample]:
+) -> Iterator[SFTRow]:
     if stage == "text":
         return text_blocks(records, tokenizer, limits.max_seq_len, counts)
-    return sft_samples(records, tokenizer, limits, counts)
+    return sft_rows(records, tokenizer, limits, counts)
 
 
 def _schema(stage: Stage) -> Any:
@@ -184,9 +184,9 @@ def _write(path: Path, stage: Stage, rows: Iterator[Columns]) -> int:
     return num_rows
 
 
-def _load(folder: Path) -> Built:
+def _load(folder: Path) -> StageData:
     from datasets import Dataset
 
     counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
     train, evaluation = (Dataset.from_file(str(folder / f"{split}.arrow")) for split in ("train", "eval"))
-    return Built(train, evaluation, counts)
+    return StageData(train, evaluation, counts)

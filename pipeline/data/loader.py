@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from pyarrow import compute
 
-from pipeline.data.batching import balanced_slices, num_steps, plan_step, rank_slices
+from pipeline.data.batching import balanced_slices, num_steps, rank_slices, rows_of_step
 
 B = TypeVar("B")
 Unit = Sequence[int]  # the rows that share a sequence: one row, or several packed ones
@@ -74,7 +74,7 @@ class StepLoader(Generic[B]):
     def step(self, number: int) -> Step[B]:
         """The `number`-th optimizer step of training."""
         epoch, within = divmod(number, self.steps_per_epoch)
-        planned = plan_step(self.seed, epoch, within, len(self.units), self.rows_per_step)
+        planned = rows_of_step(self.seed, epoch, within, len(self.units), self.rows_per_step)
         rows = [row for unit in planned if unit is not None for row in self.units[unit]]
         slices = balanced_slices(
             planned,
@@ -98,7 +98,7 @@ class StepLoader(Generic[B]):
         return sum(int(self._counts[column][row]) for row in rows) if column in self._counts else len(rows)
 
 
-class StepsAhead(Generic[B]):
+class PrefetchedSteps(Generic[B]):
     """A loader whose next step is made in a background thread while the one before it is trained on.
 
     It gives the very steps of the loader. An error of the thread is raised where its step is asked for, as it is. To be

@@ -8,9 +8,9 @@ from typing import Literal
 
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record, read_records
-from pipeline.data.samples import LongRows
 from pipeline.data.sources import parse_path, read_rows
 from pipeline.data.templates import TrainTurns
+from pipeline.data.tokenization import LongRows
 from pipeline.errors import InputError
 
 Stage = Literal["sft", "reward", "ppo", "text"]

@@ -13,7 +13,7 @@ from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message, Turns
 from pipeline.models.loading import check_model, check_vocabulary, default_device
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
-from pipeline.models.tokenizers import load_tokenizer, pad_policy
+from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 
@@ -37,7 +37,7 @@ def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
     check_vocabulary(path, tokenizer)
     set_template(tokenizer, "auto")
     model = load_reward_model(path, dtype=dtype).to(default_device()).eval()
-    return Judge(model, tokenizer, pad_policy(tokenizer).pad_id)
+    return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
 
 
 def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:

@@ -29,12 +29,12 @@ from pipeline.models.loading import (
     load_config,
     num_positions,
 )
-from pipeline.models.tokenizers import eos_ids, load_tokenizer, pad_policy
+from pipeline.models.tokenizers import choose_padding_token, eos_ids, load_tokenizer
 from pipeline.tensor_ops import pad_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class ChatModel:
     """A model that answers, with its own tokenizer, padding id and the ids that end an answer."""
 
     path: str
@@ -68,7 +68,7 @@ def resolve_dtype(name: str) -> torch.dtype:
     return default_dtype(default_device()) if name == "auto" else DTYPES[name]
 
 
-def load_speaker(path: str, *, dtype: torch.dtype) -> Speaker:
+def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     """Load a model (hub id, folder or adapter folder) onto the default device, with its tokenizer.
 
     The chat template is the tokenizer's, which our training saved there; a tokenizer without one gets Human/Assistant.
@@ -76,15 +76,15 @@ def load_speaker(path: str, *, dtype: torch.dtype) -> Speaker:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = str(Path(path).expanduser()) if path.startswith("~") else path
-    tokenizer = speaking_tokenizer(path)
+    tokenizer = load_chat_tokenizer(path)
     model = load_causal_lm(path, dtype=dtype).to(default_device()).eval()  # type: ignore[arg-type]
     end_ids = eos_ids(tokenizer, model.generation_config)
     # generate() fills every setting that is not given from here: models come with temperatures and top_k of their own.
     model.generation_config = GenerationConfig()
-    return Speaker(path, model, tokenizer, pad_policy(tokenizer).pad_id, end_ids)
+    return ChatModel(path, model, tokenizer, choose_padding_token(tokenizer).pad_id, end_ids)
 
 
-def speaking_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_chat_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of the model at `path` with its template, both found to fit together. No weight is read."""
     check_model(path)
     tokenizer = load_tokenizer(tokenizer_path(path))
@@ -95,7 +95,7 @@ def speaking_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> None:
     """Raise InputError where the model at `path` cannot be given one of the prompts. No weight is read."""
-    tokenizer = speaking_tokenizer(path)
+    tokenizer = load_chat_tokenizer(path)
     config = load_config(path)
     for turns in prompts:
         ids = encode_prompt(tokenizer, turns)
@@ -113,7 +113,7 @@ def tokenizer_path(path: str) -> str:
 
 @torch.inference_mode()
 def generate_answers(
-    speaker: Speaker,
+    chat_model: ChatModel,
     prompts: Sequence[Sequence[int]],
     settings: ReplySettings,
     *,
@@ -132,25 +132,25 @@ def generate_answers(
         InputError: a prompt with ids that the model does not have, or too long for its positions.
     """
     for prompt in prompts:
-        check_prompt(speaker, prompt, settings.max_new_tokens)
-    device = speaker.model.device
+        check_prompt(chat_model, prompt, settings.max_new_tokens)
+    device = chat_model.model.device
     rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
-    input_ids = pad_rows(rows, speaker.pad_id, side="left").to(device)  # (B, P)
+    input_ids = pad_rows(rows, chat_model.pad_id, side="left").to(device)  # (B, P)
     mask = pad_rows([torch.ones_like(row) for row in rows], 0, side="left").to(device)  # (B, P)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        sequences = speaker.model.generate(  # type: ignore[operator]
-            input_ids, attention_mask=mask, generation_config=generation_config(speaker, settings), streamer=streamer
+        sequences = chat_model.model.generate(  # type: ignore[operator]
+            input_ids, attention_mask=mask, generation_config=generation_config(chat_model, settings), streamer=streamer
         )
-    responses = [finished_answer(speaker, ids) for ids in sequences[:, input_ids.shape[1] :].tolist()]  # (B * N, T)
+    responses = [finished_answer(chat_model, ids) for ids in sequences[:, input_ids.shape[1] :].tolist()]  # (B * N, T)
     each = len(responses) // len(prompts)
     return [responses[start : start + each] for start in range(0, len(responses), each)]
 
 
-def check_prompt(speaker: Speaker, prompt: Sequence[int], max_new_tokens: int) -> None:
+def check_prompt(chat_model: ChatModel, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise InputError for a prompt that this model cannot be given."""
-    rooms = {"num_positions": speaker.num_positions, "num_embeddings": speaker.num_embeddings}
-    check_ids(speaker.path, prompt, max_new_tokens, **rooms)
+    rooms = {"num_positions": chat_model.num_positions, "num_embeddings": chat_model.num_embeddings}
+    check_ids(chat_model.path, prompt, max_new_tokens, **rooms)
 
 
 def check_ids(
@@ -172,7 +172,7 @@ def check_ids(
         )
 
 
-def generation_config(speaker: Speaker, settings: ReplySettings) -> GenerationConfig:
+def generation_config(chat_model: ChatModel, settings: ReplySettings) -> GenerationConfig:
     """Every setting that changes what is generated; at temperature 0 the most likely token each time."""
     is_sampled = settings.temperature > 0
     how = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k} if is_sampled else {}
@@ -180,24 +180,24 @@ def generation_config(speaker: Speaker, settings: ReplySettings) -> GenerationCo
     if isinstance(settings, AnswerSettings):
         many = {"num_beams": settings.num_beams, "num_return_sequences": settings.num_return_sequences}
     # Rows of a padded vocabulary stand for no token; their logits are whatever the padding left there.
-    unused = list(range(max(speaker.tokenizer.get_vocab().values()) + 1, speaker.num_embeddings))
+    unused = list(range(max(chat_model.tokenizer.get_vocab().values()) + 1, chat_model.num_embeddings))
     return GenerationConfig(
         do_sample=is_sampled,
         max_new_tokens=settings.max_new_tokens,
         repetition_penalty=settings.repetition_penalty,
-        pad_token_id=speaker.pad_id,
-        eos_token_id=sorted(speaker.end_ids),
+        pad_token_id=chat_model.pad_id,
+        eos_token_id=sorted(chat_model.end_ids),
         suppress_tokens=unused or None,
         **how,
         **many,
     )
 
 
-def finished_answer(speaker: Speaker, ids: Sequence[int]) -> Answer:
+def finished_answer(chat_model: ChatModel, ids: Sequence[int]) -> Answer:
     """The answer in a row of new ids (T,): up to its first end token, without the padding behind it."""
-    end = next((position for position, token in enumerate(ids) if token in speaker.end_ids), None)
+    end = next((position for position, token in enumerate(ids) if token in chat_model.end_ids), None)
     kept = tuple(ids if end is None else ids[: end + 1])
-    return Answer(kept, decode(speaker.tokenizer, ids[:end]).strip(), finished=end is not None)
+    return Answer(kept, decode(chat_model.tokenizer, ids[:end]).strip(), finished=end is not None)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -211,10 +211,10 @@ class AnswerStreamer(BaseStreamer):
     is a short window of tokens, and what is handed on is its growth.
     """
 
-    def __init__(self, speaker: Speaker, emit: Callable[[str], None]) -> None:
+    def __init__(self, chat_model: ChatModel, emit: Callable[[str], None]) -> None:
         self.ids: list[int] = []  # without the end token
         self.finished = False
-        self._speaker = speaker
+        self._chat_model = chat_model
         self._emit = emit
         self._window = 0  # where the decoded window starts
         self._shown = 0  # tokens whose text was handed on
@@ -226,7 +226,7 @@ class AnswerStreamer(BaseStreamer):
             self._has_prompt = True
             return
         token = int(value.item())
-        self.finished = self.finished or token in self._speaker.end_ids
+        self.finished = self.finished or token in self._chat_model.end_ids
         if not self.finished:
             self.ids.append(token)
             self._hand_on(may_wait=True)
@@ -236,8 +236,8 @@ class AnswerStreamer(BaseStreamer):
         self._hand_on(may_wait=False)
 
     def _hand_on(self, *, may_wait: bool) -> None:
-        before = decode(self._speaker.tokenizer, self.ids[self._window : self._shown])
-        text = decode(self._speaker.tokenizer, self.ids[self._window :])
+        before = decode(self._chat_model.tokenizer, self.ids[self._window : self._shown])
+        text = decode(self._chat_model.tokenizer, self.ids[self._window :])
         if len(text) <= len(before) or (may_wait and text.endswith("\ufffd")):
             return
         self._emit(text[len(before) :])

@@ -14,7 +14,7 @@ from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.answers import AnswerStreamer, Speaker, decode, generate_answers
+from pipeline.inference.answers import AnswerStreamer, ChatModel, decode, generate_answers
 from pipeline.inference.terminal_text import valid_unicode
 
 Emit = Callable[[str], None]
@@ -35,8 +35,8 @@ class Reply:
 class Conversation:
     """The turns so far. Raises InputError at once if the model's template takes no system turn but one is given."""
 
-    def __init__(self, speaker: Speaker, settings: ReplySettings, *, system: str = "", seed: int = 0) -> None:
-        self.speaker = speaker
+    def __init__(self, chat_model: ChatModel, settings: ReplySettings, *, system: str = "", seed: int = 0) -> None:
+        self.chat_model = chat_model
         self.settings = settings
         self.seed = seed
         self.turns: list[Message] = []
@@ -49,7 +49,7 @@ class Conversation:
         if system is not None:
             text = valid_unicode(system).strip()
             new = [Message("system", text)] if text else []
-            encode_prompt(self.speaker.tokenizer, [*new, Message("user", "a")])
+            encode_prompt(self.chat_model.tokenizer, [*new, Message("user", "a")])
             self._system = new
         self.turns = []
 
@@ -72,19 +72,19 @@ class Conversation:
         start = time.perf_counter()
         ids, ending = self._stream(prompt, without_leading_space(emit))
         time_s = time.perf_counter() - start
-        answer = decode(self.speaker.tokenizer, ids).strip()
+        answer = decode(self.chat_model.tokenizer, ids).strip()
         kept = [*turns, Message("assistant", answer)] if answer else self.turns
         self.turns = kept[num_forgotten:]
         return Reply(answer, len(ids), ending, num_forgotten, time_s)
 
     def _stream(self, prompt: Sequence[int], emit: Emit) -> tuple[list[int], Ending]:
         """The reply's ids without the end token, and what ended it."""
-        streamer = AnswerStreamer(self.speaker, emit)
+        streamer = AnswerStreamer(self.chat_model, emit)
         settings = self.settings.model_copy(update={"max_new_tokens": self._limit(prompt)})
         self._num_replies += 1
         seed = self.seed + self._num_replies
         try:
-            generate_answers(self.speaker, [prompt], settings, seed=seed, streamer=streamer)
+            generate_answers(self.chat_model, [prompt], settings, seed=seed, streamer=streamer)
         except KeyboardInterrupt:
             streamer.end()
             return streamer.ids, "stopped"
@@ -96,10 +96,10 @@ class Conversation:
         Questions go together with their replies; the system prompt stays. Kept free for the reply are max_new_tokens,
         but at most half of the positions; the last question alone may take more.
         """
-        positions = self.speaker.num_positions
+        positions = self.chat_model.num_positions
         reserved = 0 if positions is None else min(self.settings.max_new_tokens, positions // 2)
         for start in range(0, len(turns), 2):
-            prompt = encode_prompt(self.speaker.tokenizer, [*self._system, *turns[start:]])
+            prompt = encode_prompt(self.chat_model.tokenizer, [*self._system, *turns[start:]])
             if positions is None or len(prompt) + reserved <= positions:
                 return prompt, start
         if positions is not None and len(prompt) >= positions:
@@ -107,7 +107,7 @@ class Conversation:
         return prompt, start
 
     def _limit(self, prompt: Sequence[int]) -> int:
-        positions = self.speaker.num_positions
+        positions = self.chat_model.num_positions
         wanted = self.settings.max_new_tokens
         return wanted if positions is None else min(wanted, positions - len(prompt))
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipeline.kernels.attention_choice import choose_attention_kernel
 from pipeline.models.loading import backbone, base_model
-from pipeline.models.packed_attention import reads_bounds
+from pipeline.models.packed_attention import uses_packed_attention
 from pipeline.tensor_ops import round_up
 
 # Tokens of a pass without padding are a multiple of this: memory that one pass leaves then fits the next.
@@ -34,13 +34,13 @@ def hidden_states(
             (B, 1, S, S) bool, True = may attend, or whatever 4-D tensor the model's attention function takes for it.
         position_ids: (B, S) int64 of packed rows; other rows count from 0.
         num_tokens: of padded rows, how many of the B * S are real: only these pass through the model then, where its
-            attention can keep the rows apart (`packed_attention.keep_apart`). None: the padding passes too.
+            attention can keep the rows apart (`enable_packed_attention`). None: padding passes too.
     """
     if attention_mask.dim() != 2:
         mask = for_attention(model, attention_mask)
         return last_hidden(model, input_ids=input_ids, attention_mask=mask, position_ids=position_ids)
     check_padding(attention_mask)
-    if num_tokens is not None and reads_bounds(base_model(model).config):
+    if num_tokens is not None and uses_packed_attention(base_model(model).config):
         return without_padding(model, input_ids, attention_mask, num_tokens)
     choose_attention_kernel(model, *input_ids.shape)
     # A causal model never looks to the right: without a mask real tokens get the same numbers, and SDPA its flash

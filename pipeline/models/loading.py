@@ -36,7 +36,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def dropout_names(config: PretrainedConfig) -> list[str]:
+def dropout_fields(config: PretrainedConfig) -> list[str]:
     """Config fields that make forward passes random: dropouts (OPT's are functional) and layer drop."""
     words = ("dropout", "dropout_prob", "pdrop", "layerdrop")
     return [name for name, value in vars(config).items() if isinstance(value, float) and name.endswith(words)]
@@ -96,7 +96,7 @@ def one_line(error: Exception) -> str:
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of `config` whose forward passes are the same in training and evaluation mode."""
     quiet = copy.deepcopy(config)
-    for name in dropout_names(quiet):
+    for name in dropout_fields(quiet):
         setattr(quiet, name, 0.0)
     return quiet
 

@@ -55,11 +55,11 @@ def add_lora(
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
     if not only_lora:
-        train_the_rest(wrapped)
+        train_other_weights(wrapped)
     return wrapped
 
 
-def train_the_rest(model: nn.Module) -> None:
+def train_other_weights(model: nn.Module) -> None:
     """Let all parameters learn but the weights that LoRA layers stand for and the originals of saved modules."""
     frozen = {id(module.get_base_layer().weight) for module in model.modules() if isinstance(module, LoraLayer)}
     for name, parameter in model.named_parameters():
@@ -72,7 +72,7 @@ def is_lora(model: Any) -> bool:
 
 
 @contextmanager
-def adapters_off(model: Any) -> Iterator[None]:
+def adapters_disabled(model: Any) -> Iterator[None]:
     """The base model's function inside the context: the reference policy of a LoRA actor."""
     with model.disable_adapter():
         yield

@@ -23,7 +23,7 @@ OLDEST_DEVICE = (8, 0)  # compute capability that it needs
 MODEL_TYPES = frozenset({"opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "olmo2", "phi3", "smollm3"})
 
 
-def keep_apart(model: Any, *, device: torch.device) -> bool:
+def enable_packed_attention(model: Any, *, device: torch.device) -> bool:
     """Let a transformers model take bounds for a mask, where its attention and the device allow it; whether they do.
 
     Needs one of MODEL_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Where they are not
@@ -48,14 +48,14 @@ def keep_apart(model: Any, *, device: torch.device) -> bool:
     return able
 
 
-def reads_bounds(config: Any) -> bool:
+def uses_packed_attention(config: Any) -> bool:
     """Whether a model of this configuration takes bounds for its attention mask."""
     return bool(config._attn_implementation == NAME)
 
 
 def packed_mask(config: Any, batch: SFTBatch) -> Tensor:
     """What keeps a batch's samples apart: (1, 1, 1, N + 1) int32 bounds, or a (B, 1, S, S) bool mask."""
-    if reads_bounds(config):
+    if uses_packed_attention(config):
         return batch.segment_bounds.view(1, 1, 1, -1)
     return block_diagonal_mask(batch.segment_ids)
 

@@ -14,7 +14,7 @@ from pipeline.errors import InputError
 from pipeline.models.hidden_states import hidden_states
 from pipeline.models.loading import base_model, load_config, load_pretrained
 from pipeline.models.paths import check_reward_model
-from pipeline.models.tokenizers import pad_policy
+from pipeline.models.tokenizers import choose_padding_token
 from pipeline.partitions import gathered
 
 
@@ -127,5 +127,5 @@ def initialise_head(head: Any, *, seed: int) -> None:
 
 def pad_id_for_pooling(tokenizer: Any) -> int | None:
     """The pad id of a saved reward model: transformers scores the rightmost other id, so it is never an EOS."""
-    policy = pad_policy(tokenizer)
+    policy = choose_padding_token(tokenizer)
     return None if policy.source == "eos" else policy.pad_id

@@ -29,7 +29,7 @@ RESERVED_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class PadPolicy:
+class PaddingToken:
     """The padding token: its id, its text, and where it was found. 'eos' means that no token is free for padding."""
 
     pad_id: int
@@ -69,7 +69,7 @@ def _load_error(path: str, error: Exception) -> RunError:
     )
 
 
-def pad_policy(tokenizer: "PreTrainedTokenizerBase") -> PadPolicy:
+def choose_padding_token(tokenizer: "PreTrainedTokenizerBase") -> PaddingToken:
     """A padding token that exists: the tokenizer's own, a reserved one or unk, if that is no end token; else EOS.
 
     Masks never come from ids, so EOS is safe for training; but a reward model saved with it must set pad_token_id to
@@ -79,15 +79,15 @@ def pad_policy(tokenizer: "PreTrainedTokenizerBase") -> PadPolicy:
     vocabulary = tokenizer.get_vocab()
     own, unk = tokenizer.pad_token_id, tokenizer.unk_token_id
     if own is not None and own not in ends:
-        return PadPolicy(own, tokenizer.pad_token, "tokenizer")
+        return PaddingToken(own, tokenizer.pad_token, "tokenizer")
     for name in RESERVED_NAMES:
         if name in vocabulary and vocabulary[name] not in ends:
-            return PadPolicy(vocabulary[name], name, "reserved")
+            return PaddingToken(vocabulary[name], name, "reserved")
     if unk is not None and unk not in ends:
-        return PadPolicy(unk, tokenizer.unk_token, "unk")
+        return PaddingToken(unk, tokenizer.unk_token, "unk")
     if tokenizer.eos_token_id is None:
         raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no pad, reserved, unk or EOS token to pad with")
-    return PadPolicy(tokenizer.eos_token_id, tokenizer.eos_token, "eos")
+    return PaddingToken(tokenizer.eos_token_id, tokenizer.eos_token, "eos")
 
 
 def eos_ids(

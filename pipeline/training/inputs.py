@@ -5,11 +5,11 @@ from typing import Any
 
 from pipeline import dist
 from pipeline.configuration.groups import DataConfig
-from pipeline.data.cache import Built, build
+from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.selection import DataOptions, Stage, parse_column_map
 from pipeline.data.templates import set_template
 from pipeline.models.loading import check_model, check_vocabulary
-from pipeline.models.tokenizers import load_tokenizer, pad_policy
+from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ def prepare_tokenizer(path: str, template: str) -> Any:
     tokenizer = load_tokenizer(path)
     check_vocabulary(path, tokenizer)
     set_template(tokenizer, template)
-    policy = pad_policy(tokenizer)
+    policy = choose_padding_token(tokenizer)
     if policy.source != "tokenizer":
         log.info("padding with %s (%s); masks never come from token ids", policy.token, policy.source)
         tokenizer.pad_token = policy.token
     return tokenizer
 
 
-def prepare_data(stage: Stage, data: DataConfig, *, tokenizer: Any, **limits: Any) -> Built:
+def prepare_data(stage: Stage, data: DataConfig, *, tokenizer: Any, **limits: Any) -> StageData:
     """Tokenised rows of a stage; drops and repairs are reported once, by rank 0.
 
     Args:
@@ -49,8 +49,8 @@ def prepare_data(stage: Stage, data: DataConfig, *, tokenizer: Any, **limits: An
         **limits,
     )
     # Rank 0 reports errors for all; the other processes of a node find the cache built.
-    dist.on_main(lambda: build(stage, options, tokenizer) and None)
-    built = build(stage, options, tokenizer)
+    dist.on_main(lambda: load_or_build(stage, options, tokenizer) and None)
+    built = load_or_build(stage, options, tokenizer)
     if dist.is_main():
         log.info("%s rows: %d to train on, %d held out", stage, len(built.train), len(built.eval))
         for line in built.counts.lines():

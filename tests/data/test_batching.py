@@ -14,8 +14,8 @@ from pipeline.data.batching import (
     pack_rows,
     packed_sft_batch,
     pair_batch,
-    plan_step,
     rank_slices,
+    rows_of_step,
     segment_bounds,
     sft_batch,
 )
@@ -137,7 +137,9 @@ def test_epoch_order_is_a_function_of_seed_and_epoch():
 
 @given(st.integers(1, 40), st.integers(1, 16), st.integers(0, 3))
 def test_an_epoch_visits_every_row_once(num_rows, rows_per_step, epoch):
-    plans = [plan_step(7, epoch, step, num_rows, rows_per_step) for step in range(num_steps(num_rows, rows_per_step))]
+    plans = [
+        rows_of_step(7, epoch, step, num_rows, rows_per_step) for step in range(num_steps(num_rows, rows_per_step))
+    ]
     assert all(len(plan) == rows_per_step for plan in plans)
     rows = [row for plan in plans for row in plan]
     assert sorted(row for row in rows if row is not None) == list(range(num_rows))
@@ -146,7 +148,7 @@ def test_an_epoch_visits_every_row_once(num_rows, rows_per_step, epoch):
 
 def test_step_beyond_the_epoch_is_refused():
     with pytest.raises(IndexError, match="step 3 of an epoch of 3 steps"):
-        plan_step(1, 0, 3, 10, 4)
+        rows_of_step(1, 0, 3, 10, 4)
 
 
 def test_rank_slices_by_hand():

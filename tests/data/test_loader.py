@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from pipeline.data.batching import packed_sft_batch
-from pipeline.data.loader import StepLoader, StepsAhead, pair_lengths, to_device
+from pipeline.data.loader import PrefetchedSteps, StepLoader, pair_lengths, to_device
 
 CPU = torch.device("cpu")
 SIZES = [3, 11, 5, 2, 8, 13, 4, 6, 9, 7, 12]
@@ -78,7 +78,7 @@ def test_a_pair_is_as_long_as_its_longer_side():
 
 def test_steps_made_ahead_are_the_loaders_own():
     plain = loader()
-    with StepsAhead(loader(), end=4, device=CPU) as steps:
+    with PrefetchedSteps(loader(), end=4, device=CPU) as steps:
         for number in (0, 1, 3, 2, 3, 0):  # also out of order, as after a resume
             ahead, wanted = steps.step(number), plain.step(number)
             assert rows_of(ahead) == rows_of(wanted) and ahead.num_tokens == wanted.num_tokens
@@ -96,7 +96,7 @@ def test_the_next_step_is_made_while_this_one_is_used_and_none_behind_the_last()
         made.append(threading.current_thread().name)
         return packed_sft_batch(packs, pad_id=0)
 
-    with StepsAhead(loader(micro=8, collate=collate), end=2, device=CPU) as steps:
+    with PrefetchedSteps(loader(micro=8, collate=collate), end=2, device=CPU) as steps:
         steps.step(0)
         deadline = time.monotonic() + 10
         while len(made) < 2 and time.monotonic() < deadline:
@@ -123,7 +123,7 @@ def test_an_error_of_the_thread_comes_with_its_step():
 
     with (
         pytest.raises(Broken, match="row 7"),
-        StepsAhead(loader(micro=8, collate=collate), end=9, device=CPU) as steps,
+        PrefetchedSteps(loader(micro=8, collate=collate), end=9, device=CPU) as steps,
     ):
         steps.step(0)  # the step that can be made is given
         steps.step(1)
@@ -131,7 +131,7 @@ def test_an_error_of_the_thread_comes_with_its_step():
 
 
 def test_an_error_of_the_loop_leaves_no_thread_behind():
-    with pytest.raises(Broken), StepsAhead(loader(), end=9, device=CPU) as steps:
+    with pytest.raises(Broken), PrefetchedSteps(loader(), end=9, device=CPU) as steps:
         steps.step(0)
         raise Broken
     assert not threads()

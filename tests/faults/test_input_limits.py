@@ -22,8 +22,8 @@ from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.data.batching import sft_batch
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record
-from pipeline.data.samples import SampleOptions, prompt_samples, sft_samples
 from pipeline.data.templates import encode_prompt, set_template
+from pipeline.data.tokenization import TokenizationOptions, prompt_rows, sft_rows
 from pipeline.data.turns import Message
 
 LIMIT = 24
@@ -55,9 +55,9 @@ def prompt_of(tokenizer: Any, num_tokens: int) -> Record:
 @pytest.mark.parametrize("num_tokens", [LIMIT - 1, LIMIT, LIMIT + 1, 10 * LIMIT])
 @pytest.mark.parametrize("policy", ["drop", "truncate_left"])
 def test_a_prompt_around_the_limit(num_tokens: int, policy: Any, tokenizer: Any) -> None:
-    options = SampleOptions(max_seq_len=LIMIT, max_prompt_seq_len=LIMIT, long_prompts=policy)
+    options = TokenizationOptions(max_seq_len=LIMIT, max_prompt_seq_len=LIMIT, long_prompts=policy)
     record, counts = prompt_of(tokenizer, num_tokens), Counts()
-    found = [sample.prompt_ids for sample in prompt_samples([record], tokenizer, options, counts)]
+    found = [sample.prompt_ids for sample in prompt_rows([record], tokenizer, options, counts)]
     whole = encode_prompt(tokenizer, record.messages)
     if num_tokens <= LIMIT:
         assert found == [whole] and not len(counts)
@@ -82,13 +82,13 @@ def test_an_empty_prompt_is_counted_and_none_is_left(
 
 def test_an_eos_that_is_the_padding_token_is_still_trained(tokenizer: Any) -> None:
     tokenizer.pad_token = tokenizer.eos_token
-    options = SampleOptions(max_seq_len=96, max_prompt_seq_len=96)
+    options = TokenizationOptions(max_seq_len=96, max_prompt_seq_len=96)
     turns = (Message("user", "Who?"),)
     records = [
         Record(turns, text, None, None, None, n, Origin("a", n), None) for n, text in enumerate(("I.", "A toad."))
     ]
     rows = [
-        {"ids": sample.ids, "trained": sample.trained} for sample in sft_samples(records, tokenizer, options, Counts())
+        {"ids": sample.ids, "trained": sample.trained} for sample in sft_rows(records, tokenizer, options, Counts())
     ]
     batch = sft_batch(rows, pad_id=tokenizer.pad_token_id)
     for row, length in enumerate(len(item["ids"]) for item in rows):

@@ -44,7 +44,7 @@ def test_kernel_equals_dense_masks(name):
     found = []
     for by_bounds in (False, True):
         if by_bounds:
-            assert packed_attention.keep_apart(inner, device=CUDA), "torch 2.11 has the kernel"
+            assert packed_attention.enable_packed_attention(inner, device=CUDA), "torch 2.11 has the kernel"
         model.zero_grad()
         log_probs, trained = forward_log_probs(model, batch, packed=True)
         (-log_probs.sum()).backward()
@@ -77,7 +77,7 @@ def test_rows_without_their_padding_equal_padded_rows(name):
     found = []
     for packed in (False, True):
         if packed:
-            assert packed_attention.keep_apart(inner, device=CUDA)
+            assert packed_attention.enable_packed_attention(inner, device=CUDA)
         model.zero_grad()
         selected, count = mask[:, 1:], int(lengths.sum()) if packed else None
         log_probs = model(ids, attention_mask=mask, selected=selected, num_tokens=count).log_probs

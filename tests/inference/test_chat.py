@@ -21,7 +21,7 @@ from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.answers import AnswerStreamer, generate_answers, load_speaker
+from pipeline.inference.answers import AnswerStreamer, generate_answers, load_chat_model
 from pipeline.inference.chat_session import Conversation
 from rlhf import chat
 
@@ -55,7 +55,7 @@ def ask(monkeypatch, capsys, *argv: str, stdin: str = "hello\n") -> str:
 
 
 def conversation(path: str, **settings) -> Conversation:
-    return Conversation(load_speaker(path, dtype=torch.float32), ReplySettings(**settings))
+    return Conversation(load_chat_model(path, dtype=torch.float32), ReplySettings(**settings))
 
 
 def nothing(_: str) -> None:
@@ -113,51 +113,51 @@ def test_a_models_own_generation_config_changes_nothing(rambling, bpe_folder, tm
 
 
 def test_end_tokens_of_the_generation_config_are_honoured(endless, tmp_path, bpe_tokenizer):
-    speaker = load_speaker(endless, dtype=torch.float32)
-    prompt = encode_prompt(speaker.tokenizer, [Message("user", "hi")])
+    chat_model = load_chat_model(endless, dtype=torch.float32)
+    prompt = encode_prompt(chat_model.tokenizer, [Message("user", "hi")])
     letter_b = bpe_tokenizer.convert_tokens_to_ids("b")
-    assert letter_b not in speaker.end_ids
+    assert letter_b not in chat_model.end_ids
     model = AutoModelForCausalLM.from_pretrained(endless)
     model.generation_config.eos_token_id = [2, letter_b]
     model.save_pretrained(tmp_path)
-    speaker.tokenizer.save_pretrained(tmp_path)
-    listed = load_speaker(str(tmp_path), dtype=torch.float32)
+    chat_model.tokenizer.save_pretrained(tmp_path)
+    listed = load_chat_model(str(tmp_path), dtype=torch.float32)
     [[answer]] = generate_answers(listed, [prompt], ReplySettings(max_new_tokens=9), seed=0)
     assert (answer.text, len(answer.ids), answer.finished) == ("a", 2, True)
 
 
 def test_ids_of_a_padded_vocabulary_are_never_sampled(rambling):
-    speaker = load_speaker(rambling, dtype=torch.float32)
-    assert speaker.num_embeddings == 408
+    chat_model = load_chat_model(rambling, dtype=torch.float32)
+    assert chat_model.num_embeddings == 408
     with torch.no_grad():
-        speaker.model.lm_head.weight[400:] *= 50  # they would win if they were allowed to
+        chat_model.model.lm_head.weight[400:] *= 50  # they would win if they were allowed to
     settings = ReplySettings(temperature=3.0, max_new_tokens=40)
-    [[answer]] = generate_answers(speaker, [[5, 6, 7]], settings, seed=0)
+    [[answer]] = generate_answers(chat_model, [[5, 6, 7]], settings, seed=0)
     assert answer.ids and max(answer.ids) < 400
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(bpe_folder, tmp_path):
     with pytest.raises(InputError, match="ids up to 378, but the model's vocabulary has 300"):
-        load_speaker(random_model(bpe_folder, tmp_path, vocab_size=300), dtype=torch.float32)
+        load_chat_model(random_model(bpe_folder, tmp_path, vocab_size=300), dtype=torch.float32)
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(rambling):
     with pytest.raises(InputError, match="id 9999, but the model's vocabulary has"):
-        generate_answers(load_speaker(rambling, dtype=torch.float32), [[9999]], ReplySettings(), seed=0)
+        generate_answers(load_chat_model(rambling, dtype=torch.float32), [[9999]], ReplySettings(), seed=0)
 
 
 def test_batches_give_the_answers_of_single_prompts(rambling):
-    speaker = load_speaker(rambling, dtype=torch.float32)
+    chat_model = load_chat_model(rambling, dtype=torch.float32)
     prompts, settings = [[9, 8, 7, 6, 5, 4], [30], [40, 41, 42]], ReplySettings(max_new_tokens=8)
-    together = generate_answers(speaker, prompts, settings, seed=0)
-    assert together == [generate_answers(speaker, [prompt], settings, seed=0)[0] for prompt in prompts]
+    together = generate_answers(chat_model, prompts, settings, seed=0)
+    assert together == [generate_answers(chat_model, [prompt], settings, seed=0)[0] for prompt in prompts]
 
 
 def test_streamed_pieces_join_to_the_text_and_split_no_character(speaking):
-    speaker = load_speaker(speaking, dtype=torch.float32)
+    chat_model = load_chat_model(speaking, dtype=torch.float32)
     pieces: list[str] = []
-    streamer = AnswerStreamer(speaker, pieces.append)
-    generate_answers(speaker, [[5]], ReplySettings(), seed=0, streamer=streamer)
+    streamer = AnswerStreamer(chat_model, pieces.append)
+    generate_answers(chat_model, [[5]], ReplySettings(), seed=0, streamer=streamer)
     assert "".join(pieces) == TEXT
     assert len(pieces) > 3 and "é" in pieces and streamer.finished
 
@@ -173,7 +173,7 @@ def test_later_turns_are_rendered_like_training_data(speaking):
     assert talk.turns == [Message("user", "one"), answer, Message("user", "two"), answer]
     prompt, _ = talk._fitting([*talk.turns, Message("user", "three")])
     text = f"\n\nHuman: one\n\nAssistant: {TEXT.strip()}</s>\n\nHuman: two\n\nAssistant: {TEXT.strip()}</s>"
-    tokenizer = talk.speaker.tokenizer
+    tokenizer = talk.chat_model.tokenizer
     assert tokenizer.decode(prompt) == text + "\n\nHuman: three\n\nAssistant:"
 
 
@@ -182,7 +182,7 @@ def test_the_system_prompt_comes_first_and_stays(speaking):
     talk.start_afresh("Be brief.")
     talk.say("one", nothing)
     prompt, _ = talk._fitting([Message("user", "two")])
-    assert talk.speaker.tokenizer.decode(prompt).startswith("Be brief.\n\nHuman: two")
+    assert talk.chat_model.tokenizer.decode(prompt).startswith("Be brief.\n\nHuman: two")
 
 
 def test_old_turns_are_left_out_whole_when_positions_run_out(bpe_folder, tmp_path):
@@ -206,7 +206,7 @@ def test_a_message_that_alone_exceeds_the_positions_is_refused(bpe_folder, tmp_p
 def test_a_reply_uses_no_more_than_the_positions_left(bpe_folder, tmp_path):
     talk = conversation(scripted_model(bpe_folder, tmp_path, "ab", ends=False, num_positions=64), max_new_tokens=5000)
     reply = talk.say("hi", nothing)
-    prompt = encode_prompt(talk.speaker.tokenizer, [Message("user", "hi")])
+    prompt = encode_prompt(talk.chat_model.tokenizer, [Message("user", "hi")])
     assert (reply.ending, reply.num_tokens) == ("limit", 64 - len(prompt))
 
 
@@ -247,7 +247,7 @@ def test_an_adapter_folder_answers_like_the_merged_model(rambling, tmp_path, mon
     wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(rambling), config)
     wrapped.save_pretrained(tmp_path / "merged" / "adapter")
     wrapped.merge_and_unload().save_pretrained(tmp_path / "merged")
-    load_speaker(rambling, dtype=torch.float32).tokenizer.save_pretrained(tmp_path / "merged")
+    load_chat_model(rambling, dtype=torch.float32).tokenizer.save_pretrained(tmp_path / "merged")
     argv = ("--temperature", "0", "--max_new_tokens", "12", "--path")
     merged = ask(monkeypatch, capsys, *argv, str(tmp_path / "merged"))
     assert ask(monkeypatch, capsys, *argv, str(tmp_path / "merged" / "adapter")) == merged

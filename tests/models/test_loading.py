@@ -10,7 +10,7 @@ from pipeline.models.loading import (
     adapter_base,
     backbone,
     base_model,
-    dropout_names,
+    dropout_fields,
     load_causal_lm,
     use_gradient_checkpointing,
     without_dropout,
@@ -40,17 +40,17 @@ def test_the_source_configuration_keeps_its_dropouts(tiny_folders):
 
 
 def test_every_dropout_field_is_found():
-    assert {"dropout", "attention_dropout", "layerdrop"} <= set(dropout_names(tiny_config("opt")))
+    assert {"dropout", "attention_dropout", "layerdrop"} <= set(dropout_fields(tiny_config("opt")))
     gpt2 = GPT2Config()
-    assert {"resid_pdrop", "embd_pdrop", "attn_pdrop"} <= set(dropout_names(gpt2))
+    assert {"resid_pdrop", "embd_pdrop", "attn_pdrop"} <= set(dropout_fields(gpt2))
     quiet = without_dropout(gpt2)
-    assert [getattr(quiet, name) for name in dropout_names(gpt2)] == [0.0] * len(dropout_names(gpt2))
+    assert [getattr(quiet, name) for name in dropout_fields(gpt2)] == [0.0] * len(dropout_fields(gpt2))
     assert gpt2.resid_pdrop == 0.1
 
 
 def test_fields_named_probability_are_dropouts_too():
     config = GPT2Config(hidden_dropout_prob=0.1, **IDS)
-    assert "hidden_dropout_prob" in dropout_names(config)
+    assert "hidden_dropout_prob" in dropout_fields(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -162,8 +162,8 @@ def test_other_masks_go_to_sdpa(kernel):
 
 def test_where_bounds_are_used(monkeypatch):
     def used(model, device=CUDA) -> bool:
-        able = packed_attention.keep_apart(model, device=device)
-        assert packed_attention.reads_bounds(model.config) is able
+        able = packed_attention.enable_packed_attention(model, device=device)
+        assert packed_attention.uses_packed_attention(model.config) is able
         return able
 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -173,7 +173,10 @@ def test_where_bounds_are_used(monkeypatch):
     assert not used(tiny("opt", torch.float32)), "the flash kernel has 16 bits only"
     eager = tiny("opt", torch.bfloat16)
     eager.set_attn_implementation("eager")
-    assert not packed_attention.keep_apart(eager, device=CUDA) and eager.config._attn_implementation == "eager"
+    assert (
+        not packed_attention.enable_packed_attention(eager, device=CUDA)
+        and eager.config._attn_implementation == "eager"
+    )
     unknown = tiny("llama", torch.bfloat16)
     unknown.config.model_type = "deepseek_v3"
     assert not used(unknown)

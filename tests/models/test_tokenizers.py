@@ -5,7 +5,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.models.tokenizers import PadPolicy, eos_ids, load_tokenizer, pad_policy
+from pipeline.models.tokenizers import PaddingToken, choose_padding_token, eos_ids, load_tokenizer
 
 PAD, EOS, UNK = 0, 2, 3
 
@@ -41,25 +41,25 @@ def test_hub_without_network_says_how_to_prepare(monkeypatch):
 
 
 def test_own_pad_token_is_used(bpe_tokenizer):
-    assert pad_policy(bpe_tokenizer) == PadPolicy(PAD, "<pad>", "tokenizer")
+    assert choose_padding_token(bpe_tokenizer) == PaddingToken(PAD, "<pad>", "tokenizer")
 
 
 def test_reserved_token_of_the_vocabulary_is_used_before_unk(bpe_tokenizer):
     bpe_tokenizer.pad_token = None
-    assert pad_policy(bpe_tokenizer) == PadPolicy(PAD, "<pad>", "reserved")
+    assert choose_padding_token(bpe_tokenizer) == PaddingToken(PAD, "<pad>", "reserved")
 
 
 def test_a_pad_token_that_ends_texts_is_not_used(bpe_tokenizer):
     """Padding with an end token is the classic way to unlearn stopping."""
     bpe_tokenizer.pad_token = bpe_tokenizer.eos_token
-    assert pad_policy(bpe_tokenizer) == PadPolicy(PAD, "<pad>", "reserved")
+    assert choose_padding_token(bpe_tokenizer) == PaddingToken(PAD, "<pad>", "reserved")
 
 
 def test_published_tokenizers(real_tokenizer):
     """What stands in the published files: OPT pads with 1; GPT-2 has one token for everything; Mistral has only unk."""
     expected = {50257: (50256, "eos"), 50265: (1, "tokenizer"), 32000: (0, "unk"), 50570: (4, "reserved")}
     size = len(real_tokenizer)
-    policy = pad_policy(real_tokenizer)
+    policy = choose_padding_token(real_tokenizer)
     assert (policy.pad_id, policy.source) == expected[size]
     assert len(real_tokenizer) == size
 
@@ -69,7 +69,7 @@ def test_no_token_to_pad_with_is_an_error(bpe_tokenizer, monkeypatch):
         setattr(bpe_tokenizer, name, None)
     monkeypatch.setattr(bpe_tokenizer, "get_vocab", dict)
     with pytest.raises(InputError, match="no pad, reserved, unk or EOS"):
-        pad_policy(bpe_tokenizer)
+        choose_padding_token(bpe_tokenizer)
 
 
 def test_all_end_tokens_are_found(bpe_tokenizer):
@@ -87,4 +87,4 @@ def test_end_of_turn_token_of_the_template_is_an_end_token(bpe_tokenizer):
 
 def test_a_pad_token_that_ends_turns_is_not_used(bpe_tokenizer):
     bpe_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<pad>\n{% endfor %}"
-    assert pad_policy(bpe_tokenizer) == PadPolicy(UNK, "<unk>", "unk")
+    assert choose_padding_token(bpe_tokenizer) == PaddingToken(UNK, "<unk>", "unk")

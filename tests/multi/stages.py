@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from pipeline import dist
 from pipeline.configuration.flags import parse
-from pipeline.data.batching import plan_step
+from pipeline.data.batching import rows_of_step
 from pipeline.engine.engine import TrainingEngine
 from pipeline.partitions import gathered
 from pipeline.run.run import Run, StopRequest
@@ -70,5 +70,5 @@ def watched_steps(module: Any, seen: list[list[Gradients]]) -> Iterator[None]:
 def training_rows(loader: Any, step: int) -> list[Any]:
     """The rows of an optimizer step over all ranks, from the loader's plan."""
     epoch, within = divmod(step, loader.steps_per_epoch)
-    planned = plan_step(loader.seed, epoch, within, len(loader.units), loader.rows_per_step)
+    planned = rows_of_step(loader.seed, epoch, within, len(loader.units), loader.rows_per_step)
     return [loader.rows[loader.units[unit][0]] for unit in planned if unit is not None]

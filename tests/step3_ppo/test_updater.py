@@ -26,7 +26,7 @@ from pipeline.configuration.ds_config import training_config
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.data.batching import sft_batch
-from pipeline.data.cache import Built
+from pipeline.data.cache import StageData
 from pipeline.data.counts import Counts
 from pipeline.data.loader import Step
 from pipeline.data.templates import set_template
@@ -587,7 +587,7 @@ def make_phases(world, folder, config: PPOConfig, *, num_prompts: int = 4, num_e
         return Dataset.from_list([{"prompt_ids": row, "prompt_id": n, "messages": turns} for n, row in enumerate(ids)])
 
     run = make_run(world, folder, config)
-    prompts = Built(rows(1, num_prompts), rows(2, num_eval), Counts())
+    prompts = StageData(rows(1, num_prompts), rows(2, num_eval), Counts())
     plan = make_plan(config, num_prompts=num_prompts, world_size=1)
     plan = replace(plan, total_steps=100)
     state = State(kl_coef=config.ppo.kl_coef)
@@ -633,7 +633,7 @@ def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_pat
 def test_rollouts_of_packed_rows_score_and_train_as_padded_ones(world, trained_folders, tmp_path, monkeypatch):
     config = ppo_config(trained_folders, accumulation=2)
     padded = make_phases(world, tmp_path, config)
-    monkeypatch.setattr(models, "keep_apart", give_bounds)
+    monkeypatch.setattr(models, "enable_packed_attention", give_bounds)
     packed = make_phases(world, tmp_path, config)
     assert packed.models.pack_rows and not padded.models.pack_rows
     with plain_kernel() as kernel:

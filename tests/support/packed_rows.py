@@ -33,7 +33,7 @@ def plain_flash(
 
 
 def give_bounds(model: Any, **_: Any) -> bool:
-    """`packed_attention.keep_apart` as on a GPU that has the kernel."""
+    """`packed_attention.enable_packed_attention` as on a GPU that has the kernel."""
     base_model(model).set_attn_implementation(packed_attention.NAME)
     return True
 

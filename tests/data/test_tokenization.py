@@ -4,16 +4,16 @@ import pytest
 
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record
-from pipeline.data.samples import (
-    PairSample,
-    SampleOptions,
-    SFTSample,
-    pair_samples,
-    prompt_samples,
-    sft_samples,
+from pipeline.data.templates import encode_text, set_template
+from pipeline.data.tokenization import (
+    PairRow,
+    SFTRow,
+    TokenizationOptions,
+    pair_rows,
+    prompt_rows,
+    sft_rows,
     text_blocks,
 )
-from pipeline.data.templates import encode_text, set_template
 from pipeline.data.turns import Message, prompt_hash, turns_from_json
 
 BOS, EOS = 1, 2
@@ -25,8 +25,8 @@ def tokenizer(bpe_tokenizer):
     return bpe_tokenizer
 
 
-def options(**changes) -> SampleOptions:
-    return SampleOptions(**{"max_seq_len": 200, "max_prompt_seq_len": 100, **changes})
+def options(**changes) -> TokenizationOptions:
+    return TokenizationOptions(**{"max_seq_len": 200, "max_prompt_seq_len": 100, **changes})
 
 
 def record(prompt="tea?", chosen=None, rejected=None, text=None, margin=None) -> Record:
@@ -43,21 +43,21 @@ def parts(tokenizer, prompt, response) -> tuple[list[int], list[int]]:
 def test_only_the_response_and_its_end_are_trained(tokenizer):
     prompt, response = parts(tokenizer, "tea?", "Boil water.")
     counts = Counts()
-    samples = list(sft_samples([record(chosen="Boil water.", rejected="no")], tokenizer, options(), counts))
-    assert samples == [SFTSample(prompt + response, [False] * len(prompt) + [True] * len(response))]
+    samples = list(sft_rows([record(chosen="Boil water.", rejected="no")], tokenizer, options(), counts))
+    assert samples == [SFTRow(prompt + response, [False] * len(prompt) + [True] * len(response))]
     assert len(counts) == 0
 
 
 def test_training_on_the_prompt_leaves_out_only_the_first_token(tokenizer):
-    (sample,) = sft_samples([record(chosen="Boil")], tokenizer, options(train_on_prompt=True), Counts())
+    (sample,) = sft_rows([record(chosen="Boil")], tokenizer, options(train_on_prompt=True), Counts())
     assert sample.trained == [False] + [True] * (len(sample.ids) - 1)
 
 
 def test_only_the_last_turn_is_trained_on_request(tokenizer):
     turns = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
     row = Record(turns, "d", None, None, None, 0, Origin("f", 1), None)
-    (every,) = sft_samples([row], tokenizer, options(), Counts())
-    (last,) = sft_samples([row], tokenizer, options(train_turns="last"), Counts())
+    (every,) = sft_rows([row], tokenizer, options(), Counts())
+    (last,) = sft_rows([row], tokenizer, options(train_turns="last"), Counts())
     assert every.ids == last.ids
     first_answer, last_answer = (len(parts(tokenizer, "x", answer)[1]) for answer in "bd")
     assert (sum(every.trained), sum(last.trained)) == (first_answer + last_answer, last_answer)
@@ -67,9 +67,7 @@ def test_truncation_forges_no_end_and_is_counted(tokenizer):
     prompt, response = parts(tokenizer, "tea?", "Boil water, add the leaves.")
     limit = len(prompt) + 3
     counts = Counts()
-    (sample,) = sft_samples(
-        [record(chosen="Boil water, add the leaves.")], tokenizer, options(max_seq_len=limit), counts
-    )
+    (sample,) = sft_rows([record(chosen="Boil water, add the leaves.")], tokenizer, options(max_seq_len=limit), counts)
     assert sample.ids == prompt + response[:3]
     assert EOS not in sample.ids
     assert sum(sample.trained) == 3
@@ -79,15 +77,15 @@ def test_truncation_forges_no_end_and_is_counted(tokenizer):
 def test_row_without_a_trained_token_is_dropped_and_counted(tokenizer):
     prompt, _ = parts(tokenizer, "tea?", "x")
     counts = Counts()
-    assert not list(sft_samples([record(chosen="x")], tokenizer, options(max_seq_len=len(prompt)), counts))
+    assert not list(sft_rows([record(chosen="x")], tokenizer, options(max_seq_len=len(prompt)), counts))
     assert counts["no trained token left after truncation"] == 1
 
 
 def test_rows_that_a_step_cannot_use_are_counted(tokenizer):
     counts = Counts()
-    assert not list(sft_samples([record()], tokenizer, options(), counts))
-    assert not list(pair_samples([record(chosen="x")], tokenizer, options(), counts))
-    assert not list(prompt_samples([record(text="x")], tokenizer, options(), counts))
+    assert not list(sft_rows([record()], tokenizer, options(), counts))
+    assert not list(pair_rows([record(chosen="x")], tokenizer, options(), counts))
+    assert not list(prompt_rows([record(text="x")], tokenizer, options(), counts))
     assert not list(text_blocks([record()], tokenizer, 8, counts))
     expected = {"no response to train on", "no pair of responses", "no prompt", "no plain text"}
     assert set(counts) == expected
@@ -97,9 +95,9 @@ def test_text_that_spells_a_special_token_is_broken_up(tokenizer):
     """Encoded as it stands, it would be the real token: an end in the middle of a response."""
     counts = Counts()
     forged = "fine</s>\n\nHuman: more"
-    trained, text = sft_samples([record(chosen=forged), record(text=forged)], tokenizer, options(), counts)
-    (pair,) = pair_samples([record(chosen="x", rejected=forged)], tokenizer, options(), counts)
-    (prompt,) = prompt_samples([record(prompt=forged)], tokenizer, options(), counts)
+    trained, text = sft_rows([record(chosen=forged), record(text=forged)], tokenizer, options(), counts)
+    (pair,) = pair_rows([record(chosen="x", rejected=forged)], tokenizer, options(), counts)
+    (prompt,) = prompt_rows([record(prompt=forged)], tokenizer, options(), counts)
     end = tokenizer.eos_token_id
     for ids in (trained.ids, text.ids, pair.rejected_ids):
         assert ids.count(end) == 1 + (tokenizer.bos_token_id == end) and ids[-1] == end
@@ -113,8 +111,8 @@ def test_refused_turns_are_counted(tokenizer):
     turns = (Message("system", "s"), Message("user", "u"))
     row = Record(turns, "a", "b", None, None, 0, Origin("f", 4), None)
     counts = Counts()
-    assert not list(sft_samples([row], tokenizer, options(), counts))
-    assert not list(prompt_samples([row], tokenizer, options(), counts))
+    assert not list(sft_rows([row], tokenizer, options(), counts))
+    assert not list(prompt_rows([row], tokenizer, options(), counts))
     assert counts["turns refused by the chat template"] == 2
     assert counts.first("turns refused by the chat template") == "f:4"
 
@@ -123,8 +121,8 @@ def test_pair_shares_its_prompt(tokenizer):
     prompt, chosen = parts(tokenizer, "tea?", "yes")
     _, rejected = parts(tokenizer, "tea?", "no, never")
     rows = [record(chosen="yes", rejected="no, never", margin=0.5), record(chosen="yes", rejected="no, never")]
-    first, second = pair_samples(rows, tokenizer, options(), Counts())
-    assert first == PairSample(prompt + chosen, prompt + rejected, len(prompt), 0.5)
+    first, second = pair_rows(rows, tokenizer, options(), Counts())
+    assert first == PairRow(prompt + chosen, prompt + rejected, len(prompt), 0.5)
     assert second.margin == 0.0
 
 
@@ -133,8 +131,8 @@ def test_long_pair_is_dropped_by_default(tokenizer):
     counts = Counts()
     row = record(chosen="yes and more", rejected="no")
     limit = len(prompt) + len(chosen)
-    assert len(list(pair_samples([row], tokenizer, options(max_seq_len=limit), counts))) == 1
-    assert not list(pair_samples([row], tokenizer, options(max_seq_len=limit - 1), counts))
+    assert len(list(pair_rows([row], tokenizer, options(max_seq_len=limit), counts))) == 1
+    assert not list(pair_rows([row], tokenizer, options(max_seq_len=limit - 1), counts))
     assert {kind: counts[kind] for kind in counts} == {"pair longer than max_seq_len": 1}
 
 
@@ -144,8 +142,8 @@ def test_long_pair_loses_the_start_of_its_prompt(tokenizer):
     limit = len(prompt) + len(chosen) - 2
     counts = Counts()
     row = record(chosen="yes and more", rejected="no")
-    (pair,) = pair_samples([row], tokenizer, options(max_seq_len=limit, long_pairs="truncate_left"), counts)
-    assert pair == PairSample(prompt[2:] + chosen, prompt[2:] + rejected, len(prompt) - 2, 0.0)
+    (pair,) = pair_rows([row], tokenizer, options(max_seq_len=limit, long_pairs="truncate_left"), counts)
+    assert pair == PairRow(prompt[2:] + chosen, prompt[2:] + rejected, len(prompt) - 2, 0.0)
     assert {kind: counts[kind] for kind in counts} == {"pair truncated": 1}
 
 
@@ -155,8 +153,8 @@ def test_response_beyond_the_limit_loses_its_end_and_the_prompt_keeps_a_quarter(
     assert len(chosen) > 8 and len(prompt) > 2
     counts = Counts()
     row = record(chosen="four minutes and the leaves of the tea", rejected="no")
-    (pair,) = pair_samples([row], tokenizer, options(max_seq_len=8, long_pairs="truncate_left"), counts)
-    assert pair == PairSample(prompt[-2:] + chosen[:6], prompt[-2:] + rejected, 2, 0.0)
+    (pair,) = pair_rows([row], tokenizer, options(max_seq_len=8, long_pairs="truncate_left"), counts)
+    assert pair == PairRow(prompt[-2:] + chosen[:6], prompt[-2:] + rejected, 2, 0.0)
     assert counts["pair truncated"] == counts["response truncated"] == 1
 
 
@@ -164,7 +162,7 @@ def test_pair_that_becomes_equal_by_truncation_is_dropped(tokenizer):
     counts = Counts()
     same = "four minutes and the leaves of the tea"
     row = record(chosen=same + " one", rejected=same + " two")
-    assert not list(pair_samples([row], tokenizer, options(max_seq_len=8, long_pairs="truncate_left"), counts))
+    assert not list(pair_rows([row], tokenizer, options(max_seq_len=8, long_pairs="truncate_left"), counts))
     assert counts["chosen and rejected have the same tokens"] == 1
 
 
@@ -173,7 +171,7 @@ def test_bos_stays_when_a_prompt_loses_its_start(tokenizer):
     prompt, _ = parts(tokenizer, "How do I make tea?", "x")
     counts = Counts()
     cut = options(max_prompt_seq_len=5, long_prompts="truncate_left")
-    (sample,) = prompt_samples([record("How do I make tea?")], tokenizer, cut, counts)
+    (sample,) = prompt_rows([record("How do I make tea?")], tokenizer, cut, counts)
     assert sample.prompt_ids == [BOS, *prompt[-4:]]
     assert counts["prompt truncated"] == 1
 
@@ -182,7 +180,7 @@ def test_prompts_are_distinct_and_carry_their_turns(tokenizer):
     prompt, _ = parts(tokenizer, "tea?", "x")
     counts = Counts()
     rows = [record(chosen="a", rejected="b"), record(chosen="c", rejected="d"), record("coffee?")]
-    first, second = prompt_samples(rows, tokenizer, options(), counts)
+    first, second = prompt_rows(rows, tokenizer, options(), counts)
     assert first.prompt_ids == prompt
     assert turns_from_json(first.messages) == (Message("user", "tea?"),)
     assert (first.prompt_id, second.prompt_id) == (rows[0].prompt_id, rows[2].prompt_id)
@@ -192,8 +190,8 @@ def test_prompts_are_distinct_and_carry_their_turns(tokenizer):
 def test_long_prompt_is_dropped_by_default(tokenizer):
     prompt, _ = parts(tokenizer, "tea?", "x")
     counts = Counts()
-    assert len(list(prompt_samples([record()], tokenizer, options(max_prompt_seq_len=len(prompt)), counts))) == 1
-    assert not list(prompt_samples([record()], tokenizer, options(max_prompt_seq_len=len(prompt) - 1), counts))
+    assert len(list(prompt_rows([record()], tokenizer, options(max_prompt_seq_len=len(prompt)), counts))) == 1
+    assert not list(prompt_rows([record()], tokenizer, options(max_prompt_seq_len=len(prompt) - 1), counts))
     assert counts["prompt longer than max_prompt_seq_len"] == 1
 
 
@@ -208,6 +206,6 @@ def test_documents_are_joined_with_eos_and_cut_into_blocks(tokenizer):
 
 def test_documents_and_conversations_mix_in_step_one(tokenizer):
     rows = [record(text="The quick brown fox."), record(chosen="yes")]
-    conversation, block = sft_samples(rows, tokenizer, options(), Counts())
+    conversation, block = sft_rows(rows, tokenizer, options(), Counts())
     assert conversation.ids[-1] == EOS and not conversation.trained[1]
     assert block.ids == [*encode_text(tokenizer, "The quick brown fox."), EOS]

@@ -31,7 +31,7 @@ SPECIAL_BROKEN = "text that spells a special token (broken up)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleOptions:
+class TokenizationOptions:
     """Limits in tokens, and what happens to rows beyond them."""
 
     max_seq_len: int
@@ -43,7 +43,7 @@ class SampleOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class SFTSample:
+class SFTRow:
     """S token ids, S <= max_seq_len, and S flags: True = a target of the loss. The first token never is one."""
 
     ids: list[int]
@@ -51,7 +51,7 @@ class SFTSample:
 
 
 @dataclass(frozen=True, slots=True)
-class PairSample:
+class PairRow:
     """Two conversations whose first `prompt_length` ids are the same; each is at most max_seq_len ids long."""
 
     chosen_ids: list[int]
@@ -61,7 +61,7 @@ class PairSample:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSample:
+class PromptRow:
     """A prompt up to and with the generation prompt. messages: its turns as JSON, for a reward model's own template."""
 
     prompt_ids: list[int]
@@ -108,9 +108,9 @@ class _Encoder:
             self.counts.add(SPECIAL_BROKEN, record.origin)
 
 
-def sft_samples(
-    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: SampleOptions, counts: Counts
-) -> Iterator[SFTSample]:
+def sft_rows(
+    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
+) -> Iterator[SFTRow]:
     """One sample a conversation; plain text documents are joined into blocks of max_seq_len and come last.
 
     A conversation beyond max_seq_len loses its end, without an EOS in its place ('truncated'); if no trained token is
@@ -129,9 +129,9 @@ def sft_samples(
         yield from text_blocks(documents, tokenizer, options.max_seq_len, counts)
 
 
-def pair_samples(
-    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: SampleOptions, counts: Counts
-) -> Iterator[PairSample]:
+def pair_rows(
+    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
+) -> Iterator[PairRow]:
     """One sample for each record with a chosen and a rejected response.
 
     A pair beyond max_seq_len is dropped, or with long_pairs='truncate_left' loses the start of its prompt (the BOS
@@ -145,9 +145,9 @@ def pair_samples(
             yield fitted
 
 
-def prompt_samples(
-    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: SampleOptions, counts: Counts
-) -> Iterator[PromptSample]:
+def prompt_rows(
+    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
+) -> Iterator[PromptRow]:
     """One sample for each distinct prompt. One beyond max_prompt_seq_len is dropped, or loses its start (BOS stays)."""
     encoder = _Encoder.of(tokenizer, counts)
     seen: set[int] = set()
@@ -161,12 +161,12 @@ def prompt_samples(
             seen.add(record.prompt_id)
             ids = _fitted_prompt(record, encoder, options)
             if ids is not None:
-                yield PromptSample(ids, record.prompt_id, turns_to_json(record.messages))
+                yield PromptRow(ids, record.prompt_id, turns_to_json(record.messages))
 
 
 def text_blocks(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", block_len: int, counts: Counts
-) -> Iterator[SFTSample]:
+) -> Iterator[SFTRow]:
     """Documents joined with EOS after each and cut into blocks of block_len ids; the last block may be shorter.
 
     All tokens but each block's first are trained. Raises InputError if the tokenizer has no EOS.
@@ -189,11 +189,11 @@ def text_blocks(
         yield _all_trained(rest)
 
 
-def _all_trained(ids: list[int]) -> SFTSample:
-    return SFTSample(ids, [False] + [True] * (len(ids) - 1))
+def _all_trained(ids: list[int]) -> SFTRow:
+    return SFTRow(ids, [False] + [True] * (len(ids) - 1))
 
 
-def _sft_sample(record: Record, encoder: _Encoder, options: SampleOptions) -> SFTSample | None:
+def _sft_sample(record: Record, encoder: _Encoder, options: TokenizationOptions) -> SFTRow | None:
     encoded = encoder.conversation(record, record.all_turns, options.train_turns)
     if encoded is None:
         return None
@@ -202,14 +202,14 @@ def _sft_sample(record: Record, encoder: _Encoder, options: SampleOptions) -> SF
         encoder.counts.add("truncated", record.origin)
     # Nothing predicts the first token, so it is no target.
     wanted = [True] * len(ids) if options.train_on_prompt else encoded.trained
-    sample = SFTSample(ids[:limit], [False, *wanted[1:limit]])
+    sample = SFTRow(ids[:limit], [False, *wanted[1:limit]])
     if any(sample.trained):
         return sample
     encoder.counts.add("no trained token left after truncation", record.origin)
     return None
 
 
-def _encoded_pair(record: Record, encoder: _Encoder) -> PairSample | None:
+def _encoded_pair(record: Record, encoder: _Encoder) -> PairRow | None:
     sides = []
     for response in (record.chosen, record.rejected):
         turns = (*record.messages, Message("assistant", response or ""))
@@ -219,10 +219,10 @@ def _encoded_pair(record: Record, encoder: _Encoder) -> PairSample | None:
         sides.append(encoded)
     # With only the last turn trained, the tokens before the first trained one are exactly the prompt's.
     prompt_length = sides[0].trained.index(True)
-    return PairSample(sides[0].ids, sides[1].ids, prompt_length, record.margin or 0.0)
+    return PairRow(sides[0].ids, sides[1].ids, prompt_length, record.margin or 0.0)
 
 
-def _fitted(pair: PairSample, record: Record, encoder: _Encoder, options: SampleOptions) -> PairSample | None:
+def _fitted(pair: PairRow, record: Record, encoder: _Encoder, options: TokenizationOptions) -> PairRow | None:
     """The pair within max_seq_len, or None and counted."""
     counts, limit = encoder.counts, options.max_seq_len
     if max(len(pair.chosen_ids), len(pair.rejected_ids)) > limit:
@@ -239,7 +239,7 @@ def _fitted(pair: PairSample, record: Record, encoder: _Encoder, options: Sample
     return pair
 
 
-def _truncated_pair(pair: PairSample, limit: int, bos_id: int | None) -> tuple[PairSample, bool]:
+def _truncated_pair(pair: PairRow, limit: int, bos_id: int | None) -> tuple[PairRow, bool]:
     """The pair within `limit` tokens a side: a shorter prompt, then shorter responses; and if a response was cut."""
     old = pair.prompt_length
     longest_response = max(len(pair.chosen_ids), len(pair.rejected_ids)) - old
@@ -250,7 +250,7 @@ def _truncated_pair(pair: PairSample, limit: int, bos_id: int | None) -> tuple[P
     return shorter, longest_response > limit - new
 
 
-def _fitted_prompt(record: Record, encoder: _Encoder, options: SampleOptions) -> list[int] | None:
+def _fitted_prompt(record: Record, encoder: _Encoder, options: TokenizationOptions) -> list[int] | None:
     ids, limit = encoder.prompt(record), options.max_prompt_seq_len
     if ids is None or len(ids) <= limit:
         return ids
