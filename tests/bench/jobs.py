@@ -183,7 +183,7 @@ class Jobs:
     def device(self) -> dict[str, Any]:
         """Bandwidth and throughput of this machine's device, measured now."""
         options = self.options
-        return self.worker("device", "bench.limits", ["--copy_mib", options.copy_mib, "--matrix", options.matrix])
+        return self.worker("device", "bench.roofline", ["--copy_mib", options.copy_mib, "--matrix", options.matrix])
 
 
 def ppo_words(options: argparse.Namespace, prompts: Path, *, batch: int = 0, actor: str = "actor") -> list[object]:

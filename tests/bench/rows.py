@@ -6,8 +6,8 @@ from typing import Any
 
 from bench.figures import Figures, quotient
 from bench.jobs import Jobs, output_words, ppo_words
-from bench.limits import Device, data_sheet
 from bench.random_models import SHAPES, config_of
+from bench.roofline import Device, data_sheet
 from bench.watched import WATCHED
 from bench.work import Shape, generation_seconds, lora_weights, ppo_flops, shape_of, state_bytes, step_bounds
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from bench.figures import Figures, quotient
 from bench.jobs import NO_HELD_OUT, Jobs
-from bench.limits import data_sheet
 from bench.random_models import config_of, make_pairs
+from bench.roofline import data_sheet
 from bench.rows import Row, device_of
 from bench.work import shape_of
 

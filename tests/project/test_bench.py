@@ -11,9 +11,9 @@ import pytest
 import torch
 from bench import dschat_math, phases
 from bench.figures import Figures, holds, quotient
-from bench.limits import Device, data_sheet, measure
 from bench.random_models import config_of, hazard_for, set_end_probability
 from bench.report import markdown
+from bench.roofline import Device, data_sheet, measure
 from bench.work import (
     Shape,
     generation_seconds,

@@ -1,4 +1,4 @@
-"""What this device can do: copy bandwidth and matrix throughput, measured. `python -m bench.limits` prints JSON."""
+"""Measure the roofline of a device: copy bandwidth and matrix throughput. `python -m bench.roofline` prints JSON."""
 
 import argparse
 import json
@@ -9,15 +9,15 @@ from statistics import median
 
 import torch
 
-# Of a device whose name holds the word: bytes/s of its data sheet, and dense bf16 operations/s (H200: the figure that
-# real matrices reach, against which MFU is given).
+# Word in a device's name -> bytes/s of its data sheet, and dense bf16 operations/s (H200: the figure that real matrices
+# reach, against which MFU is given).
 DATA_SHEETS = {"H200": (4.8e12, 790e12), "H100": (3.35e12, 790e12), "A100": (2.04e12, 312e12)}
 WARM_UP, REPEATS = 3, 10
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """bandwidth: bytes/s between the device's memory and its cores, read or written. flops: matrix operations/s."""
+    """A device's bandwidth (bytes/s between its memory and its cores, read or written) and matrix operations/s."""
 
     name: str
     bandwidth: float
@@ -33,15 +33,15 @@ def data_sheet(measured: Device) -> Device:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call, the device's work included."""
-    found = []
+    """Return the median seconds of a call, the device's work included."""
+    times = []
     for _ in range(WARM_UP + REPEATS):
         synchronize(device)
         started = time.perf_counter()
         call()
         synchronize(device)
-        found.append(time.perf_counter() - started)
-    return median(found[WARM_UP:])
+        times.append(time.perf_counter() - started)
+    return median(times[WARM_UP:])
 
 
 def synchronize(device: torch.device) -> None:
@@ -68,7 +68,7 @@ def matrix_throughput(device: torch.device, size: int) -> float:
 
 
 def measure(*, copy_mib: int = 0, matrix: int = 0) -> Device:
-    """The device of this process, measured; 0: sizes that fit its kind."""
+    """Measure the device of this process; 0: sizes that fit its kind."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     num_bytes = (copy_mib or (8192 if on_gpu else 64)) * 2**20
@@ -78,7 +78,7 @@ def measure(*, copy_mib: int = 0, matrix: int = 0) -> Device:
 
 
 def main() -> None:
-    """Print what this device does."""
+    """Print the measured roofline of this device as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--copy_mib", type=int, default=0, help="MiB that are copied; 0: by the device's kind")
     parser.add_argument("--matrix", type=int, default=0, help="rows of the square matrices; 0: by the device's kind")
