@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "demo", "docs", "tests")
+FOLDERS = ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "rlhf", "demo", "docs", "tests")
 INTRODUCTION = """# Files
 
 Every Python file with its first sentence, made by `make reference` from the docstrings: edit those, not this page.

@@ -25,6 +25,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 STAGES = {"step1_sft": SFTConfig, "step2_reward": RewardConfig, "step3_ppo": PPOConfig}
 NUMBERS = dict(zip("123", STAGES.values(), strict=True))
 PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": compare.CompareConfig}
+SUBCOMMANDS = {"train": "train.py", "chat": "chat.py", "compare": "prompt_eval.py"}
 # What a reader's own shell or another project answers for.
 OTHERS = ("git", "cd", "source", "pip", "echo", "tensorboard")
 
@@ -192,6 +193,8 @@ def check_command(words: list[str]) -> None:
         assert set(rest) <= set(targets), rest
     elif program == "python" and rest[0] == "train.py":
         train.check_steps(make_plan(rest[1:], train.STEPS, prog="python train.py"))
+    elif program == "rlhf":
+        check_command(["python", SUBCOMMANDS[rest[0]], *rest[1:]])
     elif program == "python" and rest[0] in PROGRAMS:
         parse(PROGRAMS[rest[0]], rest[1:], section="none")
     elif program == "python" and rest[0].endswith(".py"):
@@ -232,6 +235,7 @@ def test_commands_are_right(page, words, tmp_path, monkeypatch):
         "bash launch/single_gpu.sh 4 --seed 1",
         "bash launch/single_gpu.sh 1 --kl_coef 1",
         "python -m step2_reward.eval --paths output/reward",
+        "rlhf trian",
         "make coffee",
         "rm everything",
     ],
