@@ -1,80 +1,123 @@
-"""Run a worker script as a process group of gloo ranks, once for all its cases, and read what each rank found."""
+"""Process groups of gloo ranks that run the cases of a worker module, each when a test first asks for it."""
 
+import importlib
+import io
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from support import forks
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT_S = 900.0
+TIMEOUT_S = 300.0
+ALONE_S = 5.0  # a rank whose peer has ended waits for ever
 
 Case = Callable[[Path], Any]
 
 
-def run_group(script: str, world_size: int, folder: Path, inputs: Path) -> list[dict[str, Any]]:
-    """What each rank of `tests/multi/<script>` found, by case. A case that did not come to its end is missing."""
-    from pipeline.dist import free_port
+class Group:
+    """`size` ranks that run cases of `tests/multi/<worker>.py` in the order in which tests ask for them."""
 
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = os.pathsep.join(str(path) for path in (ROOT, ROOT / "tests", ROOT / "tests" / "multi"))
-    shared = {
-        **os.environ,
-        "PYTHONPATH": paths,
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "HF_HUB_OFFLINE": "1",
-    }
-    processes = []
-    for rank in range(world_size):
-        with (folder / f"rank-{rank}.log").open("wb") as log:
-            command = [sys.executable, str(ROOT / "tests" / "multi" / script), str(folder), str(inputs)]
-            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-            )
-    wait_for(processes)
-    logs = "\n".join((folder / f"rank-{rank}.log").read_text(errors="replace")[-4000:] for rank in range(world_size))
-    files = [folder / f"rank-{rank}.pt" for rank in range(world_size)]
-    assert all(file.is_file() for file in files), logs
-    print(logs)  # pytest shows it where a test fails
-    return [torch.load(file, weights_only=True) for file in files]
+    def __init__(self, worker: str, size: int, folder: Path, inputs: Path) -> None:
+        self.worker, self.size, self.folder, self.inputs = worker, size, folder, inputs
+        self.ranks: list[tuple[BaseProcess, Connection]] = []
+        self.results: dict[str, list[Any]] = {}
+
+    def findings(self, case: str) -> list[Any]:
+        """Result of `case` on each rank. Raises AssertionError, with what the ranks printed, where it fails."""
+        if case not in self.results:
+            if not self.ranks:
+                self.start()
+            for _, connection in self.ranks:
+                connection.send(case)
+            self.results[case] = self.receive(case)
+        return self.results[case]
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        port = forks.free_port()
+        for rank in range(self.size):
+            here, there = forks.context.Pipe()
+            variables = forks.rank_variables(rank, self.size, port)
+            process = forks.start(serve, self.worker, variables, self.folder, self.inputs, there)
+            there.close()
+            self.ranks.append((process, here))
+
+    def receive(self, case: str) -> list[Any]:
+        end = time.monotonic() + TIMEOUT_S
+        answers: dict[int, bytes] = {}
+        while len(answers) < self.size and time.monotonic() < end:
+            for rank, (_, connection) in enumerate(self.ranks):
+                if rank not in answers and connection.poll(0.01):
+                    try:
+                        answers[rank] = connection.recv_bytes()
+                    except EOFError:
+                        answers[rank] = b""
+                    if not answers[rank]:
+                        end = min(end, time.monotonic() + ALONE_S)
+        if len(answers) < self.size or not all(answers.values()):
+            self.close()
+            logs = [(self.folder / f"rank-{n}.log").read_text(errors="replace")[-4000:] for n in range(self.size)]
+            raise AssertionError(f"{case}\n" + "\n".join(logs))
+        return [torch.load(io.BytesIO(answers[rank]), weights_only=True) for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the ranks. The next case starts others."""
+        for process, connection in self.ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self.ranks = []
 
 
-def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended; a rank that is left alone or hangs is killed."""
-    end = time.monotonic() + TIMEOUT_S
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            end = min(end, time.monotonic() + 5.0)
-        if time.monotonic() > end:
-            for process in processes:
-                process.kill()
-                process.wait()
-        time.sleep(0.1)
+class Rank:
+    """Case -> result of one rank of a group."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self.group, self.rank = group, rank
+
+    def __getitem__(self, case: str) -> Any:
+        return self.group.findings(case)[self.rank]
 
 
-def run_cases(cases: Mapping[str, Case]) -> None:
-    """The body of a worker: join the group, run the cases in order, save what was found after each one."""
+@contextmanager
+def running(worker: str, sizes: Sequence[int], folder: Path, inputs: Path) -> Iterator[dict[int, list[Rank]]]:
+    """World size -> rank -> case -> result, for the cases of `tests/multi/<worker>.py`."""
+    groups = {size: Group(worker, size, folder / f"world-{size}", inputs) for size in sizes}
+    try:
+        yield {size: [Rank(group, rank) for rank in range(size)] for size, group in groups.items()}
+    finally:
+        for group in groups.values():
+            group.close()
+
+
+def serve(worker: str, variables: dict[str, str], folder: Path, inputs: Path, connection: Connection) -> None:
+    """Join the group as one of its ranks and run cases until the connection ends or a case fails."""
+    log = folder / f"rank-{variables['RANK']}.log"
+    forks.write_output_to(log, log)
+    os.environ |= variables
+    os.chdir(folder)
     from pipeline import dist
     from pipeline.engine.start import start_deepspeed
-    from pipeline.run.entry import leave
 
-    folder, inputs = Path(sys.argv[1]), Path(sys.argv[2])
-    world = dist.start(timeout_s=300)
-    start_deepspeed()
-    found: dict[str, Any] = {}
-    for name, case in cases.items():
-        started = time.monotonic()
-        found[name] = case(inputs)
-        print(f"{name}: {time.monotonic() - started:.2f} s", flush=True)
-        torch.save(found, folder / f"rank-{world.rank}.pt")
-    dist.finish()
-    leave(0)
+    try:
+        dist.start(timeout_s=300)
+        start_deepspeed()
+        cases = importlib.import_module(worker).cases()
+        while True:
+            name = connection.recv()
+            started = time.monotonic()
+            answer = io.BytesIO()
+            torch.save(cases[name](inputs), answer)
+            print(f"{name}: {time.monotonic() - started:.2f} s", flush=True)
+            connection.send_bytes(answer.getvalue())
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # with process groups interpreter teardown aborts now and then

@@ -1,23 +1,25 @@
 """Ranks that share the weights in a rollout, or partition them, sample what the eager loop does on one rank."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from compare import TOLERANCE, apart
-from group import run_group
+from group import Rank, running
 from support.tiny_run import make_folder, take_lines
 
-Found = dict[int, list[dict[str, Any]]]
+Found = dict[int, list[Rank]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     """World size -> rank -> case -> findings."""
     folder = tmp_path_factory.mktemp("decode")
     make_folder(folder)
     take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
-    return {size: run_group("worker_decode.py", size, folder / f"world-{size}", folder) for size in (1, 2)}
+    with running("worker_decode", (1, 2), folder, folder) as groups:
+        yield groups
 
 
 def assert_same(mine: dict[str, Any], reference: dict[str, Any]) -> None:

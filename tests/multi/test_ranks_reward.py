@@ -1,26 +1,31 @@
 """Step 2 gives the same losses, gradients and scores however a step is cut: micro-batches, ranks, ZeRO stages."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from compare import TOLERANCE, apart, numbers_apart
-from group import run_group
+from group import Rank, running
+from support.marks import slow_but
 from support.tiny_run import make_folder, take_lines
 
 SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]
+QUICK = [(1, "m8", 0), (1, "m2", 3), (2, "m4", 1), (2, "m2", 2), (2, "m1", 0), (2, "m2", 3)]
+SHAPES_AND_STAGES = slow_but(QUICK, [(*shape, stage) for shape in SHAPES for stage in range(4)])
 VARIANTS = ["lora", "recomputed", "per token", "centred"]
 BF16_TOLERANCE = 0.05
 
-Found = dict[int, list[dict[str, Any]]]
+Found = dict[int, list[Rank]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     """World size -> rank -> case -> findings."""
     folder = tmp_path_factory.mktemp("reward")
     make_folder(folder)
     take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
-    return {size: run_group("worker_reward.py", size, folder / f"world-{size}", folder) for size in (1, 2)}
+    with running("worker_reward", (1, 2), folder, folder) as groups:
+        yield groups
 
 
 def every_rank(found: Found, case: str) -> list[dict[str, Any]]:
@@ -33,8 +38,7 @@ def assert_equal_steps(mine: dict[str, Any], reference: dict[str, Any]) -> None:
     assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(("size", "micro"), SHAPES)
+@pytest.mark.parametrize(("size", "micro", "stage"), SHAPES_AND_STAGES)
 def test_equals_transformers(found: Found, stage: int, size: int, micro: str) -> None:
     exact = found[1][0]["exact"]
     assert exact["rows"] == 8
@@ -44,8 +48,7 @@ def test_equals_transformers(found: Found, stage: int, size: int, micro: str) ->
         assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(("size", "micro"), SHAPES)
+@pytest.mark.parametrize(("size", "micro", "stage"), SHAPES_AND_STAGES)
 def test_first_steps_are_equal(found: Found, stage: int, size: int, micro: str) -> None:
     reference = found[1][0]["z0 m8"]
     assert abs(reference["losses"][0] - reference["losses"][2]) > 1e-3
@@ -53,7 +56,7 @@ def test_first_steps_are_equal(found: Found, stage: int, size: int, micro: str) 
         assert_equal_steps(rank[f"z{stage} {micro}"], reference)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", slow_but([0, 3], range(4)))
 def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
     exact = found[1][0]["exact partial"]
     assert exact["rows"] == 4
@@ -62,7 +65,7 @@ def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
         assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", slow_but([2, 3], range(4)))
 def test_fresh_head_and_held_out_scores_are_the_same_at_every_stage(found: Found, stage: int) -> None:
     reference = found[1][0]["z0 m2"]
     assert reference["head"].abs().min() > 0
@@ -73,8 +76,10 @@ def test_fresh_head_and_held_out_scores_are_the_same_at_every_stage(found: Found
         assert numbers_apart(list(mine["summary"].values()), list(reference["summary"].values())) < TOLERANCE
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "variant"),
+    slow_but([(3, "lora"), (0, "per token"), (3, "centred")], [(stage, name) for stage in (0, 3) for name in VARIANTS]),
+)
 def test_variants_are_equal(found: Found, stage: int, variant: str) -> None:
     for mine in every_rank(found, f"z{stage} {variant}"):
         assert_equal_steps(mine, found[1][0][f"z0 {variant}"])
@@ -90,21 +95,25 @@ def test_gradient_checkpointing_changes_nothing(found: Found) -> None:
     assert_equal_steps(found[1][0]["z0 recomputed"], found[1][0]["z0 m2"])
 
 
-@pytest.mark.parametrize("case", ["z1 offload", "z2 offload", "z3 offload", "z3 unpartitioned"])
+KINDS = ["z1 offload", "z2 offload", "z3 offload", "z3 unpartitioned"]
+
+
+@pytest.mark.parametrize("case", slow_but(["z1 offload", "z3 unpartitioned"], KINDS))
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
         assert_equal_steps(mine, found[1][0]["z0 m2"])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", slow_but([1], range(4)))
 def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
     for mine in every_rank(found, f"z{stage} bf16"):
         assert numbers_apart(mine["losses"], found[1][0]["z0 m2"]["losses"]) < BF16_TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "case", ["z0 saved", "z3 saved", "z0 saved lora", "z3 saved lora", "z3 unpartitioned saved lora"]
-)
+SAVED = ["z0 saved", "z3 saved", "z0 saved lora", "z3 saved lora", "z3 unpartitioned saved lora"]
+
+
+@pytest.mark.parametrize("case", slow_but(["z0 saved", "z3 saved lora"], SAVED))
 def test_saved_models_are_equal(found: Found, case: str) -> None:
     reference = found[1][0]["z0 saved lora" if case.endswith("lora") else "z0 saved"]
     assert bool(reference["adapter"]) == case.endswith("lora")

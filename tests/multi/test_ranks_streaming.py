@@ -1,24 +1,26 @@
 """Layers that are gathered in turn give the rollout that whole weights do, whatever each rank samples."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from compare import TOLERANCE, apart
-from group import run_group
+from group import Rank, running
 from support.tiny_run import make_folder, take_lines
 
-Found = list[dict[str, Any]]
+Found = list[Rank]
 MODELS = {"opt": [1, 1], "llama": [1, 1, 1], "lora": [1, 1]}  # layers of each group
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     """Rank -> case -> findings."""
     folder = tmp_path_factory.mktemp("streaming")
     make_folder(folder)
     take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
-    return run_group("worker_streaming.py", 2, folder / "world-2", folder)
+    with running("worker_streaming", (2,), folder, folder) as groups:
+        yield groups[2]
 
 
 def assert_same(mine: dict[str, Any], reference: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from group import run_cases
 from stages import current_world
 from support.decode_models import EOS, KEY, PAD, llama, opt, random_prompts, shaken_all
 from worker_ppo import setup, tensors_of
@@ -129,6 +128,7 @@ def step_3(inputs: Path) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Any]:
+    refill.CHECK_EVERY, refill.CHECK_EVERY_WHILE_WAITING = 2, 1
     found: dict[str, Any] = {f"shared {name}": partial(shared, name=name) for name in MAKERS}
     if dist.read_environment()[1] > 1:
         found["shared llama z3"] = partial(shared, name="llama", stage=3)
@@ -137,8 +137,3 @@ def cases() -> dict[str, Any]:
         found["stopped"] = stopped
     found["step 3"] = step_3
     return found
-
-
-if __name__ == "__main__":
-    refill.CHECK_EVERY, refill.CHECK_EVERY_WHILE_WAITING = 2, 1
-    run_cases(cases())

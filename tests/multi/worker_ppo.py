@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from group import run_cases
 from stages import current_world, make_run, watched_steps, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -373,7 +372,3 @@ def cases() -> dict[str, Any]:
 def ptx(inputs: Path, micro: int, stage: int) -> dict[str, Any]:
     words = ("--unsupervised_data_path", inputs / "text.jsonl", "--unsup_coef", 1.5)
     return rollouts(inputs, micro, words, stage=stage)
-
-
-if __name__ == "__main__":
-    run_cases(cases())

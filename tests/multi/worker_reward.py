@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from group import run_cases
 from safetensors.torch import load_file
 from stages import make_run, training_rows, watched_steps
 from torch.nn.functional import logsigmoid
@@ -142,7 +141,3 @@ def cases() -> dict[str, Any]:
     for stage in (1, 2, 3):
         found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero_stage", stage, "--offload"))
     return found
-
-
-if __name__ == "__main__":
-    run_cases(cases())

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from group import run_cases
 from safetensors.torch import load_file
 from stages import current_world, make_run, training_rows, watched_steps, weights
 from transformers import AutoModelForCausalLM
@@ -192,7 +191,3 @@ def cases() -> dict[str, Any]:
         steps, micro=2, words=("--zero_stage", 3, "--offload", "--offload_parameters")
     )
     return found
-
-
-if __name__ == "__main__":
-    run_cases(cases())

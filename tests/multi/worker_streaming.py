@@ -5,13 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from group import run_cases
 from stages import current_world
 from support.decode_models import KEY, NUM_TOKENS, PAD, llama, opt, random_prompts
 from worker_decode import FUSED, change_weights, engine_of, findings, stopped_by_the_last_rank
 from worker_ppo import setup, tensors_of
 
-from pipeline import dist
 from pipeline.engine.engine import TrainingEngine
 from pipeline.generation import hybrid_engine, streaming
 from pipeline.generation import scheduler as refill
@@ -105,14 +103,9 @@ def step_3(inputs: Path) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Any]:
-    found: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}
-    return found | {"stopped": stopped, "decided": decided, "step 3": step_3}
-
-
-if __name__ == "__main__":
     refill.CHECK_EVERY, refill.CHECK_EVERY_WHILE_WAITING = 2, 1
     # Prompts of six tokens at once, padding counted: a fill takes several passes, and not as many on each rank.
     refill.PREFILL_TOKENS = 6
     streaming.GROUP_BYTES = 1  # each layer is a group
-    assert dist.read_environment()[1] == 2
-    run_cases(cases())
+    found: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}
+    return found | {"stopped": stopped, "decided": decided, "step 3": step_3}
