@@ -4,6 +4,7 @@ VENV ?= .venv
 # Absolute: launch scripts run it from other folders.
 PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
+PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo demo-seeds test test-slow test-faults test-gpu bench check audit reference clean
 
@@ -36,7 +37,7 @@ check: $(VENV)/installed-dev
 	$(PYTHON) -m mypy
 
 audit: $(VENV)/installed-dev
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check pip-audit
+	$(PIP_INSTALL) pip-audit
 	$(PYTHON) -m pip_audit -r requirements.txt
 
 reference: $(VENV)/installed
@@ -44,17 +45,17 @@ reference: $(VENV)/installed
 	$(PYTHON) docs/make_files.py
 
 $(VENV)/bin/python:
-	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and \
-	    f"error: {sys.executable} is Python {v[0]}.{v[1]}; wanted 3.11 or 3.12: make BASE_PYTHON=python3.12 ...")'
+	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info[:2]; name = "%s is Python %d.%d" % (sys.executable, *v); \
+	    v < (3, 11) and sys.exit(f"error: {name}; needs 3.11 or newer: make BASE_PYTHON=python3.12 ..."); \
+	    v > (3, 12) and print(f"note: {name}, not tested; tested are 3.11 and 3.12", file=sys.stderr)'
 	$(BASE_PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: requirements.txt | $(VENV)/bin/python
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+$(VENV)/installed: requirements.txt constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -r requirements.txt
 	touch $@
 
 $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(PIP_INSTALL) -r requirements-dev.txt
 	touch $@
 
 clean:

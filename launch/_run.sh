@@ -57,7 +57,12 @@ esac
 
 # --- the Python of the environment ----------------------------------------------------------------------------------
 PYTHON="${PYTHON:-$(command -v python || command -v python3)}"
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+if [[ -e $root/pyproject.toml ]]; then
+    # A checkout; an installed project is found without this.
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+fi
+# `python -m` must not take a folder of the caller's that is called pipeline or launch for ours.
+export PYTHONSAFEPATH=1
 # Libraries announce what will change in their next version; nobody who runs a stage can act on it.
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning}"
 

@@ -94,8 +94,11 @@ def device_name(world: dist.World) -> str:
 
 
 def git_commit() -> str | None:
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    """Return the commit of the checkout that this runs from; None for an installed project."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None  # a repository around an installed project is another project's
+    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 

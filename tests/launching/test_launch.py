@@ -30,6 +30,14 @@ def launch(folder: Path, deployment: str, *words: str, gpus: int = 2, cwd: Path 
     return note["argv"], note
 
 
+def checkout(folder: Path, *packages: str) -> Path:
+    """A checkout in `folder` with launch scripts of its own and these packages of the project."""
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    for name in ("pyproject.toml", *packages):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
 def without_port(words: list[str]) -> list[str]:
     """The words with the picked port checked and replaced."""
     place = words.index("--master_port") + 1
@@ -82,12 +90,13 @@ def test_words_survive_pdsh(tmp_path):
     own_flags = "while [[ $1 == -* ]]; do [[ $1 == -S ]] && shift || shift 2; done"
     write_program(tmp_path / "bin" / "pdsh", f'#!/bin/bash\n{own_flags}\nline="$*"\nbash -c "${{line//%n/0}}"\n')
     (tmp_path / "hosts").write_text("one slots=1\n")
-    stage = tmp_path / "step1_sft"
+    copy = checkout(tmp_path / "copy", "pipeline")
+    stage = copy / "step1_sft"
     stage.mkdir()
     (stage / "__init__.py").touch()
     shutil.copy(ROOT / "step1_sft" / "config.py", stage)
     (stage / "main.py").write_text("import json, sys\njson.dump(sys.argv[1:], open('words.json', 'w'))\n")
-    script = str(ROOT / "launch" / "multi_node.sh")
+    script = str(copy / "launch" / "multi_node.sh")
     flags = ["--hostfile", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", "29517"]
     words = ["--data_path", *HARD_WORDS]
     subprocess.run(["bash", script, *flags, "1", *words], env=environment, cwd=tmp_path, check=False, timeout=90)
@@ -105,6 +114,13 @@ def test_visible_devices_are_kept(tmp_path):
 def test_include_replaces_the_count(tmp_path):
     words, _ = launch(tmp_path, "single_gpu", "--include", "localhost:1", "1")
     assert "--num_gpus" not in words and words[words.index("--include") + 1] == "localhost:1"
+
+
+def test_a_folder_of_the_callers_is_not_taken_for_a_package(tmp_path):
+    for name in ("pipeline", "launch", "step1_sft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not the project')")
+    assert launch(tmp_path, "single_gpu", "1")[1]["argv"]
 
 
 def test_environment(tmp_path):
@@ -136,10 +152,7 @@ def test_python_of_the_path(tmp_path):
 
 
 def test_works_from_a_folder_with_spaces(tmp_path):
-    copy = tmp_path / "my project"
-    shutil.copytree(ROOT / "launch", copy / "launch")
-    for package in ("pipeline", "step1_sft"):
-        (copy / package).symlink_to(ROOT / package)
+    copy = checkout(tmp_path / "my project", "pipeline", "step1_sft")
     environment = stub_environment(tmp_path, gpus=1)
     script = str(copy / "launch/single_gpu.sh")
     subprocess.run(["bash", script, "1"], env=environment, cwd=tmp_path, check=False, timeout=60)

@@ -1,0 +1,49 @@
+"""The installed project: what its wheel holds, and a tiny step 1 by its command from another folder."""
+
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.installed import build_wheel, call, pip, tiny_step
+from support.source_tree import PACKAGES, ROOT, relative, source_files
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_all_packages_their_data_and_nothing_else(wheel):
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    data = [*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.yaml"), ROOT / "launch" / "hostfile.example"]
+    data.append(ROOT / "pipeline" / "inference" / "prompts.json")
+    assert held == {relative(path) for path in [*source_files(*PACKAGES), *data]}
+
+
+def test_a_step_runs_from_a_folder_far_from_the_checkout(wheel, tmp_path):
+    """Beside the environment's libraries; both ways to call it."""
+    target, work = tmp_path / "installed", tmp_path / "my work"
+    pip(sys.executable, "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel)
+    work.mkdir()
+    where = {"PYTHONPATH": str(target)}
+    assert "usage: rlhf SUBCOMMAND" in call([target / "bin" / "rlhf", "--help"], work, **where)
+    plan = call([target / "bin" / "rlhf", "train", "--actor-model", "tiny", "--dry-run"], work, **where)
+    assert f"--preset {target / 'launch' / 'presets' / 'tiny.sft.yaml'}" in plan
+    tiny_step([sys.executable, "-m", "rlhf"], work, **where)
+
+
+@pytest.mark.slow
+def test_an_empty_environment(wheel, tmp_path):
+    """pip brings all that a step needs, at the tested versions."""
+    constraints, folder = ROOT / "constraints.txt", tmp_path / "venv"
+    python = folder / "bin" / "python"
+    pip_words = ("install", "--quiet", "-c", constraints, wheel)
+    call([sys.executable, "-m", "venv", folder], tmp_path)
+    pip(python, *pip_words)
+    work = tmp_path / "work"
+    work.mkdir()
+    assert "usage: rlhf SUBCOMMAND" in call([folder / "bin" / "rlhf", "--help"], work)
+    tiny_step([folder / "bin" / "rlhf"], work)
+    installed = Path(call([python, "-c", "import pipeline; print(pipeline.__file__)"], work).strip())
+    assert installed.is_relative_to(folder)
