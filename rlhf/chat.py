@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
+from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import nearest, parse, stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import InputError
@@ -25,11 +26,11 @@ MAX_SEED = 2**31
 class ChatConfig(Group):
     """Talk to a model, for example with: --path output/actor"""
 
-    path: str = Field("", description="Folder (a merged model or a LoRA adapter) or hub id of the model")
-    system: str = Field("", description="System prompt; none: the template's own, if it has one")
-    prompt: str = Field("", description="Answer this one question and leave; so does a question from a pipe")
-    seed: int = Field(-1, ge=-1, lt=MAX_SEED, description="Makes sampled replies repeatable; -1: another one each time")
-    dtype: Dtype = Field("auto", description="Data type of the weights; auto: bf16 where the device has it, else fp32")
+    path: str = flag("", "Folder (a merged model or a LoRA adapter) or hub id of the model", kind="path")
+    system: str = flag("", "System prompt; none: the template's own, if it has one", kind="text")
+    prompt: str = flag("", "Answer this one question and leave; so does a question from a pipe", kind="text")
+    seed: int = flag(-1, "Makes sampled replies repeatable; -1: another one each time", ge=-1, lt=MAX_SEED)
+    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
     sampling: ReplySettings = ReplySettings(temperature=0.7, top_p=0.95, max_new_tokens=512)
 
 

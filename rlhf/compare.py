@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
+from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import flat_items, parse, stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.data.turns import Turns
@@ -30,16 +29,16 @@ LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class CompareConfig(Group):
     """Compare models, for example with: --models output/sft output/actor --reward_model output/reward"""
 
-    models: list[str] = Field([], max_length=len(LABELS), description="Folders or hub ids; the first is the baseline")
-    model_name_or_path_baseline: str = Field("", description="DeepSpeed-Chat's name for the first of two --models")
-    model_name_or_path_finetune: str = Field("", description="DeepSpeed-Chat's name for the second of two --models")
-    reward_model: str = Field("", description="Folder of a reward model that scores all answers; none: no scores")
-    prompts: str = Field("", description="File of prompts: .txt, one a line; .json or .jsonl, `prompt`; none: bundled")
-    language: Literal["English", "Chinese", "Japanese"] = Field("English", description="Which bundled prompts to use")
-    output: str = Field("", description="Write <output>.json and <output>.md; none: print only")
-    batch_size: int = Field(8, ge=1, description="Prompts that are answered, and answers that are scored, at once")
-    seed: int = Field(1234, ge=0, description="Makes sampled answers repeatable; the same for every model")
-    dtype: Dtype = Field("auto", description="Data type of the weights; auto: bf16 where the device has it, else fp32")
+    models: list[str] = flag([], "Folders or hub ids; the first is the baseline", max_length=len(LABELS), kind="path")
+    model_name_or_path_baseline: str = flag("", "DeepSpeed-Chat's name for the first of two --models")
+    model_name_or_path_finetune: str = flag("", "DeepSpeed-Chat's name for the second of two --models")
+    reward_model: str = flag("", "Folder of a reward model that scores all answers; none: no scores", kind="path")
+    prompts: str = flag("", "File of prompts: .txt, one a line; .json or .jsonl, `prompt`; none: bundled", kind="path")
+    language: Literal["English", "Chinese", "Japanese"] = flag("English", "Which bundled prompts to use")
+    output: str = flag("", "Write <output>.json and <output>.md; none: print only", kind="path")
+    batch_size: int = flag(8, "Prompts that are answered, and answers that are scored, at once", ge=1)
+    seed: int = flag(1234, "Makes sampled answers repeatable; the same for every model", ge=0)
+    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
     sampling: AnswerSettings = AnswerSettings(max_new_tokens=100)
 
 

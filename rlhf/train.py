@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pipeline.configuration.ds_config import EngineDtype, frozen_config, read_user_json, training_config
+from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
 from pipeline.configuration.flags import flat_items, stage_arguments
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError
 from pipeline.launching.launcher import launch_file, run_script
@@ -83,44 +83,19 @@ def check_machine(config: TrainConfig) -> None:
 
 
 def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"]) -> None:
-    """Build the DeepSpeed JSON of each trained model, for the errors that this finds. Raises InputError."""
-    config = stage.resolved.config
-    user = read_user_json(config.deepspeed.deepspeed_config) if config.deepspeed.deepspeed_config else None
-    if user and ranks is None:
-        user.pop("train_batch_size", None)
-    wanted = config.deepspeed.dtype
-    dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if wanted == "auto" else wanted
-    if stage.step == 3:
-        check_step_3(config, ranks, dtype)
-    for model in (config.actor, config.critic) if stage.step == 3 else (config.model,):
-        training_config(
-            config.deepspeed,
-            zero_stage=model.zero_stage,
-            dtype=dtype,
-            micro_batch_size=config.optimizer.per_device_train_batch_size,
-            gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
-            world_size=ranks or 1,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            run_dir=stage.run_dir,
-            device=device,
-            user_json=user,
-            origins=stage.resolved.origins,
-        )
-
-
-def check_step_3(config: PPOConfig, ranks: int | None, dtype: EngineDtype) -> None:
-    """Raises InputError for what step 3 would refuse once its models are loaded, and needs none of them to see."""
+    """Build the DeepSpeed JSON of each model as its ranks will, for the errors that this finds. Raises InputError."""
+    resolved, config = stage.resolved, stage.resolved.config
+    asked = config.deepspeed.dtype
+    dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if asked == "auto" else asked
+    placement = Placement(device=device, dtype=dtype, ranks=ranks, run_dir=stage.run_dir)
+    if stage.step != 3:
+        training_json(resolved, config.model, placement)
+        return
     check_generation(config, ranks)
-    frozen = ((config.actor, config.offload_reference_model), (config.critic, config.offload_reward_model))
-    for model, offload in frozen:
-        frozen_config(
-            config.deepspeed,
-            zero_stage=3 if model.zero_stage == 3 else 0,
-            dtype=dtype,
-            micro_batch_size=1,
-            world_size=ranks or 1,
-            offload=offload,
-        )
+    frozen_json(config.deepspeed, config.actor, placement, offload=config.offload_reference_model)
+    frozen_json(config.deepspeed, config.critic, placement, offload=config.offload_reward_model)
+    training_json(resolved, config.actor, placement, accumulation=config.actor_accumulation)
+    training_json(resolved, config.critic, placement)
 
 
 def check_steps(plan: Plan) -> None:

@@ -2,19 +2,20 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
 
 
 class SFTDataConfig(DataConfig):
     """Data"""
 
-    max_seq_len: int = Field(512, ge=8, description="Tokens of a training row; longer rows are cut on the right")
-    train_on_prompt: bool = Field(False, description="Train on prompt tokens too, as DeepSpeed-Chat does")
-    train_turns: Literal["all", "last"] = Field("all", description="Assistant turns that are trained in a conversation")
-    packing: bool = Field(False, description="Put several rows into one sequence; they do not see each other")
-    sft_only_data_path: list[str] = Field([], description="Further sources of step 1, taken whole")
+    max_seq_len: int = flag(512, "Tokens of a training row; longer rows are cut on the right", ge=8)
+    train_on_prompt: bool = flag(False, "Train on prompt tokens too, as DeepSpeed-Chat does")
+    train_turns: Literal["all", "last"] = flag("all", "Assistant turns that are trained in a conversation")
+    packing: bool = flag(False, "Put several rows into one sequence; they do not see each other")
+    sft_only_data_path: list[str] = flag([], "Further sources of step 1, taken whole", kind="path", on_resume="content")
 
 
 class SFTConfig(Group):
@@ -25,7 +26,9 @@ class SFTConfig(Group):
     optimizer: OptimizerConfig = OptimizerConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output/sft")
-    keep_best: bool = Field(False, description="Keep the weights with the lowest eval_loss instead of the last ones")
+    keep_best: bool = flag(
+        False, "Keep the weights with the lowest eval_loss instead of the last ones", on_resume="free"
+    )
 
     @model_validator(mode="after")
     def _packing_needs_a_mask(self) -> Self:

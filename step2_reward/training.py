@@ -13,9 +13,10 @@ from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import run_fingerprint
 from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
+from pipeline.configuration.ds_config import training_json
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, StepLoader, each, evaluation_batches, pair_lengths, to_device
-from pipeline.engine.build import compute_dtype, deepspeed_json, training_engine, with_lora
+from pipeline.engine.build import compute_dtype, placement, training_engine, with_lora
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.start import partitioned_loading, start_deepspeed
 from pipeline.models.loading import DTYPES, check_positions
@@ -216,13 +217,7 @@ def make_batches(
 
 def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:
     """The base model with a fresh scalar head under DeepSpeed, with LoRA where asked."""
-    ds_json = deepspeed_json(
-        run,
-        config.deepspeed,
-        config.optimizer,
-        zero_stage=config.model.zero_stage,
-        accumulation=config.optimizer.gradient_accumulation_steps,
-    )
+    ds_json = training_json(run.resolved, config.model, placement(run))
     dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
     with partitioned_loading(ds_json):
         reward = load_reward_model(

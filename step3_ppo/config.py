@@ -3,8 +3,9 @@
 import math
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
 from pipeline.errors import InputError
 from pipeline.generation.options import why_not_streamed
@@ -13,75 +14,86 @@ from pipeline.generation.options import why_not_streamed
 class PromptDataConfig(DataConfig):
     """Data"""
 
-    max_prompt_seq_len: int = Field(256, ge=1, description="Tokens of a prompt")
-    long_prompts: Literal["drop", "truncate_left"] = Field(
-        "drop", description="Prompts above max_prompt_seq_len: dropped, or cut on their left"
+    max_prompt_seq_len: int = flag(256, "Tokens of a prompt", ge=1)
+    long_prompts: Literal["drop", "truncate_left"] = flag(
+        "drop", "Prompts above max_prompt_seq_len: dropped, or cut on their left"
     )
-    unsupervised_data_path: list[str] = Field([], description="Plain text for the ptx loss; empty: no ptx loss")
-    unsup_coef: float = Field(27.8, ge=0, description="Weight of the ptx loss (InstructGPT, section 3.4)")
+    unsupervised_data_path: list[str] = flag(
+        [], "Plain text for the ptx loss; empty: no ptx loss", kind="path", on_resume="content"
+    )
+    unsup_coef: float = flag(27.8, "Weight of the ptx loss (InstructGPT, section 3.4)", ge=0)
 
 
 class PPOOptimizerConfig(OptimizerConfig):
     """Optimizer"""
 
-    adam_eps: float = Field(1e-5, gt=0, description="AdamW epsilon")
-    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="Floor of the rate as a share of its peak")
+    adam_eps: float = flag(1e-5, "AdamW epsilon", gt=0)
+    min_learning_rate_ratio: float = flag(0.1, "Floor of the rate as a share of its peak", ge=0, le=1)
 
 
 class SamplingConfig(Group):
     """Rollout"""
 
-    per_device_generation_batch_size: int = Field(16, ge=1, description="Prompts generated at once on one device")
-    generation_batches: int = Field(1, ge=1, description="Generation batches per update phase")
-    num_samples_per_prompt: int = Field(1, ge=1, description="Responses sampled for each prompt")
-    max_answer_seq_len: int = Field(256, ge=1, description="Tokens of a response, EOS included")
-    temperature: float = Field(1.0, gt=0, description="Divides the logits of sampling and of every log-probability")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the most likely tokens of this total probability")
-    top_k: int = Field(0, ge=0, description="Sample from this many most likely tokens; 0: all")
-    generation_engine: Literal["auto", "fused", "static", "eager"] = Field(
-        "auto", description="How responses are made; auto: the fastest that knows the model and the device"
+    per_device_generation_batch_size: int = flag(
+        16, "Prompts generated at once on one device", ge=1, on_resume="rounding"
     )
-    merge_lora_for_generation: bool = Field(
-        True, description="Sample from a copy of the weights with the adapters added; false: base and adapters apart"
+    generation_batches: int = flag(1, "Generation batches per update phase", ge=1, on_resume="rounding")
+    num_samples_per_prompt: int = flag(1, "Responses sampled for each prompt", ge=1)
+    max_answer_seq_len: int = flag(256, "Tokens of a response, EOS included", ge=1)
+    temperature: float = flag(1.0, "Divides the logits of sampling and of every log-probability", gt=0)
+    top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
+    top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
+    generation_engine: Literal["auto", "fused", "static", "eager"] = flag(
+        "auto", "How responses are made; auto: the fastest that knows the model and the device", on_resume="rounding"
     )
-    release_inference_cache: bool = Field(
-        False, description="Give the memory of generation (cache, graph, copied weights) back after each rollout"
+    merge_lora_for_generation: bool = flag(
+        True,
+        "Sample from a copy of the weights with the adapters added; false: base and adapters apart",
+        on_resume="rounding",
     )
-    rollout_weights: Literal["auto", "whole", "streamed"] = Field(
+    release_inference_cache: bool = flag(
+        False, "Give the memory of generation (cache, graph, copied weights) back after each rollout", on_resume="free"
+    )
+    rollout_weights: Literal["auto", "whole", "streamed"] = flag(
         "auto",
-        description="The actor under ZeRO-3 while it generates: whole on each GPU, or streamed: layers come in turn; "
+        "The actor under ZeRO-3 while it generates: whole on each GPU, or streamed: layers come in turn; "
         "auto: whole where it fits",
+        on_resume="rounding",
     )
-    inference_tp_size: int = Field(1, ge=1, description="GPUs that share the actor's weights while they generate")
-    offload_optimizer_during_rollout: bool = Field(
-        False, description="Optimizer states wait in host memory during a rollout, whose cache is given back after it"
+    inference_tp_size: int = flag(
+        1, "GPUs that share the actor's weights while they generate", ge=1, on_resume="rounding"
+    )
+    offload_optimizer_during_rollout: bool = flag(
+        False,
+        "Optimizer states wait in host memory during a rollout, whose cache is given back after it",
+        on_resume="free",
     )
 
 
 class PPOCoefficients(Group):
     """PPO"""
 
-    ppo_epochs: int = Field(1, ge=1, description="Passes over the rollouts of one update phase")
-    policy_clip: float = Field(0.2, gt=0, description="Clip range of the probability ratio")
-    value_clip: float = Field(0.2, ge=0, description="Clip range of the new value around the old one; 0: no clip")
-    gamma: float = Field(1.0, ge=0, le=1, description="Discount per token")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation")
-    whiten_advantages: bool = Field(True, description="Advantages get mean 0 and variance 1 over all ranks")
-    kl_coef: float = Field(0.1, ge=0, description="Weight of the KL penalty; the start value where it is adaptive")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Estimator of the KL per token")
-    kl_in_loss: bool = Field(False, description="Put the KL into the policy loss (k2 or k3) instead of the reward")
-    kl_target: float = Field(0.0, ge=0, description="Nats per sequence that an adaptive kl_coef aims at; 0: fixed")
-    kl_horizon: int = Field(10_000, ge=1, description="Sequences over which the adaptive kl_coef moves")
-    old_log_probs: Literal["trainer", "sampler"] = Field(
-        "trainer", description="Whose log-probabilities the KL takes; sampler: no extra pass, one step per rollout"
+    ppo_epochs: int = flag(1, "Passes over the rollouts of one update phase", ge=1)
+    policy_clip: float = flag(0.2, "Clip range of the probability ratio", gt=0)
+    value_clip: float = flag(0.2, "Clip range of the new value around the old one; 0: no clip", ge=0)
+    gamma: float = flag(1.0, "Discount per token", ge=0, le=1)
+    gae_lambda: float = flag(0.95, "Lambda of generalised advantage estimation", ge=0, le=1)
+    whiten_advantages: bool = flag(True, "Advantages get mean 0 and variance 1 over all ranks")
+    kl_coef: float = flag(0.1, "Weight of the KL penalty; the start value where it is adaptive", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "Estimator of the KL per token")
+    kl_in_loss: bool = flag(False, "Put the KL into the policy loss (k2 or k3) instead of the reward")
+    kl_target: float = flag(0.0, "Nats per sequence that an adaptive kl_coef aims at; 0: fixed", ge=0)
+    kl_horizon: int = flag(10_000, "Sequences over which the adaptive kl_coef moves", ge=1)
+    old_log_probs: Literal["trainer", "sampler"] = flag(
+        "trainer", "Whose log-probabilities the KL takes; sampler: no extra pass, one step per rollout"
     )
-    approx_kl_stop: float = Field(0.0, ge=0, description="Skip the rest of an update phase above this KL; 0: never")
-    reward_clip: float = Field(5.0, gt=0, description="Normalised scores are cut to plus and minus this")
-    missing_eos_penalty: float = Field(1.0, ge=0, description="Subtracted from the reward of a response without EOS")
-    normalise_scores: bool = Field(True, description="Use the mean and std of scores stored by step 2")
-    critic_warmup_steps: int = Field(0, ge=0, description="First steps in which only the critic learns")
-    enable_ema: bool = Field(False, description="Keep an exponential moving average of the actor (actor_ema/)")
-    ema_decay: float = Field(0.992, ge=0, lt=1, description="Decay of that average per optimizer step")
+    approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase above this KL; 0: never", ge=0)
+    reward_clip: float = flag(5.0, "Normalised scores are cut to plus and minus this", gt=0)
+    missing_eos_penalty: float = flag(1.0, "Subtracted from the reward of a response without EOS", ge=0)
+    normalise_scores: bool = flag(True, "Use the mean and std of scores stored by step 2")
+    critic_warmup_steps: int = flag(0, "First steps in which only the critic learns", ge=0)
+    enable_ema: bool = flag(False, "Keep an exponential moving average of the actor (actor_ema/)")
+    ema_decay: float = flag(0.992, "Decay of that average per optimizer step", ge=0, lt=1)
 
     @model_validator(mode="after")
     def _k1_has_no_gradient(self) -> Self:
@@ -95,15 +107,22 @@ class PPOConfig(Group):
 
     actor: ModelConfig = ModelConfig(learning_rate=1e-6)
     critic: ModelConfig = ModelConfig(learning_rate=5e-6)
-    reward_model_name_or_path: str = Field("", description="Reward model; empty: the folder the critic starts from")
-    offload_reference_model: bool = Field(False, description="Keep the reference weights in host memory (stage 3)")
-    offload_reward_model: bool = Field(False, description="Keep the reward weights in host memory (stage 3)")
+    reward_model_name_or_path: str = flag(
+        "", "Reward model; empty: the folder the critic starts from", kind="path", on_resume="content"
+    )
+    offload_reference_model: bool = flag(False, "Reference weights in host memory (ZeRO stage 3)", on_resume="rounding")
+    offload_reward_model: bool = flag(False, "Reward weights in host memory (ZeRO stage 3)", on_resume="rounding")
     data: PromptDataConfig = PromptDataConfig()
     sampling: SamplingConfig = SamplingConfig()
     ppo: PPOCoefficients = PPOCoefficients()
     optimizer: PPOOptimizerConfig = PPOOptimizerConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output")
+
+    @property
+    def actor_accumulation(self) -> int:
+        """Micro-batches of an optimizer step of the actor: twice as many with ptx text."""
+        return self.optimizer.gradient_accumulation_steps * (2 if self.data.unsupervised_data_path else 1)
 
     @model_validator(mode="after")
     def _no_dropout(self) -> Self:
@@ -152,13 +171,13 @@ class PPOConfig(Group):
 
 def check_generation(config: PPOConfig, ranks: int | None) -> None:
     """Raise InputError, a line each, for what generation cannot do with any model; `ranks` None: not known yet."""
-    sampling, stage = config.sampling, config.actor.zero_stage
+    sampling, partitioned = config.sampling, config.actor.zero_stage == 3
     size, rung, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:
         errors.append(f"--inference_tp_size {size}: must divide the {ranks} ranks")
     if size > 1 and rung not in ("auto", "fused"):
         errors.append(f"--inference_tp_size {size}: needs the fused rung, found {rung}")
-    reason = why_not_streamed(zero_stage=stage, ranks=ranks, group_size=size, rung=rung)
+    reason = why_not_streamed(partitioned=partitioned, ranks=ranks, group_size=size, rung=rung)
     if sampling.rollout_weights == "streamed" and reason:
         errors.append(f"--rollout_weights streamed: {reason}; else give auto")
     if rung == "fused" and config.actor.lora_dim and not sampling.merge_lora_for_generation:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from pipeline.configuration.ds_config import frozen_json, training_json
 from pipeline.data.templates import set_template
-from pipeline.engine.build import compute_dtype, deepspeed_json, frozen_json, training_engine, with_lora
+from pipeline.engine.build import compute_dtype, placement, training_engine, with_lora
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading
 from pipeline.errors import InputError
@@ -147,11 +148,8 @@ def check_inputs(config: PPOConfig, tokenizer: Any, reward_path: str) -> Any:
 
 
 def make_actor(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngine:
-    """The policy; with ptx text, an accumulation holds twice the micro-batches."""
-    accumulation = config.optimizer.gradient_accumulation_steps * (2 if config.data.unsupervised_data_path else 1)
-    ds_json = deepspeed_json(
-        run, config.deepspeed, config.optimizer, zero_stage=config.actor.zero_stage, accumulation=accumulation
-    )
+    """The policy under DeepSpeed, with LoRA where asked."""
+    ds_json = training_json(run.resolved, config.actor, placement(run), accumulation=config.actor_accumulation)
     with partitioned_loading(ds_json):
         model = load_causal_lm(
             config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
@@ -164,13 +162,7 @@ def make_actor(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngin
 
 def make_critic(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngine:
     """The value function: starts as the reward model, on the scale of the normalised reward."""
-    ds_json = deepspeed_json(
-        run,
-        config.deepspeed,
-        config.optimizer,
-        zero_stage=config.critic.zero_stage,
-        accumulation=config.optimizer.gradient_accumulation_steps,
-    )
+    ds_json = training_json(run.resolved, config.critic, placement(run))
     with partitioned_loading(ds_json):
         critic = load_reward_model(
             config.critic.model_name_or_path, dtype=dtype, attn_implementation=config.critic.attn_implementation
@@ -185,9 +177,7 @@ def make_reference(run: Run, config: PPOConfig, dtype: torch.dtype) -> FrozenEng
     """The policy before PPO; none where switching the adapters off gives it."""
     if config.actor.lora_dim and config.deepspeed.only_optimize_lora:
         return None
-    ds_json = frozen_json(
-        run, config.deepspeed, zero_stage=config.actor.zero_stage, offload=config.offload_reference_model
-    )
+    ds_json = frozen_json(config.deepspeed, config.actor, placement(run), offload=config.offload_reference_model)
     with partitioned_loading(ds_json):
         model = load_causal_lm(
             config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
@@ -197,9 +187,7 @@ def make_reference(run: Run, config: PPOConfig, dtype: torch.dtype) -> FrozenEng
 
 def make_reward(run: Run, config: PPOConfig, path: str, dtype: torch.dtype) -> FrozenEngine:
     """The reward model, giving raw scores."""
-    ds_json = frozen_json(
-        run, config.deepspeed, zero_stage=config.critic.zero_stage, offload=config.offload_reward_model
-    )
+    ds_json = frozen_json(config.deepspeed, config.critic, placement(run), offload=config.offload_reward_model)
     with partitioned_loading(ds_json):
         model = load_reward_model(path, dtype=dtype, attn_implementation=config.critic.attn_implementation)
     return FrozenEngine(model, ds_json, run.world.device, gather=config.deepspeed.zero3_gather)

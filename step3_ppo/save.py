@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint, data_fingerprint, model_fingerprint
 from pipeline.checkpoints.model_folder import model_documents, save_model, saved_dtype
-from pipeline.configuration.resume_rules import defaults_of, layout_of, settings_of
+from pipeline.configuration.resume_rules import defaults_of, values_by_rule
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
@@ -78,9 +78,9 @@ def run_fingerprint(
     if text is not None:
         hashes["ptx text"] = data_fingerprint(text.rows)
     return RunFingerprint(
-        settings=settings_of(config),
+        settings=values_by_rule(config, "same"),
         hashes=hashes,
         sizes={"prompts of a rollout": plan.prompts_per_rollout, "rows of an optimizer step": plan.rows_per_step},
-        layout=layout_of(config),
+        layout=values_by_rule(config, "rounding"),
         defaults=defaults_of(config),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.resume_rules import defaults_of, layout_of, settings_of
+from pipeline.configuration.resume_rules import defaults_of, values_by_rule
 from pipeline.data.loader import StepLoader
 from pipeline.files import digest
 
@@ -54,12 +54,12 @@ class RunFingerprint:
 def run_fingerprint(config: Any, loader: StepLoader[Any]) -> RunFingerprint:
     """What a resumed run of step 1 or 2 must share with the one that wrote its checkpoint."""
     return RunFingerprint(
-        settings=settings_of(config),
+        settings=values_by_rule(config, "same"),
         hashes={
             "training rows": data_fingerprint(loader.rows),
             "model": model_fingerprint(config.model.model_name_or_path),
         },
         sizes={"rows of an optimizer step": loader.rows_per_step},
-        layout=layout_of(config),
+        layout=values_by_rule(config, "rounding"),
         defaults=defaults_of(config),
     )

@@ -1,87 +1,89 @@
 """The DeepSpeed JSON of an engine, built from flags and joined with the user's own. Pure: no torch, no deepspeed.
 
-Nothing edits the dict afterwards. DeepSpeed gets the micro-batch and the accumulation and infers the global batch.
+train.py's check and the ranks of a run call the same two functions. Nothing edits the dict afterwards. DeepSpeed gets
+the micro-batch and the accumulation and infers the global batch.
 """
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.configuration.ds_json import check_global_batch, flags_from_json, merge_user_json, read_user_json
-from pipeline.configuration.ds_keys import check_keys
-from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.ds_json import check_global_batch, merge_user_json, read_user_json
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
+from pipeline.configuration.flags import Resolved
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.errors import InputError
-
-__all__ = ["check_keys", "flags_from_json", "frozen_config", "merge_user_json", "read_user_json", "training_config"]
 
 Json = dict[str, Any]
 EngineDtype = Literal["bf16", "fp16", "fp32"]
 
 # DeepSpeed prints its own progress line every so many steps; ours come from pipeline/training/metrics.py.
 NEVER_PRINT = 1_000_000_000
-# With these stage 1 has no hook at each parameter.
+# With these ZeRO stage 1 has no hook at each parameter.
 WITHOUT_HOOKS = {"overlap_comm": False, "contiguous_gradients": False}
 
 
-def training_config(
-    settings: DeepSpeedConfig,
-    *,
-    zero_stage: int,
-    dtype: EngineDtype,
-    micro_batch_size: int,
-    gradient_accumulation_steps: int,
-    world_size: int,
-    max_grad_norm: float,
-    run_dir: str | Path,
-    device: Literal["cpu", "cuda"],
-    one_node: bool = False,
-    user_json: Mapping[str, Any] | None = None,
-    origins: Mapping[str, str] | None = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The machine that an engine runs on, as far as its DeepSpeed JSON depends on it.
+
+    dtype: `--dtype` with auto resolved. ranks: None where only the launcher will know. run_dir: DeepSpeed's own
+    monitors write to `<run_dir>/deepspeed`. one_node: all ranks are on one machine.
+    """
+
+    device: Literal["cpu", "cuda"]
+    dtype: EngineDtype
+    ranks: int | None
+    run_dir: Path
+    one_node: bool = False
+
+
+def training_json(
+    resolved: Resolved, model: ModelConfig, placement: Placement, *, accumulation: int | None = None
 ) -> Json:
-    """The JSON of an engine that trains.
+    """Build the DeepSpeed JSON of an engine that trains.
 
     Args:
-        micro_batch_size: rows of one forward pass on one rank.
-        one_node: all ranks are on one machine.
-        run_dir: DeepSpeed's own monitors write to `<run_dir>/deepspeed`.
-        user_json: the user's JSON, joined by the rules of `merge_user_json`.
-        origins: where each flag's value came from (`Resolved.origins`).
+        resolved: the configuration of the stage.
+        model: its group of the model that is trained.
+        accumulation: micro-batches of an optimizer step, if not `--gradient_accumulation_steps`.
 
     Raises:
         InputError: settings that do not go together, or a user's JSON that does not fit them.
     """
-    refuse_combinations(settings, zero_stage=zero_stage, dtype=dtype, device=device)
+    config, origins = resolved.config, resolved.origins
+    settings, optimizer, ranks = config.deepspeed, config.optimizer, placement.ranks
+    refuse_combinations(resolved, model, placement)
     built: Json = {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
-        "gradient_clipping": max_grad_norm,
+        "train_micro_batch_size_per_gpu": optimizer.per_device_train_batch_size,
+        "gradient_accumulation_steps": accumulation or optimizer.gradient_accumulation_steps,
+        "gradient_clipping": optimizer.max_grad_norm,
         "steps_per_print": NEVER_PRINT,
         "wall_clock_breakdown": settings.wall_clock_breakdown,
-        "zero_optimization": zero_block(settings, zero_stage, device),
+        "zero_optimization": zero_block(settings, model.zero_stage, placement.device),
         # It waits for the device at each forward pass.
         "timers": {"throughput": {"enabled": False}},
         # The optimizer is torch's AdamW, also when its states are in host memory.
         "zero_force_ds_cpu_optimizer": False,
-        **precision_blocks(settings, dtype),
-        **monitor_blocks(settings, Path(run_dir)),
+        **precision_blocks(settings, placement.dtype),
+        **monitor_blocks(settings, placement.run_dir),
     }
     if settings.communication_data_type != "auto":
         built["communication_data_type"] = settings.communication_data_type
-    if user_json is not None:
-        source = settings.deepspeed_config or "DeepSpeed JSON"
-        check_keys(user_json, source)
-        built = merge_user_json(built, user_json, origins, source=source)
-        check_global_batch(built, world_size, source)
-    if world_size == 1:
-        return built | {"zero_optimization": alone(built)}
-    asked = (user_json or {}).get("zero_optimization", {}).keys() & WITHOUT_HOOKS.keys()
-    if one_node and not asked and (origins or {}).get("overlap_comm", "default") == "default":
+    user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else {}
+    built = merge_user_json(built, user, flag_table(type(config)), origins, source=settings.deepspeed_config)
+    if ranks is not None:
+        check_global_batch(built, ranks, settings.deepspeed_config)
+    if ranks == 1:
+        return built | {"zero_optimization": for_one_rank(built)}
+    asked = user.get("zero_optimization", {}).keys() & WITHOUT_HOOKS.keys()
+    if placement.one_node and not asked and origins.get("overlap_comm", "default") == "default":
         return built | {"zero_optimization": without_hooks(built)}
     return built
 
 
 def without_hooks(config: Json) -> Json:
-    """The zero_optimization block of `config` for ranks of one machine: at stage 1 gradients are reduced at the end.
+    """Build the zero_optimization block of `config` for ranks of one machine: ZeRO stage 1 reduces at the end.
 
     Over NVLink that takes 4 ms a GB. Overlapping it with the last backward pass takes a Python function at each
     parameter of every pass instead, and small models then wait for the host: 0.05 s a step of OPT-1.3B and OPT-350M.
@@ -91,17 +93,17 @@ def without_hooks(config: Json) -> Json:
 
 
 def is_special(config: Json) -> bool:
-    """Whether DeepSpeed takes another optimizer for stage 1 than for stage 2, or other paths through it."""
+    """Tell whether DeepSpeed takes another optimizer for ZeRO stage 1 than for 2, or other paths through it."""
     offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
     return offloads or "data_types" in config
 
 
-def alone(config: Json) -> Json:
-    """The zero_optimization block of `config` for one rank: the same numbers without what serves several only.
+def for_one_rank(config: Json) -> Json:
+    """Build the zero_optimization block of `config` for one rank: the same numbers without what only several need.
 
-    With nobody to talk to, overlapping holds a second bucket and waits for the device after each backward pass. Stage 2
-    partitions nothing, but copies every gradient four times a micro-batch, from Python; stage 1 lets autograd add them
-    up, and copies once a step. Without contiguous gradients it has no hook at each parameter either.
+    With no other rank, overlapping holds a second bucket and waits for the device after each backward pass. ZeRO stage
+    2 partitions nothing, but copies every gradient four times a micro-batch, from Python; ZeRO stage 1 lets autograd
+    add them up, and copies once a step. Without contiguous gradients it has no hook at each parameter either.
     """
     zero = dict(config["zero_optimization"])
     if zero["stage"] in (1, 2):
@@ -111,63 +113,54 @@ def alone(config: Json) -> Json:
     return zero
 
 
-def frozen_config(
-    settings: DeepSpeedConfig,
-    *,
-    zero_stage: Literal[0, 3],
-    dtype: EngineDtype,
-    micro_batch_size: int,
-    world_size: int,
-    offload: bool,
-) -> Json:
-    """The JSON of a model that is only read. DeepSpeed has no stage 1 or 2 without an optimizer.
+def frozen_json(settings: DeepSpeedConfig, model: ModelConfig, placement: Placement, *, offload: bool) -> Json:
+    """Build the DeepSpeed JSON of a model that is only read: ZeRO stage 3 where its trained twin `model` has it.
 
     Raises:
-        InputError: a stage other than 0 and 3, or offload at stage 0, where DeepSpeed would ignore it.
+        InputError: offload at ZeRO stage 0, where DeepSpeed would ignore it.
     """
-    if zero_stage not in (0, 3):
-        raise InputError(f"zero_stage of a frozen model: found {zero_stage}, wanted 0 or 3")
-    if offload and zero_stage != 3:
+    zero: Json = {"stage": 3 if model.zero_stage == 3 else 0}
+    if offload and zero["stage"] == 0:
         raise InputError(
-            "--offload_reference_model / --offload_reward_model: need stage 3, found 0; give --actor_zero_stage 3"
-            " (reference) or --critic_zero_stage 3 (reward), or leave the flag out"
+            "--offload_reference_model / --offload_reward_model: need ZeRO stage 3, found 0; give it to the models that"
+            " they start from (--actor_zero_stage 3, --critic_zero_stage 3) or leave the flag out"
         )
     if offload and settings.zero3_gather == "once":
         raise InputError(
             "--zero3_gather once: needs weights on the device, found --offload_reference_model or"
             " --offload_reward_model; use auto or layers"
         )
-    zero: Json = {"stage": zero_stage}
-    if zero_stage == 3:
+    if zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = settings.stage3_param_persistence_threshold
     if offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "train_batch_size": micro_batch_size * world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": placement.ranks or 1,
         "steps_per_print": NEVER_PRINT,
         "zero_optimization": zero,
-        **precision_blocks(settings, dtype),
+        **precision_blocks(settings, placement.dtype),
     }
 
 
-def refuse_combinations(settings: DeepSpeedConfig, *, zero_stage: int, dtype: str, device: str) -> None:
-    """Raises InputError with a line for each combination that DeepSpeed cannot do, or would silently not do."""
-    errors = []
-    if settings.offload and zero_stage == 0:
-        errors.append("--offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage or leave --offload out")
-    if settings.offload_parameters and zero_stage < 3:
-        errors.append(f"--offload_parameters: needs ZeRO stage 3, found stage {zero_stage}")
+def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Placement) -> None:
+    """Raise InputError with a line for each combination that DeepSpeed cannot do, or would silently not do."""
+    settings, stage, errors = resolved.config.deepspeed, model.zero_stage, []
+    if settings.offload and stage == 0:
+        flags = " / ".join(f"--{name}" for name in flags_of_key(type(resolved.config), ZERO_STAGE))
+        errors.append(f"--offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise {flags} or leave --offload out")
+    if settings.offload_parameters and stage < 3:
+        errors.append(f"--offload_parameters: needs ZeRO stage 3, found stage {stage}")
     if settings.offload_parameters and settings.zero3_gather == "once":
         errors.append("--zero3_gather once: needs weights on the device, found --offload_parameters; use layers")
-    if dtype == "fp16" and device == "cpu":
+    if placement.dtype == "fp16" and placement.device == "cpu":
         errors.append("--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32")
     if errors:
         raise InputError("\n".join(errors))
 
 
 def zero_block(settings: DeepSpeedConfig, stage: int, device: str) -> Json:
-    """The zero_optimization block: nothing but the stage where nothing is partitioned."""
+    """Build the zero_optimization block: only the ZeRO stage where nothing is partitioned."""
     block: Json = {"stage": stage}
     if stage == 0:
         return block
@@ -190,7 +183,7 @@ def zero_block(settings: DeepSpeedConfig, stage: int, device: str) -> Json:
 
 
 def precision_blocks(settings: DeepSpeedConfig, dtype: str) -> Json:
-    """The bf16 and fp16 blocks; both off for fp32."""
+    """Build the bf16 and fp16 blocks; both are off for fp32."""
     blocks: Json = {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16"}}
     if dtype == "fp16":
         blocks["fp16"] |= {
@@ -204,7 +197,7 @@ def precision_blocks(settings: DeepSpeedConfig, dtype: str) -> Json:
 
 
 def monitor_blocks(settings: DeepSpeedConfig, run_dir: Path) -> Json:
-    """DeepSpeed's own monitors, in a folder apart from the run's metrics."""
+    """Build the blocks of DeepSpeed's own monitors, which write to a folder apart from the run's metrics."""
     blocks: Json = {}
     for name in settings.deepspeed_monitor:
         if name == "wandb":

@@ -9,39 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_keys import MODEL_BLOCKS, check_keys
+from pipeline.configuration.flag_table import Flag
 from pipeline.errors import InputError
 
 Json = dict[str, Any]
 
-# Where a flag's value stands in the JSON.
-FLAG_OF_KEY = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "communication_data_type": "communication_data_type",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_optimization.stage": "zero_stage",
-    "zero_optimization.reduce_bucket_size": "reduce_bucket_size",
-    "zero_optimization.allgather_bucket_size": "allgather_bucket_size",
-    "zero_optimization.overlap_comm": "overlap_comm",
-    "zero_optimization.stage3_param_persistence_threshold": "stage3_param_persistence_threshold",
-    "zero_optimization.offload_optimizer.device": "offload",
-    "zero_optimization.offload_param.device": "offload_parameters",
-    "fp16.enabled": "dtype",
-    "fp16.loss_scale": "loss_scale",
-    "fp16.initial_scale_power": "initial_scale_power",
-    "fp16.loss_scale_window": "loss_scale_window",
-    "fp16.hysteresis": "hysteresis",
-    "fp16.min_loss_scale": "min_loss_scale",
-    "bf16.enabled": "dtype",
-    "tensorboard.enabled": "deepspeed_monitor",
-    "csv_monitor.enabled": "deepspeed_monitor",
-    "wandb.enabled": "deepspeed_monitor",
-}
 # What stands for a block that is not there.
 NO_OFFLOAD = {"zero_optimization.offload_optimizer.device": "none", "zero_optimization.offload_param.device": "none"}
-# Two keys make one flag, or the flag is a list: flags_from_json treats them apart, or not at all.
-NOT_ONE_TO_ONE = ("dtype", "offload", "offload_parameters", "deepspeed_monitor")
 
 
 def read_user_json(path: str | Path) -> Json:
@@ -99,18 +73,17 @@ def leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield inner, value
 
 
-def flags_from_json(user: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Flag -> (key of the JSON, value) for all that the user's JSON says about flags; 'auto' says nothing.
-
-    Step 3's `actor_zero_stage` and `critic_zero_stage` both follow `zero_stage`.
-    """
+def flags_from_json(user: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, tuple[str, Any]]:
+    """Flag -> (key of the JSON, value) for all that the user's JSON says about flags; 'auto' says nothing."""
     said = {key: value for key, value in leaves(user) if value != "auto"}
-    flags = {flag: (key, said[key]) for key, flag in FLAG_OF_KEY.items() if key in said and flag not in NOT_ONE_TO_ONE}
-    for flag, block in (("offload", "offload_optimizer"), ("offload_parameters", "offload_param")):
-        key = f"zero_optimization.{block}.device"
-        # nvme stays the JSON's own: no flag says it.
-        if (device := said.get(key)) in ("cpu", "none"):
-            flags[flag] = (key, device == "cpu")
+    flags = {}
+    for name, flag in table.items():
+        # Where several keys belong to a flag, no value of a key is the flag's.
+        key = flag.deepspeed[0] if len(flag.deepspeed) == 1 else ""
+        if not key.endswith(".device") and key in said:
+            flags[name] = key, said[key]
+        elif said.get(key) in ("cpu", "none"):  # nvme stays the JSON's own: no flag says it
+            flags[name] = key, said[key] == "cpu"
     for dtype in ("bf16", "fp16"):
         if said.get(f"{dtype}.enabled") is True:
             flags["dtype"] = (f"{dtype}.enabled", dtype)
@@ -120,13 +93,9 @@ def flags_from_json(user: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def merge_user_json(
-    built: Json,
-    user: Mapping[str, Any],
-    origins: Mapping[str, str] | None = None,
-    *,
-    source: str = "DeepSpeed JSON",
+    built: Json, user: Mapping[str, Any], table: Mapping[str, Flag], origins: Mapping[str, str], *, source: str
 ) -> Json:
-    """The user's JSON joined with the one built from the flags, as a new dict.
+    """Join the user's JSON with the one built from the flags, as a new dict.
 
     For every value of the user's JSON:
     1. "auto" becomes ours; where we have none the key is left out and DeepSpeed's own default holds.
@@ -134,34 +103,24 @@ def merge_user_json(
     3. A micro-batch or accumulation that differs from ours is refused, since the loaders follow the flags.
     4. A value that differs from a flag which was given (its origin is not "default") is refused.
     5. Any other value wins over ours.
-    What the user's JSON does not mention is ours. An optimizer or scheduler block is refused unless all of it is
-    "auto". `parse` has already turned the JSON's values into flags (`flags_from_json`), so that after it only values
-    without a flag are left to rule 5.
+    What the user's JSON does not mention is ours. `parse` has already turned the JSON's values into flags
+    (`flags_from_json`), so that after it only values without a flag are left to rule 5.
 
     Raises:
         InputError: one line for each value that rules 3 and 4 refuse.
     """
-    refuse_optimizer(user, source)
-    ours, origins = NO_OFFLOAD | dict(leaves(built)), origins or {}
-    errors = []
+    ours, errors = NO_OFFLOAD | dict(leaves(built)), []
     for key, value in leaves(user):
-        flag = FLAG_OF_KEY.get(key, "")
-        if value == "auto" or not flag or value == ours.get(key):
+        names = [name for name, flag in table.items() if key in flag.deepspeed]
+        if value == "auto" or not names or value == ours.get(key):
             continue
-        given = [
-            f"--{name} ({origin})" for name, origin in origins.items() if is_flag(name, flag) and origin != "default"
-        ]
+        given = [f"--{name} ({origins[name]})" for name in names if origins.get(name, "default") != "default"]
         if given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-            by = " and ".join(given) or f"--{flag}"
+            by = " and ".join(given) or f"--{names[0]}"
             errors.append(f"{source}: {key}: found {value!r}, but {by} makes it {ours.get(key)!r}")
     if errors:
         raise InputError("\n".join(errors))
     return overlay(built, {key: value for key, value in user.items() if key not in ("optimizer", "scheduler")})
-
-
-def is_flag(name: str, leaf: str) -> bool:
-    """Whether the flat flag `name` is `leaf`, or `leaf` with the prefix of one of step 3's two models."""
-    return name.removeprefix("actor_").removeprefix("critic_") == leaf
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> Json:

@@ -1,37 +1,33 @@
-"""Checks of flag values beyond their types: names of files and folders, and flags that change nothing as others are."""
+"""Checks of flag values beyond their types: names of files and folders, and flags that change nothing as others are.
+
+They read `kind` and `needs` at each flag's field. Combinations that a stage refuses are checked by its configuration.
+"""
 
 import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-PATH_FLAGS = frozenset(
-    "path models reward_model prompts output resume deepspeed_config hostfile include exclude".split()
-)
+from pydantic import BaseModel
 
-
-PATH_ENDINGS = ("_dir", "_path")
-
-
-# Folders that are written, given as they are to mkdir.
-WRITTEN = ("output_dir", "run_dir", "data_output_path")
-
+from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
 STEERING = ("Cc", "Cs", "Cf")
+ZERO_STAGES = {"ZeRO stage 3": {3}, "ZeRO stage 1 or 2": {1, 2}}
 
 
-def unsafe_paths(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+def unsafe_paths(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
     """A line for each value of a path flag that no file can have, or that is not what it looks like."""
-    for name, value in values.items():
-        if name in PATH_FLAGS or name.endswith(PATH_ENDINGS):
-            for text in value if isinstance(value, list) else [value]:
-                if isinstance(text, str) and (problem := path_problem(name, text)):
+    for name, flag in table.items():
+        if flag.kind in ("path", "written path"):
+            for text in values[name] if isinstance(values[name], list) else [values[name]]:
+                if isinstance(text, str) and (problem := path_problem(flag, text)):
                     yield f"--{name}: found {text[:80]!r} ({origins[name]}): {problem}"
 
 
-def path_problem(name: str, text: str) -> str:
-    """What is wrong with a path, or ""."""
+def path_problem(flag: Flag, text: str) -> str:
+    """The reason why a path cannot be used, or ""."""
     if any(unicodedata.category(character) in STEERING for character in text):
         return "a control character; name a file without it"
     try:
@@ -39,47 +35,35 @@ def path_problem(name: str, text: str) -> str:
         is_file = path.exists() and not path.is_dir()
     except (OSError, RuntimeError) as error:
         return error.strerror or str(error) if isinstance(error, OSError) else str(error)
-    if name not in WRITTEN:
+    if flag.kind != "written path":
         return ""
+    # It is given to mkdir as it is.
     if text.startswith("~"):
         return f"only a shell replaces the ~; give {path}"
     return "a file, wanted a folder" if is_file else ""
 
 
-STAGE_3 = ("zero3_gather", "stage3_param_persistence_threshold")
-
-
-STAGES_1_AND_2 = ("allgather_bucket_size",)
-
-
-FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-
-
-LORA = ("alpha", "dropout", "module_name", "learning_rate")
-
-
-def idle_flags(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """A line for each flag without effect, with what it needs.
+def idle_flags(config: BaseModel, origins: Mapping[str, str]) -> Iterator[str]:
+    """A line for each flag that was set and has no effect, with what it needs.
 
     Args:
-        values: of every flag of a step. origins: where each came from; defaults are not spoken of.
+        origins: the origin of each value; flags with their default are left out.
     """
-    for name, reason in reasons(values):
-        if origins.get(name, "default") != "default":
-            yield f"--{name} {values[name]} ({origins[name]}): has no effect: {reason}"
+    values = dict(flat_items(config))
+    for name, flag in flag_table(type(config)).items():
+        if origins.get(name, "default") != "default" and (need := unmet_need(flag, values, type(config))):
+            yield f"--{name} {values[name]} ({origins[name]}): has no effect: it needs {need}"
 
 
-def reasons(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each flag that has no effect, and why."""
-    stages = sorted({value for name, value in values.items() if name.endswith("zero_stage")})
-    found = " and ".join(map(str, stages))
-    if 3 not in stages:
-        yield from ((name, f"it needs a model at ZeRO stage 3, found {found}") for name in STAGE_3)
-    if not {1, 2} & set(stages):
-        yield from ((name, f"it needs a model at ZeRO stage 1 or 2, found {found}") for name in STAGES_1_AND_2)
-    if values["dtype"] != "fp16":
-        yield from ((name, f"it needs --dtype fp16, found {values['dtype']}") for name in FP16)
-    for name, value in values.items():
-        if name.endswith("lora_dim") and not value:
-            prefix = name.removesuffix("dim")
-            yield from ((prefix + rest, f"it needs --{name}, found 0") for rest in LORA)
+def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseModel]) -> str:
+    """The need of a flag that the other values do not meet, and the value found instead; "" where all is well."""
+    if needed := ZERO_STAGES.get(flag.needs):
+        stages = {values[name] for name in flags_of_key(config_class, ZERO_STAGE)}
+        if not stages & needed:
+            return f"a model at {flag.needs}, found {' and '.join(map(str, sorted(stages)))}"
+    if flag.needs == "fp16" and values["dtype"] != "fp16":
+        return f"--dtype fp16, found {values['dtype']}"
+    lora_dim = flag.name.removesuffix(flag.path[-1]) + "lora_dim"
+    if flag.needs == "LoRA" and not values[lora_dim]:
+        return f"--{lora_dim}, found 0"
+    return ""

@@ -1,24 +1,66 @@
-"""The flat flags of a configuration model, and the conversions that a flag's type allows."""
+"""The definition of a flag as a field of a configuration model, and the flat flags of a whole model.
+
+Everything that is to be known of a flag is said at its field: see `flag`. What reads it (help, reference, YAML, the
+checks of paths and secrets, the resume check, DeepSpeed's JSON) goes over `flag_table`.
+"""
 
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+
+Kind = Literal["plain", "path", "written path", "text"]
+OnResume = Literal["same", "rounding", "content", "free"]
+Need = Literal["", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA"]
+ZERO_STAGE = "zero_optimization.stage"  # the key of a DeepSpeed JSON that the flags of the ZeRO stage set
+
+
+def flag(
+    default: Any,
+    meaning: str,
+    *,
+    kind: Kind = "plain",
+    on_resume: OnResume = "same",
+    needs: Need = "",
+    deepspeed: str | tuple[str, ...] = (),
+    **checks: Any,
+) -> Any:
+    """Return the pydantic field of a flag.
+
+    Args:
+        default: `...` where the flag is required.
+        meaning: the help text; it says what 0 and an empty value stand for.
+        kind: path: the name of a file or folder; written path: a folder that a run makes; text: a user's own words,
+            which are written nowhere and may hold anything.
+        on_resume: same: a resumed run needs the value that its checkpoint was written under; rounding: another value
+            changes how the work is cut, and numbers by rounding only; content: what the value names is compared by its
+            content; free: another value changes how long a run is and what it writes, not what it learns.
+        needs: what the flag has no effect without.
+        deepspeed: the dotted key, or keys, of a DeepSpeed JSON that say the same.
+        checks: pydantic's own: ge, gt, le, lt, min_length, max_length.
+    """
+    keys = (deepspeed,) if isinstance(deepspeed, str) else deepspeed
+    rules: Any = {"kind": kind, "on_resume": on_resume, "needs": needs, "deepspeed": keys}
+    return Field(default, description=meaning, json_schema_extra=rules, **checks)
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One leaf field of a configuration: its flat name, its path in the model, and its definition."""
+    """One leaf field of a configuration: its flat name, its path in the model, its definition and its rules."""
 
     name: str
     path: tuple[str, ...]
     group: str
     info: FieldInfo
     default: Any
+    kind: Kind = "plain"
+    on_resume: OnResume = "same"
+    needs: Need = ""
+    deepspeed: tuple[str, ...] = ()
 
     @property
     def is_list(self) -> bool:
@@ -70,7 +112,8 @@ def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
         if is_group(info.annotation):
             table |= group_flags(name, info, prefixed=groups.count(info.annotation) > 1)
         else:
-            table[name] = Flag(name, (name,), "Stage", info, info.get_default(call_default_factory=True))
+            default = info.get_default(call_default_factory=True)
+            table[name] = Flag(name, (name,), "Stage", info, default, **rules_of(info))
     return table
 
 
@@ -82,8 +125,19 @@ def group_flags(name: str, info: FieldInfo, *, prefixed: bool) -> dict[str, Flag
     for leaf, leaf_info in group.model_fields.items():
         flat = f"{name}_{leaf}" if prefixed else leaf
         shown = f"{title} ({name})" if prefixed else title
-        flags[flat] = Flag(flat, (name, leaf), shown, leaf_info, getattr(info.default, leaf))
+        flags[flat] = Flag(flat, (name, leaf), shown, leaf_info, getattr(info.default, leaf), **rules_of(leaf_info))
     return flags
+
+
+def flags_of_key(config_class: type[BaseModel], key: str) -> list[str]:
+    """The flags that set `key` of a DeepSpeed JSON; step 3 has one for each of its two models."""
+    return [name for name, flag in flag_table(config_class).items() if key in flag.deepspeed]
+
+
+def rules_of(info: FieldInfo) -> dict[str, Any]:
+    """The rules that `flag` stored in a field; {} for a plain pydantic field."""
+    rules: Any = info.json_schema_extra or {}
+    return rules
 
 
 def flat_items(config: BaseModel) -> Iterator[tuple[str, Any]]:

@@ -214,7 +214,7 @@ def resolve_layers(
                 values[name], origins[name] = value, origin
             else:
                 errors.append(f"{origin}: {name}: {unknown_reason(name, table)}")
-    errors += [*secret_values(values, origins), *unsafe_paths(values, origins)]
+    errors += [*secret_values(table, values, origins), *unsafe_paths(table, values, origins)]
     config = None
     try:
         config = validated(config_class, values, origins)
@@ -244,17 +244,16 @@ def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -
         InputError: the JSON is not usable, or says something else than a flag that was given.
     """
     table, values, errors = flag_table(type(config)), dict(flat_items(config)), []
-    for leaf, (key, wanted) in flags_from_json(read_user_json(path)).items():
-        for name in [name for name, flag in table.items() if flag.path[-1] == leaf]:
-            if values[name] == wanted:
-                continue
-            if origins[name] == "default" or values[name] == "auto":
-                values[name], origins[name] = wanted, path
-            else:
-                errors.append(
-                    f"{path}: {key}: found {wanted}, but --{name} is {values[name]} ({origins[name]});"
-                    ' make them equal, or write "auto" into the JSON'
-                )
+    for name, (key, value) in flags_from_json(read_user_json(path), table).items():
+        if values[name] == value:
+            continue
+        if origins[name] == "default" or values[name] == "auto":
+            values[name], origins[name] = value, path
+        else:
+            errors.append(
+                f"{path}: {key}: found {value}, but --{name} is {values[name]} ({origins[name]});"
+                ' make them equal, or write "auto" into the JSON'
+            )
     if errors:
         raise InputError("\n".join(errors))
     return validated(type(config), values, origins)

@@ -1,13 +1,15 @@
-"""The flag groups that more than one stage uses. Each field is defined here once: type, default, unit, meaning, check.
+"""The flag groups that more than one stage uses, each flag defined once: type, default, meaning, checks and rules.
 
 A stage's configuration (stepN/config.py) is a frozen model made of these groups; flags.py turns it into command-line
-flags, YAML keys and the reference in docs/configuration.md. Field names are flag names; a group that is
-used twice carries a prefix (`actor_zero_stage`, `critic_zero_stage`).
+flags, YAML keys and the reference in docs/configuration.md. Field names are flag names; the flags of a group that is
+used twice carry a prefix (`actor_learning_rate`, `critic_learning_rate`).
 """
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from pipeline.configuration.flag_table import flag
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 SchedulerType = Literal[
@@ -28,37 +30,45 @@ class Group(BaseModel):
 class RunConfig(Group):
     """Run"""
 
-    output_dir: str = Field("output", description="Folder of the finished model (step 3: parent of actor/, critic/)")
-    run_dir: str = Field("", description="Folder of metrics, logs and checkpoints; empty: <parent>/runs/<stage>")
-    seed: int = Field(1234, ge=0, description="Every random number of the run is a function of it")
-    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training rows; may be fractional")
-    max_steps: int = Field(0, ge=0, description="Stop after this many optimizer steps; 0: whole epochs")
-    save_steps: int = Field(0, ge=0, description="Steps between resume checkpoints; 0: only at the end or on a signal")
-    keep_checkpoints: int = Field(2, ge=0, description="Resume checkpoints kept; older ones are deleted; 0: none")
-    save_in_background: bool = Field(
-        False, description="Train on while a checkpoint is written; takes host memory for a copy of what it holds"
+    output_dir: str = flag(
+        "output", "Folder of the finished model (step 3: of actor/, critic/)", kind="written path", on_resume="free"
     )
-    resume: str = Field(
-        "auto", description="auto: newest valid checkpoint; never: start afresh; or a checkpoint folder"
+    run_dir: str = flag(
+        "", "Folder of metrics, logs, checkpoints; empty: <parent>/runs/<stage>", kind="written path", on_resume="free"
     )
-    force_resume: bool = Field(False, description="Resume although settings, data or start models are other ones")
-    deterministic: bool = Field(False, description="Bitwise repeatable GPU kernels, slower; CPU runs always are")
-    overwrite: bool = Field(False, description="Start over although the output holds a finished run")
-    save_dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        "auto", description="Data type of the saved weights; auto: that of training"
+    seed: int = flag(1234, "Every random number of the run is a function of it", ge=0)
+    num_train_epochs: float = flag(1.0, "Passes over the training rows; may be fractional", gt=0, on_resume="free")
+    max_steps: int = flag(0, "Stop after this many optimizer steps; 0: whole epochs", ge=0, on_resume="free")
+    save_steps: int = flag(
+        0, "Steps between resume checkpoints; 0: only at the end or on a signal", ge=0, on_resume="free"
     )
-    print_steps: int = Field(1, ge=1, description="Steps between progress lines")
-    eval_interval: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after training")
-    eval_iters: int = Field(0, ge=0, description="Batches (step 3: prompts) per evaluation; 0: all rows")
-    enable_tensorboard: bool = Field(True, description="Write TensorBoard curves to <run_dir>/tensorboard")
-    enable_csv: bool = Field(False, description="Write <run_dir>/metrics.csv")
-    enable_wandb: bool = Field(False, description="Log to Weights & Biases (needs the wandb package)")
-    process_group_timeout_s: int = Field(1800, ge=1, description="Seconds before a stuck collective fails")
-    rank_timeout_s: int = Field(
-        1800, ge=0, description="Seconds without a sign of life before a rank counts as hung and the run ends; 0: never"
+    keep_checkpoints: int = flag(2, "Resume checkpoints kept; older ones are deleted; 0: none", ge=0, on_resume="free")
+    save_in_background: bool = flag(
+        False, "Train on while a checkpoint is written; takes host memory for a copy of what it holds", on_resume="free"
     )
-    debug: bool = Field(False, description="Show tracebacks of expected errors")
-    local_rank: int = Field(-1, description="Set by launchers; the environment's LOCAL_RANK wins")
+    resume: str = flag(
+        "auto", "auto: newest valid checkpoint; never: afresh; or a checkpoint folder", kind="path", on_resume="free"
+    )
+    force_resume: bool = flag(False, "Resume although settings, data or start models are other ones", on_resume="free")
+    deterministic: bool = flag(
+        False, "Bitwise repeatable GPU kernels, slower; CPU runs always are", on_resume="rounding"
+    )
+    overwrite: bool = flag(False, "Start over although the output holds a finished run", on_resume="free")
+    save_dtype: Literal["auto", "bf16", "fp16", "fp32"] = flag(
+        "auto", "Data type of the saved weights; auto: that of training", on_resume="free"
+    )
+    print_steps: int = flag(1, "Steps between progress lines", ge=1, on_resume="free")
+    eval_interval: int = flag(0, "Steps between evaluations; 0: only before and after training", ge=0, on_resume="free")
+    eval_iters: int = flag(0, "Batches (step 3: prompts) per evaluation; 0: all rows", ge=0, on_resume="free")
+    enable_tensorboard: bool = flag(True, "Write TensorBoard curves to <run_dir>/tensorboard", on_resume="free")
+    enable_csv: bool = flag(False, "Write <run_dir>/metrics.csv", on_resume="free")
+    enable_wandb: bool = flag(False, "Log to Weights & Biases (needs the wandb package)", on_resume="free")
+    process_group_timeout_s: int = flag(1800, "Seconds before a stuck collective fails", ge=1, on_resume="free")
+    rank_timeout_s: int = flag(
+        1800, "Seconds without a sign of life before a rank is hung and the run ends; 0: never", ge=0, on_resume="free"
+    )
+    debug: bool = flag(False, "Show tracebacks of expected errors", on_resume="free")
+    local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK wins", on_resume="free")
 
     @model_validator(mode="after")
     def _start_over_or_resume(self) -> "RunConfig":
@@ -70,94 +80,166 @@ class RunConfig(Group):
 class DataConfig(Group):
     """Data"""
 
-    data_path: list[str] = Field(
+    data_path: list[str] = flag(
         ["Dahoas/rm-static"],
+        "Hub ids, files or folders, each with an optional :weight in (0, 1]",
         min_length=1,
-        description="Hub ids, files or folders, each with an optional :weight in (0, 1]",
+        kind="path",
+        on_resume="content",
     )
-    data_split: str = Field("2,4,4", description="Shares of the rows for steps 1, 2, 3; none: every step uses all rows")
-    data_seed: int = Field(1234, ge=0, description="Seed of the split; the same in all steps keeps prompts apart")
-    eval_data_path: list[str] = Field(
-        [], description="Evaluation rows; empty: the source's test split or a share of it"
+    data_split: str = flag("2,4,4", "Shares of the rows for steps 1, 2, 3; none: every step uses all rows")
+    data_seed: int = flag(1234, "Seed of the split; the same in all steps keeps prompts apart", ge=0)
+    eval_data_path: list[str] = flag(
+        [], "Evaluation rows; empty: the source's test split or a share of it", kind="path", on_resume="content"
     )
-    eval_fraction: float = Field(0.1, ge=0, lt=1, description="Share held out where a source has no test split")
-    column_map: str = Field("", description="Columns of other names: prompt=question,chosen=best")
-    template: Literal["auto", "tokenizer", "human_assistant"] = Field(
-        "auto", description="Chat template; auto: the tokenizer's if it has one, else Human/Assistant"
+    eval_fraction: float = flag(0.1, "Share held out where a source has no test split", ge=0, lt=1)
+    column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
+    template: Literal["auto", "tokenizer", "human_assistant"] = flag(
+        "auto", "Chat template; auto: the tokenizer's if it has one, else Human/Assistant"
     )
-    data_output_path: str = Field("", description="Cache of tokenised rows; empty: the user's cache folder")
+    data_output_path: str = flag(
+        "", "Cache of tokenised rows; empty: the user's cache folder", kind="written path", on_resume="free"
+    )
 
 
 class ModelConfig(Group):
     """Model"""
 
-    model_name_or_path: str = Field("", description="Hub id or folder of the model to start from")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory")
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="Attention kernel; auto: transformers' choice"
+    model_name_or_path: str = flag("", "Hub id or folder of the model to start from", kind="path", on_resume="content")
+    gradient_checkpointing: bool = flag(
+        False, "Recompute activations in the backward pass to save memory", on_resume="rounding"
     )
-    zero_stage: int = Field(0, ge=0, le=3, description="What ZeRO partitions: 1 optimizer, 2 + gradients, 3 + weights")
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of all but LoRA weights")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW decay; norms, biases and embeddings are exempt")
-    lora_dim: int = Field(0, ge=0, description="LoRA rank; 0: full fine-tuning")
-    lora_alpha: float = Field(16.0, gt=0, description="LoRA updates are scaled by lora_alpha / lora_dim")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the input of LoRA layers")
-    lora_module_name: str = Field(
-        "all-linear", description="Linear layers that get LoRA: a part of their name; all-linear: all but the head"
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = flag(
+        "auto", "Attention kernel; auto: transformers' choice", on_resume="rounding"
     )
-    lora_learning_rate: float = Field(5e-4, gt=0, description="Peak learning rate of LoRA weights")
+    zero_stage: int = flag(
+        0,
+        "What ZeRO partitions: 1 optimizer, 2 + gradients, 3 + weights",
+        ge=0,
+        le=3,
+        on_resume="rounding",
+        deepspeed="zero_optimization.stage",
+    )
+    learning_rate: float = flag(1e-5, "Peak learning rate of all but LoRA weights", gt=0)
+    weight_decay: float = flag(0.0, "AdamW decay; norms, biases and embeddings are exempt", ge=0)
+    lora_dim: int = flag(0, "LoRA rank; 0: full fine-tuning", ge=0)
+    lora_alpha: float = flag(16.0, "LoRA updates are scaled by lora_alpha / lora_dim", gt=0, needs="LoRA")
+    lora_dropout: float = flag(0.0, "Dropout on the input of LoRA layers", ge=0, lt=1, needs="LoRA")
+    lora_module_name: str = flag(
+        "all-linear", "Linear layers that get LoRA: a part of their name; all-linear: all but the head", needs="LoRA"
+    )
+    lora_learning_rate: float = flag(5e-4, "Peak learning rate of LoRA weights", gt=0, needs="LoRA")
 
 
 class OptimizerConfig(Group):
     """Optimizer"""
 
-    per_device_train_batch_size: int = Field(16, ge=1, description="Rows of one micro-batch on one device")
-    per_device_eval_batch_size: int = Field(16, ge=1, description="Rows of one evaluation batch on one device")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="Micro-batches per optimizer step")
-    lr_scheduler_type: SchedulerType = Field("cosine", description="Shape of the learning rate after the warm-up")
-    num_warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
-    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1, description="Floor of the rate as a share of its peak")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2")
-    adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
-    max_grad_norm: float = Field(1.0, ge=0, description="Gradient norm above which gradients are scaled down; 0: never")
-    max_bad_steps: int = Field(
-        5,
-        ge=1,
-        description="Skipped non-finite steps in a row that end the run; not while an fp16 loss scale settles",
+    per_device_train_batch_size: int = flag(
+        16, "Rows of a micro-batch on a device", ge=1, on_resume="rounding", deepspeed="train_micro_batch_size_per_gpu"
+    )
+    per_device_eval_batch_size: int = flag(16, "Rows of an evaluation batch on a device", ge=1, on_resume="rounding")
+    gradient_accumulation_steps: int = flag(
+        1, "Micro-batches per optimizer step", ge=1, on_resume="rounding", deepspeed="gradient_accumulation_steps"
+    )
+    lr_scheduler_type: SchedulerType = flag("cosine", "Shape of the learning rate after the warm-up")
+    num_warmup_steps: int = flag(0, "Optimizer steps of linear warm-up", ge=0)
+    min_learning_rate_ratio: float = flag(0.0, "Floor of the rate as a share of its peak", ge=0, le=1)
+    adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
+    adam_beta2: float = flag(0.95, "AdamW beta 2", ge=0, lt=1)
+    adam_eps: float = flag(1e-8, "AdamW epsilon", gt=0)
+    max_grad_norm: float = flag(
+        1.0, "Gradient norm above which gradients are scaled down; 0: never", ge=0, deepspeed="gradient_clipping"
+    )
+    max_bad_steps: int = flag(
+        5, "Non-finite steps in a row that end the run; not while an fp16 loss scale settles", ge=1, on_resume="free"
     )
 
 
 class DeepSpeedConfig(Group):
     """DeepSpeed"""
 
-    dtype: Dtype = Field("auto", description="Compute type; auto: bf16 where the device has it, else fp32")
-    offload: bool = Field(False, description="Keep optimizer states in host memory")
-    offload_parameters: bool = Field(False, description="Keep weights in host memory too (ZeRO stage 3)")
-    only_optimize_lora: bool = Field(True, description="With LoRA: freeze all other weights; false: train the rest too")
-    save_adapter_only: bool = Field(False, description="With LoRA: save the adapter without a merged model")
-    deepspeed: bool = Field(False, description="Accepted for the launcher's sake; DeepSpeed is always used")
-    deepspeed_config: str = Field("", description="JSON file with DeepSpeed settings; auto values are filled in")
-    communication_data_type: Literal["auto", "fp32", "fp16", "bf16"] = Field(
-        "auto", description="Type in which gradients are reduced; auto: DeepSpeed's choice"
+    dtype: Dtype = flag(
+        "auto", "Compute type; auto: bf16 where supported, else fp32", deepspeed=("fp16.enabled", "bf16.enabled")
     )
-    reduce_bucket_size: int = Field(500_000_000, ge=1, description="Elements per gradient reduction")
-    allgather_bucket_size: int = Field(500_000_000, ge=1, description="Elements per parameter gather (stages 1 and 2)")
-    overlap_comm: bool = Field(True, description="Reduce gradients while the backward pass runs")
-    stage3_param_persistence_threshold: int = Field(
-        100_000, ge=0, description="Weights with fewer elements are never partitioned (stage 3)"
+    offload: bool = flag(
+        False,
+        "Keep optimizer states in host memory",
+        on_resume="rounding",
+        deepspeed="zero_optimization.offload_optimizer.device",
     )
-    zero3_gather: Literal["auto", "once", "layers"] = Field(
+    offload_parameters: bool = flag(
+        False,
+        "Keep weights in host memory too (ZeRO stage 3)",
+        on_resume="rounding",
+        deepspeed="zero_optimization.offload_param.device",
+    )
+    only_optimize_lora: bool = flag(True, "With LoRA: freeze all other weights; false: train the rest too")
+    save_adapter_only: bool = flag(False, "With LoRA: save the adapter without a merged model", on_resume="free")
+    deepspeed: bool = flag(False, "Accepted for the launcher's sake; DeepSpeed is always used", on_resume="free")
+    deepspeed_config: str = flag("", "JSON file with DeepSpeed settings; auto values are filled in", kind="path")
+    communication_data_type: Literal["auto", "fp32", "fp16", "bf16"] = flag(
         "auto",
-        description="When ZeRO-3 gathers weights to compute with: once a phase, or layer by layer; auto: once where "
+        "Type in which gradients are reduced; auto: DeepSpeed's choice",
+        on_resume="rounding",
+        deepspeed="communication_data_type",
+    )
+    reduce_bucket_size: int = flag(
+        500_000_000,
+        "Elements per gradient reduction",
+        ge=1,
+        on_resume="rounding",
+        deepspeed="zero_optimization.reduce_bucket_size",
+    )
+    allgather_bucket_size: int = flag(
+        500_000_000,
+        "Elements per parameter gather (ZeRO stages 1, 2)",
+        ge=1,
+        on_resume="rounding",
+        needs="ZeRO stage 1 or 2",
+        deepspeed="zero_optimization.allgather_bucket_size",
+    )
+    overlap_comm: bool = flag(
+        True,
+        "Reduce gradients while the backward pass runs",
+        on_resume="rounding",
+        deepspeed="zero_optimization.overlap_comm",
+    )
+    stage3_param_persistence_threshold: int = flag(
+        100_000,
+        "Weights with fewer elements are never partitioned (ZeRO stage 3)",
+        ge=0,
+        on_resume="rounding",
+        needs="ZeRO stage 3",
+        deepspeed="zero_optimization.stage3_param_persistence_threshold",
+    )
+    zero3_gather: Literal["auto", "once", "layers"] = flag(
+        "auto",
+        "When ZeRO-3 gathers weights to compute with: once a phase, or layer by layer; auto: once where "
         "they take at most an eighth of the device",
+        on_resume="rounding",
+        needs="ZeRO stage 3",
     )
-    loss_scale: float = Field(0.0, ge=0, description="fp16 loss scale; 0: dynamic")
-    initial_scale_power: int = Field(16, ge=0, description="fp16: the dynamic scale starts at 2 to this power")
-    loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale is doubled")
-    hysteresis: int = Field(2, ge=1, description="fp16: overflows before the scale is halved")
-    min_loss_scale: int = Field(1, ge=1, description="fp16: lower bound of the scale")
-    deepspeed_monitor: list[Literal["tensorboard", "csv_monitor", "wandb"]] = Field(
-        [], description="DeepSpeed's own monitors, besides the metrics of the run"
+    loss_scale: float = flag(0.0, "fp16 loss scale; 0: dynamic", ge=0, needs="fp16", deepspeed="fp16.loss_scale")
+    initial_scale_power: int = flag(
+        16,
+        "fp16: the dynamic scale starts at 2 to this power",
+        ge=0,
+        needs="fp16",
+        deepspeed="fp16.initial_scale_power",
     )
-    wall_clock_breakdown: bool = Field(False, description="Let DeepSpeed print its timers")
+    loss_scale_window: int = flag(
+        1000, "fp16: good steps before the scale is doubled", ge=1, needs="fp16", deepspeed="fp16.loss_scale_window"
+    )
+    hysteresis: int = flag(
+        2, "fp16: overflows before the scale is halved", ge=1, needs="fp16", deepspeed="fp16.hysteresis"
+    )
+    min_loss_scale: int = flag(1, "fp16: lower bound of the scale", ge=1, needs="fp16", deepspeed="fp16.min_loss_scale")
+    deepspeed_monitor: list[Literal["tensorboard", "csv_monitor", "wandb"]] = flag(
+        [],
+        "DeepSpeed's own monitors, besides the metrics of the run",
+        on_resume="free",
+        deepspeed=("tensorboard.enabled", "csv_monitor.enabled", "wandb.enabled"),
+    )
+    wall_clock_breakdown: bool = flag(
+        False, "Let DeepSpeed print its timers", on_resume="free", deepspeed="wall_clock_breakdown"
+    )

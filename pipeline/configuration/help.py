@@ -1,6 +1,6 @@
-"""Help texts and the tables of docs/configuration.md, made from the configuration models.
+"""The help text of a stage and the tables of docs/configuration.md, made from the configuration models.
 
-python -m pipeline.configuration.help > docs/configuration.md
+`make reference` (docs/make_configuration.py) writes docs/configuration.md with them.
 """
 
 import itertools

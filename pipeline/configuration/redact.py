@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline.configuration.flag_table import Flag
+
 MASK = "***"
 SECRET = re.compile(
     r"""\bhf_[A-Za-z0-9]{16,}                                       # Hugging Face
@@ -20,8 +22,6 @@ SECRET = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-# What a person says to a model is written nowhere, and may hold anything.
-FREE_TEXT = ("prompt", "system")
 
 
 def redacted(text: str) -> str:
@@ -29,11 +29,11 @@ def redacted(text: str) -> str:
     return SECRET.sub(MASK, text)
 
 
-def secret_values(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """A line for each flag whose value holds a secret."""
+def secret_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """A line for each flag whose value holds a secret. Free text may: it is written nowhere."""
     for name, value in values.items():
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        if name not in FREE_TEXT and any(SECRET.search(text) for text in texts):
+        if table[name].kind != "text" and any(SECRET.search(text) for text in texts):
             yield (
                 f"--{name}: found a token or password ({origins[name]}), which would be written into logs and "
                 "config.json; give it to the library as HF_TOKEN, WANDB_API_KEY or in ~/.netrc"

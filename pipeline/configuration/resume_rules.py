@@ -1,4 +1,7 @@
-"""Which flags a resumed run must share with its checkpoint, which may change, and the comparison of the two sets."""
+"""The comparison of a run's flags, data and start models with those of the checkpoint that it resumes from.
+
+`on_resume` at a flag's field says whether it is compared; the checkpoint's files are read elsewhere.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -8,51 +11,16 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from pipeline.configuration.flag_table import flag_table
-from pipeline.configuration.flags import flat_items
+from pipeline.configuration.flag_table import OnResume, flag_table, flat_items
 from pipeline.errors import InputError
 
 log = logging.getLogger(__name__)
 
 
-# Flags that a resumed run may change: they decide how long it is and what it writes, not what it learns.
-CHANGEABLE = frozenset(
-    "output_dir run_dir max_steps num_train_epochs save_steps keep_checkpoints resume overwrite save_dtype print_steps "
-    "eval_interval eval_iters enable_tensorboard enable_csv enable_wandb process_group_timeout_s debug local_rank "
-    "deepspeed data_output_path deepspeed_monitor wall_clock_breakdown keep_best save_adapter_only max_bad_steps "
-    "rank_timeout_s force_resume save_in_background offload_optimizer_during_rollout "
-    "release_inference_cache".split()
-)
-
-
-# Flags that decide how the same work is cut: another value changes numbers by rounding only.
-LAYOUT = frozenset(
-    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
-    "per_device_generation_batch_size generation_batches zero_stage actor_zero_stage critic_zero_stage "
-    "offload offload_parameters offload_reference_model offload_reward_model gradient_checkpointing "
-    "actor_gradient_checkpointing critic_gradient_checkpointing attn_implementation actor_attn_implementation "
-    "critic_attn_implementation communication_data_type reduce_bucket_size allgather_bucket_size overlap_comm "
-    "deterministic stage3_param_persistence_threshold zero3_gather generation_engine rollout_weights inference_tp_size "
-    "merge_lora_for_generation".split()
-)
-
-
-# Compared by content (fingerprints.py): a folder that was moved is the same.
-COMPARED_BY_CONTENT = frozenset(
-    "data_path eval_data_path sft_only_data_path unsupervised_data_path model_name_or_path actor_model_name_or_path "
-    "critic_model_name_or_path reward_model_name_or_path".split()
-)
-
-
-def settings_of(config: BaseModel) -> dict[str, Any]:
-    """The flags that a resumed run must share, as JSON values."""
-    left_out = CHANGEABLE | LAYOUT | COMPARED_BY_CONTENT
-    return {name: value for name, value in flat_items(config) if name not in left_out}
-
-
-def layout_of(config: BaseModel) -> dict[str, Any]:
-    """The flags that decide how the work is cut."""
-    return {name: value for name, value in flat_items(config) if name in LAYOUT}
+def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
+    """The values of all flags whose field says `on_resume`."""
+    table = flag_table(type(config))
+    return {name: value for name, value in flat_items(config) if table[name].on_resume == on_resume}
 
 
 def defaults_of(config: BaseModel) -> dict[str, Any]:
@@ -71,10 +39,14 @@ def check_same_settings(
 ) -> None:
     """Raise InputError, a line for each flag, where a checkpoint was written under other settings; `force`: log it.
 
-    defaults: what an older version did that did not know a flag yet. What it held and need not be the same is left out.
+    Args:
+        saved, current: the flags that must be the same. An older version may have compared flags that need not be so
+            any more, or any flag that does not exist any more.
+        defaults: of all flags of this version; they stand for what an older version did that did not know a flag yet.
     """
-    names = sorted((saved.keys() - CHANGEABLE - LAYOUT - COMPARED_BY_CONTENT) | current.keys())
-    held = {**(defaults or {}), **saved}
+    defaults = defaults or {}
+    names = sorted((saved.keys() - defaults.keys()) | current.keys())
+    held = {**defaults, **saved}
     changed = [name for name in names if held.get(name) != current.get(name)]
     lines = [f"--{name}: found {current.get(name)!r}, the checkpoint has {held.get(name)!r}" for name in changed]
     refuse(folder, lines, "resume with the same flags, or start over with --overwrite", force=force)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pipeline import dist
-from pipeline.configuration.ds_config import frozen_config, read_user_json, training_config
+from pipeline.configuration.ds_config import EngineDtype, Placement
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.zero3 import Gather
@@ -21,43 +21,22 @@ from pipeline.models.reward_model import TokenValueModel
 from pipeline.run.run import Run
 
 
-def compute_dtype(settings: DeepSpeedConfig, device: torch.device) -> str:
-    """`--dtype` with auto resolved for this device: bf16, fp16 or fp32."""
+def compute_dtype(settings: DeepSpeedConfig, device: torch.device) -> EngineDtype:
+    """Return `--dtype` with auto resolved for this device."""
     if settings.dtype != "auto":
         return settings.dtype
     return "bf16" if default_dtype(device) == torch.bfloat16 else "fp32"
 
 
-def deepspeed_json(
-    run: Run, settings: DeepSpeedConfig, optimizer: OptimizerConfig, *, zero_stage: int, accumulation: int
-) -> dict[str, Any]:
-    """The DeepSpeed configuration of a trained model, the user's own JSON merged in."""
-    user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else None
-    return training_config(
-        settings,
-        zero_stage=zero_stage,
-        dtype=compute_dtype(settings, run.world.device),  # type: ignore[arg-type]
-        micro_batch_size=optimizer.per_device_train_batch_size,
-        gradient_accumulation_steps=accumulation,
-        world_size=run.world.size,
-        max_grad_norm=optimizer.max_grad_norm,
+def placement(run: Run) -> Placement:
+    """Describe the machine of this run's ranks, for the DeepSpeed JSON of its engines."""
+    world = run.world
+    return Placement(
+        device="cuda" if world.device.type == "cuda" else "cpu",
+        dtype=compute_dtype(run.resolved.config.deepspeed, world.device),
+        ranks=world.size,
         run_dir=run.folder,
-        device=run.world.device.type,  # type: ignore[arg-type]
-        one_node=dist.local_size() == run.world.size,
-        user_json=user,
-        origins=run.resolved.origins,
-    )
-
-
-def frozen_json(run: Run, settings: DeepSpeedConfig, *, zero_stage: int, offload: bool) -> dict[str, Any]:
-    """The DeepSpeed configuration of a model that is only read: stage 3 where the trained twin has it, else plain."""
-    return frozen_config(
-        settings,
-        zero_stage=3 if zero_stage == 3 else 0,
-        dtype=compute_dtype(settings, run.world.device),  # type: ignore[arg-type]
-        micro_batch_size=1,
-        world_size=run.world.size,
-        offload=offload,
+        one_node=dist.local_size() == world.size,
     )
 
 

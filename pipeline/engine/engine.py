@@ -97,7 +97,8 @@ class TrainingEngine:
         self.weights = Weights(module, self.optimizer.parameter_offload, once=once) if partitioned else None
         wait_on_device(self.optimizer)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.zero_stage: int = self.deepspeed.zero_optimization_stage()
+        self.partitions_weights: bool = partitioned
+        self.partitions_optimizer: bool = config["zero_optimization"]["stage"] > 0
         self.last_gradient_norm = 0.0
         self.gradient_bytes = 0  # held on this rank when the first step began
         self.host_buffers: list[torch.Tensor] = []  # pipeline/engine/optimizer_offload.py
@@ -121,10 +122,6 @@ class TrainingEngine:
     def config(self) -> Any:
         """The configuration of the transformers model inside."""
         return self.module.config
-
-    @property
-    def partitions_weights(self) -> bool:
-        return self.zero_stage == 3
 
     @property
     def loss_scale_can_fall(self) -> bool:

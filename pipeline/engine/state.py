@@ -42,10 +42,10 @@ def masters(engine: Any) -> list[Master]:
     """The fp32 tensors of a TrainingEngine's optimizer on this rank."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
-    if engine.zero_stage == 3:
+    if engine.partitions_weights:
         groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
         return [Master(flat, stage_3_pieces(group, names)) for flat, group in groups]
-    if engine.zero_stage:
+    if engine.partitions_optimizer:
         groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
         return [Master(flat, flat_pieces(group, names)) for flat, group in groups]
     return [Master(tensor, [Piece(names[id(p)], 0, 0, p.numel())]) for tensor, p in unpartitioned(optimizer)]
@@ -85,7 +85,7 @@ def stage_3_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
 
 def engine_fragments(engine: Any) -> Iterator[Fragment]:
     """What this rank has to write: `<kind>/<parameter>` with kinds weights, exp_avg, exp_avg_sq, step."""
-    if engine.zero_stage == 0 and not dist.is_main():
+    if not engine.partitions_optimizer and not dist.is_main():
         return  # all ranks hold the same
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for master in masters(engine):
@@ -136,9 +136,9 @@ def restore_moments(inner: Any, master: Master, reader: FragmentReader) -> None:
 def refresh_weights(engine: Any) -> None:
     """Round the fp32 weights into the model's own. A collective."""
     optimizer = engine.optimizer
-    if engine.zero_stage == 3:
+    if engine.partitions_weights:
         refresh_stage_3(optimizer)
-    elif engine.zero_stage:
+    elif engine.partitions_optimizer:
         optimizer.update_lp_params()
         for number in range(len(optimizer.bit16_groups)):
             optimizer._update_model_bit16_weights(number)

@@ -69,7 +69,10 @@ class HybridEngine:
     def _why_not_streamed(self) -> str | None:
         """What stands against streamed weights, found and wanted."""
         return why_not_streamed(
-            zero_stage=self.engine.zero_stage, ranks=dist.world_size(), group_size=self.group.size, rung=self.rung
+            partitioned=self.engine.partitions_weights,
+            ranks=dist.world_size(),
+            group_size=self.group.size,
+            rung=self.rung,
         )
 
     @contextmanager

@@ -36,10 +36,10 @@ class GenerationOptions:
     slots: int = 0
 
 
-def why_not_streamed(*, zero_stage: int, ranks: int | None, group_size: int, rung: str) -> str | None:
+def why_not_streamed(*, partitioned: bool, ranks: int | None, group_size: int, rung: str) -> str | None:
     """What stands against `--rollout_weights streamed`, found and wanted; `ranks` None: not known yet."""
-    if zero_stage != 3:
-        return f"found --actor_zero_stage {zero_stage}, wanted 3"
+    if not partitioned:
+        return "found whole weights, wanted --actor_zero_stage 3"
     if ranks == 1:
         return "found 1 rank, wanted several, which share the weights"
     if group_size > 1:

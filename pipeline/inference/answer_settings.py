@@ -2,26 +2,27 @@
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Group
 
 
 class ReplySettings(Group):
     """Sampling"""
 
-    max_new_tokens: int = Field(256, ge=1, description="Tokens of an answer, its end token included")
-    temperature: float = Field(0.0, ge=0, description="Divides the logits; 0: greedy, the most likely token each time")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the most likely tokens of this total probability")
-    top_k: int = Field(0, ge=0, description="Sample from this many most likely tokens; 0: all")
-    repetition_penalty: float = Field(1.0, gt=0, description="Divides the logits of tokens already seen; 1: none")
+    max_new_tokens: int = flag(256, "Tokens of an answer, its end token included", ge=1)
+    temperature: float = flag(0.0, "Divides the logits; 0: greedy, the most likely token each time", ge=0)
+    top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
+    top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
+    repetition_penalty: float = flag(1.0, "Divides the logits of tokens already seen; 1: none", gt=0)
 
 
 class AnswerSettings(ReplySettings):
     """Sampling"""
 
-    num_beams: int = Field(1, ge=1, description="Beams of beam search; 1: none")
-    num_return_sequences: int = Field(1, ge=1, description="Answers to each prompt")
+    num_beams: int = flag(1, "Beams of beam search; 1: none", ge=1)
+    num_return_sequences: int = flag(1, "Answers to each prompt", ge=1)
 
     @model_validator(mode="after")
     def _answers_can_differ(self) -> Self:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from pipeline.configuration.flags import flag_table, nearest
+from pipeline.configuration.flag_table import flag, flag_table
 from pipeline.configuration.groups import Group
-from pipeline.errors import InputError
+from pipeline.errors import InputError, nearest
 from pipeline.launching.machine import DEFAULT_HOSTFILE
 from pipeline.models.paths import check_model_path
 
@@ -33,26 +33,26 @@ ZeroStage = Literal["auto", "0", "1", "2", "3"]
 class TrainConfig(Group):
     """Make a chat model: fine-tune (1), train a reward model (2), PPO (3)."""
 
-    step: list[Step] = Field([1, 2, 3], min_length=1, description="which of 1 2 3 to run")
-    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = Field(
-        "single_gpu", description="or single_node, multi_node"
+    step: list[Step] = flag([1, 2, 3], "which of 1 2 3 to run", min_length=1)
+    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
+        "single_gpu", "or single_node, multi_node"
     )
-    actor_model: str = Field("1.3b", description="tiny, 125m ... 66b, a hub id or a folder")
-    reward_model: str = Field("350m", description="the same, for reward model and critic")
-    actor_zero_stage: ZeroStage = Field("auto", description="0 to 3; auto: as the preset says")
-    reward_zero_stage: ZeroStage = Field("auto", description="0 to 3; auto: as the preset says")
-    output_dir: str = Field("output", description="parent of sft/, reward/, actor/")
-    num_gpus: int = Field(0, ge=0, description="GPUs of each machine; 0: all")
-    hostfile: str = Field("", description="multi_node: lines `name slots=8`")
-    include: HostNames = Field("", description="hosts and GPUs to use: name:0,1@name")
-    exclude: HostNames = Field("", description="hosts and GPUs to leave out")
-    master_addr: HostNames = Field("", description="address of the first machine")
-    master_port: int = Field(0, ge=0, le=65535, description="0: a free one is picked")
-    resume: str = Field("auto", description="auto, never, or a checkpoint folder")
-    overwrite: bool = Field(False, description="run finished steps again")
-    max_restarts: int = Field(0, ge=0, description="resume a step after a fault, killed or hung")
-    dry_run: bool = Field(False, description="check and show all, start nothing")
-    debug: bool = Field(False, description="show tracebacks")
+    actor_model: str = flag("1.3b", "tiny, 125m ... 66b, a hub id or a folder")
+    reward_model: str = flag("350m", "the same, for reward model and critic", kind="path")
+    actor_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the preset says")
+    reward_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the preset says")
+    output_dir: str = flag("output", "parent of sft/, reward/, actor/", kind="written path")
+    num_gpus: int = flag(0, "GPUs of each machine; 0: all", ge=0)
+    hostfile: str = flag("", "multi_node: lines `name slots=8`", kind="path")
+    include: HostNames = flag("", "hosts and GPUs to use: name:0,1@name", kind="path")
+    exclude: HostNames = flag("", "hosts and GPUs to leave out", kind="path")
+    master_addr: HostNames = flag("", "address of the first machine")
+    master_port: int = flag(0, "0: a free one is picked", ge=0, le=65535)
+    resume: str = flag("auto", "auto, never, or a checkpoint folder", kind="path")
+    overwrite: bool = flag(False, "run finished steps again")
+    max_restarts: int = flag(0, "resume a step after a fault, killed or hung", ge=0)
+    dry_run: bool = flag(False, "check and show all, start nothing")
+    debug: bool = flag(False, "show tracebacks")
 
 
 def short_help(config_class: type[BaseModel], prog: str) -> str:
@@ -63,8 +63,8 @@ def short_help(config_class: type[BaseModel], prog: str) -> str:
         f"  {prog} --actor-model tiny --dry-run",
         f"  {prog} --step 1 3 --num-gpus 4 --deployment-type single_node",
     ]
-    for flag in flag_table(config_class).values():
-        lines.append(f"  --{flag.name.replace('_', '-'):<18}{flag.info.description} [{flag.shown_default}]")
+    for name, row in flag_table(config_class).items():
+        lines.append(f"  --{name.replace('_', '-'):<18}{row.info.description} [{row.shown_default}]")
     lines += [
         "  --config FILE       YAML with sections train, sft, reward, ppo",
         "  --sft.FLAG VALUE    any flag of a step; also --reward.FLAG, --ppo.FLAG",
@@ -120,10 +120,10 @@ def contradictions(config: TrainConfig) -> list[str]:
         errors.append("--num-gpus: the launcher takes it alone or --include / --exclude alone")
     if config.resume not in ("auto", "never") and len(set(config.step)) > 1:
         errors.append(f"--resume: {config.resume}: a checkpoint is one step's; give one --step, or --SECTION.resume")
-    for flag, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
+    for name, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
         try:
             if model_size(model) is None:
                 check_model_path(model)
         except InputError as error:
-            errors.append(f"{flag}: {error}")
+            errors.append(f"{name}: {error}")
     return errors

@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline import dist
 from pipeline.configuration.flag_checks import idle_flags
+from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key
 from pipeline.configuration.flags import Resolved, flat_items
 from pipeline.configuration.groups import RunConfig
 from pipeline.configuration.redact import redacted
@@ -198,7 +199,11 @@ def run_rank(
         file_log.info(message)
     except Exception as error:
         trace = traceback.format_exc()
-        code, message, secondary = EXIT_FAULT, redacted(describe(error)), dist.follows_from_another_rank(error)
+        code, message, secondary = (
+            EXIT_FAULT,
+            redacted(describe(error, resolved)),
+            dist.follows_from_another_rank(error),
+        )
         file_log.exception("fault")
     if run_config.debug:
         sys.stderr.write(redacted(trace))
@@ -213,16 +218,15 @@ def run_rank(
     return code
 
 
-def describe(error: Exception) -> str:
+def describe(error: Exception, resolved: Resolved) -> str:
     """`ValueError: what it says`, with a hint where memory ran out."""
     said = f"{type(error).__name__}: {error}".rstrip(": ")
     if not isinstance(error, MemoryError) and not any(words in said for words in OUT_OF_MEMORY):
         return said
     own = read_process(os.getpid())
     held = f" (this rank held {own.rss_bytes / GIB:.1f} GiB of host memory)" if own else ""
-    return (
-        f"{said}; out of memory{held}: lower --per_device_train_batch_size or the lengths, or shard with --zero_stage"
-    )
+    shard = " or ".join(f"--{name}" for name in flags_of_key(type(resolved.config), ZERO_STAGE))
+    return f"{said}; out of memory{held}: lower --per_device_train_batch_size or the lengths, or shard with {shard}"
 
 
 def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
@@ -231,7 +235,7 @@ def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
         return
     dist.on_main(lambda: write_run_files(run))
     if run.world.is_main:
-        for line in idle_flags(dict(flat_items(run.resolved.config)), run.resolved.origins):
+        for line in idle_flags(run.resolved.config, run.resolved.origins):
             log.warning("%s", line)
     train()(run, run.resolved.config)
 

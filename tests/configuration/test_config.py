@@ -127,7 +127,11 @@ def ppo_config(**sampling):
         ({"inference_tp_size": 3}, 4, "--inference_tp_size 3: must divide the 4 ranks"),
         ({"inference_tp_size": 3}, None, ""),
         ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference_tp_size 2: needs the fused rung"),
-        ({"rollout_weights": "streamed"}, 2, "--rollout_weights streamed: found --actor_zero_stage 0, wanted 3"),
+        (
+            {"rollout_weights": "streamed"},
+            2,
+            "--rollout_weights streamed: found whole weights, wanted --actor_zero_stage 3",
+        ),
         ({"rollout_weights": "streamed", "stage": 3}, 1, "--rollout_weights streamed: found 1 rank, wanted several"),
         (
             {"rollout_weights": "streamed", "stage": 3, "inference_tp_size": 2},

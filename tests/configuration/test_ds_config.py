@@ -2,13 +2,14 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 from support.ds_arguments import built, refusal
 
-from pipeline.configuration.ds_config import check_keys, frozen_config
-from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, TOP_LEVEL
-from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.ds_config import Placement, frozen_json
+from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, TOP_LEVEL, check_keys
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 
 # --- golden dicts ---------------------------------------------------------------------------------------------------
 
@@ -106,10 +107,10 @@ def test_monitors():
 
 
 def test_frozen():
-    arguments = {"dtype": "bf16", "micro_batch_size": 4, "world_size": 2}
-    assert frozen_config(DeepSpeedConfig(), zero_stage=3, offload=True, **arguments) == {
-        "train_micro_batch_size_per_gpu": 4,
-        "train_batch_size": 8,
+    place = Placement(device="cuda", dtype="bf16", ranks=2, run_dir=Path("unused"))
+    assert frozen_json(DeepSpeedConfig(), ModelConfig(zero_stage=3), place, offload=True) == {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": 2,
         "steps_per_print": 1_000_000_000,
         "zero_optimization": {
             "stage": 3,
@@ -119,10 +120,11 @@ def test_frozen():
         "bf16": {"enabled": True},
         "fp16": {"enabled": False},
     }
-    plain = frozen_config(DeepSpeedConfig(), zero_stage=0, offload=False, **arguments)
-    assert plain["zero_optimization"] == {"stage": 0}
-    assert "need stage 3" in refusal(frozen_config, DeepSpeedConfig(), zero_stage=0, offload=True, **arguments)[0]
-    assert "wanted 0 or 3" in refusal(frozen_config, DeepSpeedConfig(), zero_stage=2, offload=False, **arguments)[0]
+    for stage in (0, 1, 2):
+        plain = frozen_json(DeepSpeedConfig(), ModelConfig(zero_stage=stage), place, offload=False)
+        assert plain["zero_optimization"] == {"stage": 0}
+    (line,) = refusal(frozen_json, DeepSpeedConfig(), ModelConfig(zero_stage=2), place, offload=True)
+    assert "need ZeRO stage 3" in line
 
 
 def test_refused_combinations():
@@ -234,7 +236,6 @@ def test_deepspeed_accepts_what_we_build(stage, dtype):
 def test_deepspeed_accepts_a_frozen_config(stage):
     from deepspeed.runtime.config import DeepSpeedConfig as Installed
 
-    config = frozen_config(
-        DeepSpeedConfig(), zero_stage=stage, dtype="bf16", micro_batch_size=4, world_size=1, offload=stage == 3
-    )
+    place = Placement(device="cuda", dtype="bf16", ranks=1, run_dir=Path("unused"))
+    config = frozen_json(DeepSpeedConfig(), ModelConfig(zero_stage=stage), place, offload=stage == 3)
     assert Installed(dict(config)).zero_config.stage == stage

@@ -5,10 +5,14 @@ import json
 import pytest
 from support.ds_arguments import built, refusal
 
-from pipeline.configuration.ds_config import check_keys, flags_from_json, merge_user_json, read_user_json
+from pipeline.configuration.ds_json import flags_from_json, merge_user_json, read_user_json
+from pipeline.configuration.ds_keys import check_keys
+from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
+
+SFT = flag_table(SFTConfig)
 
 # --- the user's JSON ------------------------------------------------------------------------------------------------
 
@@ -42,7 +46,7 @@ def test_values_without_a_given_flag_win():
 def test_contradictions_name_both():
     user = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     origins = {"max_grad_norm": "command line", "actor_zero_stage": "p.yaml", "offload": "c.yaml"}
-    assert refusal(merge_user_json, built(), user, origins, source="ds.json") == [
+    assert refusal(merge_user_json, built(), user, flag_table(PPOConfig), origins, source="ds.json") == [
         "ds.json: gradient_clipping: found 0.5, but --max_grad_norm (command line) makes it 1.0",
         "ds.json: zero_optimization.stage: found 3, but --actor_zero_stage (p.yaml) makes it 2",
         "ds.json: zero_optimization.offload_optimizer.device: found 'cpu', but --offload (c.yaml) makes it 'none'",
@@ -58,7 +62,7 @@ def test_batch_sizes_agree_always():
 
 def test_nothing_given_is_changed():
     ours, user = built(), {"zero_optimization": {"stage": 3}}
-    merge_user_json(ours, user)
+    merge_user_json(ours, user, SFT, {}, source="ds.json")
     assert ours == built() and user == {"zero_optimization": {"stage": 3}}
 
 
@@ -76,7 +80,7 @@ def test_an_optimizer_block_that_says_nothing_is_dropped(block):
     ],
 )
 def test_an_optimizer_block_that_says_something_is_refused(user, found):
-    (line,) = refusal(merge_user_json, built(), user)
+    (line,) = refusal(built, user_json=user)
     assert found in line and "torch.optim.AdamW" in line
 
 
@@ -151,11 +155,11 @@ def test_flags_from_json():
         "fp16": {"enabled": True, "loss_scale_window": 10},
         "bf16": {"enabled": False},
     }
-    assert {flag: value for flag, (_, value) in flags_from_json(user).items()} == {
+    assert {flag: value for flag, (_, value) in flags_from_json(user, SFT).items()} == {
         "max_grad_norm": 0.5, "zero_stage": 3, "offload": True, "dtype": "fp16", "loss_scale_window": 10
     }  # fmt: skip
     off = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
-    assert flags_from_json(off) == {"dtype": ("bf16.enabled", "fp32")}
+    assert flags_from_json(off, SFT) == {"dtype": ("bf16.enabled", "fp32")}
 
 
 def test_the_json_is_a_layer_above_the_defaults(tmp_path):
@@ -176,9 +180,9 @@ def test_the_json_contradicts_a_given_flag(tmp_path):
     file.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}')
     words = ["--deepspeed_config", str(file), "--zero_stage", "2", "--max_grad_norm", "1"]
     assert refusal(parse, SFTConfig, words, section="sft") == [
-        f"{file}: gradient_clipping: found 0.5, but --max_grad_norm is 1.0 (command line); "
-        'make them equal, or write "auto" into the JSON',
         f"{file}: zero_optimization.stage: found 3, but --zero_stage is 2 (command line); "
+        'make them equal, or write "auto" into the JSON',
+        f"{file}: gradient_clipping: found 0.5, but --max_grad_norm is 1.0 (command line); "
         'make them equal, or write "auto" into the JSON',
     ]
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_run import run_command
+from support.ds_arguments import built
 from support.in_process import group_of_one
 from support.tiny_run import make_folder
 from torch import nn
 
 from pipeline import dist
-from pipeline.configuration.ds_config import training_config
 from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -50,9 +50,9 @@ class Tiny(nn.Module):
 
 
 def engine_of(module: nn.Module, stage: int, dtype: str, *, clip: float = 0.5) -> TrainingEngine:
-    settings = training_config(
+    settings = built(
         DeepSpeedConfig(dtype=dtype, stage3_param_persistence_threshold=0), zero_stage=stage, dtype=dtype,
-        micro_batch_size=2, gradient_accumulation_steps=2, world_size=1, max_grad_norm=clip, run_dir="unused",
+        micro_batch_size=2, gradient_accumulation_steps=2, world_size=1, max_grad_norm=clip,
         device="cpu",
     )  # fmt: skip
     settings["zero_optimization"]["stage"] = stage  # one rank would be given stage 1 for 2

@@ -1,6 +1,7 @@
 """When ZeRO-3's weights are whole: once a phase, or layer by layer (`pipeline/engine/zero3.py`)."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,8 @@ from support.ds_arguments import built, refusal
 from support.in_process import group_of_one
 
 from pipeline import dist
-from pipeline.configuration.ds_config import frozen_config, training_config
-from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.ds_config import Placement, frozen_json
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.engine import zero3
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -33,9 +34,9 @@ def world() -> Iterator[None]:
 
 
 def trained_engine(folder: Any, gather: zero3.Gather) -> TrainingEngine:
-    config = training_config(
+    config = built(
         SETTINGS, zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2, world_size=1,
-        max_grad_norm=0.0, run_dir="unused", device="cpu",
+        max_grad_norm=0.0, device="cpu",
     )  # fmt: skip
     with partitioned_loading(config):
         module = CausalLM(load_causal_lm(folder, dtype=torch.float32))
@@ -44,7 +45,8 @@ def trained_engine(folder: Any, gather: zero3.Gather) -> TrainingEngine:
 
 
 def frozen_engine(folder: Any, gather: zero3.Gather) -> FrozenEngine:
-    config = frozen_config(SETTINGS, zero_stage=3, dtype="fp32", micro_batch_size=1, world_size=1, offload=False)
+    place = Placement(device="cpu", dtype="fp32", ranks=1, run_dir=Path("unused"))
+    config = frozen_json(SETTINGS, ModelConfig(zero_stage=3), place, offload=False)
     with partitioned_loading(config):
         model = load_causal_lm(folder, dtype=torch.float32)
     return FrozenEngine(CausalLM(model), config, CPU, gather=gather)

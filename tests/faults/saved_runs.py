@@ -28,7 +28,9 @@ def make_engine() -> Any:
     module(torch.ones(2, 16)).sum().backward()
     optimizer.step()
     counts = SimpleNamespace(global_steps=1, global_samples=2, micro_steps=1, skipped_steps=0)
-    return SimpleNamespace(module=module, optimizer=optimizer, zero_stage=0, deepspeed=counts)
+    return SimpleNamespace(
+        module=module, optimizer=optimizer, partitions_weights=False, partitions_optimizer=False, deepspeed=counts
+    )
 
 
 def make_run(folder: Path) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support.decode_models import EOS, PAD, assert_same, fewer_idle_steps, llama, opt, random_prompts, shaken_all
+from support.ds_arguments import built
 from support.in_process import group_of_one
 
 from pipeline import dist
-from pipeline.configuration.ds_config import training_config
 from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
@@ -49,9 +49,9 @@ def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
     """All parameters of ZeRO-3 are partitioned, and of stage 2 too on one rank."""
     module = CausalLM(model)
     partitioned = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
-    settings = training_config(
+    settings = built(
         partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=1,
-        world_size=1, max_grad_norm=0.0, run_dir="unused", device=next(model.parameters()).device.type,
+        world_size=1, max_grad_norm=0.0, device=next(model.parameters()).device.type,
     )  # fmt: skip
     settings["zero_optimization"]["stage"] = zero_stage
     groups = parameter_groups(module, learning_rate=0.05, weight_decay=0.1, lora_learning_rate=0.05)

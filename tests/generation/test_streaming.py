@@ -298,14 +298,14 @@ def test_the_flag_becomes_an_option(weights):
 def reason(monkeypatch: pytest.MonkeyPatch, *, stage: int = 3, ranks: int = 2, size: int = 1, rung: str = "fused"):
     """What stands against streaming on these ranks."""
     monkeypatch.setattr("pipeline.dist.world_size", lambda: ranks)
-    engine = SimpleNamespace(zero_stage=stage, partitions_weights=stage == 3)
+    engine = SimpleNamespace(partitions_weights=stage == 3)
     group = SimpleNamespace(size=size)
     return HybridEngine._why_not_streamed(SimpleNamespace(engine=engine, group=group, rung=rung))
 
 
 def test_what_stands_against_streamed_weights(monkeypatch):
     assert reason(monkeypatch) is None
-    assert reason(monkeypatch, stage=2) == "found --actor_zero_stage 2, wanted 3"
+    assert reason(monkeypatch, stage=2) == "found whole weights, wanted --actor_zero_stage 3"
     assert reason(monkeypatch, ranks=1).startswith("found 1 rank, wanted several")
     assert reason(monkeypatch, size=2) == "found --inference_tp_size 2, wanted 1"
     assert reason(monkeypatch, rung="static") == "found the static rung, wanted the fused one (--generation_engine)"
@@ -334,7 +334,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 # (flags, what is said)
 REFUSED = {
-    "weights that are no parts": ((), "found --actor_zero_stage 0, wanted 3; else give auto"),
+    "weights that are no parts": (
+        (),
+        "found whole weights, wanted --actor_zero_stage 3; else give auto",
+    ),
     "one rank": (("--actor_zero_stage", 3), "found 1 rank, wanted several, which share the weights; else give auto"),
 }
 

@@ -187,9 +187,9 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: found --actor_zero_stage 0, wanted 3"),
+        (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: found whole weights"),
         (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 1 ranks"),
-        (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need stage 3"),
+        (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
     ],
 )
 def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):

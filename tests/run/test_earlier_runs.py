@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipeline.configuration.resume_rules import check_same_settings, defaults_of, layout_of, settings_of
+from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.files import OURS, check_replaceable
 from pipeline.run.earlier_runs import clear, finished_steps, model_folders
@@ -69,10 +69,10 @@ def test_clearing_takes_what_could_be_mistaken_and_leaves_the_rest(tmp_path):
 def test_settings_that_decide_what_is_learned_must_be_the_same(tmp_path):
     before, after = SFTConfig(), SFTConfig()
     longer = after.replace(run=after.run.replace(max_steps=9, save_steps=3).model_dump())
-    check_same_settings(tmp_path, settings_of(before), settings_of(longer))
+    check_same_settings(tmp_path, values_by_rule(before, "same"), values_by_rule(longer, "same"))
     other = after.replace(model=after.model.replace(learning_rate=1e-2, lora_dim=4).model_dump())
     with pytest.raises(InputError) as refused:
-        check_same_settings(tmp_path, settings_of(before), settings_of(other))
+        check_same_settings(tmp_path, values_by_rule(before, "same"), values_by_rule(other, "same"))
     lines = str(refused.value).splitlines()
     assert lines[0] == "--learning_rate: found 0.01, the checkpoint has 1e-05"
     assert lines[1] == "--lora_dim: found 4, the checkpoint has 0"
@@ -88,20 +88,23 @@ def test_flags_that_cut_the_work_may_change(tmp_path):
         sampling=config.sampling.replace(**sampling).model_dump(),
         deepspeed=config.deepspeed.replace(zero3_gather="layers").model_dump(),
     )
-    check_same_settings(tmp_path, settings_of(config), settings_of(other))
-    assert layout_of(other)["zero3_gather"] == "layers" and layout_of(other)["rollout_weights"] == "whole"
+    check_same_settings(tmp_path, values_by_rule(config, "same"), values_by_rule(other, "same"))
+    assert (
+        values_by_rule(other, "rounding")["zero3_gather"] == "layers"
+        and values_by_rule(other, "rounding")["rollout_weights"] == "whole"
+    )
 
 
 def test_a_checkpoint_that_does_not_know_a_flag_had_its_default(tmp_path):
     config = PPOConfig()
-    older = {name: value for name, value in settings_of(config).items() if name not in ("kl_coef", "top_k")}
+    older = {name: value for name, value in values_by_rule(config, "same").items() if name not in ("kl_coef", "top_k")}
     older["generation_engine"] = "eager"  # compared in an older version, and no longer
-    check_same_settings(tmp_path, older, settings_of(config), defaults=defaults_of(config))
+    check_same_settings(tmp_path, older, values_by_rule(config, "same"), defaults=defaults_of(config))
     other = config.replace(ppo=config.ppo.replace(kl_coef=0.5).model_dump())
     with pytest.raises(InputError, match="--kl_coef: found 0.5, the checkpoint has 0.1"):
-        check_same_settings(tmp_path, older, settings_of(other), defaults=defaults_of(other))
+        check_same_settings(tmp_path, older, values_by_rule(other, "same"), defaults=defaults_of(other))
     with pytest.raises(InputError, match="--gone: found None, the checkpoint has 3"):
-        check_same_settings(tmp_path, older | {"gone": 3}, settings_of(config), defaults=defaults_of(config))
+        check_same_settings(tmp_path, older | {"gone": 3}, values_by_rule(config, "same"), defaults=defaults_of(config))
 
 
 def test_step_3_writes_several_model_folders():

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from support.ds_arguments import built
 from support.in_process import group_of_one
 from support.packed_rows import give_bounds, plain_kernel
 from support.tiny_models import EOS, NUM_TOKENS, PAD, random_rows, save_tiny
@@ -22,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from pipeline import dist
-from pipeline.configuration.ds_config import training_config
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.data.batching import sft_batch
@@ -71,9 +71,9 @@ def world() -> Iterator[dist.World]:
 def engine_of(module: nn.Module, *, zero_stage: int = 0, rate: float = 1e-2, clip: float = 0.0) -> TrainingEngine:
     """An Adam whose eps is so large that a step shows the size of the gradient, not its sign alone."""
     partitioned = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
-    settings = training_config(
+    settings = built(
         partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=3,
-        world_size=1, max_grad_norm=clip, run_dir="unused", device="cpu",
+        world_size=1, max_grad_norm=clip, device="cpu",
     )  # fmt: skip
     groups = parameter_groups(module, learning_rate=rate, weight_decay=0.0, lora_learning_rate=rate)
     return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=0.1)

@@ -1,19 +1,47 @@
-"""What the tests of the DeepSpeed JSON share."""
+"""What the tests of the DeepSpeed JSON, and of engines that take one, share."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from pipeline.configuration.ds_config import training_config
-from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.ds_config import EngineDtype, Placement, training_json
+from pipeline.configuration.flags import Resolved
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.errors import InputError
+from step1_sft.config import SFTConfig
 
 
-def built(settings: DeepSpeedConfig | None = None, **changes):
-    """training_config with everyday arguments, some of them changed."""
-    arguments = {
-        "zero_stage": 2, "dtype": "bf16", "micro_batch_size": 4, "gradient_accumulation_steps": 2, "world_size": 8,
-        "max_grad_norm": 1.0, "run_dir": "output/runs/sft", "device": "cuda",
-    }  # fmt: skip
-    return training_config(settings or DeepSpeedConfig(), **(arguments | changes))
+def built(
+    settings: DeepSpeedConfig | None = None,
+    *,
+    zero_stage: int = 2,
+    dtype: EngineDtype = "bf16",
+    micro_batch_size: int = 4,
+    gradient_accumulation_steps: int = 2,
+    world_size: int = 8,
+    max_grad_norm: float = 1.0,
+    device: Literal["cpu", "cuda"] = "cuda",
+    one_node: bool = False,
+    user_json: dict[str, Any] | None = None,
+    origins: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """The DeepSpeed JSON of an engine that trains under everyday settings; `user_json` is read from a file."""
+    optimizer = OptimizerConfig(
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        max_grad_norm=max_grad_norm,
+    )
+    place = Placement(device=device, dtype=dtype, ranks=world_size, run_dir=Path("output/runs/sft"), one_node=one_node)
+    with tempfile.TemporaryDirectory() as folder:
+        file, settings = Path(folder) / "ds.json", settings or DeepSpeedConfig()
+        if user_json is not None:
+            file.write_text(json.dumps(user_json))
+            settings = DeepSpeedConfig.model_validate(settings.model_dump() | {"deepspeed_config": str(file)})
+        config = SFTConfig(model=ModelConfig(zero_stage=zero_stage), optimizer=optimizer, deepspeed=settings)
+        return training_json(Resolved(config, origins or {}), config.model, place)
 
 
 def refusal(call, *args, **kwargs) -> list[str]:
