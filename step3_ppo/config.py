@@ -172,15 +172,15 @@ class PPOConfig(Group):
 def check_generation(config: PPOConfig, ranks: int | None) -> None:
     """Raise InputError, a line each, for what generation cannot do with any model; `ranks` None: not known yet."""
     sampling, partitioned = config.sampling, config.actor.zero_stage == 3
-    size, rung, errors = sampling.inference_tp_size, sampling.generation_engine, []
+    size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:
         errors.append(f"--inference_tp_size {size}: must divide the {ranks} ranks")
-    if size > 1 and rung not in ("auto", "fused"):
-        errors.append(f"--inference_tp_size {size}: needs the fused rung, found {rung}")
-    reason = why_not_streamed(partitioned=partitioned, ranks=ranks, group_size=size, rung=rung)
+    if size > 1 and backend not in ("auto", "fused"):
+        errors.append(f"--inference_tp_size {size}: needs the fused backend, found {backend}")
+    reason = why_not_streamed(partitioned=partitioned, ranks=ranks, tensor_parallel_size=size, backend=backend)
     if sampling.rollout_weights == "streamed" and reason:
         errors.append(f"--rollout_weights streamed: {reason}; else give auto")
-    if rung == "fused" and config.actor.lora_dim and not sampling.merge_lora_for_generation:
+    if backend == "fused" and config.actor.lora_dim and not sampling.merge_lora_for_generation:
         errors.append(
             "--generation_engine fused: it knows no adapters beside the weights (--merge_lora_for_generation false); "
             "use auto"

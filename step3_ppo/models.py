@@ -14,7 +14,7 @@ from pipeline.engine.build import compute_dtype, placement, training_engine, wit
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading
 from pipeline.errors import InputError
-from pipeline.generation.options import GenerationOptions, RungSettings
+from pipeline.generation.options import BackendSettings, GenerationOptions
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import DTYPES, base_model, check_model, load_causal_lm, load_config
 from pipeline.models.lora import adapters_disabled
@@ -215,12 +215,12 @@ def generation_options(config: PPOConfig) -> GenerationOptions:
     sampling = config.sampling
     positions = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     return GenerationOptions(
-        rung=RungSettings(sampling.generation_engine, sampling.merge_lora_for_generation, positions),
+        backend=BackendSettings(sampling.generation_engine, sampling.merge_lora_for_generation, positions),
         # Optimizer states that come back for the update need the room that the cache had.
         release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
-        group_size=sampling.inference_tp_size,
+        tensor_parallel_size=sampling.inference_tp_size,
         weights=sampling.rollout_weights,
-        slots=max(
+        min_slots=max(
             sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
             config.optimizer.per_device_eval_batch_size,
         ),

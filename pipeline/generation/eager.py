@@ -123,13 +123,13 @@ def generate(
     for position in range(sampling.max_new_tokens):
         if should_stop():
             raise GenerationStopped
-        decode_one(decoder, drawn, position, uniform[:, position], eos=eos, sampling=sampling)
+        decode_token(decoder, drawn, position, uniform[:, position], eos=eos, sampling=sampling)
         if not len(decoder.rows):
             break
     return Rollout(rows, drawn.responses(), drawn.ragged_log_probs(), drawn.finished, prompt_ids, sample_index)
 
 
-def decode_one(
+def decode_token(
     decoder: Decoder, drawn: Drawn, position: int, uniform: torch.Tensor, *, eos: torch.Tensor, sampling: Sampling
 ) -> None:
     """Draw the token at `position` of every row in the batch, and move the batch on; rows that are done leave it."""

@@ -1,6 +1,7 @@
-"""The model's function on the decode weights: whole prompts, and one new token a row.
+"""The fused backend: our own prefill and decode step for OPT and models of Llama's shape, on Triton kernels.
 
-N prompts of P tokens; M rows (slots) of the cache; H hidden size, V vocabulary.
+It computes what the forward pass of transformers does, on the tensors of fused_weights.py. N prompts of P tokens; M
+slots (rows of the KV cache); H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Norm, Projection, head_layout
-from pipeline.kernels.attention_choice import avoid_plans
-from pipeline.kernels.decode_attention import attend, shared_work, store_prompts
+from pipeline.kernels.attention_choice import disable_cudnn_attention
+from pipeline.kernels.decode_attention import attend, split_kv_schedule, store_prompts
 from pipeline.kernels.decode_layers import Branch, Rotary, add_norm, rotate, silu_gate
 from pipeline.kernels.split_matmul import split_matmul
 from pipeline.models.architecture import rotary_table
@@ -20,7 +21,7 @@ from pipeline.models.architecture import rotary_table
 
 @dataclass(frozen=True, slots=True)
 class KeyValueCache:
-    """Keys and values of M rows: (layers, M, Hkv, S, D) each; a row's tokens stand at 0, 1, ... of S."""
+    """Keys and values of M slots, (layers, M, Hkv, S, D) each; a slot's tokens have positions 0, 1, ... of S."""
 
     keys: Tensor
     values: Tensor
@@ -32,7 +33,7 @@ class KeyValueCache:
 
 
 def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
-    """x @ W.T + b, with the ReLU in the product's epilogue."""
+    """Return x @ W.T + b, with the ReLU in the product's epilogue."""
     weight, bias = projection.weight, projection.bias
     if relu and bias is not None:
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
@@ -40,14 +41,17 @@ def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
     return y.relu_() if relu else y
 
 
-def summed(x: Tensor, branch: Branch) -> Tensor:
-    """x + branch, (M, H)."""
+def add_branch(x: Tensor, branch: Branch) -> Tensor:
+    """Return x + branch, (M, H)."""
     values = branch.values.sum(0, dtype=torch.float32) if branch.values.dim() == 3 else branch.values
     return (x + values if branch.bias is None else x + values + branch.bias).to(x.dtype)
 
 
-class DecodeModel:
-    """Forward passes for generation. `sum_ranks` adds partial results over the ranks of a tensor-parallel group."""
+class FusedForward:
+    """The forward passes (`backends.CachedForward`) on decode weights.
+
+    sum_ranks: adds partial results over the ranks of a tensor-parallel group, in place.
+    """
 
     def __init__(self, weights: DecodeWeights, sum_ranks: Callable[[Tensor], None] | None = None) -> None:
         self.weights, self.architecture = weights, weights.architecture
@@ -61,45 +65,54 @@ class DecodeModel:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the cache, on this rank."""
+        """Return the bytes of KV cache per token on this rank."""
         layout = self.layouts[0]
         size = self.architecture.head.weight.element_size()  # also known before the weights are read
         return 2 * len(self.layouts) * layout.num_kv_heads * layout.head_dim * size
 
     @property
-    def leaves_free_rows(self) -> bool:
-        """Whether a step neither reads nor writes rows of the cache that are not active."""
+    def num_copied_bytes(self) -> int:
+        """Return the device memory of copied weights in bytes."""
+        return self.weights.num_copied_bytes
+
+    @property
+    def preserves_free_slots(self) -> bool:
+        """Return True: a decode step neither reads nor writes slots that are not active."""
         return True
 
     @property
     def _head(self) -> Tensor:
-        return self.weights.of(self.architecture.head)
+        return self.weights.weight_of(self.architecture.head)
+
+    def refresh(self) -> None:
+        """Read the trained weights again. A collective under ZeRO-3."""
+        self.weights.refresh()
 
     def addresses(self) -> tuple[int, ...]:
-        """Where all that a step reads lies."""
+        """Return the address of every tensor that a decode step reads besides its inputs."""
         tables = () if self._rotary is None else (self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr())
         return (*self.weights.addresses(), *tables)
 
-    def prepare(self, positions: int) -> None:
-        """Tables for rows of up to `positions` tokens; kept, and their addresses with them."""
+    def prepare(self, cache_length: int) -> None:
+        """Make rotary tables for `cache_length` tokens, unless there are some that are long enough."""
         rotary = self.architecture.rotary
-        if rotary is not None and (self._rotary is None or len(self._rotary.cos) < positions):
-            self._rotary = Rotary(*rotary_table(rotary, positions, self._head))
+        if rotary is not None and (self._rotary is None or len(self._rotary.cos) < cache_length):
+            self._rotary = Rotary(*rotary_table(rotary, cache_length, self._head))
 
-    def new_cache(self, rows: int, positions: int) -> KeyValueCache:
+    def new_cache(self, num_slots: int, cache_length: int) -> KeyValueCache:
         layout = self.layouts[0]
-        shape = (len(self.layouts), rows, layout.num_kv_heads, positions, layout.head_dim)
+        shape = (len(self.layouts), num_slots, layout.num_kv_heads, cache_length, layout.head_dim)
         return KeyValueCache.empty(shape, self._head)
 
-    def prompt(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache, *, slots: Tensor, source: Tensor) -> Tensor:
-        """Run prompts and store their keys and values; logits (N, V) behind each prompt's last token.
+    def prefill(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache, *, slots: Tensor, source: Tensor) -> Tensor:
+        """Compute prompts into the cache; return the logits (N, V) after each prompt's last token.
 
         Args:
             ids: (N, P) int64, padded on the right. lengths: (N,) int64.
-            slots, source: (R,) int64: cache row slots[i] gets prompt source[i] (several samples share a prompt).
+            slots, source: (R,) int64: slot slots[i] gets prompt source[i] (several samples share a prompt).
         """
         rows, width = ids.shape
-        avoid_plans()
+        disable_cudnn_attention()
         positions = torch.arange(width, dtype=torch.int32, device=ids.device).repeat(rows)
         shape = (rows, width)
 
@@ -118,66 +131,66 @@ class DecodeModel:
         last = torch.arange(rows, device=ids.device) * width + lengths - 1
         return self._logits(hidden[last])
 
-    def step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: KeyValueCache) -> Tensor:
-        """One token a row: (M,) int64 tokens at positions `lengths` (M,) int32 -> (M, V) logits of the next.
+    def decode_step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: KeyValueCache) -> Tensor:
+        """Append one token to each slot: (M,) int64 tokens at positions `lengths` (M,) int32 -> (M, V) logits.
 
-        Rows with `active` 0 (int32) are left alone: their logits mean nothing.
+        Slots with `active` 0, (M,) int32, are not written, and their logits mean nothing.
         """
-
-        shares = shared_work(lengths, active, layout=self.layouts[0], room=cache.keys.shape[3])
+        schedule = split_kv_schedule(lengths, active, layout=self.layouts[0], cache_length=cache.keys.shape[3])
 
         def mix(layer: int, qkv: Tensor) -> Tensor:
             layout = self.layouts[layer]
             mixed = qkv.new_empty(len(qkv), layout.num_heads * layout.head_dim)
             keys, values = cache.keys[layer], cache.values[layer]
-            attend(qkv, keys, values, shares=shares, layout=layout, out=mixed)
+            attend(qkv, keys, values, schedule=schedule, layout=layout, out=mixed)
             return mixed
 
         return self._logits(self._run(self._embed(tokens, lengths), lengths, mix))
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         architecture, weights = self.architecture, self.weights
-        x = functional.embedding(tokens, weights.of(architecture.tokens))
+        x = functional.embedding(tokens, weights.weight_of(architecture.tokens))
         if weights.project_in is not None:
             x = linear(x, weights.project_in)
         if architecture.positions is None:
             return x
-        return x + functional.embedding(positions + architecture.position_offset, weights.of(architecture.positions))
+        learned = weights.weight_of(architecture.positions)
+        return x + functional.embedding(positions + architecture.position_offset, learned)
 
     def _run(self, x: Tensor, positions: Tensor, mix: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """All layers over x (T, H), overwritten; `mix` is the attention of a layer on its joined q, k and v."""
+        """Run all layers over x (T, H), which is overwritten; `mix` is a layer's attention on its joined q, k and v."""
         blocks, architecture = self.weights.blocks, self.architecture
         if not architecture.norm_first:
-            for number, block in enumerate(self.weights.in_turn()):
+            for number, block in enumerate(self.weights.iterate_layers()):
                 self._add(x, self._attention(block, number, x, positions, mix), block.attention_norm, out=x)
                 self._add(x, self._mlp(block, x), block.mlp_norm, out=x)
             return x if self.weights.final_norm is None else self._normed(x, self.weights.final_norm)
         h = self._normed(x, blocks[0].attention_norm)
         following = [*(block.attention_norm for block in blocks[1:]), self.weights.final_norm]
-        for number, (block, next_norm) in enumerate(zip(self.weights.in_turn(), following, strict=True)):
+        for number, (block, next_norm) in enumerate(zip(self.weights.iterate_layers(), following, strict=True)):
             self._add(x, self._attention(block, number, h, positions, mix), block.mlp_norm, out=h)
             branch = self._mlp(block, h)
             if next_norm is None:
-                return summed(x, branch)
+                return add_branch(x, branch)
             self._add(x, branch, next_norm, out=h)
         return h
 
     @staticmethod
     def _normed(x: Tensor, norm: Norm) -> Tensor:
         out = torch.empty_like(x)
-        add_norm(x, None, norm.values, keep_sum=False, out=out)
+        add_norm(x, None, norm.weights, keep_sum=False, out=out)
         return out
 
     @staticmethod
     def _add(x: Tensor, branch: Branch, norm: Norm, *, out: Tensor) -> None:
-        add_norm(x, branch, norm.values, keep_sum=out is not x, out=out)
+        add_norm(x, branch, norm.weights, keep_sum=out is not x, out=out)
 
     def _attention(
         self, block: BlockWeights, number: int, h: Tensor, positions: Tensor, mix: Callable[[int, Tensor], Tensor]
     ) -> Branch:
         qkv = linear(h, block.qkv)
         if self._rotary is not None:
-            norms = None if block.head_norms is None else (block.head_norms[0].values, block.head_norms[1].values)
+            norms = None if block.head_norms is None else (block.head_norms[0].weights, block.head_norms[1].weights)
             rotate(qkv, self._rotary, lengths=positions, layout=self.layouts[number], norms=norms)
         return self._branch(mix(number, qkv), block.out)
 
@@ -186,7 +199,7 @@ class DecodeModel:
         return self._branch(up, block.down)
 
     def _branch(self, x: Tensor, projection: Projection) -> Branch:
-        """A layer's last projection, whose result joins the residual."""
+        """Apply the last projection of attention or MLP, whose result is added to the residual."""
         parts = split_matmul(x, projection.weight) if self.sum_ranks is None and x.is_cuda else None
         if parts is not None:
             return Branch(parts, projection.bias)
@@ -196,17 +209,17 @@ class DecodeModel:
         return Branch(y)
 
     def _split(self, qkv: Tensor, layer: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """q (N, Hq, P, D), k and v (N, Hkv, P, D), views of the joined projection."""
+        """Return q (N, Hq, P, D), k and v (N, Hkv, P, D), views of the joined projection."""
         layout = self.layouts[layer]
-        found = []
+        views = []
         for offset, heads in (
             (layout.q_offset, layout.num_heads),
             (layout.k_offset, layout.num_kv_heads),
             (layout.v_offset, layout.num_kv_heads),
         ):
             part = qkv[:, offset : offset + heads * layout.head_dim]
-            found.append(part.view(*shape, heads, layout.head_dim).transpose(1, 2))
-        return found[0], found[1], found[2]
+            views.append(part.view(*shape, heads, layout.head_dim).transpose(1, 2))
+        return views[0], views[1], views[2]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.weights.project_out is not None:

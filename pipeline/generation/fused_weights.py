@@ -1,8 +1,8 @@
-"""The tensors that a decode step reads: views of the trained weights where they lie as needed, else refreshed copies.
+"""The tensors that the fused backend reads: views of the trained weights where possible, else refreshed copies.
 
-Copies are made of projections that are joined into one (unless DeepSpeed's flat buffer already holds them side by
-side), of layers with LoRA (merged: the base weights are never written), of weights that ZeRO-3 partitions, and of this
-rank's part under tensor parallelism. They keep their addresses, so that a CUDA graph stays valid after a refresh.
+Copies are made of projections that are joined into one (unless they are adjacent in DeepSpeed's flat buffer), of
+layers with LoRA (merged; the base weights are never written), of weights that ZeRO-3 partitions, and of this rank's
+shard under tensor parallelism. They keep their addresses, so that a CUDA graph stays valid after a refresh.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from pipeline.partitions import gathered, is_partitioned
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of each layer this rank holds: heads and MLP columns rank / size."""
+    """The part of each layer that this rank computes: heads and MLP columns number `rank` of `size` equal parts."""
 
     rank: int = 0
     size: int = 1
@@ -33,8 +33,8 @@ class Shard:
     def columns(self, tensor: Tensor) -> Tensor:
         return tensor.chunk(self.size, 1)[self.rank]
 
-    def once(self, bias: Tensor) -> Tensor:
-        """The bias of a layer whose outputs are summed over ranks."""
+    def bias_of_sum(self, bias: Tensor) -> Tensor:
+        """Return a bias that is added once where outputs are summed over ranks: 0 on all ranks but the first."""
         return bias if self.rank == 0 else torch.zeros_like(bias)
 
 
@@ -42,102 +42,100 @@ def has_lora(layer: Any) -> bool:
     return hasattr(layer, "lora_A")
 
 
-def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """One view over tensors that follow each other in memory, joined along their first dimension; else None."""
+def joined_view(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return one view over tensors that are adjacent in memory, joined along their first dimension; else None."""
     first = parts[0]
-    place = first.data_ptr()
+    address = first.data_ptr()
     for part in parts:
         same_kind = part.dtype == first.dtype and part.shape[1:] == first.shape[1:] and part.is_contiguous()
-        if not same_kind or part.data_ptr() != place:
+        if not same_kind or part.data_ptr() != address:
             return None
         if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
-        place += part.numel() * part.element_size()
+        address += part.numel() * part.element_size()
     shape = (sum(len(part) for part in parts), *first.shape[1:])
     return torch.as_strided(first, shape, first.stride())
 
 
-class Held:
-    """One tensor for the decode step, made of `sources()`: a view of them where possible, else a copy of its own.
+class WeightTensor:
+    """One tensor for the decode step, joined from `sources()`: a view of them where possible, else a copy.
 
-    of: the parameters that the sources come from. shares: ranks that take equal parts of them.
+    copied: a view is impossible. parameters: those that the sources are made of. num_shards: ranks that share them.
     """
 
     def __init__(
-        self, sources: Callable[[], list[Tensor]], *, copied: bool, of: Sequence[nn.Parameter], shares: int = 1
+        self, sources: Callable[[], list[Tensor]], parameters: list[nn.Parameter], *, copied: bool, num_shards: int = 1
     ) -> None:
-        self._sources, self._copied, self._of, self._shares = sources, copied, list(of), shares
+        self._sources, self._parameters, self._copied, self._num_shards = sources, parameters, copied, num_shards
         self._copy: Tensor | None = None
-        self._seen: list[int] = []  # where the parts lay that `tensor` is a view of
+        self._viewed: list[int] = []  # addresses of the sources that `tensor` is a view of
         self.tensor: Tensor
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Read the trained weights again; they must be whole. A view costs nothing."""
+        """Read the trained weights again, which must be whole. A view costs nothing."""
         parts = self._sources()
-        places = [part.data_ptr() for part in parts]
-        if self._seen and places == self._seen:
+        addresses = [part.data_ptr() for part in parts]
+        if self._viewed and addresses == self._viewed:
             return
-        view = None if self._copied else adjacent([part.detach() for part in parts])
+        view = None if self._copied else joined_view([part.detach() for part in parts])
         if view is not None:
-            self.tensor, self._copy, self._seen = view, None, places
+            self.tensor, self._copy, self._viewed = view, None, addresses
             return
-        self._seen = []
+        self._viewed = []
         if self._copy is None:
             self._copy = torch.cat(parts)
         else:
             torch.cat(parts, out=self._copy)
         self.tensor = self._copy
 
-    def lie_in(self, place: Tensor) -> None:
-        """Copy to `place` from the next refresh on: contiguous, of the right shape, and somebody else's memory."""
-        self.tensor, self._copy, self._copied, self._seen = place, place, True, []
+    def copy_into(self, memory: Tensor) -> None:
+        """Let every later refresh copy into `memory`, a contiguous tensor of the right shape that others own."""
+        self.tensor, self._copy, self._copied, self._viewed = memory, memory, True, []
 
     @property
     def num_bytes_to_copy(self) -> int:
-        """Of the copy that the first `refresh` will make, 0 where it will find a view."""
-        if not self._copied and adjacent([parameter.detach() for parameter in self._of]) is not None:
+        """Return the bytes of the copy that the first `refresh` will make, 0 for a view."""
+        if not self._copied and joined_view([parameter.detach() for parameter in self._parameters]) is not None:
             return 0
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self._of) // self._shares
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self._parameters) // self._num_shards
 
     @property
-    def num_bytes(self) -> int:
-        """Of the copy, 0 for a view."""
+    def num_copied_bytes(self) -> int:
+        """Return the bytes of the copy, 0 for a view."""
         return 0 if self._copy is None else self._copy.numel() * self._copy.element_size()
 
 
 class Projection:
-    """Linear layers joined along their outputs; `split` says how this rank's part is taken."""
+    """Linear layers joined along their outputs; `split`: what tensor parallelism cuts, rows or columns."""
 
     def __init__(self, layers: Sequence[Any], split: str, shard: Shard) -> None:
         self._bases = bases = [linear_of(layer) for layer in layers]
         part = shard.size > 1 or any(is_partitioned(base.weight) for base in bases)
         merged = any(has_lora(layer) for layer in layers)
-        # Not bound to this object: it would keep its copies alive until the next garbage collection.
-        self._weight = Held(
-            partial(weight_parts, layers, split, shard),
-            copied=part or merged,
-            of=[base.weight for base in bases],
-            shares=shard.size,
-        )
-        self._bias: Held | None = None
+        # A bound method would be a cycle that keeps the copies alive until the next garbage collection.
+        weights, num_shards = [base.weight for base in bases], shard.size
+        sources = partial(weight_shards, layers, split, shard)
+        self._weight = WeightTensor(sources, weights, copied=part or merged, num_shards=num_shards)
+        self._bias: WeightTensor | None = None
         if bases[0].bias is not None:
-            of, shares = [base.bias for base in bases], shard.size if split == "rows" else 1
-            self._bias = Held(partial(bias_parts, bases, split, shard), copied=part, of=of, shares=shares)
+            biases, num_shards = [base.bias for base in bases], shard.size if split == "rows" else 1
+            sources = partial(bias_shards, bases, split, shard)
+            self._bias = WeightTensor(sources, biases, copied=part, num_shards=num_shards)
 
     @property
-    def held(self) -> list[Held]:
+    def tensors(self) -> list[WeightTensor]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
     @property
     def parameters(self) -> list[list[nn.Parameter]]:
-        """What each of `held` joins."""
+        """Return the parameters that each of `tensors` joins."""
         weights = [base.weight for base in self._bases]
         return [weights] if self._bias is None else [weights, [base.bias for base in self._bases]]
 
     @property
     def weight(self) -> Tensor:
-        """(outputs, inputs) of this rank."""
+        """Return the joined weight of this rank, (outputs, inputs)."""
         return self._weight.tensor
 
     @property
@@ -145,19 +143,19 @@ class Projection:
         return None if self._bias is None else self._bias.tensor
 
 
-def weight_parts(layers: Sequence[Any], split: str, shard: Shard) -> list[Tensor]:
-    """This rank's part of each layer's weight, its adapter added."""
+def weight_shards(layers: Sequence[Any], split: str, shard: Shard) -> list[Tensor]:
+    """Return this rank's shard of each layer's weight, with its adapter added."""
     whole = [merged_weight(layer) if has_lora(layer) else linear_of(layer).weight for layer in layers]
     if shard.size == 1:
         return whole
     return [shard.rows(weight) if split == "rows" else shard.columns(weight) for weight in whole]
 
 
-def bias_parts(bases: Sequence[Any], split: str, shard: Shard) -> list[Tensor]:
-    """This rank's part of each layer's bias."""
+def bias_shards(bases: Sequence[Any], split: str, shard: Shard) -> list[Tensor]:
+    """Return this rank's shard of each layer's bias."""
     if shard.size == 1:
         return [base.bias for base in bases]
-    return [shard.rows(base.bias) if split == "rows" else shard.once(base.bias) for base in bases]
+    return [shard.rows(base.bias) if split == "rows" else shard.bias_of_sum(base.bias) for base in bases]
 
 
 class Norm:
@@ -167,26 +165,26 @@ class Norm:
         self._rms, self._eps = norm_kind(module)
         weight, bias = module.weight, getattr(module, "bias", None)
         self.parameters: list[nn.Parameter] = [parameter for parameter in (weight, bias) if parameter is not None]
-        self._weight = None if weight is None else whole(weight)
-        self._bias = None if bias is None else whole(bias)
+        self._weight = None if weight is None else replicated(weight)
+        self._bias = None if bias is None else replicated(bias)
 
     @property
-    def held(self) -> list[Held]:
-        return [held for held in (self._weight, self._bias) if held is not None]
+    def tensors(self) -> list[WeightTensor]:
+        return [tensor for tensor in (self._weight, self._bias) if tensor is not None]
 
     @property
-    def values(self) -> NormWeights:
+    def weights(self) -> NormWeights:
         weight = None if self._weight is None else self._weight.tensor
         return NormWeights(weight, None if self._bias is None else self._bias.tensor, self._eps, self._rms)
 
 
-def whole(parameter: nn.Parameter) -> Held:
-    """A parameter as it is, or its copy where ZeRO-3 partitions it."""
-    return Held(lambda: [parameter.data], copied=is_partitioned(parameter), of=[parameter])
+def replicated(parameter: nn.Parameter) -> WeightTensor:
+    """Return a whole parameter, as a view or as a copy where ZeRO-3 partitions it."""
+    return WeightTensor(lambda: [parameter.data], [parameter], copied=is_partitioned(parameter))
 
 
 class BlockWeights:
-    """A decoder layer's tensors."""
+    """The tensors of a decoder layer."""
 
     def __init__(self, block: Block, shard: Shard) -> None:
         self.block = block
@@ -207,9 +205,9 @@ class BlockWeights:
         return [self.attention_norm, self.mlp_norm, *(self.head_norms or ())]
 
     @property
-    def held(self) -> list[Held]:
+    def tensors(self) -> list[WeightTensor]:
         parts: list[Projection | Norm] = [*self.projections, *self.norms]
-        return [held for part in parts for held in part.held]
+        return [tensor for part in parts for tensor in part.tensors]
 
     def parameters(self) -> list[nn.Parameter]:
         modules = [self.block.q, self.block.k, self.block.v, self.block.out, *self.block.up, self.block.down]
@@ -218,14 +216,14 @@ class BlockWeights:
 
 
 def in_memory_order(layers: dict[str, Any]) -> list[str]:
-    """Names of the layers as their weights lie in memory: only in this order can one view hold them all."""
+    """Return the names of layers by the addresses of their weights, the only order in which one view can join them."""
     if any(is_partitioned(linear_of(layer).weight) for layer in layers.values()):
         return list(layers)
     return sorted(layers, key=lambda name: linear_of(layers[name]).weight.data_ptr())
 
 
 def head_layout(architecture: Architecture, order: Sequence[str], shard: Shard) -> HeadLayout:
-    """Columns of q, k and v in the joined projection of this rank."""
+    """Return the columns of q, k and v in the joined projection of this rank."""
     heads, kv_heads = architecture.num_heads // shard.size, architecture.num_kv_heads // shard.size
     widths = {name: (heads if name == "q" else kv_heads) * architecture.head_dim for name in order}
     offsets, column = {}, 0
@@ -237,15 +235,15 @@ def head_layout(architecture: Architecture, order: Sequence[str], shard: Shard) 
 
 
 class DecodeWeights:
-    """All tensors of a decode step."""
+    """All tensors of the fused backend for one model."""
 
     def __init__(self, architecture: Architecture, shard: Shard = Shard()) -> None:
         self.architecture, self.shard = architecture, shard
         self.blocks = [BlockWeights(block, shard) for block in architecture.blocks]
         outside = [architecture.tokens, architecture.head, architecture.positions]
         by_id: dict[int, Any] = {id(module.weight): module.weight for module in outside if module is not None}
-        self._whole = {key: whole(parameter) for key, parameter in by_id.items()}  # tied ones are held once
-        self._whole_parameters: list[nn.Parameter] = list(by_id.values())
+        self._replicated = {key: replicated(parameter) for key, parameter in by_id.items()}  # tied ones once
+        self._replicated_parameters: list[nn.Parameter] = list(by_id.values())
         self.final_norm = None if architecture.final_norm is None else Norm(architecture.final_norm)
         self.project_in, self.project_out = (
             None if layer is None else Projection([layer], "rows", Shard())
@@ -253,47 +251,46 @@ class DecodeWeights:
         )
         modules = [architecture.final_norm, architecture.project_in, architecture.project_out]
         others = [parameter for module in modules if module is not None for parameter in module.parameters()]
-        # What is gathered together under ZeRO-3: all outside the layers, then layer by layer.
-        self._sources = [([*self._whole_parameters, *others], self._outside())]
-        self._sources += [(block.parameters(), block.held) for block in self.blocks]
+        # Under ZeRO-3 gathered at a time: all that is outside the layers, then layer by layer.
+        self._sources = [([*self._replicated_parameters, *others], self._outside_layers())]
+        self._sources += [(block.parameters(), block.tensors) for block in self.blocks]
 
-    def of(self, module: Any) -> Tensor:
-        """The weight of a module outside the layers."""
-        return self._whole[id(module.weight)].tensor
+    def weight_of(self, module: Any) -> Tensor:
+        """Return the weight of an embedding or of the head."""
+        return self._replicated[id(module.weight)].tensor
 
     def refresh(self) -> None:
         """Read the trained weights. Under ZeRO-3 a collective, a layer at a time."""
-        for parameters, group in self._sources:
-            self._read(parameters, group)
+        for parameters, tensors in self._sources:
+            self._read(parameters, tensors)
 
     @staticmethod
-    def _read(parameters: Sequence[nn.Parameter], group: Sequence[Held]) -> None:
+    def _read(parameters: Sequence[nn.Parameter], tensors: Sequence[WeightTensor]) -> None:
         with gathered(parameters):
-            for held in group:
-                held.refresh()
+            for tensor in tensors:
+                tensor.refresh()
 
-    def in_turn(self) -> Iterator[BlockWeights]:
-        """The layers in order, as a pass over them wants them: each can be read until the next one is asked for."""
+    def iterate_layers(self) -> Iterator[BlockWeights]:
+        """Yield the layers in order for a forward pass; each can be read until the next one is asked for."""
         yield from self.blocks
 
-    def _outside(self) -> list[Held]:
-        """What does not belong to a layer."""
+    def _outside_layers(self) -> list[WeightTensor]:
         others = [part for part in (self.final_norm, self.project_in, self.project_out) if part is not None]
-        return [*self._whole.values(), *(held for part in others for held in part.held)]
+        return [*self._replicated.values(), *(tensor for part in others for tensor in part.tensors)]
 
-    def _held(self) -> list[Held]:
-        return [held for _, group in self._sources for held in group]
+    def _tensors(self) -> list[WeightTensor]:
+        return [tensor for _, tensors in self._sources for tensor in tensors]
 
     @property
     def num_bytes_to_copy(self) -> int:
-        """What the first `refresh` will copy: weights in pieces, with adapters, shared among ranks, or lying apart."""
-        return sum(held.num_bytes_to_copy for held in self._held())
+        """Return the bytes that the first `refresh` will copy."""
+        return sum(tensor.num_bytes_to_copy for tensor in self._tensors())
 
     @property
     def num_copied_bytes(self) -> int:
-        """Device memory beyond the trained weights."""
-        return sum(held.num_bytes for held in self._held())
+        """Return the device memory beyond the trained weights in bytes."""
+        return sum(tensor.num_copied_bytes for tensor in self._tensors())
 
     def addresses(self) -> tuple[int, ...]:
-        """Where everything lies: a graph is valid as long as this stays the same."""
-        return tuple(held.tensor.data_ptr() for held in self._held())
+        """Return the address of every tensor; a CUDA graph is valid as long as they stay."""
+        return tuple(tensor.tensor.data_ptr() for tensor in self._tensors())

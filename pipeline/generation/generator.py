@@ -1,8 +1,7 @@
-"""Generation in slots: prompts fill them, one replayed CUDA graph moves all of them on, free ones are filled again.
+"""Sampling with a KV cache in slots, for the fused and the static backend: one call in, one rollout out.
 
-R responses in all (prompts x samples), M slots, T new tokens at most. A response takes a slot until its EOS; the next
-one waiting then takes over, so that work follows real lengths. Which slot a response sits in changes none of its random
-numbers.
+The generator keeps its buffers from call to call; scheduler.py decides which response is in which slot. Which slot that
+is changes none of a response's random numbers, so that the work follows real lengths and the tokens do not.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,43 +9,44 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pipeline.dist import RankGroup
-from pipeline.generation.backends import affordable_slots, checked_slots
+from pipeline.generation.backends import CachedForward, no_slot_fits, slots_that_fit
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
-from pipeline.generation.scheduler import Pace, Round, side_stream
-from pipeline.generation.slots import Arena, DecodeFunction, Job, padded_eos
+from pipeline.generation.scheduler import ContinuousBatching, Lockstep, overlapped_prefill_stream
+from pipeline.generation.slots import GenerationBuffers, GenerationRequest, padded_eos
 from pipeline.tensor_ops import round_up
 
-# Rows of the cache are a multiple of this long, so that a slightly longer prompt finds room.
-ROOM_UNIT = 64
+# The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
+CACHE_LENGTH_MULTIPLE = 64
 
 
 class Generator:
-    """Samples with a decode function; owns the arena. The ranks of `group` run the same rows side by side.
+    """A sampler over the forward passes of one model; the ranks of `group` compute the same responses together.
 
-    positions, slots: room of a row of the cache, and rows of it, from the start; longer sequences and larger calls make
-    more. So smaller calls find what larger ones left, and the same bits whichever came first. pace: with which ranks it
-    makes its passes, though each has rows of its own; None: with none.
+    cache_length, min_slots: the least size of the first buffers. Larger calls get larger ones; with the least size set
+    to the largest call, a smaller call runs at the same shapes, and gives the same bits, whichever came first.
+    lockstep: the ranks whose forward passes are collectives although each has responses of its own (streamed weights);
+    None where ranks run freely.
     """
 
     def __init__(
         self,
-        model: DecodeFunction,
+        forward: CachedForward,
         *,
         eos_ids: frozenset[int],
         pad_id: int,
         group: RankGroup,
-        positions: int = 0,
-        slots: int = 0,
-        pace: Pace | None = None,
+        cache_length: int = 0,
+        min_slots: int = 0,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        self.model, self.pad_id, self.group = model, pad_id, group
-        self.positions, self.slots = positions, slots
-        self.pace = pace or Pace()
-        # Collectives in prompts and in steps would have to come in one order on all ranks.
-        alone = pace is None and group.size == 1 and model.leaves_free_rows
-        self.side = side_stream(model.device) if alone else None
-        self._eos = padded_eos(eos_ids, model.device)
-        self._arena: Arena | None = None
+        self.forward, self.pad_id, self.group = forward, pad_id, group
+        self.cache_length, self.min_slots = cache_length, min_slots
+        self.lockstep = lockstep or Lockstep()
+        # Collectives of prefills and of decode steps would need one order on all ranks.
+        can_overlap = lockstep is None and group.size == 1 and forward.preserves_free_slots
+        self.stream = overlapped_prefill_stream(forward.device) if can_overlap else None
+        self._eos = padded_eos(eos_ids, forward.device)
+        self._buffers: GenerationBuffers | None = None
 
     @torch.no_grad()
     def generate(
@@ -62,44 +62,64 @@ class Generator:
         """Sample `num_samples` responses to each prompt, `num_slots` of them at a time.
 
         Raises:
-            GenerationStopped: `should_stop` answered True, on any rank of the group or in step with this one.
+            GenerationStopped: `should_stop` answered True, on any rank of the group or in lockstep with this one.
         """
-        device = self.model.device
+        device = self.forward.device
         prompt_ids = torch.tensor([prompt.prompt_id for prompt in prompts], dtype=torch.int64, device=device)
         prompt_ids = prompt_ids.repeat_interleave(num_samples)
         sample_index = torch.arange(len(prompt_ids), device=device) % num_samples
         rows = [torch.as_tensor(prompt.ids, dtype=torch.int64) for prompt in prompts]
         num_rows = len(prompt_ids)
-        job = Job(max(self.slots, min(num_slots, num_rows)), num_rows, sampling)
-        arena = self._arena_for(job, max(self.positions, max(map(len, rows)) + sampling.max_new_tokens))
-        arena.clear()
-        arena.uniforms[:num_rows].copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
-        generation = Round(arena, rows, num_samples, model=self.model, group=self.group, pace=self.pace, side=self.side)
-        generation.run(lambda: self.group.any(should_stop(), device))
-        self.group.check_same(arena.written.tokens)
-        # One copy of what the next call writes over, in place of one a row.
-        written = arena.written
-        tokens, log_probs = written.tokens[:num_rows].clone(), written.log_probs[:num_rows].clone()
-        lengths = written.lengths[:num_rows].tolist()
+        request = GenerationRequest(max(self.min_slots, min(num_slots, num_rows)), num_rows, sampling)
+        longest = max(map(len, rows)) + sampling.max_new_tokens
+        buffers = self._buffers_for(request, max(self.cache_length, longest))
+        buffers.reset()
+        buffers.uniforms[:num_rows].copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
+        scheduler = ContinuousBatching(
+            buffers,
+            rows,
+            num_samples,
+            forward=self.forward,
+            group=self.group,
+            lockstep=self.lockstep,
+            stream=self.stream,
+        )
+        scheduler.run(lambda: self.group.any(should_stop(), device))
+        self.group.check_same(buffers.responses.tokens)
+        # The next call overwrites the buffers: one copy of them all, not one per row.
+        responses = buffers.responses
+        tokens, log_probs = responses.tokens[:num_rows].clone(), responses.log_probs[:num_rows].clone()
+        lengths = responses.lengths[:num_rows].tolist()
         on_device = torch.cat(rows).to(device).split([len(row) for row in rows])
         return Rollout(
             prompts=[row for row in on_device for _ in range(num_samples)],
             responses=[row[:length] for row, length in zip(tokens, lengths, strict=True)],
             log_probs=[row[:length] for row, length in zip(log_probs, lengths, strict=True)],
-            finished=written.finished[:num_rows].bool(),
+            finished=responses.finished[:num_rows].bool(),
             prompt_ids=prompt_ids,
             sample_index=sample_index,
         )
 
-    def _arena_for(self, job: Job, positions: int) -> Arena:
-        stale = self._arena is None or not self._arena.fits(job, positions)
-        # Making one is passes over the layers: ranks in step make theirs together.
-        if any(self.pace.most(stale)) or self._arena is None:
-            if self._arena is not None:
-                job, positions = self._arena.job.joined(job), max(positions, self._arena.room)
-            self._arena = None  # first, so that the old cache makes room for the new
-            room = round_up(positions, ROOM_UNIT)
-            found = self.group.least(affordable_slots(self.model, job.num_slots, room), self.model.device)
-            slots = checked_slots(0 if any(self.pace.most(found == 0)) else found, self.model, room)
-            self._arena = Arena(self.model, job, (slots, room), eos=self._eos, pad_id=self.pad_id)
-        return self._arena
+    def _buffers_for(self, request: GenerationRequest, cache_length: int) -> GenerationBuffers:
+        """Return the buffers if they serve the request, else new ones; in lockstep, if any rank needs new ones."""
+        stale = self._buffers is None or not self._buffers.serve(request, cache_length)
+        # New buffers run forward passes, which are collectives: ranks in lockstep make theirs together.
+        if any(self.lockstep.largest(stale)) or self._buffers is None:
+            if self._buffers is not None:
+                request = self._buffers.request.union(request)
+                cache_length = max(cache_length, self._buffers.cache_length)
+            self._buffers = None  # frees the old KV cache before the new one is allocated
+            cache_length = round_up(cache_length, CACHE_LENGTH_MULTIPLE)
+            fitting = slots_that_fit(self.forward, request.num_slots, cache_length)
+            num_slots = self.group.least(fitting, self.forward.device)
+            if any(self.lockstep.largest(num_slots == 0)):
+                raise no_slot_fits(self.forward, cache_length)
+            self._buffers = GenerationBuffers(
+                self.forward,
+                request,
+                num_slots=num_slots,
+                cache_length=cache_length,
+                eos=self._eos,
+                pad_id=self.pad_id,
+            )
+        return self._buffers

@@ -1,49 +1,52 @@
-"""What the flags say of generation; imports no torch, so that flags are checked in milliseconds."""
+"""Settings of generation that come from flags, and what can be refused before a model is loaded.
+
+For the configuration of step 3 and for the hybrid engine. Imports no torch, so that flags are checked in milliseconds;
+which backend supports a given model is decided in backends.py.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-Rung = Literal["fused", "static", "eager"]
+Backend = Literal["fused", "static", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
-class RungSettings:
-    """What the flags say.
+class BackendSettings:
+    """The flags that decide which generation backend is used.
 
-    wanted: the rung, or auto. merge_lora: sample from base and adapters added up (in a copy). positions: tokens of the
-    longest sequence.
+    requested: a backend by name, or auto for the fastest that supports the model. merge_lora: sample from a merged copy
+    of base weights and adapters. max_sequence_length: tokens of the longest prompt and response together.
     """
 
-    wanted: Literal["auto", "fused", "static", "eager"] = "auto"
+    requested: Literal["auto", "fused", "static", "eager"] = "auto"
     merge_lora: bool = True
-    positions: int = 0
+    max_sequence_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How the actor generates.
+    """The flags that decide how the hybrid engine samples from the actor.
 
-    rung: which rung to take, and with which adapters. release_cache: give the cache's memory back after each rollout.
-    group_size: ranks that share one copy of the weights during a rollout (tensor parallelism). weights: whole on each
-    rank or group, or streamed: gathered a few layers at a time during each step. slots: responses of a rank at once
-    that there is room for from the start.
+    release_cache: free the KV cache after each rollout. tensor_parallel_size: ranks that share one copy of the weights
+    during a rollout. weights: whole on each rank (or tensor-parallel group), or streamed: sharded over the ranks and
+    gathered a few layers at a time in each forward pass. min_slots: the least number of slots of a rank.
     """
 
-    rung: RungSettings = RungSettings()
+    backend: BackendSettings = BackendSettings()
     release_cache: bool = False
-    group_size: int = 1
+    tensor_parallel_size: int = 1
     weights: Literal["auto", "whole", "streamed"] = "auto"
-    slots: int = 0
+    min_slots: int = 0
 
 
-def why_not_streamed(*, partitioned: bool, ranks: int | None, group_size: int, rung: str) -> str | None:
-    """What stands against `--rollout_weights streamed`, found and wanted; `ranks` None: not known yet."""
+def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_size: int, backend: str) -> str | None:
+    """Return the reason that rules out `--rollout_weights streamed`, or None; `ranks` is None where it is not known."""
     if not partitioned:
         return "found whole weights, wanted --actor_zero_stage 3"
     if ranks == 1:
         return "found 1 rank, wanted several, which share the weights"
-    if group_size > 1:
-        return f"found --inference_tp_size {group_size}, wanted 1"
-    if rung not in ("auto", "fused"):
-        return f"found the {rung} rung, wanted the fused one (--generation_engine)"
+    if tensor_parallel_size > 1:
+        return f"found --inference_tp_size {tensor_parallel_size}, wanted 1"
+    if backend not in ("auto", "fused"):
+        return f"found the {backend} backend, wanted the fused one (--generation_engine)"
     return None

@@ -1,4 +1,8 @@
-"""The turns of a generation: fill free slots, make some steps, look who has finished."""
+"""Continuous batching: free slots are given to waiting responses, prefilled, and decoded until all have ended.
+
+For the generator. The host decides here what is enqueued and when it waits for the device; buffers, draws and the CUDA
+graph are in slots.py.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,81 +15,87 @@ import torch
 from torch import Tensor
 
 from pipeline.dist import RankGroup
+from pipeline.generation.backends import CachedForward
 from pipeline.generation.rollouts import GenerationStopped
-from pipeline.generation.slots import Arena, DecodeFunction
+from pipeline.generation.slots import GenerationBuffers
 from pipeline.tensor_ops import pad_rows
 
-# Decode steps between two looks at which rows have finished: a look waits for the device.
-CHECK_EVERY = 16
-# The same while responses wait for a slot: an empty slot costs then. Where prompts run beside steps a turn costs less.
-CHECK_EVERY_WHILE_WAITING = 4
-CHECK_EVERY_BESIDE = 2
-# Few rows make a slow forward pass: it waits until this part of the slots is free, or nothing else is left. Beside
-# decode steps it costs less.
-SLOTS_WORTH_A_PASS = 1 / 8
-SLOTS_WORTH_A_PASS_BESIDE = 1 / 16
-# Prompt tokens of one forward pass: bounds the activations of a prefill.
-PREFILL_TOKENS = 32_768
-# Where the host works ahead of the device, looks while responses wait are of the turn before.
-LOOKS_BEHIND = frozenset({"cuda"})
+# Decode steps between two polls of finished slots, when no response waits for a slot. A poll makes the host wait for
+# the device; without it, steps are decoded after the last response has ended. Chosen by hand.
+POLL_INTERVAL = 16
+# The same while responses wait for a slot: a longer interval leaves slots empty. On an H200 a token takes 52.4 us with
+# 4 and 51.9 us with 2 (docs/experiments.md, "Continuous batching").
+POLL_INTERVAL_WHILE_WAITING = 4
+# The same where prefills overlap decode steps, and a scheduler iteration costs less: 51.0 us a token with 2 (ibid.).
+POLL_INTERVAL_OVERLAPPED = 2
+# Minimum prefill batch, as a share of the slots: a prefill of few prompts is slow, waiting for more leaves slots empty.
+# Measured as 8 of 64 slots (ibid.).
+MIN_PREFILL_SHARE = 1 / 8
+# The same where prefills overlap decode steps, measured as 4 of 64 slots (ibid.).
+MIN_PREFILL_SHARE_OVERLAPPED = 1 / 16
+# Prompt tokens of one prefill with padding, which bound its activations. Chosen by hand.
+MAX_PREFILL_TOKENS = 32_768
+# Devices that run behind the host: while responses wait, a poll is read one scheduler iteration after it was made, so
+# that the next prefill is prepared while decode steps still run.
+DEFERRED_POLL_DEVICES = frozenset({"cuda"})
 
 
-class Pace:
-    """How ranks go through a rollout that wait for each other nowhere; `streaming.CommonPace` is the other way."""
+class Lockstep:
+    """Agreement of ranks on their forward passes; this one is for ranks whose passes need no other rank.
 
-    def most(self, *wanted: int) -> Sequence[int]:
-        """The largest of each number over the ranks in step with this one."""
-        return wanted
+    `streaming.StreamingLockstep` is for ranks that gather weights in each forward pass.
+    """
 
-    def take_part(self) -> None:
-        """Help with a pass over prompts that only other ranks have."""
+    def largest(self, *values: int) -> Sequence[int]:
+        """Return the largest of each value over the ranks in lockstep. A collective of these ranks."""
+        return values
+
+    def join_prefill(self) -> None:
+        """Take part in the collectives of a prefill that only other ranks have prompts for."""
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on the device. From memory that may be swapped out a copy waits for the steps that are handed out."""
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device. Its memory is pinned on the way: a pageable copy waits for all enqueued work."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 @dataclass(slots=True)
-class Look:
-    """Which slots were active (M,) at one moment, on its way to the host; `filled`: those that were filled since."""
+class FinishedSlotsPoll:
+    """An asynchronous copy of the active flags (M,) to the host; `assigned`: slots that got a response since."""
 
     active: Tensor
-    arrived: torch.cuda.Event | None
-    filled: set[int] = field(default_factory=set)
+    copied: torch.cuda.Event | None
+    assigned: set[int] = field(default_factory=set)
 
     @classmethod
-    def begin(cls, active: Tensor, promised: Sequence[int]) -> Self:
-        """Of (M,) flags as they are behind the work that has been handed out; `promised` slots are taken already."""
+    def start(cls, active: Tensor, assigned: Sequence[int]) -> Self:
+        """Enqueue a copy of (M,) flags behind all work so far; `assigned` slots are taken already."""
         if not active.is_cuda:
-            return cls(active.clone(), None, set(promised))
+            return cls(active.clone(), None, set(assigned))
         copy = torch.empty(active.shape, dtype=active.dtype, pin_memory=True).copy_(active, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(copy, arrived, set(promised))
+        copied = torch.cuda.Event()
+        copied.record()
+        return cls(copy, copied, set(assigned))
 
-    def free(self) -> list[int]:
-        """Slots without a response, then and now. Waits for the copy."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.filled]
-
-
-@cache
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the process: torch keeps memory, and cuBLAS a workspace, for each stream that was ever used."""
-    return torch.cuda.Stream(device)
+    def free_slots(self) -> list[int]:
+        """Wait for the copy, and return the slots that were free then and have not been assigned since."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.assigned]
 
 
-class SideStream:
-    """Where prompts run beside decode steps: these wait for memory, those for arithmetic. On a CPU, one by one."""
+class PrefillStream:
+    """A side stream on which prefills overlap decode steps: one is bound by arithmetic, the other by memory.
+
+    On a CPU there is no stream, and everything runs in order.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = second_stream(device) if device.type == "cuda" else None
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """What is handed out inside runs behind all work so far, and beside what comes next."""
+    def enqueuing(self) -> Iterator[None]:
+        """Enqueue the work inside on the side stream, behind all work of the current stream so far."""
         if self._stream is None:
             yield
             return
@@ -93,167 +103,179 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def join(self) -> None:
-        """Work from here on waits for what the stream was given."""
+    def synchronize(self) -> None:
+        """Let later work of the current stream wait for the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-def side_stream(device: torch.device) -> SideStream | None:
-    """Where the host works ahead of the device, so that prompts and steps can be there at once."""
-    return SideStream(device) if device.type in LOOKS_BEHIND else None
+@cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream per process: torch keeps memory, and cuBLAS a workspace, for each stream ever used."""
+    return torch.cuda.Stream(device)
+
+
+def overlapped_prefill_stream(device: torch.device) -> PrefillStream | None:
+    """Return a stream for prefills where the host runs ahead of the device, so that they can overlap; else None."""
+    return PrefillStream(device) if device.type in DEFERRED_POLL_DEVICES else None
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """R responses whose prompts have been run, before they sit.
+class PrefilledBatch:
+    """N responses whose prompts have been prefilled, before their first token is drawn.
 
-    places, index (R,) int64: their slots, on the host and on the device. lengths (R,) int32: tokens of their prompts.
-    rows (R,) int32: their numbers. logits (R, V).
+    slots, slot_index (N,) int64: their slots, on the host and on the device. lengths (N,) int32: tokens of the prompts.
+    responses (N,) int32: their numbers. logits (N, V).
     """
 
-    places: list[int]
-    index: Tensor
+    slots: list[int]
+    slot_index: Tensor
     lengths: Tensor
-    rows: Tensor
+    responses: Tensor
     logits: Tensor
 
 
-class Round:
-    """One call of generate: who waits, who sits where."""
+class ContinuousBatching:
+    """The scheduler of one call of `generate`: response r is sample r % num_samples of prompt r // num_samples."""
 
     def __init__(
         self,
-        arena: Arena,
+        buffers: GenerationBuffers,
         prompts: list[Tensor],
         num_samples: int,
         *,
-        model: DecodeFunction,
+        forward: CachedForward,
         group: RankGroup,
-        pace: Pace,
-        side: SideStream | None,
+        lockstep: Lockstep,
+        stream: PrefillStream | None,
     ) -> None:
-        self.arena, self.prompts, self.num_samples = arena, prompts, num_samples
-        self.model, self.group, self.pace, self.side = model, group, pace, side
+        self.buffers, self.prompts, self.num_samples = buffers, prompts, num_samples
+        self.forward, self.group, self.lockstep, self.stream = forward, group, lockstep, stream
         self.waiting = deque(range(len(prompts) * num_samples))
-        self.step = 0  # decode steps made
-        self.last_step = 0  # when these are made, whatever sits in a slot has ended
-        self.looks: deque[Look] = deque()
-        self.passed: list[Passed] = []  # run beside the last steps; they sit before the next
+        self.num_steps = 0  # decode steps enqueued
+        self.final_step = 0  # after so many steps all responses that have a slot now have ended
+        self.polls: deque[FinishedSlotsPoll] = deque()
+        self.prefilled: list[PrefilledBatch] = []  # overlapped with the last steps; they start before the next
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Until every response has its EOS or its last token."""
-        try:
-            self._turns(should_stop)
-        finally:
-            if self.side is not None:
-                self.side.join()
+        """Decode until every response has its EOS or its last token.
 
-    def _turns(self, should_stop: Callable[[], bool]) -> None:
-        free = list(range(self.arena.num_slots))
+        Raises:
+            GenerationStopped: `should_stop` answered True, here or on a rank in lockstep.
+        """
+        try:
+            self._schedule(should_stop)
+        finally:
+            if self.stream is not None:
+                self.stream.synchronize()
+
+    def _schedule(self, should_stop: Callable[[], bool]) -> None:
+        num_slots = self.buffers.num_slots
+        free = list(range(num_slots))
         while True:
-            asked_to_stop = should_stop()
-            self._seat_passed()
-            side = self.side if self.last_step > self.step and len(free) < self.arena.num_slots else None
-            part = SLOTS_WORTH_A_PASS if side is None else SLOTS_WORTH_A_PASS_BESIDE
-            worth_it = len(free) >= min(part * self.arena.num_slots, len(self.waiting))
-            fills = self._fills(free) if worth_it else []
-            if fills and side is None:
-                self._begin_responses()
-            left = 0 if len(free) == self.arena.num_slots else self.last_step - self.step
-            stop, passes, left, waiting = self.pace.most(asked_to_stop, len(fills), left, bool(self.waiting))
+            stop_requested = should_stop()
+            self._start_prefilled()
+            stream = self.stream if self.final_step > self.num_steps and len(free) < num_slots else None
+            min_share = MIN_PREFILL_SHARE if stream is None else MIN_PREFILL_SHARE_OVERLAPPED
+            enough = len(free) >= min(min_share * num_slots, len(self.waiting))
+            batches = self._assign_slots(free) if enough else []
+            if batches and stream is None:
+                self._set_final_step()
+            steps_left = 0 if len(free) == num_slots else self.final_step - self.num_steps
+            stop, num_prefills, steps_left, waiting = self.lockstep.largest(
+                stop_requested, len(batches), steps_left, bool(self.waiting)
+            )
             if stop:
                 raise GenerationStopped
-            for taken, places in fills:
-                self._fill(taken, places, side)
-            for _ in range(passes - len(fills)):
-                self.pace.take_part()
-            if not left and not waiting:
+            for responses, slots in batches:
+                self._prefill(responses, slots, stream)
+            for _ in range(num_prefills - len(batches)):
+                self.lockstep.join_prefill()
+            if not steps_left and not waiting:
                 return
-            more = bool(waiting or self.passed)
-            waiting_turn = CHECK_EVERY_WHILE_WAITING if self.side is None else CHECK_EVERY_BESIDE
-            steps = min(left, waiting_turn if more else CHECK_EVERY)
-            self.arena.advance(steps)
-            self.step += steps
-            free = self._free(behind=more)
+            more = bool(waiting or self.prefilled)
+            interval_while_waiting = POLL_INTERVAL_WHILE_WAITING if self.stream is None else POLL_INTERVAL_OVERLAPPED
+            steps = min(steps_left, interval_while_waiting if more else POLL_INTERVAL)
+            self.buffers.decode(steps)
+            self.num_steps += steps
+            free = self._poll_free_slots(deferred=more)
 
-    def _free(self, *, behind: bool) -> list[int]:
-        """The free slots, as far as the host can know without letting the device run dry.
+    def _poll_free_slots(self, *, deferred: bool) -> list[int]:
+        """Return the slots known to be free, of the poll before where `deferred` and the device runs behind."""
+        assigned = [slot for batch in self.prefilled for slot in batch.slots]
+        if self.num_steps >= self.final_step:
+            self.polls.clear()
+            return [slot for slot in range(self.buffers.num_slots) if slot not in assigned]
+        # Over all ranks of the group: they must decode the same steps, whatever the last bits of their logits.
+        self.polls.append(FinishedSlotsPoll.start(self.group.largest(self.buffers.slots.active), assigned))
+        kept = 2 if deferred and self.forward.device.type in DEFERRED_POLL_DEVICES else 1
+        while len(self.polls) > kept:
+            self.polls.popleft()
+        return self.polls[0].free_slots() if len(self.polls) == kept else []
 
-        behind: as they were a turn ago, so that the next prompts are prepared while the device still has steps to make.
-        """
-        promised = [place for passed in self.passed for place in passed.places]
-        if self.step >= self.last_step:
-            self.looks.clear()
-            return [slot for slot in range(self.arena.num_slots) if slot not in promised]
-        # Of all ranks of the group: they must make the same steps, whatever the last bits of their logits.
-        self.looks.append(Look.begin(self.group.largest(self.arena.slots.active), promised))
-        kept = 2 if behind and self.model.device.type in LOOKS_BEHIND else 1
-        while len(self.looks) > kept:
-            self.looks.popleft()
-        return self.looks[0].free() if len(self.looks) == kept else []
-
-    def _fills(self, free: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Give free slots to waiting responses: (responses, their slots) of each pass over prompts."""
-        fills = []
+    def _assign_slots(self, free: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Give free slots to waiting responses; return (responses, their slots) of each prefill."""
+        batches = []
         while free and self.waiting:
-            taken: list[int] = []
+            responses: list[int] = []
             prompts: set[int] = set()
             width = 0
-            while self.waiting and len(taken) < len(free):
+            while self.waiting and len(responses) < len(free):
                 prompt = self.waiting[0] // self.num_samples
                 width = max(width, len(self.prompts[prompt]))
-                if taken and width * len(prompts | {prompt}) > PREFILL_TOKENS:
+                if responses and width * len(prompts | {prompt}) > MAX_PREFILL_TOKENS:
                     break
                 prompts.add(prompt)
-                taken.append(self.waiting.popleft())
-            fills.append((taken, [free.pop(0) for _ in taken]))
-        return fills
+                responses.append(self.waiting.popleft())
+            batches.append((responses, [free.pop(0) for _ in responses]))
+        return batches
 
-    def _unique(self, taken: list[int]) -> list[int]:
-        """The prompts of responses, each once, in order."""
-        return list(dict.fromkeys(row // self.num_samples for row in taken))
+    def _set_final_step(self) -> None:
+        """Note that responses start now: the longest of them ends after `max_new_tokens`, the first of a prefill."""
+        self.final_step = self.num_steps + self.buffers.request.sampling.max_new_tokens - 1
 
-    def _begin_responses(self) -> None:
-        """Some responses begin here: when has the last of them ended?"""
-        self.last_step = self.step + self.arena.job.sampling.max_new_tokens - 1
-
-    def _fill(self, taken: list[int], places: list[int], side: SideStream | None) -> None:
-        """Run the prompts of responses: at once, and let them sit; or on `side`, beside the next steps."""
-        for look in self.looks:
-            look.filled.update(places)
-        if side is None:
-            self._seat(self._run_prompts(taken, places))
+    def _prefill(self, responses: list[int], slots: list[int], stream: PrefillStream | None) -> None:
+        """Prefill responses and start them; or on `stream`, overlapped, to be started after the next decode steps."""
+        for poll in self.polls:
+            poll.assigned.update(slots)
+        if stream is None:
+            self._start(self._run_prefill(responses, slots))
             return
-        with side.opened():
-            self.passed.append(self._run_prompts(taken, places))
+        with stream.enqueuing():
+            self.prefilled.append(self._run_prefill(responses, slots))
 
-    def _run_prompts(self, taken: list[int], places: list[int]) -> Passed:
-        device = self.model.device
-        unique = self._unique(taken)
-        number = {prompt: index for index, prompt in enumerate(unique)}
-        found = [self.prompts[prompt] for prompt in unique]
-        source = torch.tensor([number[row // self.num_samples] for row in taken])
-        lengths = torch.tensor([len(prompt) for prompt in found])
-        on_host = (pad_rows(found, self.arena.pad_id), lengths, source, torch.tensor(places), torch.tensor(taken))
-        ids, lengths, source, index, rows = (sent(values, device) for values in on_host)
-        logits = self.model.prompt(ids, lengths, self.arena.cache, slots=index, source=source)
-        return Passed(places, index, lengths[source].to(torch.int32), rows.to(torch.int32), logits[source])
+    def _run_prefill(self, responses: list[int], slots: list[int]) -> PrefilledBatch:
+        device = self.forward.device
+        unique = list(dict.fromkeys(response // self.num_samples for response in responses))
+        row_of = {prompt: row for row, prompt in enumerate(unique)}
+        prompts = [self.prompts[prompt] for prompt in unique]
+        on_host = (
+            pad_rows(prompts, self.buffers.pad_id),
+            torch.tensor([len(prompt) for prompt in prompts]),
+            torch.tensor([row_of[response // self.num_samples] for response in responses]),
+            torch.tensor(slots),
+            torch.tensor(responses),
+        )
+        ids, lengths, source, slot_index, numbers = (to_device(values, device) for values in on_host)
+        logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=slot_index, source=source)
+        return PrefilledBatch(
+            slots, slot_index, lengths[source].to(torch.int32), numbers.to(torch.int32), logits[source]
+        )
 
-    def _seat_passed(self) -> None:
-        """Let those sit whose prompts ran beside the last steps."""
-        if self.passed and self.side is not None:
-            self.side.join()
-            self._begin_responses()
-            for passed in self.passed:
-                self._seat(passed)
-            self.passed.clear()
+    def _start_prefilled(self) -> None:
+        """Start the responses whose prefill overlapped the last decode steps."""
+        if self.prefilled and self.stream is not None:
+            self.stream.synchronize()
+            self._set_final_step()
+            for batch in self.prefilled:
+                self._start(batch)
+            self.prefilled.clear()
 
-    def _seat(self, passed: Passed) -> None:
-        """Draw the first tokens of responses, which go on with the next step."""
-        slots, index = self.arena.slots, passed.index
-        slots.lengths[index] = passed.lengths
-        slots.row[index] = passed.rows
-        slots.place[index] = 0
+    def _start(self, batch: PrefilledBatch) -> None:
+        """Draw the first tokens of responses and activate their slots for the next decode step."""
+        slots, index = self.buffers.slots, batch.slot_index
+        slots.lengths[index] = batch.lengths
+        slots.response[index] = batch.responses
+        slots.position[index] = 0
         slots.active[index] = 1
-        self.arena.draw(passed.logits, index)
+        self.buffers.draw(batch.logits, index)

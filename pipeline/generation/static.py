@@ -1,14 +1,15 @@
-"""Generation by the model's own forward pass on a static cache: the rung for decoders of other shapes.
+"""The static backend: the forward pass of transformers on a static KV cache, for decoders that the fused one lacks.
 
-N prompts of P tokens; M rows of the cache; S positions of room. The step sees shapes and addresses that never change,
-so that it fits in a CUDA graph; its attention runs over all S positions under a mask.
+N prompts of P tokens; M slots (rows of the cache) of S positions. A decode step sees shapes and addresses that never
+change, so that it can be captured in a CUDA graph; its attention reads all S positions under a mask. Adapters stay
+unmerged.
 """
 
 import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -18,67 +19,67 @@ from pipeline.models.packed_attention import NAME as PACKED
 
 
 class StaticRows(Cache):
-    """A cache whose rows have lengths of their own: keys and values (layers, M, Hkv, S, D), written at `places`."""
+    """A KV cache whose rows have their own lengths: one (M, Hkv, S, D) tensor of keys and one of values per layer."""
 
     is_compileable = False
 
-    def __init__(self, rows: int, positions: int, num_layers: int) -> None:
+    def __init__(self, num_slots: int, cache_length: int, num_layers: int) -> None:
         super().__init__(layers=[])
-        self.rows, self.positions = rows, positions
+        self.num_slots, self.cache_length = num_slots, cache_length
         self._stored: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-        self._places: Tensor | None = None
+        self._positions: Tensor | None = None
         self._slots: Tensor | None = None
         self._source: Tensor | None = None
 
-    def for_prompts(self, slots: Tensor, source: Tensor) -> "StaticRows":
-        """Next come whole prompts: slot slots[i] gets those of prompt source[i]."""
-        self._places, self._slots, self._source = None, slots, source
+    def for_prefill(self, slots: Tensor, source: Tensor) -> "StaticRows":
+        """Let the next forward pass write whole prompts: slot slots[i] gets those of prompt source[i], (R,) int64."""
+        self._positions, self._slots, self._source = None, slots, source
         return self
 
-    def for_step(self, places: Tensor) -> "StaticRows":
-        """Next comes one token a row, at `places` (M,)."""
-        self._places = places
+    def for_decode_step(self, positions: Tensor) -> "StaticRows":
+        """Let the next forward pass write one token per slot, at `positions` (M,) int64."""
+        self._positions = positions
         return self
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store (N, Hkv, T, D) keys and values; what attention is to see."""
+        """Store (N, Hkv, T, D) keys and values; return those that attention is to read."""
         keys, values = self._layer(layer_idx, key_states, value_states)
-        if self._places is None:
+        if self._positions is None:
             assert self._slots is not None and self._source is not None
             width = key_states.shape[2]
             keys[self._slots, :, :width] = key_states[self._source]
             values[self._slots, :, :width] = value_states[self._source]
             return key_states, value_states
-        rows = torch.arange(self.rows, device=keys.device)
-        keys[rows, :, self._places] = key_states[:, :, 0]
-        values[rows, :, self._places] = value_states[:, :, 0]
+        rows = torch.arange(self.num_slots, device=keys.device)
+        keys[rows, :, self._positions] = key_states[:, :, 0]
+        values[rows, :, self._positions] = value_states[:, :, 0]
         return keys, values
 
     def _layer(self, number: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found = self._stored[number]
-        if found is None:
-            found = (self._zeros(keys), self._zeros(values))
-            self._stored[number] = found
-        return found
+        stored = self._stored[number]
+        if stored is None:
+            stored = (self._zeros(keys), self._zeros(values))
+            self._stored[number] = stored
+        return stored
 
     def _zeros(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.rows, like.shape[1], self.positions, like.shape[3])
+        return like.new_zeros(self.num_slots, like.shape[1], self.cache_length, like.shape[3])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.positions
+        return self.cache_length
 
 
-class OwnForward:
-    """A decode function (`generator.DecodeFunction`) of a transformers model, adapters and all."""
+class StaticCacheForward:
+    """The forward passes (`backends.CachedForward`) of a transformers model on a static cache, adapters included."""
 
-    def __init__(self, model: Any) -> None:
-        check_own_forward(model)
-        self.model = base_model(model)
+    def __init__(self, model: nn.Module) -> None:
+        check_static_cache_forward(model)
+        self.model: Any = base_model(model)
         self._parameters = list(self.model.parameters())
 
     @property
@@ -86,67 +87,76 @@ class OwnForward:
         return self._parameters[0].device
 
     @property
-    def leaves_free_rows(self) -> bool:
-        """Not here: a step writes a key in every row."""
+    def preserves_free_slots(self) -> bool:
+        """Return False: a decode step writes a key to every slot, active or not."""
         return False
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the cache."""
+        """Return the bytes of KV cache per token."""
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
 
+    @property
+    def num_copied_bytes(self) -> int:
+        """Return 0: the trained weights themselves are read."""
+        return 0
+
+    def refresh(self) -> None:
+        """Do nothing: the trained weights themselves are read."""
+
     def addresses(self) -> tuple[int, ...]:
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
-    def prepare(self, positions: int) -> None:
-        """Nothing: the model brings its own tables."""
+    def prepare(self, cache_length: int) -> None:
+        """Do nothing: the model makes its own tables."""
 
-    def new_cache(self, rows: int, positions: int) -> StaticRows:
-        return StaticRows(rows, positions, self.model.config.get_text_config().num_hidden_layers)
+    def new_cache(self, num_slots: int, cache_length: int) -> StaticRows:
+        return StaticRows(num_slots, cache_length, self.model.config.get_text_config().num_hidden_layers)
 
-    def prompt(self, ids: Tensor, lengths: Tensor, cache: StaticRows, *, slots: Tensor, source: Tensor) -> Tensor:
-        """As `step.DecodeModel.prompt`."""
+    def prefill(self, ids: Tensor, lengths: Tensor, cache: StaticRows, *, slots: Tensor, source: Tensor) -> Tensor:
+        """Compute prompts into the cache; shapes as in `fused.FusedForward.prefill`."""
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         hidden = backbone(self.model)(
             input_ids=ids,
             position_ids=positions,
-            past_key_values=cache.for_prompts(slots, source),
+            past_key_values=cache.for_prefill(slots, source),
             use_cache=True,
             attention_mask=self._causal(ids.shape[1]).expand(len(ids), -1, -1, -1),
         ).last_hidden_state
         return self._logits(hidden[torch.arange(len(ids), device=ids.device), lengths - 1])
 
-    def step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: StaticRows) -> Tensor:
-        """As `step.DecodeModel.step`."""
+    def decode_step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: StaticRows) -> Tensor:
+        """Compute the next logits of every slot; shapes as in `fused.FusedForward.decode_step`."""
         # A finished row writes its last token again and again behind its end, which nothing reads.
-        places = lengths.long().clamp(max=cache.positions - 1)
-        seen = torch.arange(cache.positions, device=tokens.device) <= places.unsqueeze(1)
+        positions = lengths.long().clamp(max=cache.cache_length - 1)
+        visible = torch.arange(cache.cache_length, device=tokens.device) <= positions.unsqueeze(1)
         hidden = backbone(self.model)(
             input_ids=tokens.unsqueeze(1),
-            position_ids=places.unsqueeze(1),
-            past_key_values=cache.for_step(places),
+            position_ids=positions.unsqueeze(1),
+            past_key_values=cache.for_decode_step(positions),
             use_cache=True,
-            attention_mask=self._additive(seen[:, None, None, :]),
+            attention_mask=self._additive(visible[:, None, None, :]),
         ).last_hidden_state
         return self._logits(hidden[:, -1])
 
     def _causal(self, width: int) -> Tensor:
-        seen = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-        return self._additive(seen[None, None])
+        visible = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        return self._additive(visible[None, None])
 
-    def _additive(self, seen: Tensor) -> Tensor:
+    def _additive(self, visible: Tensor) -> Tensor:
         dtype = self.model.dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill(~visible, torch.finfo(dtype).min)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden)
 
 
-def check_own_forward(model: Any) -> None:
-    """Raise UnsupportedModel where a static cache with masks of our own would change the model's function."""
+def check_static_cache_forward(model: nn.Module) -> None:
+    """Raise UnsupportedModel where a static cache under our own masks would change the model's function."""
     inner = base_model(model)
     config = inner.config.get_text_config()
     if "position_ids" not in inspect.signature(type(backbone(inner)).forward).parameters:

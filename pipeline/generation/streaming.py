@@ -1,12 +1,13 @@
-"""Decoder layers that no rank holds whole in a rollout: each keeps a slice of all, and groups are gathered in turn.
+"""Streamed weights of the fused backend: layers are sharded over ranks, and gathered group by group as they are used.
 
-A group of layers lies in one flat buffer of bytes, which is cut into equal slices, one a rank. Two buffers take turns:
-while one group is computed with, the next one comes. Layers are views of these buffers, so their addresses stay. A pass
-over the layers is a collective: ranks must make the same passes, whatever rows they have (`CommonPace`).
+A group of layers is one flat buffer of bytes, cut into equal slices, one per rank. Two buffers are used in turns: while
+one group computes, the next one is gathered. Layers are views of these buffers, so that their addresses stay. A forward
+pass is a collective: ranks must make the same passes, whatever responses they have (`StreamingLockstep`).
 
 N ranks, L layers.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +16,26 @@ import torch
 from torch import Tensor
 
 from pipeline.dist import RankGroup
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Held
-from pipeline.generation.scheduler import Pace
+from pipeline.errors import InputError
+from pipeline.files import GIB
+from pipeline.generation.backends import free_bytes
+from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, WeightTensor
+from pipeline.generation.scheduler import Lockstep
 from pipeline.models.architecture import Architecture
 from pipeline.tensor_ops import round_up
 
-# Bytes of the layers that are gathered at once; a larger layer is a group of its own.
+# Bytes of the layers that are gathered at a time: larger groups are gathered at a higher rate and take more memory. A
+# larger layer is a group of its own. Chosen by hand.
 GROUP_BYTES = 2**28
-# Tensors begin at multiples of this many bytes, as matrix products want it.
+# Tensors begin at multiples of this many bytes, as matrix products need it.
 ALIGNMENT = 256
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """A tensor as it will be."""
+class TensorSpec:
+    """Shape and type of a tensor that is not allocated yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +45,7 @@ class Spec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view(self, buffer: Tensor, start: int) -> Tensor:
-        """The tensor that begins at byte `start` of a flat uint8 buffer."""
+        """Return the tensor that begins at byte `start` of a flat uint8 buffer."""
         return buffer[start : start + self.num_bytes].view(self.dtype).view(self.shape)
 
 
@@ -51,61 +58,61 @@ class LayerGroup:
     num_bytes: int
 
 
-def plan_groups(layers: Sequence[Sequence[Spec]], ranks: int, limit: int) -> list[LayerGroup]:
-    """Cut L layers into groups of as many as fit in `limit` bytes, at least one; each fills whole slices of N ranks."""
+def group_layers(layers: Sequence[Sequence[TensorSpec]], num_ranks: int, max_bytes: int) -> list[LayerGroup]:
+    """Cut L layers into groups of at most `max_bytes`, or of one layer; each is padded to equal slices of N ranks."""
     sizes = [sum(round_up(spec.num_bytes, ALIGNMENT) for spec in layer) for layer in layers]
     groups: list[LayerGroup] = []
     first = 0
     while first < len(layers):
         last = first + 1
-        while last < len(layers) and sum(sizes[first : last + 1]) <= limit:
+        while last < len(layers) and sum(sizes[first : last + 1]) <= max_bytes:
             last += 1
         starts: list[list[int]] = []
-        place = 0
+        end = 0
         for layer in layers[first:last]:
             starts.append([])
             for spec in layer:
-                starts[-1].append(place)
-                place += round_up(spec.num_bytes, ALIGNMENT)
-        groups.append(LayerGroup(range(first, last), starts, round_up(place, ranks * ALIGNMENT)))
+                starts[-1].append(end)
+                end += round_up(spec.num_bytes, ALIGNMENT)
+        groups.append(LayerGroup(range(first, last), starts, round_up(end, num_ranks * ALIGNMENT)))
         first = last
     return groups
 
 
-class Ring:
-    """The memory of streamed layers: this rank's slice of each group, and the buffers that groups are gathered in."""
+class GatherBuffers:
+    """The memory of streamed layers: this rank's slice of each group, and two buffers that groups are gathered into."""
 
     def __init__(self, groups: Sequence[LayerGroup], ranks: RankGroup, device: torch.device) -> None:
         self._ranks, sizes = ranks, [group.num_bytes for group in groups]
-        slices = [size // ranks.size for size in sizes]
-        kept = torch.zeros(sum(slices), dtype=torch.uint8, device=device)
+        slice_sizes = [size // ranks.size for size in sizes]
+        slices = torch.zeros(sum(slice_sizes), dtype=torch.uint8, device=device)
         buffers = [torch.zeros(max(sizes), dtype=torch.uint8, device=device) for _ in groups[:2]]
-        self.num_bytes = sum(len(memory) for memory in (kept, *buffers))
-        self._slices = kept.split(slices)
+        self.num_bytes = sum(len(memory) for memory in (slices, *buffers))
+        self._slices = slices.split(slice_sizes)
         self._wholes = [buffers[number % 2][:size] for number, size in enumerate(sizes)]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def whole(self, number: int) -> Tensor:
-        """(bytes of the group,) where group `number` lies when it is whole; the group after the next lies there too."""
+        """Return the memory of group `number` when it is gathered, (bytes,); the group after the next shares it."""
         return self._wholes[number]
 
-    def keep(self, number: int) -> None:
-        """Group `number` has been written whole: keep this rank's slice of it."""
+    def store_slice(self, number: int) -> None:
+        """Keep this rank's slice of group `number`, which has been written whole."""
         self._slices[number].copy_(self._wholes[number].chunk(self._ranks.size)[self._ranks.rank])
 
-    def turns(self) -> Iterator[int]:
-        """The groups in order, each whole until the next one is asked for. A collective."""
-        self._begin(0)
+    def gathered_groups(self) -> Iterator[int]:
+        """Yield the groups in order, each gathered until the next one is asked for. A collective."""
+        self._gather(0)
         for number in range(len(self._wholes)):
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
-            # The buffer of the next group is that of the last one, whose work has been handed in.
+            # The next group goes into the buffer of the last one, whose work has been enqueued.
             if number + 1 < len(self._wholes):
-                self._begin(number + 1)
+                self._gather(number + 1)
             yield number
 
-    def _begin(self, number: int) -> None:
-        """Gather a group, on a GPU beside what runs there. A stream that forks and joins may be captured in a graph."""
+    def _gather(self, number: int) -> None:
+        """Gather a group, on a GPU overlapped on a side stream, which a CUDA graph captures as a fork and a join."""
         if self._side is None:
             self._ranks.gather(self._wholes[number], self._slices[number])
             return
@@ -115,98 +122,127 @@ class Ring:
 
 
 class StreamedWeights(DecodeWeights):
-    """Weights of a decode step whose layers' projections are shared among `ranks`, and gathered as a pass needs them.
+    """Decode weights whose layers' projections are sharded over `ranks`, and gathered as a forward pass reads them.
 
-    What lies outside the layers is whole on each rank, and so are the norms: one is read while the group before its own
-    is in use. Memory is taken at the first `refresh`.
+    Embeddings, head and norms are whole on each rank (a norm is read while the group before its own is in use). Memory
+    is allocated at the first `refresh`.
     """
 
     def __init__(self, architecture: Architecture, ranks: RankGroup) -> None:
         super().__init__(architecture)
         self.ranks = ranks
-        self._specs = [specs_of(block) for block in self.blocks]
-        self.groups = plan_groups(self._specs, ranks.size, GROUP_BYTES)
-        self._ring: Ring | None = None
+        self._specs = [streamed_specs(block) for block in self.blocks]
+        self.groups = group_layers(self._specs, ranks.size, GROUP_BYTES)
+        self._buffers: GatherBuffers | None = None
 
     def refresh(self) -> None:
-        """Read the trained weights, a layer at a time: each passes through the place where its group will lie."""
+        """Read the trained weights, a layer at a time: each is written to where its group is gathered, then sliced."""
         outside, *layers = self._sources
         self._read(*outside)
-        if self._ring is None:
-            self._ring = self._made(self.of(self.architecture.head).device)
+        if self._buffers is None:
+            self._buffers = self._allocate(self.weight_of(self.architecture.head).device)
         for number, group in enumerate(self.groups):
             for layer in group.layers:
                 self._read(*layers[layer])
-            self._ring.keep(number)
+            self._buffers.store_slice(number)
 
-    def _made(self, device: torch.device) -> Ring:
-        """Buffers, and the layers' tensors as views of them."""
-        ring = Ring(self.groups, self.ranks, device)
+    def _allocate(self, device: torch.device) -> GatherBuffers:
+        """Allocate the buffers, and make the layers' tensors views of them."""
+        buffers = GatherBuffers(self.groups, self.ranks, device)
         for number, group in enumerate(self.groups):
             for layer, starts in zip(group.layers, group.starts, strict=True):
-                for held, spec, start in zip(streamed(self.blocks[layer]), self._specs[layer], starts, strict=True):
-                    held.lie_in(spec.view(ring.whole(number), start))
-        return ring
+                tensors = streamed_tensors(self.blocks[layer])
+                for tensor, spec, start in zip(tensors, self._specs[layer], starts, strict=True):
+                    tensor.copy_into(spec.view(buffers.whole(number), start))
+        return buffers
 
-    def in_turn(self) -> Iterator[BlockWeights]:
-        assert self._ring is not None, "refresh() comes first"
-        for number in self._ring.turns():
+    def iterate_layers(self) -> Iterator[BlockWeights]:
+        assert self._buffers is not None, "refresh() comes first"
+        for number in self._buffers.gathered_groups():
             for layer in self.groups[number].layers:
                 yield self.blocks[layer]
 
     @property
     def slice_bytes(self) -> int:
-        """This rank's part of all layers."""
+        """Return the bytes of this rank's slices of all layers."""
         return sum(group.num_bytes for group in self.groups) // self.ranks.size
 
     @property
-    def ring_bytes(self) -> int:
-        """The group in use and the next one."""
+    def gather_bytes(self) -> int:
+        """Return the bytes of the buffers for the group in use and the next one."""
         return len(self.groups[:2]) * max(group.num_bytes for group in self.groups)
 
     @property
-    def whole_bytes(self) -> int:
-        """What each rank holds whole."""
-        outside, *layers = self._sources
+    def replicated_bytes(self) -> int:
+        """Return the bytes of what each rank holds whole."""
+        outside, *_ = self._sources
         norms = [p for block in self.blocks for norm in block.norms for p in norm.parameters]
-        return sum(spec_of([parameter]).num_bytes for parameter in [*outside[0], *norms])
+        return sum(joined_spec([parameter]).num_bytes for parameter in [*outside[0], *norms])
 
     @property
     def num_bytes_to_copy(self) -> int:
-        return self.slice_bytes + self.ring_bytes + self.whole_bytes
+        return self.slice_bytes + self.gather_bytes + self.replicated_bytes
 
     @property
     def num_copied_bytes(self) -> int:
-        moving = {id(held) for block in self.blocks for held in streamed(block)}
-        own = sum(held.num_bytes for held in self._held() if id(held) not in moving)
-        return own if self._ring is None else own + self._ring.num_bytes
+        streamed = {id(tensor) for block in self.blocks for tensor in streamed_tensors(block)}
+        own = sum(tensor.num_copied_bytes for tensor in self._tensors() if id(tensor) not in streamed)
+        return own if self._buffers is None else own + self._buffers.num_bytes
 
 
-def streamed(block: BlockWeights) -> list[Held]:
-    """The tensors of a layer that are gathered: its projections."""
-    return [held for projection in block.projections for held in projection.held]
+def check_streamed_weights_fit(weights: StreamedWeights, device: torch.device) -> None:
+    """Log and check the memory that streamed weights take on a CUDA device.
+
+    Raises:
+        InputError: it is more than is free.
+    """
+    if device.type != "cuda":
+        return
+    total, free = weights.num_bytes_to_copy / GIB, free_bytes(device) / GIB
+    log.info(
+        "generation: streamed weights take %.2f GiB (1/%d of the layers) + %.2f GiB (%d groups of %d layers) "
+        "+ %.2f GiB (whole on each rank) = %.2f GiB of the %.2f GiB that are free",
+        weights.slice_bytes / GIB,
+        weights.ranks.size,
+        weights.gather_bytes / GIB,
+        len(weights.groups[:2]),
+        len(weights.groups[0].layers),
+        weights.replicated_bytes / GIB,
+        total,
+        free,
+    )
+    if total > free:
+        raise InputError(
+            f"--rollout_weights: also streamed, the actor's weights take {total:.2f} GiB during a rollout, {free:.2f} "
+            "GiB are free; take more GPUs, or free memory (--offload_optimizer_during_rollout)"
+        )
 
 
-def specs_of(block: BlockWeights) -> list[Spec]:
-    """What `streamed` will hold, known before anything is gathered."""
-    return [spec_of(joined) for projection in block.projections for joined in projection.parameters]
+def streamed_tensors(block: BlockWeights) -> list[WeightTensor]:
+    """Return the tensors of a layer that are streamed: its projections."""
+    return [tensor for projection in block.projections for tensor in projection.tensors]
 
 
-def spec_of(parameters: Sequence[Any]) -> Spec:
-    """Whole parameters, joined along their first dimension."""
+def streamed_specs(block: BlockWeights) -> list[TensorSpec]:
+    """Return the specs of `streamed_tensors`, which are known before anything is gathered."""
+    return [joined_spec(joined) for projection in block.projections for joined in projection.parameters]
+
+
+def joined_spec(parameters: Sequence[Any]) -> TensorSpec:
+    """Return the spec of whole parameters joined along their first dimension."""
     shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in parameters]
-    return Spec((sum(shape[0] for shape in shapes), *shapes[0][1:]), parameters[0].dtype)
+    return TensorSpec((sum(shape[0] for shape in shapes), *shapes[0][1:]), parameters[0].dtype)
 
 
-class CommonPace(Pace):
-    """Ranks that gather their layers together: what one of them does, all do."""
+class StreamingLockstep(Lockstep):
+    """The lockstep of ranks that gather their layers together: each makes as many passes as the one that needs most."""
 
     def __init__(self, weights: StreamedWeights, device: torch.device) -> None:
         self._weights, self._device = weights, device
 
-    def most(self, *wanted: int) -> Sequence[int]:
-        return self._weights.ranks.largest(torch.tensor(wanted, dtype=torch.int64, device=self._device)).tolist()
+    def largest(self, *values: int) -> Sequence[int]:
+        return self._weights.ranks.largest(torch.tensor(values, dtype=torch.int64, device=self._device)).tolist()
 
-    def take_part(self) -> None:
-        for _ in self._weights.in_turn():
+    def join_prefill(self) -> None:
+        for _ in self._weights.iterate_layers():
             pass

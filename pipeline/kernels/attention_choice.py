@@ -1,36 +1,37 @@
-"""Which attention kernel a batch shape gets: cuDNN's is the fastest, but plans for 0.1 s at each shape it has not seen.
+"""The choice between cuDNN's attention kernel, which is the fastest, and flash attention, for training and scoring.
 
-Micro-batches of real lengths have dozens of shapes. One that comes again and again is worth the plan; until then flash
-attention serves, which needs none.
+cuDNN spends 0.1 s on an execution plan for each new shape, and micro-batches of real lengths have dozens of shapes. A
+shape that recurs is worth the plan; until then flash attention is used, which needs none.
 """
 
 from collections import Counter
 
 import torch
 
-# A plan costs as much as about this many passes gain by it.
-PASSES_BEFORE_A_PLAN = 16
+# A plan costs about as much as this many forward and backward passes gain by it: 0.11 s once against 4 % of a step, on
+# an H200 (docs/experiments.md, "Step 3 on one GPU").
+PASSES_BEFORE_CUDNN = 16
 
 _passes: Counter[tuple[int, int, int, bool]] = Counter()
 
 
-def avoid_plans() -> None:
-    """Before a forward pass that is short of attention and has a shape of its own, as passes over prompts are."""
+def disable_cudnn_attention() -> None:
+    """Switch cuDNN's attention off for a pass whose shape may not recur, as prefills have: the plan would not pay."""
     if torch.cuda.is_available():
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def choose_attention_kernel(model: object, rows: int, width: int) -> None:
-    """Before a forward pass of `model` over `rows` x `width` tokens; holds until the next call.
+    """Choose the attention kernel for a forward pass of `model` over `rows` x `width` tokens, until the next call.
 
-    So a backward pass that recomputes the forward one finds the same kernel.
+    A backward pass that recomputes the forward pass therefore uses the same kernel.
     """
     if not torch.cuda.is_available():
         return
     if torch.are_deterministic_algorithms_enabled():
-        # A run that is resumed has seen other shapes, and must come to the same bits.
-        avoid_plans()
+        # A resumed run has counted other shapes, and must give the same bits.
+        disable_cudnn_attention()
         return
     shape = (id(model), rows, width, torch.is_grad_enabled())
     _passes[shape] += 1
-    torch.backends.cuda.enable_cudnn_sdp(_passes[shape] > PASSES_BEFORE_A_PLAN)
+    torch.backends.cuda.enable_cudnn_sdp(_passes[shape] > PASSES_BEFORE_CUDNN)

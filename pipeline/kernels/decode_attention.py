@@ -1,8 +1,8 @@
-"""Triton kernels of attention in a decode step: each row's new token over the row's own keys.
+"""Triton kernels of attention in a decode step: the new token of each slot attends to the slot's own keys.
 
-M rows (slots), one new token each; Hq query heads, Hkv heads of keys and values, D channels a head, S positions of
-room. Lengths and flags are read from device memory, so that one CUDA graph serves rows of any length, and a row that
-has finished costs an exit. All arithmetic is fp32; what is stored has the tensors' own type.
+M rows (slots), one new token each; Hq query heads, Hkv heads of keys and values, D channels a head, S cache length.
+Lengths and flags are read from device memory, so that one CUDA graph serves rows of any length, and a finished row
+costs an early exit. All arithmetic is fp32; results are stored in the tensors' own type.
 """
 
 from dataclasses import dataclass
@@ -11,69 +11,77 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.split_kv import MOST_PARTS, WorkShares
+from pipeline.kernels.split_kv import MAX_SPLITS, SplitKVSchedule
 
-GROUP_WARPS = 4  # of a program of heads that share keys
-# From here on keys of heads of their own leave the L2 first, for what the next products read: 1 % of a step of 256 rows
-# on an H200; with 64 the step takes 1 % longer so.
+# Warps of a program of grouped-query attention; measured on an H200 (docs/experiments.md, "Decode step on H200").
+GROUP_WARPS = 4
+# From this many rows on, keys of single heads are evicted from the L2 first, which keeps the weights of the next
+# products there: 1 % of a step of 256 rows on an H200; with 64 rows the step gets 1 % slower (ibid., third round).
 EVICT_FROM_ROWS = 129
 
 
 @triton.jit
-def _put(
-    highest, total, mixed, out, places_out, in_out, turn, row, head, part, parts, live, done, marks, sums, heads,
-    G: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr,
+def _store_or_combine(
+    highest, total, mixed, out, out_offsets, out_mask, program, row, head, split, splits,
+    num_active, num_done, softmax_state, sums, heads,
+    G: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store what (G,) highest and total and (G, D) mixed of a row's keys give; the last of several parts joins all."""
-    if parts == 1:
-        tl.store(out + places_out, (mixed / total[:, None]).to(out.dtype.element_ty), mask=in_out)
+    """Store the output of (G,) highest and total and (G, D) mixed; of several splits the last one combines all."""
+    if splits == 1:
+        tl.store(out + out_offsets, (mixed / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
     else:
         g, d = tl.arange(0, G), tl.arange(0, D)
         block = g[:, None] * D + d[None, :]
-        mine = (turn * heads + head).to(tl.int64)
-        tl.store(marks + mine * 2 * G + g, highest)
-        tl.store(marks + (mine * 2 + 1) * G + g, total)
+        mine = (program * heads + head).to(tl.int64)
+        tl.store(softmax_state + mine * 2 * G + g, highest)
+        tl.store(softmax_state + (mine * 2 + 1) * G + g, total)
         tl.store(sums + mine * G * D + block, mixed)
         tl.debug_barrier()
-        counter = done + row * heads + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+        counter = num_done + row * heads + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counter, 0)
-            step = tl.load(live)
-            first = turn - part * step
+            step = tl.load(num_active)
+            first_program = program - split * step
             # Their numbers come from other multiprocessors: not by way of this one's cache.
-            joined = tl.full([G], float("-inf"), tl.float32)
-            for i in tl.static_range(MOST):
-                other = ((first + i * step) * heads + head).to(tl.int64)
-                there = tl.full([G], i, tl.int32) < parts
-                seen = tl.load(marks + other * 2 * G + g, mask=there, other=float("-inf"), cache_modifier=".cg")
-                joined = tl.maximum(joined, seen)
+            combined = tl.full([G], float("-inf"), tl.float32)
+            for i in tl.static_range(MAX_SPLITS):
+                other = ((first_program + i * step) * heads + head).to(tl.int64)
+                exists = tl.full([G], i, tl.int32) < splits
+                split_highest = tl.load(
+                    softmax_state + other * 2 * G + g, mask=exists, other=float("-inf"), cache_modifier=".cg"
+                )
+                combined = tl.maximum(combined, split_highest)
             total, mixed = tl.zeros([G], tl.float32), tl.zeros([G, D], tl.float32)
-            for i in tl.static_range(MOST):
-                other = ((first + i * step) * heads + head).to(tl.int64)
-                there = tl.full([G], i, tl.int32) < parts
-                seen = tl.load(marks + other * 2 * G + g, mask=there, other=float("-inf"), cache_modifier=".cg")
-                weight = tl.exp(seen - joined)
-                total += weight * tl.load(marks + (other * 2 + 1) * G + g, mask=there, other=0.0, cache_modifier=".cg")
-                added = tl.load(sums + other * G * D + block, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            for i in tl.static_range(MAX_SPLITS):
+                other = ((first_program + i * step) * heads + head).to(tl.int64)
+                exists = tl.full([G], i, tl.int32) < splits
+                split_highest = tl.load(
+                    softmax_state + other * 2 * G + g, mask=exists, other=float("-inf"), cache_modifier=".cg"
+                )
+                weight = tl.exp(split_highest - combined)
+                total += weight * tl.load(
+                    softmax_state + (other * 2 + 1) * G + g, mask=exists, other=0.0, cache_modifier=".cg"
+                )
+                added = tl.load(sums + other * G * D + block, mask=exists[:, None], other=0.0, cache_modifier=".cg")
                 mixed += weight[:, None] * added
-            tl.store(out + places_out, (mixed / total[:, None]).to(out.dtype.element_ty), mask=in_out)
+            tl.store(out + out_offsets, (mixed / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit
-def _with_keys(
+def _accumulate_keys(
     keys, values, start, stop, q, highest, total, mixed,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Highest score, sum and (D_PAD,) mixed values with BLOCK keys from `start` on too; FULL: all before `stop`."""
+    """Add BLOCK keys from `start` on to highest score, sum and (D_PAD,) mixed values; FULL: all are before `stop`."""
     t, d = start + tl.arange(0, BLOCK), tl.arange(0, D_PAD)
-    places = t[:, None] * D + d[None, :]
+    offsets = t[:, None] * D + d[None, :]
     if FULL and D == D_PAD:
-        k = tl.load(keys + places, eviction_policy=EVICTION)
-        v = tl.load(values + places, eviction_policy=EVICTION)
+        k = tl.load(keys + offsets, eviction_policy=EVICTION)
+        v = tl.load(values + offsets, eviction_policy=EVICTION)
     else:
         mask = (t < stop)[:, None] & (d < D)[None, :]
-        k = tl.load(keys + places, mask=mask, other=0.0, eviction_policy=EVICTION)
-        v = tl.load(values + places, mask=mask, other=0.0, eviction_policy=EVICTION)
+        k = tl.load(keys + offsets, mask=mask, other=0.0, eviction_policy=EVICTION)
+        v = tl.load(values + offsets, mask=mask, other=0.0, eviction_policy=EVICTION)
     scores = tl.sum(k.to(tl.float32) * q[None, :], 1)
     if not FULL:
         scores = tl.where(t < stop, scores, float("-inf"))
@@ -84,25 +92,25 @@ def _with_keys(
 
 
 @triton.jit
-def _attend_one(
-    qkv, keys, values, out, turns, live, done, marks, sums,
+def _attend_single(
+    qkv, keys, values, out, assignments, num_active, num_done, softmax_state, sums,
     scale, q_offset, k_offset, v_offset, qkv_stride, row_stride, head_stride,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A query head with keys of its own: dot products as sums, one program a (row or part of it, head)."""
-    turn, head = tl.program_id(0), tl.program_id(1)
-    row, part = tl.load(turns + turn * 4), tl.load(turns + turn * 4 + 1)
-    parts, length = tl.load(turns + turn * 4 + 2), tl.load(turns + turn * 4 + 3)
-    if parts == 0:
+    """Attend with a query head that has its own keys: dot products as sums, one program per (split of a row, head)."""
+    program, head = tl.program_id(0), tl.program_id(1)
+    row, split = tl.load(assignments + program * 4), tl.load(assignments + program * 4 + 1)
+    splits, length = tl.load(assignments + program * 4 + 2), tl.load(assignments + program * 4 + 3)
+    if splits == 0:
         return
-    share = tl.cdiv(length, parts)
+    share = tl.cdiv(length, splits)
     d = tl.arange(0, D_PAD)
     in_d = d < D
     at = row.to(tl.int64) * qkv_stride + head * D + d
     q = tl.load(qkv + at + q_offset, mask=in_d, other=0.0).to(tl.float32) * scale
     base = row.to(tl.int64) * row_stride + head.to(tl.int64) * head_stride
-    if part == 0:
+    if split == 0:
         k_new = tl.load(qkv + at + k_offset, mask=in_d, other=0.0)
         v_new = tl.load(qkv + at + v_offset, mask=in_d, other=0.0)
         tl.store(keys + base + length * D + d, k_new, mask=in_d)
@@ -110,50 +118,50 @@ def _attend_one(
         highest, total, mixed = tl.sum(q * k_new.to(tl.float32)), 1.0, v_new.to(tl.float32)
     else:
         highest, total, mixed = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
-    begin = tl.minimum(part * share, length)
+    begin = tl.minimum(split * share, length)
     stop = tl.minimum(begin + share, length)
     blocks = (stop - begin) // BLOCK * BLOCK
-    # What fills no block goes first: its loads are under way together with the query's.
+    # The remainder that fills no block is first: its loads overlap those of the query.
     if begin + blocks < stop:
-        highest, total, mixed = _with_keys(
+        highest, total, mixed = _accumulate_keys(
             keys + base, values + base, begin + blocks, stop, q, highest, total, mixed, D, D_PAD, BLOCK, EVICTION, False
         )
     for start in tl.range(begin, begin + blocks, BLOCK, num_stages=1):
-        highest, total, mixed = _with_keys(
+        highest, total, mixed = _accumulate_keys(
             keys + base, values + base, start, stop, q, highest, total, mixed, D, D_PAD, BLOCK, EVICTION, True
         )
     one = tl.zeros([1], tl.float32)
-    places_out = row.to(tl.int64) * (HEADS * D) + head * D + d[None, :]
-    _put(
-        highest + one, total + one, mixed[None, :], out, places_out, in_d[None, :], turn, row, head, part, parts,
-        live, done, marks, sums, HEADS, 1, D_PAD, MOST,
+    out_offsets = row.to(tl.int64) * (HEADS * D) + head * D + d[None, :]
+    _store_or_combine(
+        highest + one, total + one, mixed[None, :], out, out_offsets, in_d[None, :], program, row, head, split, splits,
+        num_active, num_done, softmax_state, sums, HEADS, 1, D_PAD, MAX_SPLITS,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_group(
-    qkv, keys, values, out, turns, live, done, marks, sums,
+    qkv, keys, values, out, assignments, num_active, num_done, softmax_state, sums,
     scale, q_offset, k_offset, v_offset, qkv_stride, row_stride, head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """GROUP query heads that share keys: matrix products, one program a (row or part of it, head of keys)."""
-    turn, head = tl.program_id(0), tl.program_id(1)
-    row, part = tl.load(turns + turn * 4), tl.load(turns + turn * 4 + 1)
-    parts, length = tl.load(turns + turn * 4 + 2), tl.load(turns + turn * 4 + 3)
-    if parts == 0:
+    """Attend with GROUP query heads that share keys: matrix products, one program per (split of a row, key head)."""
+    program, head = tl.program_id(0), tl.program_id(1)
+    row, split = tl.load(assignments + program * 4), tl.load(assignments + program * 4 + 1)
+    splits, length = tl.load(assignments + program * 4 + 2), tl.load(assignments + program * 4 + 3)
+    if splits == 0:
         return
-    share = tl.cdiv(length, parts)
+    share = tl.cdiv(length, splits)
     d, g = tl.arange(0, D_PAD), tl.arange(0, GROUP_PAD)
     in_d, in_g = d < D, g < GROUP
     start_of_row = row.to(tl.int64) * qkv_stride
-    places_q = start_of_row + q_offset + (head * GROUP + g)[:, None] * D + d[None, :]
+    q_offsets = start_of_row + q_offset + (head * GROUP + g)[:, None] * D + d[None, :]
     in_q = in_g[:, None] & in_d[None, :]
-    q = tl.load(qkv + places_q, mask=in_q, other=0.0)
+    q = tl.load(qkv + q_offsets, mask=in_q, other=0.0)
     base = row.to(tl.int64) * row_stride + head.to(tl.int64) * head_stride
     highest, total = tl.full([GROUP_PAD], float("-inf"), tl.float32), tl.zeros([GROUP_PAD], tl.float32)
     mixed = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    if part == 0:
+    if split == 0:
         k_new = tl.load(qkv + start_of_row + k_offset + head * D + d, mask=in_d, other=0.0)
         v_new = tl.load(qkv + start_of_row + v_offset + head * D + d, mask=in_d, other=0.0)
         tl.store(keys + base + length * D + d, k_new, mask=in_d)
@@ -162,13 +170,13 @@ def _attend_group(
         total += 1.0
         mixed += v_new.to(tl.float32)[None, :]
     t = tl.arange(0, BLOCK)
-    stop = tl.minimum((part + 1) * share, length)
-    for start in tl.range(part * share, stop, BLOCK, num_stages=STAGES):
+    stop = tl.minimum((split + 1) * share, length)
+    for start in tl.range(split * share, stop, BLOCK, num_stages=STAGES):
         inside = start + t < stop
-        places = base + (start + t)[:, None] * D + d[None, :]
+        offsets = base + (start + t)[:, None] * D + d[None, :]
         mask = inside[:, None] & in_d[None, :]
-        k = tl.load(keys + places, mask=mask, other=0.0)
-        v = tl.load(values + places, mask=mask, other=0.0)
+        k = tl.load(keys + offsets, mask=mask, other=0.0)
+        v = tl.load(values + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -177,19 +185,18 @@ def _attend_group(
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = new_highest
-    places_out = row.to(tl.int64) * (HEADS * D) + (head * GROUP + g)[:, None] * D + d[None, :]
-    _put(
-        highest, total, mixed, out, places_out, in_q, turn, row, head, part, parts,
-        live, done, marks, sums, HEADS // GROUP, GROUP_PAD, D_PAD, MOST,
+    out_offsets = row.to(tl.int64) * (HEADS * D) + (head * GROUP + g)[:, None] * D + d[None, :]
+    _store_or_combine(
+        highest, total, mixed, out, out_offsets, in_q, program, row, head, split, splits,
+        num_active, num_done, softmax_state, sums, HEADS // GROUP, GROUP_PAD, D_PAD, MAX_SPLITS,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How q, k and v lie in a row of the joined projection.
+    """The columns of q, k and v in a row of the joined projection, for the heads of this rank.
 
-    num_heads, num_kv_heads, head_dim: of this rank. q_offset, k_offset, v_offset: first column of each. scale: of the
-    scores.
+    q_offset, k_offset, v_offset: first column of each. scale: factor of the scores.
     """
 
     num_heads: int
@@ -201,48 +208,53 @@ class HeadLayout:
     scale: float
 
 
-def shared_work(lengths: Tensor, active: Tensor, *, layout: HeadLayout, room: int) -> WorkShares:
-    """Which programs `attend` runs on which rows; made once a step, for all layers of one layout.
+def split_kv_schedule(lengths: Tensor, active: Tensor, *, layout: HeadLayout, cache_length: int) -> SplitKVSchedule:
+    """Assign the programs of `attend` to rows; once per decode step, for all layers of one layout.
 
     Args:
-        lengths: (M,) int32, keys in the cache before this token. active: (M,) int32, 0 = row is left alone.
-        room: positions of a row of the cache.
+        lengths: (M,) int32, keys in the cache before this token. active: (M,) int32, 0 for a row that is not computed.
+        cache_length: positions of a row of the cache.
     """
     group, padded = layout.num_heads // layout.num_kv_heads, triton.next_power_of_2(layout.head_dim)
     block, warps = ((1, padded), 1) if group == 1 else ((_group_pad(group), max(16, padded)), GROUP_WARPS)
-    return WorkShares.of(lengths, active, heads=layout.num_kv_heads, room=room, block=block, warps=warps)
+    return SplitKVSchedule.create(
+        lengths, active, heads=layout.num_kv_heads, cache_length=cache_length, block=block, warps=warps
+    )
 
 
 def _group_pad(group: int) -> int:
     return max(16, triton.next_power_of_2(group))
 
 
-def attend(qkv: Tensor, keys: Tensor, values: Tensor, *, shares: WorkShares, layout: HeadLayout, out: Tensor) -> None:
-    """Attention of each row's new token over its cache and itself; its key and value go into the cache.
+def attend(
+    qkv: Tensor, keys: Tensor, values: Tensor, *, schedule: SplitKVSchedule, layout: HeadLayout, out: Tensor
+) -> None:
+    """Compute the attention of each row's new token over its cache and itself; append its key and value to the cache.
 
     Args:
         qkv: (M, (Hq + 2 Hkv) D), rotated already where the model rotates.
-        keys, values: (M, Hkv, S, D) contiguous; the new ones are written behind the row's other keys.
-        shares: what `shared_work` gave for this step and layout.
-        out: (M, Hq D); rows that are not active are left alone.
+        keys, values: (M, Hkv, S, D) contiguous; the new ones are written after the row's other keys.
+        schedule: made by `split_kv_schedule` for this step and layout.
+        out: (M, Hq D); rows that are not active are not written.
     """
     head_dim, group = layout.head_dim, layout.num_heads // layout.num_kv_heads
     padded = triton.next_power_of_2(head_dim)
     common = (
-        qkv, keys, values, out, shares.turns, shares.live, shares.done, shares.marks, shares.sums,
+        qkv, keys, values, out, schedule.assignments, schedule.num_active, schedule.num_done,
+        schedule.softmax_state, schedule.sums,
         layout.scale, layout.q_offset, layout.k_offset, layout.v_offset,
         qkv.stride(0), keys.stride(0), keys.stride(1),
     )  # fmt: skip
-    grid = (len(shares.turns), layout.num_kv_heads)
+    grid = (len(schedule.assignments), layout.num_kv_heads)
     if group == 1:
-        _attend_one[grid](
+        _attend_single[grid](
             *common, HEADS=layout.num_heads, D=head_dim, D_PAD=padded, BLOCK=64 if padded <= 64 else 32,
-            EVICTION="evict_first" if len(qkv) >= EVICT_FROM_ROWS else "", MOST=MOST_PARTS, num_warps=1,
+            EVICTION="evict_first" if len(qkv) >= EVICT_FROM_ROWS else "", MAX_SPLITS=MAX_SPLITS, num_warps=1,
         )  # fmt: skip
     else:
         _attend_group[grid](
             *common, HEADS=layout.num_heads, GROUP=group, GROUP_PAD=_group_pad(group),
-            D=head_dim, D_PAD=max(16, padded), BLOCK=64, STAGES=3, MOST=MOST_PARTS, num_warps=GROUP_WARPS,
+            D=head_dim, D_PAD=max(16, padded), BLOCK=64, STAGES=3, MAX_SPLITS=MAX_SPLITS, num_warps=GROUP_WARPS,
         )  # fmt: skip
 
 
@@ -264,7 +276,7 @@ def _store_prompts(
 def store_prompts(
     qkv: Tensor, keys: Tensor, values: Tensor, *, slots: Tensor, source: Tensor, layout: HeadLayout, width: int
 ) -> None:
-    """Copy prompts' keys and values into the cache: row slots[i] gets prompt source[i], at positions 0 to `width`.
+    """Copy prompts' keys and values into the cache: row slots[i] gets prompt source[i], at positions below `width`.
 
     Args:
         qkv: (N * width, columns), prompt after prompt. keys, values: (M, Hkv, S, D). slots, source: (R,) int64.

@@ -1,4 +1,4 @@
-"""Layers of a transformers model that compute the same in fewer passes over memory on a GPU (`training_kernels.py`).
+"""Layers of a transformers model that compute the same in fewer passes over memory on a GPU (`norm_kernels.py`).
 
 A layer changes its class, not its weights or their names: what is saved, and what LoRA or DeepSpeed see, stays as it
 was. On a CPU, on small inputs, and where types are mixed, it computes as before.
@@ -19,12 +19,12 @@ RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3R
 
 
 # Where a layer gives more numbers, the kernels save more of the device's time than they take of the host's.
-WORTH_IT = 2**23
+MIN_ELEMENTS = 2**23
 
 
-def on_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
+def can_use_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
     """Whether the kernels are to take these: on a GPU, `size` numbers to give, all of one type that is to stay."""
-    able = x.is_cuda and size > WORTH_IT and not torch.is_autocast_enabled("cuda")
+    able = x.is_cuda and size > MIN_ELEMENTS and not torch.is_autocast_enabled("cuda")
     return able and all(p is None or p.dtype == x.dtype for p in parameters)
 
 
@@ -33,7 +33,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., H) -> (..., H)."""
-        if not on_kernels(input, input.numel(), self.weight, self.bias):
+        if not can_use_kernels(input, input.numel(), self.weight, self.bias):
             return super().forward(input)
         from pipeline.kernels.norm_kernels import FusedNorm, NormKind
 
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., H) -> (..., H)."""
-        if not on_kernels(hidden_states, hidden_states.numel(), self.weight):
+        if not can_use_kernels(hidden_states, hidden_states.numel(), self.weight):
             return super().forward(hidden_states)
         from pipeline.kernels.norm_kernels import FusedNorm, NormKind
 
@@ -61,7 +61,7 @@ class ReluLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., H) -> (..., F)."""
         size = input.numel() // self.in_features * self.out_features
-        if not on_kernels(input, size, self.weight, self.bias):
+        if not can_use_kernels(input, size, self.weight, self.bias):
             return functional.relu(super().forward(input))
         from pipeline.kernels.norm_kernels import FusedReluLinear
 

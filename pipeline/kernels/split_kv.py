@@ -1,9 +1,9 @@
-"""Who works on which row in a decode step's attention: where few rows are active, several programs share one.
+"""Split-KV scheduling of a decode step's attention: free thread blocks steal splits of the rows that are still active.
 
-A program reads the keys of a row one block after another, so that a row takes as long when it is alone as in a full
-batch. Rows that have finished leave their programs free: these take parts of the keys of the others (as in
-Flash-Decoding, Dao et al. 2023, but only as many parts as programs are free). Where rows and heads are too few to keep
-a large GPU busy there are more programs than rows from the start. M rows (slots), P programs a head.
+One thread block (a Triton program) reads the keys of a row block after block, so that a row takes as long alone as in
+a full batch. The programs of finished rows are free, and take splits of the other rows' keys (as in Flash-Decoding, Dao
+et al. 2023, but only as many splits as there are free programs). Where rows and heads are too few to keep a large GPU
+busy, there are more programs than rows from the start. M rows (slots), P programs per head.
 """
 
 from dataclasses import dataclass
@@ -14,75 +14,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Warps that keep a large GPU's memory busy; a layer with few heads or rows gets more programs than it has rows.
-WARPS = 2_048
-MOST_PARTS = 8
-# Fewer keys than this are not worth a part of their own.
-LEAST_KEYS = 32
+# Warps that keep the memory of a large GPU busy; with few heads or rows there are more programs than rows. With twice
+# as many programs as rows, a step of 64 active rows took 5 % longer on an H200 (docs/experiments.md, "Decode step on
+# H200").
+TARGET_WARPS = 2_048
+# Splits of one row at most; the last one to finish combines them all. Chosen by hand.
+MAX_SPLITS = 8
+# Keys of a split at least: fewer are not worth a program. Chosen by hand.
+MIN_KEYS_PER_SPLIT = 32
 
 
 @triton.jit
-def _share_out(
-    lengths, active, order, turns, live, rows, programs,
-    ROWS: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
+def _assign_programs(
+    lengths, active, order, assignments, num_active, rows, programs,
+    ROWS: tl.constexpr, PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, ROWS)
     busy = tl.load(active + m, mask=m < rows, other=0)
     count = tl.sum(busy, 0)
     tl.store(order + tl.cumsum(busy, 0) - 1, m, mask=busy != 0)
-    tl.store(live, count)
+    tl.store(num_active, count)
     tl.debug_barrier()  # other threads read what these have stored
     p = tl.arange(0, PROGRAMS)
     inside = p < programs
-    any_row = tl.maximum(count, 1)
-    some = p < programs * count  # false where no row is active
-    row = tl.load(order + p % any_row, mask=inside & some, other=0)
+    divisor = tl.maximum(count, 1)
+    any_active = p < programs * count  # false where no row is active
+    row = tl.load(order + p % divisor, mask=inside & any_active, other=0)
     length = tl.load(lengths + row, mask=inside, other=0)
-    parts = tl.minimum(tl.minimum(programs // any_row, MOST), tl.maximum(tl.cdiv(length, LEAST), 1))
-    part = p // any_row
-    parts = tl.where((part < parts) & some, parts, 0)
-    at = turns + p * 4
+    splits = tl.minimum(tl.minimum(programs // divisor, MAX_SPLITS), tl.maximum(tl.cdiv(length, MIN_KEYS), 1))
+    split = p // divisor
+    splits = tl.where((split < splits) & any_active, splits, 0)
+    at = assignments + p * 4
     tl.store(at, row, mask=inside)
-    tl.store(at + 1, part, mask=inside)
-    tl.store(at + 2, parts, mask=inside)
+    tl.store(at + 1, split, mask=inside)
+    tl.store(at + 2, splits, mask=inside)
     tl.store(at + 3, length, mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkShares:
-    """The programs of one step, for all its layers, and room for what parts of a row leave to each other.
+class SplitKVSchedule:
+    """The programs of one decode step, for all its layers, and buffers through which splits of a row are combined.
 
-    turns: (P, 4) int32: row, part, parts of that row (0: nothing to do), keys of the row before this token. live: (1,)
-    int32, the rows that are active. done: (M, Hkv) int32, 0 between kernels: parts that are ready. marks: highest score
-    and sum of exponentials, (P, Hkv, 2, G), and sums: (P, Hkv, G, D), fp32, of G query heads that share keys.
+    assignments: (P, 4) int32: row, split, splits of that row (0: nothing to do), keys of the row before this token.
+    num_active: (1,) int32, active rows. num_done: (M, Hkv) int32, 0 between kernels: splits that have finished.
+    softmax_state: highest score and sum of exponentials, (P, Hkv, 2, G), and sums: weighted values (P, Hkv, G, D), both
+    fp32, for G query heads that share keys.
     """
 
-    turns: Tensor
-    live: Tensor
-    done: Tensor
-    marks: Tensor
+    assignments: Tensor
+    num_active: Tensor
+    num_done: Tensor
+    softmax_state: Tensor
     sums: Tensor
 
     @classmethod
-    def of(cls, lengths: Tensor, active: Tensor, *, heads: int, room: int, block: tuple[int, int], warps: int) -> Self:
-        """Share the programs out, without a word from the host.
+    def create(
+        cls, lengths: Tensor, active: Tensor, *, heads: int, cache_length: int, block: tuple[int, int], warps: int
+    ) -> Self:
+        """Assign programs to rows on the device, without waiting for it.
 
         Args:
-            lengths, active: (M,) int32; rows with `active` 0 get none.
-            heads: of keys. room: the longest row of the cache. block: (G, D) as padded. warps: of a program.
+            lengths, active: (M,) int32; rows with `active` 0 get no program.
+            heads: heads of keys. block: (G, D) as padded. warps: warps of a program.
         """
         rows, device = len(lengths), lengths.device
-        most = min(MOST_PARTS, triton.cdiv(room, LEAST_KEYS))
-        programs = min(max(rows, WARPS // (warps * heads)), rows * most)
-        turns = torch.empty(programs, 4, dtype=torch.int32, device=device)
-        order, live = torch.empty_like(lengths), torch.empty(1, dtype=torch.int32, device=device)
-        _share_out[(1,)](
-            lengths, active, order, turns, live, rows, programs,
-            ROWS=triton.next_power_of_2(rows), PROGRAMS=triton.next_power_of_2(programs), MOST=most, LEAST=LEAST_KEYS,
+        max_splits = min(MAX_SPLITS, triton.cdiv(cache_length, MIN_KEYS_PER_SPLIT))
+        programs = min(max(rows, TARGET_WARPS // (warps * heads)), rows * max_splits)
+        assignments = torch.empty(programs, 4, dtype=torch.int32, device=device)
+        order, num_active = torch.empty_like(lengths), torch.empty(1, dtype=torch.int32, device=device)
+        _assign_programs[(1,)](
+            lengths, active, order, assignments, num_active, rows, programs,
+            ROWS=triton.next_power_of_2(rows), PROGRAMS=triton.next_power_of_2(programs), MAX_SPLITS=max_splits,
+            MIN_KEYS=MIN_KEYS_PER_SPLIT,
         )  # fmt: skip
         return cls(
-            turns,
-            live,
+            assignments,
+            num_active,
             torch.zeros(rows, heads, dtype=torch.int32, device=device),
             torch.empty(programs, heads, 2, block[0], device=device),
             torch.empty(programs, heads, *block, device=device),

@@ -69,7 +69,7 @@ def measure(run: Any, config: Any) -> None:
             "generate_tokens_per_s": median(sum(lengths) / seconds for seconds, lengths in rollouts),
             "seconds": [seconds for seconds, _ in rollouts],
             "lengths": [lengths for _, lengths in rollouts],
-            "rung": str(hybrid.rung),
+            "backend": str(hybrid.backend),
             "first_token_s": first,
             "decode_tokens_per_s": median(sum(lengths) - len(lengths) for _, lengths in rollouts) / decoding,
             "peak_gib": peak,

@@ -23,7 +23,7 @@ COLUMNS = (
     ("samples_per_s", "samples/s", "{:.2f}"),
     ("mean_length", "response", "{:.0f}"),
     ("peak_gib", "peak GiB", "{:.1f}"),
-    ("rung", "rung", "{}"),
+    ("backend", "backend", "{}"),
 )
 
 

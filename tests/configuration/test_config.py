@@ -126,7 +126,7 @@ def ppo_config(**sampling):
     [
         ({"inference_tp_size": 3}, 4, "--inference_tp_size 3: must divide the 4 ranks"),
         ({"inference_tp_size": 3}, None, ""),
-        ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference_tp_size 2: needs the fused rung"),
+        ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference_tp_size 2: needs the fused backend"),
         (
             {"rollout_weights": "streamed"},
             2,
@@ -138,7 +138,7 @@ def ppo_config(**sampling):
             2,
             "found --inference_tp_size 2, wanted 1",
         ),
-        ({"rollout_weights": "streamed", "stage": 3, "generation_engine": "eager"}, 2, "found the eager rung"),
+        ({"rollout_weights": "streamed", "stage": 3, "generation_engine": "eager"}, 2, "found the eager backend"),
         ({"rollout_weights": "streamed", "stage": 3}, None, ""),
         ({"generation_engine": "fused", "merge_lora_for_generation": False, "lora": 2}, 1, "--generation_engine fused"),
         ({"generation_engine": "fused", "merge_lora_for_generation": False}, 1, ""),

@@ -120,7 +120,7 @@ ELSEWHERE: dict[str, str] = {
     "eval_fraction": "test_datasets_cache.py::test_columns_are_as_documented",
     "exclude": "test_train.py::test_flags_reach_their_step",
     "force_resume": "faults/test_resume_changed.py::test_changed_data_is_refused_unless_forced",
-    "generation_engine": "test_decode_runs.py::test_a_run_with_another_rung_has_the_same_numbers",
+    "generation_engine": "test_decode_runs.py::test_a_run_with_another_backend_has_the_same_numbers",
     "hostfile": "test_launch.py::test_multi_node",
     "include": "test_launch.py::test_include_replaces_the_count",
     "inference_tp_size": "multi/test_ranks_decode.py::test_inference_tp_size_changes_no_rollout_of_step_3",

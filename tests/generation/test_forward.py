@@ -1,4 +1,4 @@
-"""Prompts and decode steps of the fast rungs against transformers' own forward pass, token by token, in fp32.
+"""Prompts and decode steps of the fast backends against transformers' own forward pass, token by token, in fp32.
 
 Prompts of different lengths share a batch, several responses share a prompt, rows sit in shuffled slots and end at
 different times; slots that nobody uses, and all room behind a row's end, hold NaN.
@@ -12,12 +12,12 @@ import pytest
 import torch
 from support.decode_models import DEVICE, FUSED, PAD, STATIC, fused, llama, opt, plain_logits, random_ids
 
-from pipeline.generation.slots import DecodeFunction
-from pipeline.generation.static import OwnForward
+from pipeline.generation.slots import CachedForward
+from pipeline.generation.static import StaticCacheForward
 from pipeline.tensor_ops import pad_rows
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
-ROOM = 8
+CACHE_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ SHAPES = {
     "one row": forced((3,), (2,), source=[0], slots=[0]),
     "single tokens, many pads": forced((1, 1, 2), (1, 1, 1), source=[2, 0, 1], slots=[0, 1, 2], more_pads=2),
     "three samples a prompt": forced((3, 2), (1, 1, 1, 1, 0, 1), source=[0, 0, 0, 1, 1, 1], slots=[5, 3, 1, 4, 2, 0]),
-    "to the end of the room": forced((7, 5), (1, 3), source=[0, 1], slots=[1, 0]),
+    "to a full cache": forced((7, 5), (1, 3), source=[0, 1], slots=[1, 0]),
 }
 
 
 @torch.no_grad()
-def run(function: DecodeFunction, case: Forced, cache: Any) -> list[torch.Tensor]:
+def run(function: CachedForward, case: Forced, cache: Any) -> list[torch.Tensor]:
     """Of each row, logits (1 + its tokens, V): behind the prompt and behind each token."""
-    function.prepare(ROOM)
+    function.prepare(CACHE_LENGTH)
     rows = [torch.tensor(ids) for ids in case.prompts]
     ids = pad_rows(rows, PAD, length=max(map(len, rows)) + case.more_pads).to(DEVICE)
     slots, source = (torch.tensor(values, device=DEVICE) for values in (case.slots, case.source))
     starts = torch.tensor([len(ids) for ids in case.prompts], device=DEVICE)
-    first = function.prompt(ids, starts, cache, slots=slots, source=source)
+    first = function.prefill(ids, starts, cache, slots=slots, source=source)
     found = [[first[number]] for number in case.source]
     lengths = torch.zeros(case.num_slots, dtype=torch.int32, device=DEVICE)
     lengths[slots] = starts[source].int()
@@ -76,7 +76,7 @@ def run(function: DecodeFunction, case: Forced, cache: Any) -> list[torch.Tensor
         for row, slot in enumerate(case.slots):
             if step < len(case.tokens[row]):
                 active[slot], tokens[slot] = 1, case.tokens[row][step]
-        logits = function.step(tokens, lengths, active, cache)
+        logits = function.decode_step(tokens, lengths, active, cache)
         lengths += active
         for row, slot in enumerate(case.slots):
             if active[slot]:
@@ -91,7 +91,7 @@ def assert_equal_logits(model: Any, case: Forced, found: list[torch.Tensor]) -> 
 
 
 def nan_cache(function: Any, case: Forced) -> Any:
-    cache = function.new_cache(case.num_slots, ROOM)
+    cache = function.new_cache(case.num_slots, CACHE_LENGTH)
     for part in (cache.keys, cache.values):
         part.fill_(float("nan"))
     return cache
@@ -104,7 +104,7 @@ def test_the_decode_step_is_the_models_function(name):
     assert_equal_logits(model, USUAL, run(function, USUAL, nan_cache(function, USUAL)))
 
 
-@pytest.mark.parametrize(("make", "shape"), [*((opt, shape) for shape in SHAPES), (llama, "to the end of the room")])
+@pytest.mark.parametrize(("make", "shape"), [*((opt, shape) for shape in SHAPES), (llama, "to a full cache")])
 def test_any_batch_pads_and_lengths(make, shape):
     model, case = make(), SHAPES[shape]
     function = fused(model)
@@ -124,28 +124,28 @@ def test_a_step_writes_one_place_of_each_active_row_and_nothing_else():
             if slot in USUAL.slots:
                 row = USUAL.slots.index(slot)
                 end = max(longest, len(USUAL.sequence(row)))  # a prompt's padding is written as well
-            assert written[slot].tolist() == [True] * end + [False] * (ROOM - end), slot
+            assert written[slot].tolist() == [True] * end + [False] * (CACHE_LENGTH - end), slot
 
 
 @pytest.mark.parametrize("name", STATIC)
-def test_the_static_rung_is_the_models_function(name):
+def test_the_static_backend_is_the_models_function(name):
     model = STATIC[name]()
-    function = OwnForward(model)
-    assert_equal_logits(model, USUAL, run(function, USUAL, function.new_cache(USUAL.num_slots, ROOM)))
+    function = StaticCacheForward(model)
+    assert_equal_logits(model, USUAL, run(function, USUAL, function.new_cache(USUAL.num_slots, CACHE_LENGTH)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_batch_pads_and_lengths_on_the_static_rung(shape):
+def test_any_batch_pads_and_lengths_on_the_static_backend(shape):
     model, case = llama(), SHAPES[shape]
-    function = OwnForward(model)
-    assert_equal_logits(model, case, run(function, case, function.new_cache(case.num_slots, ROOM)))
+    function = StaticCacheForward(model)
+    assert_equal_logits(model, case, run(function, case, function.new_cache(case.num_slots, CACHE_LENGTH)))
 
 
-def test_rows_that_ended_leave_no_trace_in_others_on_the_static_rung():
+def test_rows_that_ended_leave_no_trace_in_others_on_the_static_backend():
     """NaN in slots that nobody uses, and in the row of a response that has ended."""
     model = llama()
-    function = OwnForward(model)
-    cache = function.new_cache(USUAL.num_slots, ROOM)
+    function = StaticCacheForward(model)
+    cache = function.new_cache(USUAL.num_slots, CACHE_LENGTH)
     run(function, USUAL, cache)  # the cache gets its tensors
     unused = [slot for slot in range(USUAL.num_slots) if slot not in USUAL.slots]
     for keys, values in cache._stored:
@@ -156,6 +156,6 @@ def test_rows_that_ended_leave_no_trace_in_others_on_the_static_rung():
 @pytest.mark.parametrize("name", ["opt", "llama", "qwen3"])
 def test_bytes_of_a_token_are_those_of_the_cache(name):
     model = FUSED[name]()
-    for function in (fused(model), OwnForward(model)):
-        cache = fused(model).new_cache(3, ROOM)
-        assert function.bytes_per_token * 3 * ROOM == 2 * cache.keys.numel() * cache.keys.element_size()
+    for function in (fused(model), StaticCacheForward(model)):
+        cache = fused(model).new_cache(3, CACHE_LENGTH)
+        assert function.bytes_per_token * 3 * CACHE_LENGTH == 2 * cache.keys.numel() * cache.keys.element_size()

@@ -10,8 +10,8 @@ import torch
 from support.decode_models import DEVICE, FUSED, PAD, fused, llama, opt, plain_logits, shaken
 from torch import nn
 
-from pipeline.generation.fused import DecodeModel
-from pipeline.generation.fused_weights import DecodeWeights, Held, Shard, adjacent
+from pipeline.generation.fused import FusedForward
+from pipeline.generation.fused_weights import DecodeWeights, Shard, WeightTensor, joined_view
 from pipeline.models.architecture import read_architecture
 from pipeline.models.lora import add_lora
 
@@ -20,12 +20,12 @@ TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 
 
 @torch.no_grad()
-def last_logits(function: DecodeModel) -> torch.Tensor:
+def last_logits(function: FusedForward) -> torch.Tensor:
     """(V,) behind IDS, which pass through every weight."""
     function.prepare(4)
     one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     ids, length = torch.tensor([IDS], device=DEVICE), torch.tensor([len(IDS)], device=DEVICE)
-    return function.prompt(ids, length, function.new_cache(1, 4), slots=one, source=one)[0]
+    return function.prefill(ids, length, function.new_cache(1, 4), slots=one, source=one)[0]
 
 
 # Those of a layer's own kind: the others' names occur in the two models that are gone through whole.
@@ -133,31 +133,31 @@ def pieces() -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 @pytest.mark.parametrize(("what", "parts"), pieces(), ids=[what for what, _ in pieces()])
 def test_what_does_not_lie_side_by_side(what, parts):
-    assert adjacent(parts) is None
+    assert joined_view(parts) is None
 
 
 def test_what_lies_side_by_side_is_one_view():
     buffer = torch.arange(60.0)
     parts = [buffer[8:20].view(3, 4), buffer[20:40].view(5, 4), buffer[40:44].view(1, 4)]
-    found = adjacent(parts)
+    found = joined_view(parts)
     assert found is not None and torch.equal(found, torch.cat(parts)) and found.data_ptr() == parts[0].data_ptr()
     buffer[30] = -1.0
     assert torch.equal(found, torch.cat(parts))
-    vectors = adjacent([buffer[3:5], buffer[5:9]])
+    vectors = joined_view([buffer[3:5], buffer[5:9]])
     assert vectors is not None and vectors.tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
-    assert torch.equal(adjacent(parts[:1]), parts[0])
+    assert torch.equal(joined_view(parts[:1]), parts[0])
 
 
 def test_a_held_tensor_turns_from_copy_to_view_and_back():
     """DeepSpeed may move weights; what was held then follows."""
     sources = [torch.zeros(2, 3), torch.ones(1, 3)]
-    held = Held(lambda: sources, copied=False, of=[])
+    held = WeightTensor(lambda: sources, [], copied=False)
     held.refresh()
-    assert held.num_bytes == 36 and held.tensor.sum() == 3
+    assert held.num_copied_bytes == 36 and held.tensor.sum() == 3
     buffer = torch.arange(9.0)
     sources[:] = [buffer[:6].view(2, 3), buffer[6:].view(1, 3)]
     held.refresh()
-    assert held.num_bytes == 0 and held.tensor.data_ptr() == buffer.data_ptr()
+    assert held.num_copied_bytes == 0 and held.tensor.data_ptr() == buffer.data_ptr()
     sources[:] = [torch.full((2, 3), 4.0), torch.full((1, 3), 5.0)]
     held.refresh()
     assert held.tensor.flatten().tolist() == [4.0] * 6 + [5.0] * 3
@@ -247,5 +247,5 @@ def test_parts_of_ranks_make_up_the_whole():
     shards = [Shard(rank, 2) for rank in range(2)]
     assert torch.equal(torch.cat([shard.rows(weight) for shard in shards]), weight)
     assert torch.equal(torch.cat([shard.columns(weight) for shard in shards], 1), weight)
-    assert torch.equal(sum(shard.once(bias) for shard in shards), bias)
+    assert torch.equal(sum(shard.bias_of_sum(bias) for shard in shards), bias)
     assert PAD not in IDS

@@ -1,11 +1,11 @@
-"""Step 3 with each rung, in this process: the rung changes how fast responses come, and no number."""
+"""Step 3 with each backend, in this process: the backend changes how fast responses come, and no number."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.decode_models import fewer_idle_steps
+from support.decode_models import poll_often
 from support.in_process import error_lines, leave_group, undone_afterwards
 from support.tiny_run import make_folder, read_metrics, write_lines
 
@@ -20,7 +20,7 @@ LORA = {"actor_lora_dim": 2, "actor_lora_module_name": "q_proj", "actor_learning
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Short prompts: in the interpreter each of their tokens counts."""
     leave_group()  # DeepSpeed keeps that of an earlier file
-    folder = make_folder(tmp_path_factory.mktemp("rungs"), num_train=8, num_test=2)
+    folder = make_folder(tmp_path_factory.mktemp("backends"), num_train=8, num_test=2)
     rows = [{"prompt": f"{n}?", "chosen": "It was calm.", "rejected": "It was bitter."} for n in range(9)]
     write_lines(folder / "train.jsonl", rows[:8])
     write_lines(folder / "one.jsonl", rows[8:])
@@ -38,7 +38,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[HybridEngine]:
         first(self, *given, **more)
 
     monkeypatch.setattr(HybridEngine, "__init__", watched)
-    fewer_idle_steps(monkeypatch)
+    poll_often(monkeypatch)
     return made
 
 
@@ -89,7 +89,7 @@ def assert_same_metrics(mine: list[dict[str, float]], theirs: list[dict[str, flo
 
 @pytest.fixture(scope="module")
 def eager(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
-    """Metrics of the eager rung, without and with adapters."""
+    """Metrics of the eager backend, without and with adapters."""
     found = {}
     for name, settings in (("plain", {}), ("lora", LORA)):
         out = tmp_path_factory.mktemp(f"eager-{name}")
@@ -98,28 +98,28 @@ def eager(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     return found
 
 
-@pytest.mark.parametrize("rung", ["fused", "static"])
-def test_a_run_with_another_rung_has_the_same_numbers(rung, folder, tmp_path, eager, engines):
-    assert run(folder, tmp_path / "model", generation_engine=rung) == 0
+@pytest.mark.parametrize("backend", ["fused", "static"])
+def test_a_run_with_another_backend_has_the_same_numbers(backend, folder, tmp_path, eager, engines):
+    assert run(folder, tmp_path / "model", generation_engine=backend) == 0
     assert_same_metrics(lines(tmp_path), eager["plain"])
     (hybrid,) = engines
-    assert hybrid.rung == rung and hybrid._generator._arena is not None
+    assert hybrid.backend == backend and hybrid._generator._buffers is not None
     (log,) = tmp_path.rglob("log.txt")
-    assert f"generation: {rung} rung" in log.read_text()
+    assert f"generation: {backend} backend" in log.read_text()
 
 
 def test_the_inference_cache_is_released(folder, tmp_path, eager, engines):
     flags = {"generation_engine": "static", "release_inference_cache": "true"}
     assert run(folder, tmp_path / "model", **flags) == 0
     assert_same_metrics(lines(tmp_path), eager["plain"])
-    assert engines[0].rung == "static" and engines[0]._generator is None
+    assert engines[0].backend == "static" and engines[0]._generator is None
 
 
 def test_adapters_beside_the_weights(folder, tmp_path, eager, engines):
-    """The rung that knows them is the model's own forward pass."""
+    """The backend that knows them is the model's own forward pass."""
     flags = {"generation_engine": "static", "merge_lora_for_generation": "false", **LORA}
     assert run(folder, tmp_path / "model", **flags) == 0
-    assert engines[0].rung == "static"
+    assert engines[0].backend == "static"
     assert_same_metrics(lines(tmp_path), eager["lora"])
 
 

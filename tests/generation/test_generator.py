@@ -13,24 +13,23 @@ from support.decode_models import (
     NUM_TOKENS,
     PAD,
     assert_same,
-    fewer_idle_steps,
     fused,
     generator_of,
     llama,
     opt,
+    poll_often,
     random_prompts,
     rollouts,
 )
 
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
-from pipeline.generation import generator
-from pipeline.generation import scheduler as refill
-from pipeline.generation.backends import affordable_slots, check_copies_fit, checked_slots
+from pipeline.generation import generator, scheduler
+from pipeline.generation.backends import check_copies_fit, require_slots, slots_that_fit
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
-from pipeline.generation.slots import Arena
-from pipeline.generation.static import OwnForward
+from pipeline.generation.slots import GenerationBuffers
+from pipeline.generation.static import StaticCacheForward
 
 # Many tokens end a response, so that rows end at different times.
 ENDS = [EOS, *range(20, 70)]
@@ -38,12 +37,12 @@ PROMPTS = random_prompts((3, 5, 1))
 
 
 @pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer_idle_steps(monkeypatch)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll_often(monkeypatch)
 
 
 @pytest.mark.parametrize("make", [opt, llama])
-def test_the_fused_rung_samples_what_the_eager_loop_does(make):
+def test_the_fused_backend_samples_what_the_eager_loop_does(make):
     """Six responses in three slots: later ones take the places of those that ended."""
     model = make()
     found, expected = rollouts(model, fused(model), PROMPTS, sampling=Sampling(5), num_samples=2, ends=ENDS)
@@ -53,7 +52,7 @@ def test_the_fused_rung_samples_what_the_eager_loop_does(make):
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.6, "top_k": 9, "top_p": 0.7}, {"max_new_tokens": 1}])
-def test_the_fused_rung_knows_the_settings(settings):
+def test_the_fused_backend_knows_the_settings(settings):
     model = opt()
     sampling = Sampling(**({"max_new_tokens": 3} | settings))
     assert_same(*rollouts(model, fused(model), PROMPTS[:2], sampling=sampling, num_slots=2, ends=ENDS))
@@ -82,17 +81,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 )
 def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
     """Looks of a turn ago, as with a GPU: a slot that was filled since is not given away once more."""
-    monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset({"cpu"}))
-    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", every)
-    test_the_static_rung_samples_what_the_eager_loop_does(name)
+    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(scheduler, "POLL_INTERVAL_WHILE_WAITING", every)
+    test_the_static_backend_samples_what_the_eager_loop_does(name)
 
 
 @pytest.fixture
-def passes_beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As with a GPU; an entry for each pass over prompts that ran beside decode steps."""
-    seen, opened = [], refill.SideStream.opened
-    monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset({DEVICE.type}))
-    monkeypatch.setattr(refill.SideStream, "opened", lambda side: (seen.append(1), opened(side))[1])
+    seen, opened = [], scheduler.PrefillStream.enqueuing
+    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
+    monkeypatch.setattr(scheduler.PrefillStream, "enqueuing", lambda side: (seen.append(1), opened(side))[1])
     return seen
 
 
@@ -107,38 +106,46 @@ def passes_beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (1, 2, 2, range(NUM_TOKENS), False),  # all have ended before a step
     ],
 )
-def test_prompts_beside_steps_sample_the_same(monkeypatch, passes_beside, every, num_slots, num_samples, ends, beside):
+def test_prompts_beside_steps_sample_the_same(
+    monkeypatch, overlapped_prefills, every, num_slots, num_samples, ends, beside
+):
     """Their responses sit down a turn later, in slots that nobody else is given, and none of them is lost."""
-    monkeypatch.setattr(refill, "CHECK_EVERY_BESIDE", every)
+    monkeypatch.setattr(scheduler, "POLL_INTERVAL_OVERLAPPED", every)
     model, settings = opt(), {"num_samples": num_samples, "num_slots": num_slots, "ends": ends}
     assert_same(*rollouts(model, fused(model), PROMPTS, sampling=Sampling(8), **settings))
-    assert bool(passes_beside) is beside
+    assert bool(overlapped_prefills) is beside
 
 
-def test_the_static_rung_and_ranks_in_step_run_prompts_between_steps(passes_beside):
+def test_the_static_backend_and_ranks_in_step_run_prompts_between_steps(overlapped_prefills):
     """The first writes a key in free rows too; the others meet in collectives."""
     model = opt()
-    rollouts(model, OwnForward(model), PROMPTS, sampling=Sampling(8), num_samples=3, num_slots=3, ends=ENDS)
-    gen = Generator(fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), pace=refill.Pace())
+    rollouts(model, StaticCacheForward(model), PROMPTS, sampling=Sampling(8), num_samples=3, num_slots=3, ends=ENDS)
+    gen = Generator(
+        fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), lockstep=scheduler.Lockstep()
+    )
     rollouts(model, gen, PROMPTS, sampling=Sampling(8), num_samples=3, num_slots=3, ends=ENDS)
-    assert not passes_beside
+    assert not overlapped_prefills
     group: Any = SimpleNamespace(size=2)
-    assert Generator(fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=group).side is None
+    assert Generator(fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=group).stream is None
 
 
-@pytest.mark.parametrize("looks_behind", [(), ("cpu",)])
+@pytest.mark.parametrize("deferred_polls", [(), ("cpu",)])
 @pytest.mark.parametrize(
     ("num_slots", "steps", "ends"), [(6, 6, ()), (3, 12, ()), (1, 36, ()), (6, 5, range(NUM_TOKENS))]
 )
-def test_no_step_is_made_that_nobody_needs(monkeypatch, num_slots, steps, ends, looks_behind):
+def test_no_step_is_made_that_nobody_needs(monkeypatch, num_slots, steps, ends, deferred_polls):
     """Six responses of seven tokens, the first of which the pass over the prompt draws; or that end there, unseen."""
-    monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset(looks_behind))
-    monkeypatch.setattr(refill, "CHECK_EVERY", 5)
-    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", 4)
-    made, advance = [], Arena.advance
-    monkeypatch.setattr(Arena, "advance", lambda arena, count: (made.append(count), advance(arena, count))[1])
+    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset(deferred_polls))
+    monkeypatch.setattr(scheduler, "POLL_INTERVAL", 5)
+    monkeypatch.setattr(scheduler, "POLL_INTERVAL_WHILE_WAITING", 4)
+    made, advance = [], GenerationBuffers.decode
+    monkeypatch.setattr(
+        GenerationBuffers, "decode", lambda buffers, count: (made.append(count), advance(buffers, count))[1]
+    )
     model = opt()
-    rollouts(model, OwnForward(model), PROMPTS, sampling=Sampling(7), num_samples=2, num_slots=num_slots, ends=ends)
+    rollouts(
+        model, StaticCacheForward(model), PROMPTS, sampling=Sampling(7), num_samples=2, num_slots=num_slots, ends=ends
+    )
     assert sum(made) == steps and max(made) <= 5
 
 
@@ -148,12 +155,12 @@ def sampling_of(settings: dict[str, Any]) -> Sampling:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_static_rung_samples_what_the_eager_loop_does(name):
+def test_the_static_backend_samples_what_the_eager_loop_does(name):
     settings = SETTINGS[name]
     others = {name: settings[name] for name in ("num_slots", "num_samples", "ends") if name in settings}
     model = llama()
     found, expected = rollouts(
-        model, OwnForward(model), PROMPTS, sampling=sampling_of(settings), **({"ends": ENDS} | others)
+        model, StaticCacheForward(model), PROMPTS, sampling=sampling_of(settings), **({"ends": ENDS} | others)
     )
     assert_same(found, expected)
     if name == "every token is an end":
@@ -162,13 +169,13 @@ def test_the_static_rung_samples_what_the_eager_loop_does(name):
         assert [len(row) for row in found.responses] == [7, 7, 7] and not found.finished.any()
 
 
-@pytest.mark.parametrize("rung", FUNCTIONS)
-def test_equal_prompts_of_other_ids_differ_and_a_seed_repeats_bit_for_bit(rung):
+@pytest.mark.parametrize("backend", FUNCTIONS)
+def test_equal_prompts_of_other_ids_differ_and_a_seed_repeats_bit_for_bit(backend):
     model = opt()
     ids = PROMPTS[0].ids
     prompts = [type(PROMPTS[0])(ids, 7), type(PROMPTS[0])(ids, 8)]
     settings = {"num_samples": 1, "num_slots": 2, "sampling": Sampling(4), "key": RandomKey(5, "rollout", 2)}
-    first, again = (generator_of(FUNCTIONS[rung](model)).generate(prompts, **settings) for _ in range(2))
+    first, again = (generator_of(FUNCTIONS[backend](model)).generate(prompts, **settings) for _ in range(2))
     assert first.responses[0].tolist() != first.responses[1].tolist()
     for one, other in zip(first.responses + first.log_probs, again.responses + again.log_probs, strict=True):
         assert torch.equal(one, other)
@@ -176,22 +183,22 @@ def test_equal_prompts_of_other_ids_differ_and_a_seed_repeats_bit_for_bit(rung):
 
 def test_further_calls_take_the_same_buffers_and_other_numbers():
     model = opt()
-    gen = generator_of(OwnForward(model), ENDS)
+    gen = generator_of(StaticCacheForward(model), ENDS)
     common = {"sampling": Sampling(5), "num_samples": 2, "ends": ENDS}
     found = []
     for key in (RandomKey(3, "rollout"), RandomKey(3, "rollout", 1), RandomKey(4, "rollout"), RandomKey(3, "rollout")):
         mine, expected = rollouts(model, gen, PROMPTS, key=key, **common)
         assert_same(mine, expected)
         found.append(mine)
-        arena = gen._arena
-    assert gen._arena is arena and arena.num_slots == 3
+        buffers = gen._buffers
+    assert gen._buffers is buffers and buffers.num_slots == 3
     tokens = [[row.tolist() for row in one.responses] for one in found]
     assert tokens[0] == tokens[3] and len({str(one) for one in tokens}) == 3
 
 
 def test_a_rollout_is_not_written_over_by_the_next():
     model = opt()
-    gen = generator_of(OwnForward(model), ENDS)
+    gen = generator_of(StaticCacheForward(model), ENDS)
     first, expected = rollouts(model, gen, PROMPTS, sampling=Sampling(5), ends=ENDS)
     rollouts(model, gen, PROMPTS, sampling=Sampling(5), ends=ENDS, key=RandomKey(9, "rollout"))
     assert_same(first, expected)
@@ -208,72 +215,72 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_larger_jobs_and_other_sampling_get_other_buffers(change):
     model = llama()
-    gen = generator_of(OwnForward(model), ENDS)
+    gen = generator_of(StaticCacheForward(model), ENDS)
     usual = {"prompts": PROMPTS, "sampling": Sampling(5), "num_slots": 2}
     rollouts(model, gen, **usual)
-    arena = gen._arena
+    buffers = gen._buffers
     assert_same(*rollouts(model, gen, **(usual | CHANGES[change]), ends=ENDS))
-    assert gen._arena is not arena
+    assert gen._buffers is not buffers
 
 
 def test_evaluations_between_rollouts_take_their_buffers():
     """Fewer rows at once, and more of them: after one of each, nothing is made anew."""
     model = llama()
-    gen = generator_of(OwnForward(model), ENDS)
+    gen = generator_of(StaticCacheForward(model), ENDS)
     rollout = {"prompts": PROMPTS[:2], "num_samples": 2, "num_slots": 4}
     evaluation = {"prompts": [*PROMPTS, *random_prompts((4, 2, 6), seed=9)], "num_slots": 2}
-    arenas = []
+    buffers_seen = []
     for job in (rollout, evaluation, rollout, evaluation):
         assert_same(*rollouts(model, gen, **job, sampling=Sampling(5), ends=ENDS))
-        arenas.append(gen._arena)
-    assert arenas[0] is not arenas[1] and arenas[1] is arenas[2] is arenas[3]
-    assert arenas[3].num_slots == 4 and arenas[3].job.num_rows == 6
+        buffers_seen.append(gen._buffers)
+    assert buffers_seen[0] is not buffers_seen[1] and buffers_seen[1] is buffers_seen[2] is buffers_seen[3]
+    assert buffers_seen[3].num_slots == 4 and buffers_seen[3].request.num_rows == 6
 
 
 def test_the_number_of_slots_does_not_follow_from_who_came_first():
     """In 16 bits the last bits of a product depend on its rows: a resumed run may evaluate before it samples."""
     model = llama()
-    gen = Generator(OwnForward(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), slots=5)
+    gen = Generator(StaticCacheForward(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), min_slots=5)
     assert_same(*rollouts(model, gen, PROMPTS[:1], sampling=Sampling(5), num_slots=1, ends=ENDS))
-    assert gen._arena.num_slots == 5
+    assert gen._buffers.num_slots == 5
 
 
 def test_weights_that_move_get_other_buffers():
     """A captured graph would read the old places."""
     model = llama()
-    gen = generator_of(OwnForward(model))
+    gen = generator_of(StaticCacheForward(model))
     rollouts(model, gen, PROMPTS, sampling=Sampling(3))
-    arena = gen._arena
+    buffers = gen._buffers
     model.model.norm.weight.data = model.model.norm.weight.data * 1.5
     assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(3)))
-    assert gen._arena is not arena
+    assert gen._buffers is not buffers
 
 
 def test_rows_that_ended_stay_where_they_are():
     """While others go on: their lengths must not run out of the room."""
     model = llama()
-    gen = generator_of(OwnForward(model), ENDS)
+    gen = generator_of(StaticCacheForward(model), ENDS)
     found, expected = rollouts(model, gen, PROMPTS, sampling=Sampling(9), num_samples=2, num_slots=6, ends=ENDS)
     assert_same(found, expected)
     ends = [len(prompt) + len(response) - 1 for prompt, response in zip(found.prompts, found.responses, strict=True)]
-    assert gen._arena.slots.lengths.tolist() == ends and len({len(row) for row in found.responses}) > 1
+    assert gen._buffers.slots.lengths.tolist() == ends and len({len(row) for row in found.responses}) > 1
 
 
 def test_a_slightly_longer_prompt_finds_room_in_the_same_buffers():
     model = llama()
-    gen = generator_of(OwnForward(model))
+    gen = generator_of(StaticCacheForward(model))
     rollouts(model, gen, PROMPTS, sampling=Sampling(5))
-    arena = gen._arena
+    buffers = gen._buffers
     assert_same(*rollouts(model, gen, random_prompts((9, 20, 3), seed=8), sampling=Sampling(5)))
-    assert gen._arena is arena and arena.room == generator.ROOM_UNIT
+    assert gen._buffers is buffers and buffers.cache_length == generator.CACHE_LENGTH_MULTIPLE
 
 
 @pytest.mark.parametrize("limit", [1, 6, 9])
 def test_prompts_run_in_parts_of_bounded_size(monkeypatch, limit):
     """A part holds `limit` tokens, padding counted, or one prompt."""
-    monkeypatch.setattr(refill, "PREFILL_TOKENS", limit)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", limit)
     model = llama()
-    function = OwnForward(model)
+    function = StaticCacheForward(model)
     shapes = watched_prompts(function, monkeypatch)
     assert_same(*rollouts(model, function, PROMPTS, sampling=Sampling(3), num_samples=2, num_slots=6, ends=ENDS))
     assert all(rows * width <= limit or rows == 1 for rows, width in shapes)
@@ -283,19 +290,19 @@ def test_prompts_run_in_parts_of_bounded_size(monkeypatch, limit):
 def watched_prompts(function: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(prompts, tokens) of each pass over prompts from now on."""
     shapes: list[tuple[int, int]] = []
-    prompt = function.prompt
+    prompt = function.prefill
 
     def watched(ids: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
         shapes.append(tuple(ids.shape))
         return prompt(ids, *given, **more)
 
-    monkeypatch.setattr(function, "prompt", watched)
+    monkeypatch.setattr(function, "prefill", watched)
     return shapes
 
 
 def test_samples_of_a_prompt_share_its_pass(monkeypatch):
     model = llama()
-    function = OwnForward(model)
+    function = StaticCacheForward(model)
     shapes = watched_prompts(function, monkeypatch)
     assert_same(*rollouts(model, function, PROMPTS[:2], sampling=Sampling(3), num_samples=3, num_slots=6, ends=ENDS))
     assert shapes == [(2, 5)]
@@ -304,13 +311,13 @@ def test_samples_of_a_prompt_share_its_pass(monkeypatch):
 # --- stopping ---
 
 
-@pytest.mark.parametrize("looks_behind", [(), (DEVICE.type,)])
+@pytest.mark.parametrize("deferred_polls", [(), (DEVICE.type,)])
 @pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.parametrize("rung", FUNCTIONS)
-def test_generation_stops_when_asked_and_the_next_call_is_whole(monkeypatch, rung, after, looks_behind):
-    monkeypatch.setattr(refill, "LOOKS_BEHIND", frozenset(looks_behind))
+@pytest.mark.parametrize("backend", FUNCTIONS)
+def test_generation_stops_when_asked_and_the_next_call_is_whole(monkeypatch, backend, after, deferred_polls):
+    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset(deferred_polls))
     model = opt()
-    gen = generator_of(FUNCTIONS[rung](model))
+    gen = generator_of(FUNCTIONS[backend](model))
     asked: list[None] = []
 
     def should_stop() -> bool:
@@ -350,22 +357,22 @@ def model_on(device: str, mib_per_token: int) -> Any:
 # 64 tokens of 1 MiB a row: 0.9 * 1024 MiB hold 14.4 rows.
 @pytest.mark.parametrize(("wanted", "found"), [(10, 10), (14, 14), (15, 14), (900, 14)])
 def test_rows_are_those_that_find_memory(free_memory, caplog, wanted, found):
-    with caplog.at_level(logging.INFO, logger="pipeline.generation.memory_budget"):
-        assert affordable_slots(model_on("cuda", 1), wanted, 64) == found
+    with caplog.at_level(logging.INFO, logger="pipeline.generation.backends"):
+        assert slots_that_fit(model_on("cuda", 1), wanted, 64) == found
     assert f"{wanted} rows x 64 tokens x 1024 KiB = {wanted * 64 / 1024:.2f} GiB of the 1.00 GiB" in caplog.text
     assert (f"memory for 14 rows at once, not {wanted}" in caplog.text) == (wanted > 14)
 
 
 def test_not_even_one_row_is_an_error_that_says_what_to_do(free_memory):
     model = model_on("cuda", 20)
-    assert affordable_slots(model, 3, 64) == 0
+    assert slots_that_fit(model, 3, 64) == 0
     with pytest.raises(InputError, match="max_answer_seq_len: one row of 64 tokens takes 1.25 GiB.*1.00 GiB are free"):
-        checked_slots(0, model, 64)
-    assert checked_slots(2, model, 64) == 2
+        require_slots(0, model, 64)
+    assert require_slots(2, model, 64) == 2
 
 
 def test_a_cpu_has_all_rows(free_memory):
-    assert affordable_slots(model_on("cpu", 20), 3, 64) == 3
+    assert slots_that_fit(model_on("cpu", 20), 3, 64) == 3
     check_copies_fit(2**40, torch.device("cpu"))
 
 
@@ -380,8 +387,8 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_copied(free_memory,
 
 
 def test_fewer_slots_than_wanted_change_no_token(monkeypatch):
-    monkeypatch.setattr(generator, "affordable_slots", lambda model, wanted, room: 2)
+    monkeypatch.setattr(generator, "slots_that_fit", lambda model, wanted, room: 2)
     model = llama()
-    gen: Generator = generator_of(OwnForward(model), ENDS)
+    gen: Generator = generator_of(StaticCacheForward(model), ENDS)
     assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=6, ends=ENDS))
-    assert gen._arena.num_slots == 2 and gen.model.device.type == DEVICE.type
+    assert gen._buffers.num_slots == 2 and gen.forward.device.type == DEVICE.type

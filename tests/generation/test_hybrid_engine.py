@@ -1,4 +1,4 @@
-"""The hybrid engine's fused rung under DeepSpeed in a world of one: after a step it samples from the new weights.
+"""The hybrid engine's fused backend under DeepSpeed in a world of one: after a step it samples from the new weights.
 
 Every parameter changes between two rollouts; the second is compared with the eager loop on the weights as they are.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_models import EOS, PAD, assert_same, fewer_idle_steps, llama, opt, random_prompts, shaken_all
+from support.decode_models import EOS, PAD, assert_same, llama, opt, poll_often, random_prompts, shaken_all
 from support.ds_arguments import built
 from support.in_process import group_of_one
 
@@ -18,7 +18,7 @@ from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.generation.options import GenerationOptions, RungSettings
+from pipeline.generation.options import BackendSettings, GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, merged_weight
@@ -27,7 +27,7 @@ from pipeline.training.steps import step_together
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import generation_options
 
-FUSED = GenerationOptions(rung=RungSettings(wanted="fused"))
+FUSED = GenerationOptions(backend=BackendSettings(requested="fused"))
 PROMPTS = random_prompts((3, 1))
 SETTINGS: dict[str, Any] = {"num_samples": 1, "sampling": Sampling(3), "key": RandomKey(3, "rollout")}
 MAKERS = {"opt": opt, "llama": llama}
@@ -41,8 +41,8 @@ def world() -> Iterator[dist.World]:
 
 
 @pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer_idle_steps(monkeypatch)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll_often(monkeypatch)
 
 
 def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
@@ -97,7 +97,7 @@ def rollout(hybrid: HybridEngine) -> Rollout:
 
 
 def eager(engine: TrainingEngine) -> Rollout:
-    return rollout(hybrid_of(engine, GenerationOptions(rung=RungSettings(wanted="eager"))))
+    return rollout(hybrid_of(engine, GenerationOptions(backend=BackendSettings(requested="eager"))))
 
 
 def far_apart(first: Rollout, second: Rollout) -> bool:
@@ -110,12 +110,12 @@ def test_after_a_step_the_rollout_uses_the_new_weights(name, zero_stage):
     hybrid = hybrid_of(engine)
     first = rollout(hybrid)
     assert_same(first, eager(engine))
-    arena = hybrid._generator._arena
+    buffers = hybrid._generator._buffers
     change_everything(engine)
     second = rollout(hybrid)
     assert_same(second, eager(engine))
     assert far_apart(first, second)
-    assert hybrid._generator._arena is arena, "addresses stay: a graph would"
+    assert hybrid._generator._buffers is buffers, "addresses stay: a graph would"
 
 
 @pytest.mark.parametrize(("zero_stage", "only_lora"), [(0, True), (2, False), (3, True), (3, False)])
@@ -128,13 +128,13 @@ def test_after_a_step_the_rollout_uses_the_new_adapters(zero_stage, only_lora):
     hybrid = hybrid_of(engine)
     first = rollout(hybrid)
     assert_same(first, eager(engine))
-    arena = hybrid._generator._arena
+    buffers = hybrid._generator._buffers
     change_everything(engine)
     before = weights(engine)
     second = rollout(hybrid)
     assert_same(second, eager(engine), tolerance=1e-4)
     assert far_apart(first, second)
-    assert hybrid._generator._arena is arena, "addresses stay: a graph would"
+    assert hybrid._generator._buffers is buffers, "addresses stay: a graph would"
     after = weights(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -153,7 +153,7 @@ def test_merged_weights_are_those_of_peft():
 def test_in_deepspeeds_flat_buffer_nothing_is_copied(zero_stage):
     hybrid = hybrid_of(engine_of(llama(), zero_stage))
     rollout(hybrid)
-    assert hybrid._generator.model.weights.num_copied_bytes == 0
+    assert hybrid._generator.forward.weights.num_copied_bytes == 0
 
 
 def test_zero_3_copies_each_number_once():
@@ -161,17 +161,17 @@ def test_zero_3_copies_each_number_once():
     hybrid = hybrid_of(engine)
     rollout(hybrid)
     numbers = sum(value.numel() for value in weights(engine).values())
-    assert hybrid._generator.model.weights.num_copied_bytes == 4 * numbers
+    assert hybrid._generator.forward.weights.num_copied_bytes == 4 * numbers
 
 
 def test_the_cache_is_given_back_where_wanted():
     engine = engine_of(opt(), 0)
-    kept, released = hybrid_of(engine), hybrid_of(engine, GenerationOptions(FUSED.rung, release_cache=True))
+    kept, released = hybrid_of(engine), hybrid_of(engine, GenerationOptions(FUSED.backend, release_cache=True))
     first = rollout(kept)
-    assert kept._generator._arena is not None
+    assert kept._generator._buffers is not None
     with released.generation():
         assert_same(released.generate(PROMPTS, **SETTINGS), first)
-        assert released._generator._arena is not None
+        assert released._generator._buffers is not None
     assert released._generator is None
     assert_same(rollout(released), first)
 
@@ -191,15 +191,15 @@ def test_training_goes_on_after_a_rollout_that_was_broken_off():
 
 def test_prompts_at_once_are_slots():
     engine = engine_of(opt(), 0)
-    for options in (FUSED, GenerationOptions(rung=RungSettings(wanted="static"))):
+    for options in (FUSED, GenerationOptions(backend=BackendSettings(requested="static"))):
         hybrid = hybrid_of(engine, options)
         with hybrid.generation():
             found = hybrid.generate(PROMPTS, **(SETTINGS | {"num_samples": 2}), batch_size=1)
-        assert hybrid._generator._arena.num_slots == 2 and len(found.responses) == 4
+        assert hybrid._generator._buffers.num_slots == 2 and len(found.responses) == 4
 
 
 def test_ranks_that_do_not_divide_are_refused():
-    options = GenerationOptions(FUSED.rung, group_size=2)
+    options = GenerationOptions(FUSED.backend, tensor_parallel_size=2)
     with pytest.raises(InputError, match="inference_tp_size 2: must divide the 1 ranks"):
         hybrid_of(engine_of(opt(), 0), options)
 
@@ -216,7 +216,7 @@ def test_flags_become_options():
             },
         }
     )  # fmt: skip
-    rung = RungSettings("static", merge_lora=False, positions=42)
-    assert generation_options(config) == GenerationOptions(rung, True, 4, "whole", slots=32)
+    backend = BackendSettings("static", merge_lora=False, max_sequence_length=42)
+    assert generation_options(config) == GenerationOptions(backend, True, 4, "whole", min_slots=32)
     optimizer = config.optimizer.model_copy(update={"per_device_eval_batch_size": 40})
-    assert generation_options(config.model_copy(update={"optimizer": optimizer})).slots == 40
+    assert generation_options(config.model_copy(update={"optimizer": optimizer})).min_slots == 40

@@ -14,7 +14,7 @@ from support.decode_models import DEVICE, PAD
 
 from pipeline.generation import slots as sampling_module
 from pipeline.generation.rollouts import RandomKey, Sampling, rollout_uniforms
-from pipeline.generation.slots import Slots, Written, draw_tokens, padded_eos
+from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padded_eos
 
 NEAR_0, NEAR_1 = 2.0**-53, 1.0 - 2.0**-53
 MOST_LIKELY_BY_CHANCE = 1e-3
@@ -25,15 +25,15 @@ class Drawn:
     """What one draw of M rows, each in its own slot and response, left behind."""
 
     slots: Slots
-    written: Written
+    responses: ResponseBuffers
 
     @property
     def tokens(self) -> torch.Tensor:
-        return self.written.tokens[:, 0]
+        return self.responses.tokens[:, 0]
 
     @property
     def log_probs(self) -> torch.Tensor:
-        return self.written.log_probs[:, 0]
+        return self.responses.log_probs[:, 0]
 
 
 def drawn(
@@ -43,12 +43,12 @@ def drawn(
     rows = len(logits)
     slots = Slots.empty(rows, DEVICE)
     slots.active.fill_(1)
-    slots.row.copy_(torch.arange(rows))
-    written = Written.empty((rows, 1), pad_id=PAD, device=DEVICE)
-    found = Drawn(slots, written)
+    slots.response.copy_(torch.arange(rows))
+    responses = ResponseBuffers.empty((rows, 1), pad_id=PAD, device=DEVICE)
+    found = Drawn(slots, responses)
     uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE).reshape(rows, 1)
     draw_tokens(
-        logits.to(DEVICE).contiguous(), torch.arange(rows, device=DEVICE), slots, written, uniforms=uniforms,
+        logits.to(DEVICE).contiguous(), torch.arange(rows, device=DEVICE), slots, responses, uniforms=uniforms,
         eos=padded_eos(frozenset(ends), DEVICE), sampling=Sampling(1, **given),
     )  # fmt: skip
     return found
@@ -85,7 +85,7 @@ def expected(settings: dict[str, Any]) -> torch.Tensor:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks of the vocabulary of LOGITS, the last one with 3 tokens."""
-    monkeypatch.setattr(sampling_module, "BLOCK", 4)
+    monkeypatch.setattr(sampling_module, "VOCABULARY_BLOCK", 4)
 
 
 def test_draws_follow_the_exact_distribution_and_no_other(small_blocks):
@@ -207,37 +207,37 @@ def test_a_draw_moves_its_row_on_and_leaves_the_others_alone():
 
     Slot 0 writes the last token of response 2, slot 2 writes an end as the second of response 0.
     """
-    slots, written = Slots.empty(4, DEVICE), Written.empty((3, 3), pad_id=PAD, device=DEVICE)
+    slots, responses = Slots.empty(4, DEVICE), ResponseBuffers.empty((3, 3), pad_id=PAD, device=DEVICE)
     fill(slots.tokens, [50, 51, 52, 53])
     fill(slots.lengths, [9, 8, 7, 6])
     fill(slots.active, [1, 0, 1, 1])
-    fill(slots.row, [2, 1, 0, 1])
-    fill(slots.place, [2, 1, 1, 0])
+    fill(slots.response, [2, 1, 0, 1])
+    fill(slots.position, [2, 1, 1, 0])
     one_hot = torch.full((3, 8), -float("inf"))
     one_hot[0, 5], one_hot[1, 4], one_hot[2, 3] = 0.0, 0.0, 0.0
     draw_tokens(
-        one_hot.to(DEVICE), torch.tensor([2, 1, 0], device=DEVICE), slots, written,
+        one_hot.to(DEVICE), torch.tensor([2, 1, 0], device=DEVICE), slots, responses,
         uniforms=torch.full((3, 3), 0.5, dtype=torch.float64, device=DEVICE),
         eos=padded_eos(frozenset({5, 6, 7}), DEVICE), sampling=Sampling(3),
     )  # fmt: skip
     assert slots.tokens.tolist() == [3, 51, 5, 53]
     assert slots.lengths.tolist() == [9, 8, 7, 6]
     assert slots.active.tolist() == [0, 0, 0, 1]
-    assert slots.place.tolist() == [3, 1, 2, 0]
-    assert written.tokens.tolist() == [[PAD, 5, PAD], [PAD] * 3, [PAD, PAD, 3]]
-    assert written.lengths.tolist() == [2, 0, 3]
-    assert written.finished.tolist() == [1, 0, 0], "a cut response has no end"
+    assert slots.position.tolist() == [3, 1, 2, 0]
+    assert responses.tokens.tolist() == [[PAD, 5, PAD], [PAD] * 3, [PAD, PAD, 3]]
+    assert responses.lengths.tolist() == [2, 0, 3]
+    assert responses.finished.tolist() == [1, 0, 0], "a cut response has no end"
 
 
 def test_each_token_takes_the_uniform_of_its_own_place():
     logits = torch.zeros(2, 10)
-    slots, written = Slots.empty(2, DEVICE), Written.empty((2, 4), pad_id=PAD, device=DEVICE)
+    slots, responses = Slots.empty(2, DEVICE), ResponseBuffers.empty((2, 4), pad_id=PAD, device=DEVICE)
     slots.active.fill_(1)
-    fill(slots.row, [1, 0])
-    fill(slots.place, [3, 1])
+    fill(slots.response, [1, 0])
+    fill(slots.position, [3, 1])
     uniforms = torch.tensor([[0.05, 0.15, 0.25, 0.35], [0.45, 0.55, 0.65, 0.75]], dtype=torch.float64, device=DEVICE)
     draw_tokens(
-        logits.to(DEVICE), torch.arange(2, device=DEVICE), slots, written, uniforms=uniforms,
+        logits.to(DEVICE), torch.arange(2, device=DEVICE), slots, responses, uniforms=uniforms,
         eos=padded_eos(frozenset(), DEVICE), sampling=Sampling(4),
     )  # fmt: skip
     assert slots.tokens.tolist() == [7, 1]

@@ -1,4 +1,4 @@
-"""Streamed layers in one process: where they lie, what ranks make of their slices, what is refused; the ranks' pace.
+"""Streamed weights in one process: groups of layers, slices of several ranks, lockstep, memory, and what is refused.
 
 tests/multi/test_ranks_streaming.py has real ranks under ZeRO-3.
 """
@@ -16,10 +16,10 @@ from support.decode_models import (
     FUSED,
     PAD,
     assert_same,
-    fewer_idle_steps,
     llama,
     opt,
     plain_logits,
+    poll_often,
     random_prompts,
     rollouts,
     shaken_all,
@@ -30,16 +30,23 @@ from support.tiny_run import make_folder
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.generation import streaming
-from pipeline.generation.backends import check_stream_fits, whole_weights_fit
-from pipeline.generation.fused import DecodeModel
+from pipeline.generation.backends import whole_weights_fit
+from pipeline.generation.fused import FusedForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
-from pipeline.generation.scheduler import Pace
-from pipeline.generation.slots import Arena
-from pipeline.generation.static import OwnForward
-from pipeline.generation.streaming import ALIGNMENT, Ring, Spec, StreamedWeights, plan_groups
+from pipeline.generation.scheduler import Lockstep
+from pipeline.generation.slots import GenerationBuffers
+from pipeline.generation.static import StaticCacheForward
+from pipeline.generation.streaming import (
+    ALIGNMENT,
+    GatherBuffers,
+    StreamedWeights,
+    TensorSpec,
+    check_streamed_weights_fit,
+    group_layers,
+)
 from pipeline.models.architecture import read_architecture
 from pipeline.models.lora import add_lora
 from step3_ppo.config import PPOConfig
@@ -52,9 +59,9 @@ TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 # --- groups ---
 
 
-def layer(*units: int) -> list[Spec]:
+def layer(*units: int) -> list[TensorSpec]:
     """Tensors that fill this many units of ALIGNMENT, but for their last bytes."""
-    return [Spec((ALIGNMENT * unit - 2,), torch.uint8) for unit in units]
+    return [TensorSpec((ALIGNMENT * unit - 2,), torch.uint8) for unit in units]
 
 
 # (units of each layer, limit in units, layers of each group)
@@ -70,7 +77,7 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_groups_hold_as_many_layers_as_fit(name):
     sizes, limit, expected = CUTS[name]
-    groups = plan_groups([layer(size) for size in sizes], 3, int(limit * ALIGNMENT))
+    groups = group_layers([layer(size) for size in sizes], 3, int(limit * ALIGNMENT))
     assert [len(group.layers) for group in groups] == expected
     assert [number for group in groups for number in group.layers] == list(range(len(sizes)))
 
@@ -79,7 +86,7 @@ def test_groups_hold_as_many_layers_as_fit(name):
 def test_tensors_lie_apart_in_whole_slices(ranks):
     """Beginnings are aligned, nothing overlaps, and the slices of all ranks have one length."""
     layers = [layer(1, 4), layer(3), layer(2, 2)]
-    for group in plan_groups(layers, ranks, 8 * ALIGNMENT):
+    for group in group_layers(layers, ranks, 8 * ALIGNMENT):
         specs = [spec for number in group.layers for spec in layers[number]]
         starts = [start for found in group.starts for start in found]
         ends = [start + spec.num_bytes for start, spec in zip(starts, specs, strict=True)]
@@ -89,7 +96,7 @@ def test_tensors_lie_apart_in_whole_slices(ranks):
 
 
 def test_a_tensor_is_a_view_of_its_bytes():
-    spec = Spec((2, 3), torch.bfloat16)
+    spec = TensorSpec((2, 3), torch.bfloat16)
     buffer = torch.zeros(600, dtype=torch.uint8)
     value = torch.arange(6.0).view(2, 3).bfloat16()
     spec.view(buffer, 256).copy_(value)
@@ -101,25 +108,25 @@ def test_a_tensor_is_a_view_of_its_bytes():
 
 
 class OneOf(RankGroup):
-    """A rank among others of this process: `rings` are those of all."""
+    """A rank among others of this process: `peers` holds the buffers of all."""
 
-    def __init__(self, rank: int, rings: list[Ring]) -> None:
-        self.rank, self.size, self.rings, self.gathered = rank, 3, rings, 0
+    def __init__(self, rank: int, peers: list[GatherBuffers]) -> None:
+        self.rank, self.size, self.peers, self.gathered = rank, 3, peers, 0
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        own = [piece.data_ptr() for piece in self.rings[self.rank]._slices]
+        own = [piece.data_ptr() for piece in self.peers[self.rank]._slices]
         number = own.index(part.data_ptr())
-        whole.copy_(torch.cat([ring._slices[number] for ring in self.rings]))
+        whole.copy_(torch.cat([peer._slices[number] for peer in self.peers]))
         self.gathered += 1
 
 
 def all_ranks(model: Any, group_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[StreamedWeights]:
     """The weights of three ranks, which have been read."""
     monkeypatch.setattr(streaming, "GROUP_BYTES", group_bytes)
-    rings: list[Ring] = []
-    ranks = [StreamedWeights(read_architecture(model), OneOf(rank, rings)) for rank in range(3)]
+    peers: list[GatherBuffers] = []
+    ranks = [StreamedWeights(read_architecture(model), OneOf(rank, peers)) for rank in range(3)]
     refresh(ranks)
-    rings.extend(weights._ring for weights in ranks)
+    peers.extend(weights._buffers for weights in ranks)
     return ranks
 
 
@@ -128,17 +135,17 @@ def refresh(ranks: list[StreamedWeights]) -> None:
     for weights in ranks:
         weights.refresh()
         for number in range(len(weights.groups)):
-            weights._ring.whole(number).fill_(255)
+            weights._buffers.whole(number).fill_(255)
 
 
 @torch.no_grad()
 def last_logits(weights: StreamedWeights) -> torch.Tensor:
     """(V,) behind IDS."""
-    function = DecodeModel(weights)
+    function = FusedForward(weights)
     function.prepare(4)
     one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     ids, length = torch.tensor([IDS], device=DEVICE), torch.tensor([len(IDS)], device=DEVICE)
-    return function.prompt(ids, length, function.new_cache(1, 4), slots=one, source=one)[0]
+    return function.prefill(ids, length, function.new_cache(1, 4), slots=one, source=one)[0]
 
 
 def with_adapters() -> Any:
@@ -185,59 +192,63 @@ def test_what_is_taken_is_known_before(monkeypatch):
     (weights, *_) = all_ranks(model, 60_000, monkeypatch)
     layers = sum(p.numel() * 4 for name, p in model.named_parameters() if "proj" in name)
     assert layers / 3 <= weights.slice_bytes < layers / 3 + 5 * 10 * ALIGNMENT
-    assert weights.ring_bytes == 2 * weights.groups[0].num_bytes and len(weights.groups) == 3
-    assert weights.whole_bytes == sum(p.numel() * 4 for p in model.parameters()) - layers
-    assert weights.num_bytes_to_copy == weights.slice_bytes + weights.ring_bytes + weights.whole_bytes
-    assert weights.num_copied_bytes == weights.slice_bytes + weights.ring_bytes, "norms and embeddings lie as needed"
+    assert weights.gather_bytes == 2 * weights.groups[0].num_bytes and len(weights.groups) == 3
+    assert weights.replicated_bytes == sum(p.numel() * 4 for p in model.parameters()) - layers
+    assert weights.num_bytes_to_copy == weights.slice_bytes + weights.gather_bytes + weights.replicated_bytes
+    assert weights.num_copied_bytes == weights.slice_bytes + weights.gather_bytes, "norms and embeddings lie as needed"
 
 
-# --- the pace of ranks ---
+# --- the lockstep of ranks ---
 
 PROMPTS = random_prompts((3, 1))
 
 
-class Others(Pace):
+class Others(Lockstep):
     """Ranks beside this one: in their first turn they run prompts twice, and they have steps left for six turns."""
 
     def __init__(self) -> None:
         self.turns, self.helped, self.stops = 0, 0, False
 
-    def most(self, *wanted: int) -> list[int]:
-        if len(wanted) == 1:
-            return list(wanted)
-        stop, passes, left, waiting = wanted
+    def largest(self, *values: int) -> list[int]:
+        if len(values) == 1:
+            return list(values)
+        stop, passes, left, waiting = values
         self.turns += 1
         theirs = (self.stops, 2 if self.turns == 1 else 0, 2 if self.turns < 6 else 0, False)
         return [max(pair) for pair in zip((stop, passes, left, waiting), theirs, strict=True)]
 
-    def take_part(self) -> None:
+    def join_prefill(self) -> None:
         self.helped += 1
 
 
 def test_a_rank_goes_on_as_long_as_others_do(monkeypatch):
-    fewer_idle_steps(monkeypatch)
-    model, pace = llama(), Others()
-    gen = Generator(OwnForward(model), eos_ids=frozenset({EOS}), pad_id=PAD, group=RankGroup(1), pace=pace)
+    poll_often(monkeypatch)
+    model, lockstep = llama(), Others()
+    gen = Generator(
+        StaticCacheForward(model), eos_ids=frozenset({EOS}), pad_id=PAD, group=RankGroup(1), lockstep=lockstep
+    )
     steps: list[int] = []
-    advance = Arena.advance
+    advance = GenerationBuffers.decode
 
-    def watched(arena: Arena, number: int) -> None:
+    def watched(buffers: GenerationBuffers, number: int) -> None:
         steps.append(number)
-        advance(arena, number)
+        advance(buffers, number)
 
-    monkeypatch.setattr(Arena, "advance", watched)
+    monkeypatch.setattr(GenerationBuffers, "decode", watched)
     assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(3), num_slots=2))
-    assert pace.turns == 6 and pace.helped == 1, "one pass of its own, of two"
+    assert lockstep.turns == 6 and lockstep.helped == 1, "one pass of its own, of two"
     assert steps == [2] * 5
 
 
 def test_a_rank_stops_where_another_does():
-    pace = Others()
-    pace.stops = True
-    gen = Generator(OwnForward(opt()), eos_ids=frozenset({EOS}), pad_id=PAD, group=RankGroup(1), pace=pace)
+    lockstep = Others()
+    lockstep.stops = True
+    gen = Generator(
+        StaticCacheForward(opt()), eos_ids=frozenset({EOS}), pad_id=PAD, group=RankGroup(1), lockstep=lockstep
+    )
     with pytest.raises(GenerationStopped):
         gen.generate(PROMPTS, num_samples=1, num_slots=2, sampling=Sampling(3), key=RandomKey(3, "r"))
-    assert pace.turns == 1
+    assert lockstep.turns == 1
 
 
 # --- memory ---
@@ -256,28 +267,28 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 # 0.9 * 1024 MiB = 921.6 MiB hold 800 MiB of weights and 8 rows of 15 MiB.
 @pytest.mark.parametrize(("weights", "row", "fit"), [(800, 15, True), (800, 16, False), (1000, 0, False)])
 def test_whole_weights_fit_beside_some_rows(free_memory, caplog, weights, row, fit):
-    with caplog.at_level("INFO", logger="pipeline.generation.memory_budget"):
+    with caplog.at_level("INFO", logger="pipeline.generation.backends"):
         assert whole_weights_fit(weights * MIB, row * MIB, torch.device("cuda")) == fit
         assert whole_weights_fit(weights * MIB, row * MIB, torch.device("cpu"))
     (line,) = caplog.messages
-    assert f"{weights / 1024:.2f} GiB, 8 rows of the cache {row / 128:.2f} GiB, of 1.00 GiB that are free" in line
+    assert f"{weights / 1024:.2f} GiB, 8 slots of the KV cache {row / 128:.2f} GiB, of 1.00 GiB that are free" in line
 
 
-def streamed_of(slices: int, ring: int, whole: int) -> Any:
+def streamed_of(slices: int, gathered: int, replicated: int) -> Any:
     groups = [SimpleNamespace(layers=range(3)), SimpleNamespace(layers=range(3, 4))]
-    sizes = {"slice_bytes": slices * MIB, "ring_bytes": ring * MIB, "whole_bytes": whole * MIB}
-    total = (slices + ring + whole) * MIB
+    sizes = {"slice_bytes": slices * MIB, "gather_bytes": gathered * MIB, "replicated_bytes": replicated * MIB}
+    total = (slices + gathered + replicated) * MIB
     return SimpleNamespace(ranks=SimpleNamespace(size=4), groups=groups, num_bytes_to_copy=total, **sizes)
 
 
 def test_streamed_weights_that_do_not_fit_are_refused_with_the_arithmetic(free_memory, caplog):
-    with caplog.at_level("INFO", logger="pipeline.generation.memory_budget"):
-        check_stream_fits(streamed_of(256, 512, 128), torch.device("cuda"))
+    with caplog.at_level("INFO", logger="pipeline.generation.streaming"):
+        check_streamed_weights_fit(streamed_of(256, 512, 128), torch.device("cuda"))
     said = "0.25 GiB (1/4 of the layers) + 0.50 GiB (2 groups of 3 layers) + 0.12 GiB (whole on each rank) = 0.88 GiB"
     assert f"{said} of the 1.00 GiB that are free" in caplog.text
     with pytest.raises(InputError, match="--rollout_weights: also streamed.* take 1.12 GiB .* 1.00 GiB are free"):
-        check_stream_fits(streamed_of(512, 512, 128), torch.device("cuda"))
-    check_stream_fits(streamed_of(10**6, 0, 0), torch.device("cpu"))
+        check_streamed_weights_fit(streamed_of(512, 512, 128), torch.device("cuda"))
+    check_streamed_weights_fit(streamed_of(10**6, 0, 0), torch.device("cpu"))
 
 
 # --- the flag ---
@@ -295,12 +306,12 @@ def test_the_flag_becomes_an_option(weights):
     assert generation_options(PPOConfig.model_validate(config.model_dump() | {"sampling": {}})).weights == "auto"
 
 
-def reason(monkeypatch: pytest.MonkeyPatch, *, stage: int = 3, ranks: int = 2, size: int = 1, rung: str = "fused"):
+def reason(monkeypatch: pytest.MonkeyPatch, *, stage: int = 3, ranks: int = 2, size: int = 1, backend: str = "fused"):
     """What stands against streaming on these ranks."""
     monkeypatch.setattr("pipeline.dist.world_size", lambda: ranks)
     engine = SimpleNamespace(partitions_weights=stage == 3)
     group = SimpleNamespace(size=size)
-    return HybridEngine._why_not_streamed(SimpleNamespace(engine=engine, group=group, rung=rung))
+    return HybridEngine._why_not_streamed(SimpleNamespace(engine=engine, group=group, backend=backend))
 
 
 def test_what_stands_against_streamed_weights(monkeypatch):
@@ -308,7 +319,9 @@ def test_what_stands_against_streamed_weights(monkeypatch):
     assert reason(monkeypatch, stage=2) == "found whole weights, wanted --actor_zero_stage 3"
     assert reason(monkeypatch, ranks=1).startswith("found 1 rank, wanted several")
     assert reason(monkeypatch, size=2) == "found --inference_tp_size 2, wanted 1"
-    assert reason(monkeypatch, rung="static") == "found the static rung, wanted the fused one (--generation_engine)"
+    assert (
+        reason(monkeypatch, backend="static") == "found the static backend, wanted the fused one (--generation_engine)"
+    )
 
 
 @pytest.mark.parametrize("weights", ["auto", "whole"])

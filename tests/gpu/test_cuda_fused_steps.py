@@ -18,7 +18,7 @@ pytestmark = [
 RUN = """
 import runpy, sys
 from pipeline.kernels import fused_layers
-fused_layers.WORTH_IT = int(sys.argv.pop(1))
+fused_layers.MIN_ELEMENTS = int(sys.argv.pop(1))
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 ALWAYS, NEVER = 0, 2**62

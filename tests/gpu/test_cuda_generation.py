@@ -24,8 +24,8 @@ from support.decode_models import (
 )
 
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, rollout_uniforms
-from pipeline.generation.slots import Slots, Written, draw_tokens, padded_eos
-from pipeline.generation.static import OwnForward
+from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padded_eos
+from pipeline.generation.static import StaticCacheForward
 from pipeline.tensor_ops import pad_rows
 
 pytestmark = [
@@ -66,11 +66,11 @@ def forced(function: Any, prompts: list[list[int]], tokens: list[list[int]]) -> 
     everywhere = torch.arange(len(prompts), device=DEVICE)
     lengths = torch.tensor([len(ids) for ids in prompts], device=DEVICE)
     ids = pad_rows([torch.tensor(row) for row in prompts], PAD).to(DEVICE)
-    found = [function.prompt(ids, lengths, cache, slots=everywhere, source=everywhere)]
+    found = [function.prefill(ids, lengths, cache, slots=everywhere, source=everywhere)]
     active = torch.ones(len(prompts), dtype=torch.int32, device=DEVICE)
     for step in range(len(tokens[0])):
         given = torch.tensor([row[step] for row in tokens], device=DEVICE)
-        found.append(function.step(given, (lengths + step).int(), active, cache))
+        found.append(function.decode_step(given, (lengths + step).int(), active, cache))
     return torch.stack(found, 1).float()
 
 
@@ -87,7 +87,7 @@ def plain(model: Any, prompts: list[list[int]], tokens: list[list[int]], *, toge
     return torch.stack([row[len(prompt) - 1 :][:kept] for row, prompt in zip(logits, prompts, strict=True)])
 
 
-@pytest.mark.parametrize("make", [fused, OwnForward])
+@pytest.mark.parametrize("make", [fused, StaticCacheForward])
 def test_logits_in_fp32(model, make):
     prompts, tokens = random_ids(LENGTHS), random_ids([6] * len(LENGTHS), 2)
     expected = plain(model, prompts, tokens, together=False)
@@ -95,7 +95,7 @@ def test_logits_in_fp32(model, make):
 
 
 @pytest.mark.parametrize("copies", [1, 25], ids=["few rows", "many rows"])
-@pytest.mark.parametrize("make", [fused, OwnForward])
+@pytest.mark.parametrize("make", [fused, StaticCacheForward])
 def test_logits_in_bf16_are_within_the_noise_of_two_batch_shapes(model, make, copies):
     """Both differ from fp32 by rounding; the decode step by no more than the model's own forward pass does."""
     lengths = LENGTHS * copies
@@ -111,7 +111,7 @@ def test_logits_in_bf16_are_within_the_noise_of_two_batch_shapes(model, make, co
     assert (found - alone).abs().max().item() < 3 * largest
 
 
-@pytest.mark.parametrize("make", [fused, OwnForward])
+@pytest.mark.parametrize("make", [fused, StaticCacheForward])
 @pytest.mark.parametrize(
     "settings", [{}, {"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 30, "temperature": 0.7}]
 )
@@ -123,34 +123,34 @@ def test_rollouts_are_those_of_the_eager_loop(model, make, settings):
     assert settings or len({len(row) for row in found.responses}) > 2
 
 
-@pytest.mark.parametrize("make", [fused, OwnForward])
+@pytest.mark.parametrize("make", [fused, StaticCacheForward])
 def test_a_replayed_graph_is_the_step_itself(model, make, monkeypatch):
     """Bit for bit, and from call to call."""
     settings = {"num_samples": 2, "num_slots": 3, "sampling": Sampling(20), "key": KEY}
     prompts = random_prompts(LENGTHS)
     graphed = generator_of(make(model), ENDS)
     found = [graphed.generate(prompts, **settings) for _ in range(2)]
-    assert graphed._arena._graph is not None
-    monkeypatch.setattr("pipeline.generation.slots.Arena._captured", lambda arena: None)
+    assert graphed._buffers._graph is not None
+    monkeypatch.setattr("pipeline.generation.slots.GenerationBuffers._captured_graph", lambda buffers: None)
     found.append(generator_of(make(model), ENDS).generate(prompts, **settings))
     for other in found[1:]:
         assert_same(found[0], other, tolerance=0.0)
 
 
-@pytest.mark.parametrize("make", [fused, OwnForward])
+@pytest.mark.parametrize("make", [fused, StaticCacheForward])
 def test_the_graph_stays_when_the_weights_change(model, make):
     function = make(model)
     gen = generator_of(function, ENDS)
     prompts, common = random_prompts(LENGTHS), {"sampling": Sampling(12), "ends": ENDS}
     first, _ = rollouts(model, gen, prompts, **common)
-    arena = gen._arena
+    buffers = gen._buffers
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     if make is fused:
         function.weights.refresh()
     second, expected = rollouts(model, gen, prompts, **common)
-    assert gen._arena is arena
+    assert gen._buffers is buffers
     assert_same(second, expected, tolerance=1e-4)
     assert any((a[0] - b[0]).abs() > 1e-3 for a, b in zip(first.log_probs, second.log_probs, strict=True))
 
@@ -160,13 +160,13 @@ def test_weights_that_move_get_another_graph():
     function = fused(model)
     gen = generator_of(function, ENDS)
     rollouts(model, gen, random_prompts(LENGTHS), sampling=Sampling(8), ends=ENDS)
-    arena = gen._arena
+    buffers = gen._buffers
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.05
     function.weights.refresh()
     found, expected = rollouts(model, gen, random_prompts(LENGTHS), sampling=Sampling(8), ends=ENDS)
     assert_same(found, expected, tolerance=1e-4)
-    assert gen._arena is not arena
+    assert gen._buffers is not buffers
 
 
 def test_a_stop_leaves_the_graph_usable():
@@ -187,15 +187,15 @@ def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
     """100,000 draws from 5,000 tokens, whose three blocks the kernels join."""
     width, rows, replays = 5000, 4000, 25
     logits = (2 * torch.randn(width, generator=torch.Generator().manual_seed(4))).to(DEVICE, dtype)
-    slots, written = Slots.empty(rows, DEVICE), Written.empty((rows, 1), pad_id=PAD, device=DEVICE)
-    slots.row.copy_(torch.arange(rows))
+    slots, responses = Slots.empty(rows, DEVICE), ResponseBuffers.empty((rows, 1), pad_id=PAD, device=DEVICE)
+    slots.response.copy_(torch.arange(rows))
     everywhere, uniforms = torch.arange(rows, device=DEVICE), torch.zeros(rows, 1, dtype=torch.float64, device=DEVICE)
     many, eos = logits.repeat(rows, 1), padded_eos(frozenset(), DEVICE)
 
     def draw() -> None:
         slots.active.fill_(1)
-        slots.place.zero_()
-        draw_tokens(many, everywhere, slots, written, uniforms=uniforms, eos=eos, sampling=Sampling(1, **settings))
+        slots.position.zero_()
+        draw_tokens(many, everywhere, slots, responses, uniforms=uniforms, eos=eos, sampling=Sampling(1, **settings))
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -209,6 +209,6 @@ def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
     for epoch in range(replays):
         uniforms.copy_(rollout_uniforms(RandomKey(5, "rollout", epoch), everywhere, everywhere * 0, 1))
         graph.replay()
-        counts += torch.bincount(written.tokens[:, 0], minlength=width)
+        counts += torch.bincount(responses.tokens[:, 0], minlength=width)
     exact = exact_probabilities(logits.float().cpu(), **({"temperature": 1.0, "top_p": 1.0, "top_k": 0} | settings))
     assert p_value(counts.cpu(), exact) > 1e-3

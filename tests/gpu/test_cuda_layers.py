@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def also_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layers, "WORTH_IT", 0)
+    monkeypatch.setattr(fused_layers, "MIN_ELEMENTS", 0)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_models_in_bf16(name):
 
 
 def test_a_step_without_gradients_is_captured_in_a_graph():
-    """The static rung of generation runs the model's own forward in a CUDA graph."""
+    """The static backend of generation runs the model's own forward in a CUDA graph."""
     model = opt().to(CUDA)
     ids = torch.randint(3, 300, (4, 9), device=CUDA)
     fuse_layers(model, CUDA)

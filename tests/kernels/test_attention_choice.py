@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.kernels import attention_choice as attention_kernels
-from pipeline.kernels.attention_choice import PASSES_BEFORE_A_PLAN, avoid_plans, choose_attention_kernel
+from pipeline.kernels import attention_choice
+from pipeline.kernels.attention_choice import PASSES_BEFORE_CUDNN, choose_attention_kernel, disable_cudnn_attention
 
 
 @pytest.fixture
@@ -15,20 +15,20 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", found.append)
-    attention_kernels._passes.clear()
+    attention_choice._passes.clear()
     return found
 
 
 def test_a_shape_is_planned_for_once_it_has_come_often_enough(cudnn: list[bool]) -> None:
     model: Any = object()
-    for _ in range(PASSES_BEFORE_A_PLAN + 2):
+    for _ in range(PASSES_BEFORE_CUDNN + 2):
         choose_attention_kernel(model, 16, 512)
-    assert cudnn == [False] * PASSES_BEFORE_A_PLAN + [True] * 2
+    assert cudnn == [False] * PASSES_BEFORE_CUDNN + [True] * 2
 
 
 def test_other_shapes_models_and_passes_without_gradients_count_apart(cudnn: list[bool]) -> None:
     model, other = object(), object()
-    for _ in range(PASSES_BEFORE_A_PLAN):
+    for _ in range(PASSES_BEFORE_CUDNN):
         choose_attention_kernel(model, 16, 512)
     choose_attention_kernel(model, 16, 480)
     choose_attention_kernel(model, 15, 512)
@@ -41,16 +41,16 @@ def test_other_shapes_models_and_passes_without_gradients_count_apart(cudnn: lis
 
 
 def test_passes_over_prompts_plan_nothing(cudnn: list[bool]) -> None:
-    for _ in range(PASSES_BEFORE_A_PLAN + 1):
+    for _ in range(PASSES_BEFORE_CUDNN + 1):
         choose_attention_kernel(None, 16, 512)
-    avoid_plans()
+    disable_cudnn_attention()
     assert cudnn[-2:] == [True, False]
 
 
 def test_deterministic_runs_do_not_depend_on_what_came_before(cudnn: list[bool]) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        for _ in range(PASSES_BEFORE_A_PLAN + 2):
+        for _ in range(PASSES_BEFORE_CUDNN + 2):
             choose_attention_kernel(None, 16, 512)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -1,12 +1,12 @@
-"""Attention's decode kernels alone against plain torch in fp64: odd sizes, lengths from 0 to the end of the room."""
+"""The attention kernels of a decode step against plain torch in fp64: odd sizes, lengths from 0 to a full cache."""
 
 import pytest
 import torch
 from support.decode_models import DEVICE, SIXTEEN_BITS
 
-from pipeline.kernels import split_kv as work_shares
-from pipeline.kernels.decode_attention import HeadLayout, attend, shared_work, store_prompts
-from pipeline.kernels.split_kv import WorkShares
+from pipeline.kernels import split_kv
+from pipeline.kernels.decode_attention import HeadLayout, attend, split_kv_schedule, store_prompts
+from pipeline.kernels.split_kv import SplitKVSchedule
 
 ORDERS = ["qkv", "qvk", "kqv", "kvq", "vqk", "vkq"]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, SIXTEEN_BITS: {"rtol": 2e-2, "atol": 2e-2}}
@@ -56,20 +56,20 @@ def run(
 ) -> None:  # fmt: skip
     """Twice, as two layers of one step would: the second must find nothing of the first."""
     found = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
-    shares = shared_work(*found, layout=layout, room=keys.shape[2])
-    attend(qkv, keys, values, shares=shares, layout=layout, out=torch.empty_like(out))
-    attend(qkv, keys, values, shares=shares, layout=layout, out=out)
+    schedule = split_kv_schedule(*found, layout=layout, cache_length=keys.shape[2])
+    attend(qkv, keys, values, schedule=schedule, layout=layout, out=torch.empty_like(out))
+    attend(qkv, keys, values, schedule=schedule, layout=layout, out=out)
 
 
 def check(
-    heads: tuple[int, int], head_dim: int, lengths: list[int], *, room: int, order: str = "qkv",
+    heads: tuple[int, int], head_dim: int, lengths: list[int], *, cache_length: int, order: str = "qkv",
     dtype: torch.dtype = torch.float32, active: list[int] | None = None,
 ) -> None:  # fmt: skip
-    """Outputs, what is written and what is left alone; room that no token has been written to is NaN."""
+    """Check outputs, what is written and what is left alone; positions that no token has been written to are NaN."""
     layout, rows = layout_of(heads, head_dim, order), len(lengths)
     active = active or [1] * rows
     qkv = random(rows, (heads[0] + 2 * heads[1]) * head_dim, dtype=dtype)
-    keys, values = (random(rows, heads[1], room, head_dim, dtype=dtype) * (1 + n) for n in range(2))
+    keys, values = (random(rows, heads[1], cache_length, head_dim, dtype=dtype) * (1 + n) for n in range(2))
     for m, length in enumerate(lengths):
         keys[m, :, length:], values[m, :, length:] = float("nan"), float("nan")
     expected = plain_attention(qkv, keys, values, lengths, layout)
@@ -92,82 +92,86 @@ def check(
 @pytest.mark.parametrize("head_dim", [4, 20, 64, 80])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)])
 def test_head_sizes_and_groups(heads, head_dim):
-    check(heads, head_dim, [0, 1, 6], room=7)
+    check(heads, head_dim, [0, 1, 6], cache_length=7)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1)])
-def test_lengths_on_both_sides_of_a_block_and_up_to_the_end_of_the_room(heads):
-    check(heads, 16, [0, 63, 64, 65, 128, 129], room=130)
+def test_lengths_on_both_sides_of_a_block_and_up_to_a_full_cache(heads):
+    check(heads, 16, [0, 63, 64, 65, 128, 129], cache_length=130)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
 def test_a_head_size_above_64_takes_smaller_blocks(heads):
-    check(heads, 128, [31, 32, 33, 66], room=67)
+    check(heads, 128, [31, 32, 33, 66], cache_length=67)
 
 
 @pytest.mark.parametrize("head_dim", [16, 20])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
 def test_several_blocks_of_keys_and_what_is_left(heads, head_dim, monkeypatch):
-    monkeypatch.setattr(work_shares, "WARPS", 1)  # a program a row: all its keys
-    check(heads, head_dim, [63, 64, 65, 128, 150, 192], room=193)
+    monkeypatch.setattr(split_kv, "TARGET_WARPS", 1)  # a program a row: all its keys
+    check(heads, head_dim, [63, 64, 65, 128, 150, 192], cache_length=193)
 
 
-def test_parts_of_just_a_block():
-    check((1, 1), 4, [512], room=513)
+def test_splits_of_just_a_block():
+    check((1, 1), 4, [512], cache_length=513)
 
 
 def test_many_rows(monkeypatch):
-    monkeypatch.setattr(work_shares, "WARPS", 1)
-    check((1, 1), 4, [130, *(row % 5 for row in range(130)), 64], room=131)
+    monkeypatch.setattr(split_kv, "TARGET_WARPS", 1)
+    check((1, 1), 4, [130, *(row % 5 for row in range(130)), 64], cache_length=131)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 def test_q_k_and_v_in_any_order(heads, order):
-    check(heads, 16, [3, 5], room=6, order=order)
+    check(heads, 16, [3, 5], cache_length=6, order=order)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 def test_rows_that_are_not_active_are_left_alone(heads):
-    check(heads, 16, [3, 0, 5, 2], room=6, active=[0, 1, 0, 1])
+    check(heads, 16, [3, 0, 5, 2], cache_length=6, active=[0, 1, 0, 1])
 
 
 @pytest.mark.parametrize("active", [[0, 1, 0, 0, 0], [1, 0, 0, 1, 0], [1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
-def test_programs_of_free_rows_take_parts_of_the_others(heads, active):
-    """Up to eight parts of a row; the values behind a part's end are NaN in no other's sums."""
-    check(heads, 16, [40, 259, 0, 97, 31], room=260, active=active)
+def test_programs_of_finished_rows_take_splits_of_the_others(heads, active):
+    """Up to eight splits of a row; the NaN behind the row's end is in no split's sums."""
+    check(heads, 16, [40, 259, 0, 97, 31], cache_length=260, active=active)
 
 
-def turns_of(lengths: list[int], active: list[int], *, room: int, warps: int = 1) -> list[list[int]]:
-    """(row, part, parts, keys) of each program that has something to do, for two heads."""
+def assignments_of(lengths: list[int], active: list[int], *, cache_length: int, warps: int = 1) -> list[list[int]]:
+    """Return (row, split, splits, keys) of each program that has something to do, for two heads."""
     found = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
-    shares = WorkShares.of(*found, heads=2, room=room, block=(1, 16), warps=warps)
-    assert shares.live.item() == sum(active) and not shares.done.any()
-    return [turn for turn in shares.turns.tolist() if turn[2]]
+    schedule = SplitKVSchedule.create(*found, heads=2, cache_length=cache_length, block=(1, 16), warps=warps)
+    assert schedule.num_active.item() == sum(active) and not schedule.num_done.any()
+    return [assignment for assignment in schedule.assignments.tolist() if assignment[2]]
 
 
-def test_shares_by_hand(monkeypatch):
-    monkeypatch.setattr(work_shares, "WARPS", 16)  # eight programs a head
+def test_assignments_by_hand(monkeypatch):
+    monkeypatch.setattr(split_kv, "TARGET_WARPS", 16)  # eight programs a head
     lengths = [70, 200, 10, 300]
-    assert turns_of(lengths, [1, 1, 1, 1], room=400) == [
+    assert assignments_of(lengths, [1, 1, 1, 1], cache_length=400) == [
         [0, 0, 2, 70], [1, 0, 2, 200], [2, 0, 1, 10], [3, 0, 2, 300],
         [0, 1, 2, 70], [1, 1, 2, 200], [3, 1, 2, 300],
     ]  # fmt: skip
-    # Of 70 keys three parts, since fewer than 32 keys are not worth one.
-    assert turns_of(lengths, [1, 0, 0, 0], room=400) == [[0, part, 3, 70] for part in range(3)]
-    assert turns_of(lengths, [0, 0, 0, 1], room=400) == [[3, part, 8, 300] for part in range(8)]
-    assert turns_of(lengths, [0, 0, 0, 0], room=400) == []
+    # 70 keys make three splits, since a split has at least 32 keys.
+    assert assignments_of(lengths, [1, 0, 0, 0], cache_length=400) == [[0, split, 3, 70] for split in range(3)]
+    assert assignments_of(lengths, [0, 0, 0, 1], cache_length=400) == [[3, split, 8, 300] for split in range(8)]
+    assert assignments_of(lengths, [0, 0, 0, 0], cache_length=400) == []
     # Programs of four warps: as many as rows.
-    assert turns_of(lengths, [1, 1, 1, 0], room=400, warps=4) == [[0, 0, 1, 70], [1, 0, 1, 200], [2, 0, 1, 10]]
-    assert turns_of(lengths, [0, 1, 0, 1], room=400, warps=4) == [
+    assert assignments_of(lengths, [1, 1, 1, 0], cache_length=400, warps=4) == [
+        [0, 0, 1, 70],
+        [1, 0, 1, 200],
+        [2, 0, 1, 10],
+    ]
+    assert assignments_of(lengths, [0, 1, 0, 1], cache_length=400, warps=4) == [
         [1, 0, 2, 200], [3, 0, 2, 300], [1, 1, 2, 200], [3, 1, 2, 300],
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 def test_sixteen_bits(heads):
-    check(heads, 24, [2, 70, 0], room=71, dtype=SIXTEEN_BITS)
+    check(heads, 24, [2, 70, 0], cache_length=71, dtype=SIXTEEN_BITS)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
@@ -189,7 +193,7 @@ def test_large_scores_do_not_overflow(heads):
 @pytest.mark.parametrize("order", ["qkv", "vkq"])
 @pytest.mark.parametrize("width", [1, 5, 66])
 def test_prompts_go_to_the_rows_of_their_responses(width, order):
-    """Three responses to two prompts in rows 4, 0 and 2 of five; the others and the room behind stay as they were."""
+    """Three responses to two prompts in rows 4, 0 and 2 of five; the others and the positions behind stay."""
     layout = layout_of((4, 2), 12, order)
     qkv = random(2 * width, 8 * 12)
     keys, values = (torch.full((5, 2, width + 3, 12), float("nan"), device=DEVICE) for _ in range(2))

@@ -8,8 +8,8 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from pipeline.generation.fused import summed
-from pipeline.kernels import split_matmul as split_module
+from pipeline.generation.fused import add_branch
+from pipeline.kernels import split_matmul as split_matmul_module
 from pipeline.kernels.decode_attention import HeadLayout
 from pipeline.kernels.decode_layers import Branch, NormWeights, Rotary, add_norm, rotate, silu_gate
 from pipeline.kernels.split_matmul import split_matmul
@@ -193,8 +193,8 @@ def test_a_long_inner_dimension_is_shared_by_programs():
 
 
 def test_few_programs_are_allowed(monkeypatch):
-    monkeypatch.setattr(split_module, "MOST_PROGRAMS", 4)  # 40 outputs are 2 tiles of 32
-    monkeypatch.setattr(split_module, "MOST_CUBLAS_PROGRAMS", 4)  # and one of 128, for each of 2 of 128 rows
+    monkeypatch.setattr(split_matmul_module, "MOST_PROGRAMS", 4)  # 40 outputs are 2 tiles of 32
+    monkeypatch.setattr(split_matmul_module, "MOST_CUBLAS_PROGRAMS", 4)  # and one of 128, for each of 2 of 128 rows
     x, weight = operands(2, 40, 1032)
     parts = parts_of(x, weight)
     assert len(parts) == 2
@@ -207,7 +207,7 @@ def test_few_programs_are_allowed(monkeypatch):
 def test_parts_join_a_residual_without_a_norm(with_bias):
     x, parts, bias = random(3, 40), random(4, 3, 40, seed=1), random(40, seed=2) if with_bias else None
     expected = x + parts.sum(0) + (0 if bias is None else bias)
-    torch.testing.assert_close(summed(x, Branch(parts, bias)), expected, **TOLERANCE)
+    torch.testing.assert_close(add_branch(x, Branch(parts, bias)), expected, **TOLERANCE)
 
 
 def test_what_the_split_product_does_not_take():

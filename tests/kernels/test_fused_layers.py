@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from pipeline.kernels import fused_layers
-from pipeline.kernels import norm_kernels as training_kernels
+from pipeline.kernels import fused_layers, norm_kernels
 from pipeline.kernels.fused_layers import fuse_layers
 from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear, NormKind
 from pipeline.models.loading import use_gradient_checkpointing
@@ -33,15 +32,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture
 def small_runs(monkeypatch):
     """Several programs, of several rows each, on few rows."""
-    monkeypatch.setattr(training_kernels, "NORM_PARTS_TIMES_WIDTH", 3 * 37)
-    monkeypatch.setattr(training_kernels, "RELU_PROGRAMS", 6)
-    monkeypatch.setattr(training_kernels, "RELU_ROWS", 4)
+    monkeypatch.setattr(norm_kernels, "NORM_PARTS_TIMES_WIDTH", 3 * 37)
+    monkeypatch.setattr(norm_kernels, "RELU_PROGRAMS", 6)
+    monkeypatch.setattr(norm_kernels, "RELU_ROWS", 4)
 
 
 @pytest.fixture
 def kernels_anywhere(monkeypatch):
     """The kernels also where there is no GPU, in triton's interpreter."""
-    monkeypatch.setattr(fused_layers, "on_kernels", lambda *_: True)
+    monkeypatch.setattr(fused_layers, "can_use_kernels", lambda *_: True)
 
 
 def gradients_of(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -124,7 +123,7 @@ def test_relu_passes_no_gradient_at_zero():
 
 def test_a_nan_passes_into_gradients():
     """As torch's ReLU lets it: whoever checks them is to see it."""
-    gradient, bias_gradient = training_kernels.relu_gradient(
+    gradient, bias_gradient = norm_kernels.relu_gradient(
         torch.ones(2, 3, device=DEVICE), torch.tensor([[1.0, 0.0, torch.nan], [0.0, 0.0, 1.0]], device=DEVICE)
     )
     assert gradient.tolist() == [[1, 0, 1], [0, 0, 1]] and bias_gradient.tolist() == [1, 0, 2]
@@ -195,7 +194,7 @@ FUSABLE = {
 @pytest.mark.parametrize("name", FUSABLE)
 def test_fused_models_train_as_before(monkeypatch, name, taken):
     """By the kernels, and where inputs are too small for them."""
-    monkeypatch.setattr(fused_layers, "on_kernels", lambda *_: taken)
+    monkeypatch.setattr(fused_layers, "can_use_kernels", lambda *_: taken)
     assert_same_training(FUSED[name], FUSABLE[name])
 
 
@@ -238,19 +237,19 @@ def test_a_cpu_computes_as_before():
 
 def test_where_the_kernels_serve(monkeypatch):
     """On a GPU, where types agree and there is enough to do: small inputs cost the host more than the device gains."""
-    large, dtype = fused_layers.WORTH_IT + 1, torch.bfloat16
+    large, dtype = fused_layers.MIN_ELEMENTS + 1, torch.bfloat16
     x: Any = SimpleNamespace(is_cuda=True, dtype=dtype)
-    assert fused_layers.on_kernels(x, large, torch.zeros(4, dtype=dtype), None)
-    assert not fused_layers.on_kernels(x, large, torch.zeros(4)), "a fp32 weight under 16-bit inputs"
-    assert not fused_layers.on_kernels(x, fused_layers.WORTH_IT, None)
-    assert not fused_layers.on_kernels(torch.zeros(2, 4), large, None), "on a CPU"
+    assert fused_layers.can_use_kernels(x, large, torch.zeros(4, dtype=dtype), None)
+    assert not fused_layers.can_use_kernels(x, large, torch.zeros(4)), "a fp32 weight under 16-bit inputs"
+    assert not fused_layers.can_use_kernels(x, fused_layers.MIN_ELEMENTS, None)
+    assert not fused_layers.can_use_kernels(torch.zeros(2, 4), large, None), "on a CPU"
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
-    assert not fused_layers.on_kernels(x, large, None), "torch chooses types itself"
+    assert not fused_layers.can_use_kernels(x, large, None), "torch chooses types itself"
 
 
 def test_each_layer_says_how_much_it_gives(monkeypatch):
     asked = []
-    monkeypatch.setattr(fused_layers, "on_kernels", lambda x, size, *_: bool(asked.append(size)))
+    monkeypatch.setattr(fused_layers, "can_use_kernels", lambda x, size, *_: bool(asked.append(size)))
     model = opt().to(DEVICE)
     fuse_layers(model, CUDA)
     model(input_ids=torch.full((3, 7), 5, device=DEVICE), use_cache=False)

@@ -47,10 +47,10 @@ def test_the_ranks_sample_different_things(found: Found) -> None:
 def test_a_rank_holds_its_slice_and_two_groups(found: Found) -> None:
     """Beside what lies outside the layers: the embedding and the head, and a few norms."""
     for rank in found:
-        total, slices, ring = rank["llama"]["bytes"]
+        total, slices, buffers = rank["llama"]["bytes"]
         outside = 4 * 32 * (2 * 301 + 7)
-        assert total == slices + ring + outside
-        assert 4 * slices == 3 * ring, "half of three layers, two buffers of one"
+        assert total == slices + buffers + outside
+        assert 4 * slices == 3 * buffers, "half of three layers, two buffers of one"
 
 
 def test_a_stop_on_one_rank_stops_the_others(found: Found) -> None:

@@ -16,15 +16,15 @@ from pipeline import dist
 from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
-from pipeline.generation import scheduler as refill
+from pipeline.generation import scheduler
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.generation.options import GenerationOptions, RungSettings
+from pipeline.generation.options import BackendSettings, GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.partitions import gathered
 from pipeline.training.steps import step_together
 
-FUSED, EAGER = (GenerationOptions(rung=RungSettings(wanted=rung)) for rung in ("fused", "eager"))
+FUSED, EAGER = (GenerationOptions(backend=BackendSettings(requested=backend)) for backend in ("fused", "eager"))
 PROMPTS = random_prompts((3, 5, 1))
 ENDS = frozenset({EOS, *range(20, 60)})
 MAKERS = {
@@ -79,7 +79,7 @@ def shared(inputs: Path, name: str, stage: int = 0, size: int | None = None) -> 
     """Rollouts before and after a change of weights, which `size` ranks (or all) share. One rank is the eager loop."""
     engine = engine_of(MAKERS[name](), stage)
     hybrid = hybrid_of(
-        engine, EAGER if dist.world_size() == 1 else replace(FUSED, group_size=size or dist.world_size())
+        engine, EAGER if dist.world_size() == 1 else replace(FUSED, tensor_parallel_size=size or dist.world_size())
     )
     first = findings(sampled(hybrid))
     change_weights(engine)
@@ -98,7 +98,7 @@ def uneven(inputs: Path) -> dict[str, Any]:
 def stopped(inputs: Path) -> dict[str, Any]:
     """One rank of a group is asked to stop: none goes on; the next rollout is whole."""
     return stopped_by_the_last_rank(
-        hybrid_of(engine_of(opt(), 0), replace(FUSED, group_size=dist.world_size())), sampled
+        hybrid_of(engine_of(opt(), 0), replace(FUSED, tensor_parallel_size=dist.world_size())), sampled
     )
 
 
@@ -121,14 +121,14 @@ def stopped_by_the_last_rank(hybrid: HybridEngine, sample: Callable[..., Rollout
 def step_3(inputs: Path) -> dict[str, Any]:
     """The responses of a rollout of step 3: eager on one rank; on more they share the weights."""
     size = dist.world_size()
-    rung = ("--generation_engine", "eager") if size == 1 else ("--generation_engine", "fused")
-    words = (*rung, "--inference_tp_size", size, "--max_answer_seq_len", 4)
+    backend = ("--generation_engine", "eager") if size == 1 else ("--generation_engine", "fused")
+    words = (*backend, "--inference_tp_size", size, "--max_answer_seq_len", 4)
     loop = setup(inputs, 2 // size, words)
     return tensors_of(loop.phases.collect().responses)
 
 
 def cases() -> dict[str, Any]:
-    refill.CHECK_EVERY, refill.CHECK_EVERY_WHILE_WAITING = 2, 1
+    scheduler.POLL_INTERVAL, scheduler.POLL_INTERVAL_WHILE_WAITING = 2, 1
     found: dict[str, Any] = {f"shared {name}": partial(shared, name=name) for name in MAKERS}
     if dist.read_environment()[1] > 1:
         found["shared llama z3"] = partial(shared, name="llama", stage=3)

@@ -11,8 +11,7 @@ from worker_decode import FUSED, change_weights, engine_of, findings, stopped_by
 from worker_ppo import setup, tensors_of
 
 from pipeline.engine.engine import TrainingEngine
-from pipeline.generation import hybrid_engine, streaming
-from pipeline.generation import scheduler as refill
+from pipeline.generation import hybrid_engine, scheduler, streaming
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Rollout, Sampling
@@ -52,7 +51,7 @@ def sampled(hybrid: HybridEngine, **more: Any) -> Rollout:
 
 def groups_of(hybrid: HybridEngine) -> list[int]:
     """Layers of each group that is gathered; none where the weights are whole."""
-    weights = hybrid._generator.model.weights
+    weights = hybrid._generator.forward.weights
     return [len(group.layers) for group in weights.groups] if isinstance(weights, streaming.StreamedWeights) else []
 
 
@@ -61,16 +60,16 @@ def compared(inputs: Path, name: str) -> dict[str, Any]:
     engine = engine_of(MAKERS[name](), 3)
     hybrids = {"whole": hybrid_of(engine, WHOLE), "streamed": hybrid_of(engine, STREAMED)}
     first = {kind: findings(sampled(hybrid)) for kind, hybrid in hybrids.items()}
-    addresses = hybrids["streamed"]._generator.model.addresses()
+    addresses = hybrids["streamed"]._generator.forward.addresses()
     change_weights(engine)
     second = {kind: findings(sampled(hybrid)) for kind, hybrid in hybrids.items()}
-    weights = hybrids["streamed"]._generator.model.weights
+    weights = hybrids["streamed"]._generator.forward.weights
     return {
         "first": first,
         "second": second,
         "groups": {kind: groups_of(hybrid) for kind, hybrid in hybrids.items()},
-        "same addresses": addresses == hybrids["streamed"]._generator.model.addresses(),
-        "bytes": [weights.num_copied_bytes, weights.slice_bytes, weights.ring_bytes],
+        "same addresses": addresses == hybrids["streamed"]._generator.forward.addresses(),
+        "bytes": [weights.num_copied_bytes, weights.slice_bytes, weights.gather_bytes],
     }
 
 
@@ -103,9 +102,9 @@ def step_3(inputs: Path) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Any]:
-    refill.CHECK_EVERY, refill.CHECK_EVERY_WHILE_WAITING = 2, 1
+    scheduler.POLL_INTERVAL, scheduler.POLL_INTERVAL_WHILE_WAITING = 2, 1
     # Prompts of six tokens at once, padding counted: a fill takes several passes, and not as many on each rank.
-    refill.PREFILL_TOKENS = 6
+    scheduler.MAX_PREFILL_TOKENS = 6
     streaming.GROUP_BYTES = 1  # each layer is a group
     found: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}
     return found | {"stopped": stopped, "decided": decided, "step 3": step_3}

@@ -27,14 +27,14 @@ from transformers import (
 )
 
 from pipeline.dist import RankGroup
-from pipeline.generation import scheduler as refill
+from pipeline.generation import scheduler
 from pipeline.generation.eager import generate
-from pipeline.generation.fused import DecodeModel
+from pipeline.generation.fused import FusedForward
 from pipeline.generation.fused_weights import DecodeWeights
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
-from pipeline.generation.slots import DecodeFunction
-from pipeline.generation.static import OwnForward
+from pipeline.generation.slots import CachedForward
+from pipeline.generation.static import StaticCacheForward
 from pipeline.models.architecture import read_architecture
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -128,13 +128,13 @@ def shaken_all(parameters: Sequence[torch.Tensor]) -> None:
         shaken(parameter, seed)
 
 
-def fused(model: Any) -> DecodeModel:
+def fused(model: Any) -> FusedForward:
     weights = DecodeWeights(read_architecture(model))
     weights.refresh()
-    return DecodeModel(weights)
+    return FusedForward(weights)
 
 
-FUNCTIONS: dict[str, Callable[[Any], DecodeFunction]] = {"fused": fused, "static": OwnForward}
+FUNCTIONS: dict[str, Callable[[Any], CachedForward]] = {"fused": fused, "static": StaticCacheForward}
 
 
 def random_ids(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
@@ -153,7 +153,7 @@ def plain_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
 
 
 def rollouts(
-    model: Any, function: DecodeFunction | Generator, prompts: Sequence[Prompt], *, sampling: Sampling,
+    model: Any, function: CachedForward | Generator, prompts: Sequence[Prompt], *, sampling: Sampling,
     num_samples: int = 1, num_slots: int = 3, ends: Sequence[int] = (EOS,), key: RandomKey = KEY,
 ) -> tuple[Rollout, Rollout]:  # fmt: skip
     """(by a fast path, by the eager loop) with the same random numbers."""
@@ -164,7 +164,7 @@ def rollouts(
     return found, generate(model, prompts, eos_ids=eos, pad_id=PAD, **common)
 
 
-def generator_of(function: DecodeFunction, ends: Sequence[int] = (EOS,)) -> Generator:
+def generator_of(function: CachedForward, ends: Sequence[int] = (EOS,)) -> Generator:
     return Generator(function, eos_ids=frozenset(ends), pad_id=PAD, group=RankGroup(1))
 
 
@@ -178,7 +178,7 @@ def assert_same(mine: Rollout, theirs: Rollout, *, tolerance: float = 1e-5) -> N
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
 
 
-def fewer_idle_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for rows that have ended often: in the interpreter a step costs more than a look."""
-    monkeypatch.setattr(refill, "CHECK_EVERY", 2)
-    monkeypatch.setattr(refill, "CHECK_EVERY_WHILE_WAITING", 1)
+def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FinishedSlotsPoll for rows that have ended often: in the interpreter a step costs more than a look."""
+    monkeypatch.setattr(scheduler, "POLL_INTERVAL", 2)
+    monkeypatch.setattr(scheduler, "POLL_INTERVAL_WHILE_WAITING", 1)
