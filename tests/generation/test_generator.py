@@ -1,4 +1,4 @@
-"""Whole generations in slots against the eager loop: equal tokens, log-probabilities and ends, whatever sits where."""
+"""Whole generations in slots against the eager loop: equal tokens, log-probabilities and ends, whatever the slots."""
 
 import logging
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from support.decode_models import (
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.generation import generator, scheduler
-from pipeline.generation.backends import check_copies_fit, require_slots, slots_that_fit
+from pipeline.generation.backends import check_copies_fit, no_slot_fits, slots_that_fit
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.slots import GenerationBuffers
@@ -34,6 +34,12 @@ from pipeline.generation.static import StaticCacheForward
 # Many tokens end a response, so that rows end at different times.
 ENDS = [EOS, *range(20, 70)]
 PROMPTS = random_prompts((3, 5, 1))
+ONE_TOKEN: dict[str, Any] = {
+    "num_samples": 1,
+    "num_slots": 1,
+    "sampling": Sampling(1),
+    "key": RandomKey(3, "r"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +49,7 @@ def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("make", [opt, llama])
 def test_the_fused_backend_samples_what_the_eager_loop_does(make):
-    """Six responses in three slots: later ones take the places of those that ended."""
+    """Six responses in three slots: later ones get the slots of those that ended."""
     model = make()
     found, expected = rollouts(model, fused(model), PROMPTS, sampling=Sampling(5), num_samples=2, ends=ENDS)
     assert_same(found, expected)
@@ -80,7 +86,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "name", ["one slot", "two slots, three samples", "every token is an end", "one token", "all of it"]
 )
 def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
-    """Looks of a turn ago, as with a GPU: a slot that was filled since is not given away once more."""
+    """Deferred polls, as with a GPU: a slot that was assigned since is not assigned once more."""
     monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(scheduler, "POLL_INTERVAL_WHILE_WAITING", every)
     test_the_static_backend_samples_what_the_eager_loop_does(name)
@@ -88,7 +94,7 @@ def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
 
 @pytest.fixture
 def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As with a GPU; an entry for each pass over prompts that ran beside decode steps."""
+    """Overlap as with a GPU; return a list with an entry for each overlapped prefill."""
     seen, opened = [], scheduler.PrefillStream.enqueuing
     monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
     monkeypatch.setattr(scheduler.PrefillStream, "enqueuing", lambda side: (seen.append(1), opened(side))[1])
@@ -96,9 +102,9 @@ def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("every", "num_slots", "num_samples", "ends", "beside"),
+    ("every", "num_slots", "num_samples", "ends", "overlaps"),
     [
-        (1, 1, 1, ENDS, False),  # when the only row has ended there is no step to run beside
+        (1, 1, 1, ENDS, False),  # when the only row has ended there is no decode step to overlap
         (1, 2, 3, ENDS[:20], True),
         (3, 2, 3, ENDS[:20], True),
         (1, 3, 3, ENDS, True),
@@ -106,18 +112,18 @@ def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (1, 2, 2, range(NUM_TOKENS), False),  # all have ended before a step
     ],
 )
-def test_prompts_beside_steps_sample_the_same(
-    monkeypatch, overlapped_prefills, every, num_slots, num_samples, ends, beside
+def test_overlapped_prefills_sample_the_same(
+    monkeypatch, overlapped_prefills, every, num_slots, num_samples, ends, overlaps
 ):
-    """Their responses sit down a turn later, in slots that nobody else is given, and none of them is lost."""
+    """Their responses start an iteration later, in slots that are given to no other response, and none is lost."""
     monkeypatch.setattr(scheduler, "POLL_INTERVAL_OVERLAPPED", every)
     model, settings = opt(), {"num_samples": num_samples, "num_slots": num_slots, "ends": ends}
     assert_same(*rollouts(model, fused(model), PROMPTS, sampling=Sampling(8), **settings))
-    assert bool(overlapped_prefills) is beside
+    assert bool(overlapped_prefills) is overlaps
 
 
-def test_the_static_backend_and_ranks_in_step_run_prompts_between_steps(overlapped_prefills):
-    """The first writes a key in free rows too; the others meet in collectives."""
+def test_the_static_backend_and_ranks_in_lockstep_do_not_overlap_prefills(overlapped_prefills):
+    """The first writes a key in free slots too; the others meet in collectives."""
     model = opt()
     rollouts(model, StaticCacheForward(model), PROMPTS, sampling=Sampling(8), num_samples=3, num_slots=3, ends=ENDS)
     gen = Generator(
@@ -133,8 +139,8 @@ def test_the_static_backend_and_ranks_in_step_run_prompts_between_steps(overlapp
 @pytest.mark.parametrize(
     ("num_slots", "steps", "ends"), [(6, 6, ()), (3, 12, ()), (1, 36, ()), (6, 5, range(NUM_TOKENS))]
 )
-def test_no_step_is_made_that_nobody_needs(monkeypatch, num_slots, steps, ends, deferred_polls):
-    """Six responses of seven tokens, the first of which the pass over the prompt draws; or that end there, unseen."""
+def test_no_decode_step_is_made_in_vain(monkeypatch, num_slots, steps, ends, deferred_polls):
+    """Six responses of seven tokens, the first of which the prefill draws; or that end there, before a poll."""
     monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset(deferred_polls))
     monkeypatch.setattr(scheduler, "POLL_INTERVAL", 5)
     monkeypatch.setattr(scheduler, "POLL_INTERVAL_WHILE_WAITING", 4)
@@ -257,7 +263,7 @@ def test_weights_that_move_get_other_buffers():
 
 
 def test_rows_that_ended_stay_where_they_are():
-    """While others go on: their lengths must not run out of the room."""
+    """While others go on: their lengths must not exceed the cache."""
     model = llama()
     gen = generator_of(StaticCacheForward(model), ENDS)
     found, expected = rollouts(model, gen, PROMPTS, sampling=Sampling(9), num_samples=2, num_slots=6, ends=ENDS)
@@ -266,7 +272,7 @@ def test_rows_that_ended_stay_where_they_are():
     assert gen._buffers.slots.lengths.tolist() == ends and len({len(row) for row in found.responses}) > 1
 
 
-def test_a_slightly_longer_prompt_finds_room_in_the_same_buffers():
+def test_a_slightly_longer_prompt_fits_in_the_same_buffers():
     model = llama()
     gen = generator_of(StaticCacheForward(model))
     rollouts(model, gen, PROMPTS, sampling=Sampling(5))
@@ -276,8 +282,8 @@ def test_a_slightly_longer_prompt_finds_room_in_the_same_buffers():
 
 
 @pytest.mark.parametrize("limit", [1, 6, 9])
-def test_prompts_run_in_parts_of_bounded_size(monkeypatch, limit):
-    """A part holds `limit` tokens, padding counted, or one prompt."""
+def test_prefills_have_a_bounded_size(monkeypatch, limit):
+    """A prefill has at most `limit` tokens, padding counted, or one prompt."""
     monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", limit)
     model = llama()
     function = StaticCacheForward(model)
@@ -288,7 +294,7 @@ def test_prompts_run_in_parts_of_bounded_size(monkeypatch, limit):
 
 
 def watched_prompts(function: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(prompts, tokens) of each pass over prompts from now on."""
+    """Record (prompts, tokens) of each prefill from now on."""
     shapes: list[tuple[int, int]] = []
     prompt = function.prefill
 
@@ -300,7 +306,7 @@ def watched_prompts(function: Any, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     return shapes
 
 
-def test_samples_of_a_prompt_share_its_pass(monkeypatch):
+def test_samples_of_a_prompt_share_its_prefill(monkeypatch):
     model = llama()
     function = StaticCacheForward(model)
     shapes = watched_prompts(function, monkeypatch)
@@ -355,23 +361,28 @@ def model_on(device: str, mib_per_token: int) -> Any:
 
 
 # 64 tokens of 1 MiB a row: 0.9 * 1024 MiB hold 14.4 rows.
-@pytest.mark.parametrize(("wanted", "found"), [(10, 10), (14, 14), (15, 14), (900, 14)])
-def test_rows_are_those_that_find_memory(free_memory, caplog, wanted, found):
+@pytest.mark.parametrize(("requested", "fitting"), [(10, 10), (14, 14), (15, 14), (900, 14)])
+def test_slots_are_those_that_fit_in_memory(free_memory, caplog, requested, fitting):
     with caplog.at_level(logging.INFO, logger="pipeline.generation.backends"):
-        assert slots_that_fit(model_on("cuda", 1), wanted, 64) == found
-    assert f"{wanted} rows x 64 tokens x 1024 KiB = {wanted * 64 / 1024:.2f} GiB of the 1.00 GiB" in caplog.text
-    assert (f"memory for 14 rows at once, not {wanted}" in caplog.text) == (wanted > 14)
+        assert slots_that_fit(model_on("cuda", 1), requested, 64) == fitting
+    assert f"{requested} slots x 64 tokens x 1024 KiB = {requested * 64 / 1024:.2f} GiB of the 1.00 GiB" in caplog.text
+    assert (f"memory for 14 slots, not {requested}" in caplog.text) == (requested > 14)
 
 
-def test_not_even_one_row_is_an_error_that_says_what_to_do(free_memory):
+def test_not_even_one_slot_is_an_error_that_says_what_to_do(free_memory):
     model = model_on("cuda", 20)
     assert slots_that_fit(model, 3, 64) == 0
-    with pytest.raises(InputError, match="max_answer_seq_len: one row of 64 tokens takes 1.25 GiB.*1.00 GiB are free"):
-        require_slots(0, model, 64)
-    assert require_slots(2, model, 64) == 2
+    complaint = "--max_answer_seq_len: one slot of 64 tokens takes 1.25 GiB of KV cache, 1.00 GiB are free"
+    assert str(no_slot_fits(model, 64)).startswith(complaint)
 
 
-def test_a_cpu_has_all_rows(free_memory):
+def test_generation_without_memory_for_a_slot_is_refused(monkeypatch, free_memory):
+    monkeypatch.setattr(generator, "slots_that_fit", lambda forward, requested, cache_length: 0)
+    with pytest.raises(InputError, match="max_answer_seq_len: one slot of 64 tokens"):
+        generator_of(StaticCacheForward(llama())).generate(PROMPTS, **ONE_TOKEN)
+
+
+def test_a_cpu_has_all_slots(free_memory):
     assert slots_that_fit(model_on("cpu", 20), 3, 64) == 3
     check_copies_fit(2**40, torch.device("cpu"))
 
@@ -386,8 +397,8 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_copied(free_memory,
         check_copies_fit(3 * 2**29, torch.device("cuda"))
 
 
-def test_fewer_slots_than_wanted_change_no_token(monkeypatch):
-    monkeypatch.setattr(generator, "slots_that_fit", lambda model, wanted, room: 2)
+def test_fewer_slots_than_requested_change_no_token(monkeypatch):
+    monkeypatch.setattr(generator, "slots_that_fit", lambda forward, requested, cache_length: 2)
     model = llama()
     gen: Generator = generator_of(StaticCacheForward(model), ENDS)
     assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=6, ends=ENDS))

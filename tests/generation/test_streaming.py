@@ -335,7 +335,7 @@ def test_weights_stay_whole_where_they_fit_or_must(weights, monkeypatch):
             _why_not_streamed=lambda found=stands_against: found,
         )
         function = SimpleNamespace(bytes_per_token=1, weights=SimpleNamespace(num_bytes_to_copy=1))
-        assert HybridEngine._streams(hybrid, function) == expected
+        assert HybridEngine._must_stream(hybrid, function) == expected
 
 
 @pytest.fixture(scope="module")
