@@ -1,4 +1,7 @@
-"""Processes, signals and memory of this machine, by /proc. Imports no torch."""
+"""Processes, signals and memory of this machine, for the run lock, the supervisor and limits on single calls.
+
+Imports no torch. GPU memory is in pipeline/engine/memory.py.
+"""
 
 import os
 import resource
@@ -11,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-PROC = Path("/proc")
-OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), PROC / "vmstat")  # of this container, else of the machine
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+import psutil
+
+OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, else of the machine
 GIB = 2**30
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
 KILL_S = 5.0
@@ -22,45 +24,56 @@ KILL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that has not ended; `state` is the kernel's letter (R, S, D, T), `cpu_s` what it used so far."""
+    """A process as last seen; `status` is psutil's word, `cpu_s` the processor time that it had used."""
 
     pid: int
-    state: str
-    session: int
+    status: str
     cpu_s: float
     rss_bytes: int
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP) or a debugger holds it."""
-        return self.state in "Tt"
+        """True while a signal (SIGSTOP) or a debugger holds it."""
+        return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def read_process(pid: int) -> Process | None:
-    """The process of this number; None where there is none, or only what its parent has not collected yet."""
-    try:
-        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # man proc_pid_stat: the name in brackets may hold anything; `fields` begins with the third one.
-    fields = text.rpartition(")")[2].split()
-    state, session, ticks, pages = fields[0], int(fields[3]), int(fields[11]) + int(fields[12]), int(fields[21])
-    return None if state in "ZX" else Process(pid, state, session, ticks / TICKS_PER_S, pages * PAGE_BYTES)
+    """Return the process of this number; None if there is none, or only one that its parent has not collected yet."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            status, cpu, memory = process.status(), process.cpu_times(), process.memory_info()
+        if status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return Process(pid, status, cpu.user + cpu.system, memory.rss)
+    return None
 
 
 def is_alive(pid: int) -> bool:
     return read_process(pid) is not None
 
 
+def started_before(pid: int, time_s: float) -> bool:
+    """Return True if the process started before `time_s` (since 1970): its number was not given again after that."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).create_time() <= time_s
+    return False
+
+
 def in_session(session: int) -> Iterator[Process]:
-    """The processes that were started, directly or not, by the leader of this session, and did not leave it."""
-    for folder in PROC.iterdir():
-        if folder.name.isdigit() and (process := read_process(int(folder.name))) and process.session == session:
+    """Yield the processes that the leader of this session started, directly or not, and that did not leave it."""
+    for pid in psutil.pids():
+        if session_of(pid) == session and (process := read_process(pid)):
             yield process
 
 
+def session_of(pid: int) -> int | None:
+    with suppress(ProcessLookupError, PermissionError):
+        return os.getsid(pid)
+    return None
+
+
 def kill_session(session: int) -> None:
-    """SIGKILL to all of the session, until none is left but what the kernel holds back (a dead disk)."""
+    """Send SIGKILL to all of the session, until only processes are left that the kernel holds back (a dead disk)."""
     end = time.monotonic() + KILL_S
     while (members := list(in_session(session))) and time.monotonic() < end:
         for process in members:
@@ -69,25 +82,19 @@ def kill_session(session: int) -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """A signal to a process that may be gone already."""
+    """Send a signal to a process that may be gone already."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def free_memory() -> str:
-    """`1.2 of 23.0 GiB were free`, of this machine; "" where it does not tell."""
-    found = {}
-    with suppress(OSError, ValueError):
-        for line in (PROC / "meminfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            found[name] = int(value.split()[0]) * 1024
-    if "MemAvailable" not in found:
-        return ""
-    return f"{found['MemAvailable'] / GIB:.1f} of {found['MemTotal'] / GIB:.1f} GiB were free"
+    """Return the free memory of this machine in words: `1.2 of 23.0 GiB were free`."""
+    memory = psutil.virtual_memory()
+    return f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB were free"
 
 
 def num_oom_kills() -> int:
-    """How many processes the kernel has killed for memory so far; 0 where it does not tell."""
+    """Return the number of processes that the kernel has killed for memory so far; 0 if it does not tell."""
     for file in OOM_COUNTERS:
         with suppress(OSError, ValueError):
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -97,7 +104,7 @@ def num_oom_kills() -> int:
 
 
 class TimeLimitError(Exception):
-    """The time is over."""
+    """The time limit of a call is over."""
 
 
 @contextmanager
@@ -122,14 +129,9 @@ def _raise(number: int, frame: FrameType | None) -> None:
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
     """Let allocations of the body fail with MemoryError beyond `num_bytes` more than are mapped now (Linux only)."""
-    try:
-        mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    except OSError:
-        yield
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = mapped + num_bytes
-    known = [limit for limit in (soft, hard, wanted) if limit != resource.RLIM_INFINITY]
+    mapped = psutil.Process().memory_info().vms
+    known = [limit for limit in (soft, hard, mapped + num_bytes) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(known), hard))
     try:
         yield

@@ -4,7 +4,6 @@ The kernel holds the lock (flock), so it ends with its process; the text in the 
 """
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -14,9 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from pipeline.errors import EnvironmentFault
 from pipeline.processes import is_alive
 from pipeline.run.layout import lock_file
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # from a file system without flock
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Holder:
 
     @property
     def may_live(self) -> bool:
-        """False only where it is known to have ended."""
+        """False only if it is known to have ended."""
         return self.host != socket.gethostname() or is_alive(self.pid)
 
 
@@ -40,49 +43,36 @@ def locked(run_dir: Path) -> Iterator[None]:
         EnvironmentFault: another run holds it, or the folder cannot be written.
     """
     file = lock_file(run_dir)
+    lock = FileLock(file, timeout=0, fallback_to_soft=False)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        lock.acquire()
+    except Timeout:
+        raise EnvironmentFault(in_use(run_dir, read_holder(file))) from None
     except OSError as error:
-        raise EnvironmentFault(f"{run_dir}: cannot write there: {error.strerror}") from None
+        if error.errno not in NO_LOCKS:
+            raise EnvironmentFault(f"{run_dir}: cannot write there: {error.strerror}") from None
+        if (holder := read_holder(file)) and holder.may_live:
+            raise EnvironmentFault(in_use(run_dir, holder)) from None
     try:
-        before = read_holder(handle)
-        if not take(handle, before):
-            raise EnvironmentFault(in_use(run_dir, before))
-        if before:
+        if before := read_holder(file):
             print(f"{run_dir}: taking over from pid {before.pid} on {before.host}, which is gone", file=sys.stderr)
-        write_text(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n", encoding="utf-8")
         try:
             yield
         finally:
             # Not deleted: a run that opened it a moment ago would lock a file that nobody else sees.
-            write_text(handle, "")
+            file.write_text("", encoding="utf-8")
     finally:
-        os.close(handle)
+        lock.release()
 
 
-def take(handle: int, before: Holder | None) -> bool:
-    """Lock the open file; where its file system knows no locks, the text alone decides."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        return before is None or not before.may_live
-    return True
-
-
-def read_holder(handle: int) -> Holder | None:
-    """Who stands in the file; None where nobody does."""
-    with suppress(ValueError, KeyError, TypeError):
-        content = json.loads(os.pread(handle, 4096, 0))
+def read_holder(file: Path) -> Holder | None:
+    """Return the process that the file names; None if it names none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(file.read_text(encoding="utf-8"))
         return Holder(content["pid"], content["host"])
     return None
-
-
-def write_text(handle: int, text: str) -> None:
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, text.encode(), 0)
 
 
 def in_use(run_dir: Path, holder: Holder | None) -> str:

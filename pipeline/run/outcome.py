@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault
-from pipeline.processes import is_alive
+from pipeline.processes import is_alive, started_before
 from pipeline.run.layout import beat_file, outcome_file
 
 # "<pid>@<host>". DeepSpeed hands variables on to other machines only where their names begin with PYTHON or NCCL.
@@ -92,17 +92,10 @@ def check_nobody_left(run_dir: Path) -> None:
         said = read_outcome(run_dir, rank)
         if said is None or said.code is not None or said.host != socket.gethostname() or said.pid == os.getpid():
             continue
-        if is_alive(said.pid) and started_before(said.pid, outcome_file(run_dir, rank)):
+        if is_alive(said.pid) and started_before(said.pid, outcome_file(run_dir, rank).stat().st_mtime + 1.0):
             raise EnvironmentFault(
                 f"{run_dir}: rank {rank} of an earlier run still works here; wait for process {said.pid}, or kill it"
             )
-
-
-def started_before(pid: int, file: Path) -> bool:
-    """Whether a process is older than a file that it is said to have written; else its number was given again."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}").stat().st_mtime <= file.stat().st_mtime + 1.0
-    return False
 
 
 def clear_outcomes(run_dir: Path) -> None:

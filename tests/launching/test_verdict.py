@@ -18,7 +18,7 @@ RUN = Path("out/runs/sft")
 def rank(number, code=None, message="stub", *, at=0.0, secondary=False, died=None):
     """A rank at step 7 of training that ended with `code` at time `at`, or was seen dead at `died`."""
     said = Outcome(number, code, message, secondary, 100 + number, f"node-{number}", "s", at)
-    return RankState(said, 0.0, Beat("train", 7, 0.0), Process(1, "S", 1, 1.0, 300 * MIB), died)
+    return RankState(said, 0.0, Beat("train", 7, 0.0), Process(1, "sleeping", 1.0, 300 * MIB), died)
 
 
 def around(launcher_code=None, *, asked=False, memory="1.0 of 23.0 GiB were free", oom_kills=0):

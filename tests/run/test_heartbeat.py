@@ -74,10 +74,10 @@ def test_a_beat_is_cheap(heart):
 # --- who hangs --------------------------------------------------------------------------------------------------------
 
 
-def rank(number, *, heard_s_ago, phase="train", step=5, state="S", code=None):
+def rank(number, *, heard_s_ago, phase="train", step=5, status="sleeping", code=None):
     """A rank of this machine in the state that is told."""
     said = Outcome(number, code, "", False, os.getpid(), HOST, "s", 0.0)
-    process = Process(os.getpid(), state, 0, 0.0, 0)
+    process = Process(os.getpid(), status, 0.0, 0)
     return RankState(said, time.monotonic() - heard_s_ago, Beat(phase, step, 0.0), process)
 
 
@@ -93,8 +93,8 @@ def watch(tmp_path, *ranks):
         ([{"heard_s_ago": 9}, {"heard_s_ago": 8}], None),
         ([{"heard_s_ago": 11}, {"heard_s_ago": 12}], 1),
         ([{"heard_s_ago": 12, "step": 6}, {"heard_s_ago": 11, "step": 5}], 1),  # the step counts more
-        ([{"heard_s_ago": 12}, {"heard_s_ago": 2, "state": "T"}], 1),
-        ([{"heard_s_ago": 1}, {"heard_s_ago": 2, "state": "T"}], None),  # a moment's stop is no hang
+        ([{"heard_s_ago": 12}, {"heard_s_ago": 2, "status": "stopped"}], 1),
+        ([{"heard_s_ago": 1}, {"heard_s_ago": 2, "status": "stopped"}], None),  # a moment's stop is no hang
         ([{"heard_s_ago": 12, "code": 0}, {"heard_s_ago": 2}], None),
         ([], None),
     ],
@@ -108,7 +108,7 @@ def test_the_rank_that_hangs(tmp_path, ranks, hung):
 
 @pytest.mark.parametrize(("phase", "worked_s", "hangs"), [("start", 5, False), ("start", 0, True), ("train", 5, True)])
 def test_reading_a_model_is_no_hang_while_the_processor_is_used(tmp_path, monkeypatch, phase, worked_s, hangs):
-    monkeypatch.setattr(rank_watch, "in_session", lambda _: [Process(1, "R", 1, worked_s, 0)])
+    monkeypatch.setattr(rank_watch, "in_session", lambda _: [Process(1, "running", worked_s, 0)])
     found = watch(tmp_path, rank(0, heard_s_ago=11, phase=phase), rank(1, heard_s_ago=11, phase=phase))
     assert (found.hung(10) is not None) == hangs
     assert (found.hung(10) is not None) == hangs, "and it was heard of now"
@@ -116,7 +116,7 @@ def test_reading_a_model_is_no_hang_while_the_processor_is_used(tmp_path, monkey
 
 @pytest.mark.parametrize(("behind", "hangs"), [("start", False), ("train", True)])
 def test_ranks_may_wait_for_one_that_reads_a_model(tmp_path, monkeypatch, behind, hangs):
-    monkeypatch.setattr(rank_watch, "in_session", lambda _: [Process(1, "R", 1, 5.0, 0)])
+    monkeypatch.setattr(rank_watch, "in_session", lambda _: [Process(1, "running", 5.0, 0)])
     reading, waiting = rank(0, heard_s_ago=9.9, phase=behind, step=0), rank(1, heard_s_ago=11, phase="train", step=1)
     found = watch(tmp_path, reading, waiting)
     assert (found.hung(10) is not None) == hangs
@@ -129,7 +129,7 @@ def test_ranks_may_wait_for_one_that_reads_a_model(tmp_path, monkeypatch, behind
 
 def test_the_kernels_view_of_this_process():
     me = read_process(os.getpid())
-    assert me and me.session == os.getsid(0) and me.state == "R" and not me.is_stopped
+    assert me and me.status == "running" and not me.is_stopped
     assert 2**24 < me.rss_bytes < 2**36 and me.cpu_s > 0.1
     assert me.pid in {process.pid for process in in_session(os.getsid(0))}
     assert read_process(2**22 + 1) is None

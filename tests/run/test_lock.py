@@ -1,5 +1,6 @@
 """One run in a folder at a time."""
 
+import fcntl
 import json
 import os
 import socket
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EnvironmentFault
-from pipeline.run import lock as run_lock
 from pipeline.run.layout import outcome_file
 from pipeline.run.lock import locked
 from pipeline.run.outcome import check_nobody_left, write_outcome
@@ -73,7 +73,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, host, alive, free):
     def unsupported(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     pid = os.getppid() if alive else 2**22 + 1
     (tmp_path / "run.lock").write_text(json.dumps({"pid": pid, "host": host}))
     if free:
