@@ -36,13 +36,15 @@ def test_a_step_runs_from_a_folder_far_from_the_checkout(wheel, tmp_path):
 @pytest.mark.slow
 def test_an_empty_environment(wheel, tmp_path):
     """pip brings all that a step needs, at the tested versions."""
-    constraints, folder = ROOT / "constraints.txt", tmp_path / "venv"
-    python = folder / "bin" / "python"
-    pip_words = ("install", "--quiet", "-c", constraints, wheel)
-    call([sys.executable, "-m", "venv", folder], tmp_path)
-    pip(python, *pip_words)
-    work = tmp_path / "work"
+    folder, work = tmp_path / "venv", tmp_path / "work"
     work.mkdir()
+    python = folder / "bin" / "python"
+    call([sys.executable, "-m", "venv", folder], tmp_path)
+    try:
+        pip(python, "download", "--no-deps", "--dest", tmp_path, "filelock")
+    except AssertionError as error:
+        pytest.skip(f"pip reaches no package index: {error}")
+    pip(python, "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
     assert "usage: rlhf SUBCOMMAND" in call([folder / "bin" / "rlhf", "--help"], work)
     tiny_step([folder / "bin" / "rlhf"], work)
     installed = Path(call([python, "-c", "import pipeline; print(pipeline.__file__)"], work).strip())
