@@ -1,1 +1,1 @@
-"""From files and hub ids to tensors: sources, formats, splits, templates, samples, batches."""
+"""Reading and tokenising data: files and hub ids become the tensors of an optimizer step."""

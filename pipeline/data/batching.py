@@ -1,7 +1,7 @@
-"""Rows of one optimizer step, and their collation into tensors. B rows, S tokens a row, all padded on the right.
+"""Choose the rows of an optimizer step and collate them into tensors: B rows, S tokens per row, padded on the right.
 
-Rows are mappings with the columns that `cache.load_or_build` gives; None stands for a padding row, which has weight 0,
-one real token and no trained one, so that the last partial batch keeps its shape.
+Rows are mappings with the columns of `cache.load_or_build`. None is a padding row: weight 0, one real token, no trained
+token. It keeps the last partial batch in shape. Loading ahead and transfers to a device are in `loader.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SFTBatch:
-    """input_ids (B,S) int64. attention_mask (B,S) bool, True = real token. position_ids (B,S) int64.
+    """A batch of sequences for a language-model loss, one sequence per row or several packed into a row.
 
-    trained_mask (B,S) bool, True = this token is a target of the loss; a sample's first token never is.
-    segment_ids (B,S) int64: 0 on padding, 1, 2, ... for the samples packed into a row (1 only without packing).
-    segment_bounds (N+1,) int32: where the samples and the paddings begin in the rows laid end to end, and B * S.
+    input_ids (B,S) int64. attention_mask (B,S) bool, True = real token. position_ids (B,S) int64.
+    trained_mask (B,S) bool, True = this token is a target of the loss; a sequence's first token never is.
+    segment_ids (B,S) int64: 0 on padding, 1, 2, ... for the sequences packed into a row (only 1 without packing).
+    segment_bounds (N+1,) int32: first positions of sequences and paddings in the rows laid end to end, and B * S.
     weights (B,) fp32: 0 for padding rows.
     """
 
@@ -38,10 +39,10 @@ class SFTBatch:
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """B pairs as 2B rows, all chosen first: row b and row B+b are one pair.
+    """A batch of B preference pairs as 2B rows, all chosen first: row b and row B+b are one pair.
 
     input_ids (2B,S) int64. attention_mask (2B,S) bool, True = real token. position_ids (2B,S) int64.
-    lengths (2B,) int64: real tokens a row, so the score is read at lengths - 1. prompt_lengths (B,) int64.
+    lengths (2B,) int64: real tokens per row, so the score is read at lengths - 1. prompt_lengths (B,) int64.
     margins, weights (B,) fp32.
     """
 
@@ -55,7 +56,7 @@ class PairBatch:
 
 
 def sft_batch(rows: Sequence[Row | None], *, pad_id: int, length: int | None = None, multiple_of: int = 1) -> SFTBatch:
-    """Collate rows of `ids` and `trained`, one sample a row.
+    """Collate rows of `ids` and `trained`, one sequence per row.
 
     S is `length` if given, else the longest row rounded up to `multiple_of`. Raises ValueError if a row is longer.
     """
@@ -66,18 +67,19 @@ def sft_batch(rows: Sequence[Row | None], *, pad_id: int, length: int | None = N
 def packed_sft_batch(
     packs: Sequence[Sequence[Row] | None], *, pad_id: int, length: int | None = None, multiple_of: int = 1
 ) -> SFTBatch:
-    """Collate several samples into each row: position ids restart and segment ids count up with each sample.
+    """Collate several sequences into each row: position ids restart and segment ids count up with each sequence.
 
-    Attention must then be limited to one sample, by `block_diagonal_mask(segment_ids)` or by kernels that read
+    Attention must then be limited to one sequence, by `block_diagonal_mask(segment_ids)` or by kernels that read
     `segment_bounds`. S as in `sft_batch`.
     """
-    filler: Row = {"ids": [pad_id], "trained": [False]}
-    samples = [[filler] if pack is None else pack for pack in packs]
-    input_ids = _padded([[token for s in pack for token in s["ids"]] for pack in samples], pad_id, length, multiple_of)
+    padding_row: Row = {"ids": [pad_id], "trained": [False]}
+    filled = [[padding_row] if pack is None else pack for pack in packs]
+    tokens = [[token for row in pack for token in row["ids"]] for pack in filled]
+    input_ids = _padded(tokens, pad_id, length, multiple_of)
     width = input_ids.shape[1]
-    trained = _padded([[bool(flag) for s in pack for flag in s["trained"]] for pack in samples], 0, width)
-    positions = _padded([[i for s in pack for i in range(len(s["ids"]))] for pack in samples], 0, width)
-    segments = _padded([[n for n, s in enumerate(pack, 1) for _ in s["ids"]] for pack in samples], 0, width)
+    trained = _padded([[bool(flag) for row in pack for flag in row["trained"]] for pack in filled], 0, width)
+    positions = _padded([[i for row in pack for i in range(len(row["ids"]))] for pack in filled], 0, width)
+    segments = _padded([[n for n, row in enumerate(pack, 1) for _ in row["ids"]] for pack in filled], 0, width)
     return SFTBatch(
         input_ids=input_ids,
         attention_mask=segments > 0,
@@ -93,8 +95,8 @@ def pair_batch(
     rows: Sequence[Row | None], *, pad_id: int, length: int | None = None, multiple_of: int = 1
 ) -> PairBatch:
     """Collate rows of `chosen_ids`, `rejected_ids`, `prompt_length` and `margin`. S as in `sft_batch`."""
-    filler: Row = {"chosen_ids": [pad_id], "rejected_ids": [pad_id], "prompt_length": 0, "margin": 0.0}
-    pairs = [filler if row is None else row for row in rows]
+    padding_row: Row = {"chosen_ids": [pad_id], "rejected_ids": [pad_id], "prompt_length": 0, "margin": 0.0}
+    pairs = [padding_row if row is None else row for row in rows]
     sides = [pair["chosen_ids"] for pair in pairs] + [pair["rejected_ids"] for pair in pairs]
     input_ids = _padded(sides, pad_id, length, multiple_of)
     lengths = torch.tensor([len(side) for side in sides])
@@ -112,7 +114,7 @@ def pair_batch(
 
 
 def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
-    """(B,S) int64 segment ids -> (B,1,S,S) bool, True = query (row) attends to key (column).
+    """Return the dense mask of packed rows: (B,S) int64 segment ids -> (B,1,S,S) bool, True = query attends to key.
 
     Causal within one segment. A padding position (segment 0) attends to itself only, so that no softmax is empty.
     """
@@ -124,9 +126,9 @@ def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
 
 
 def segment_bounds(segment_ids: Tensor) -> Tensor:
-    """(B,S) int64 segment ids -> (N+1,) int32: first places of the N runs of equal ids in the rows end to end, and B*S.
+    """Return where segments begin in the rows laid end to end, and B*S: (B,S) int64 segment ids -> (N+1,) int32.
 
-    A row's padding is a run of its own: attention that is causal within each run keeps all samples apart.
+    A row's padding is a segment of its own: attention that is causal within each segment keeps all sequences apart.
     """
     begins = torch.ones_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -135,44 +137,43 @@ def segment_bounds(segment_ids: Tensor) -> Tensor:
 
 
 def pack_rows(num_tokens: Sequence[int], max_len: int, *, max_open: int = 64) -> list[list[int]]:
-    """Greedy first-fit packing of whole samples: lists of sample indices, each list at most max_len tokens in sum.
+    """Pack whole sequences by greedy first fit; returns lists of sequence indices, each of at most max_len tokens.
 
-    A sample goes into the oldest of the last `max_open` packs that has room. Raises ValueError for a sample longer than
-    max_len.
+    A sequence is added to the oldest of the last `max_open` packs that it fits into. Raises ValueError for a sequence
+    longer than max_len.
     """
     packs: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []  # tokens that each pack can still take
     for index, size in enumerate(num_tokens):
         if size > max_len:
-            raise ValueError(f"sample {index} has {size} tokens, more than max_len {max_len}")
+            raise ValueError(f"sequence {index} has {size} tokens, more than max_len {max_len}")
         first = max(0, len(packs) - max_open)
-        place = next((i for i in range(first, len(packs)) if room[i] >= size), None)
+        place = next((i for i in range(first, len(packs)) if free[i] >= size), None)
         if place is None:
             place = len(packs)
             packs.append([])
-            room.append(max_len)
+            free.append(max_len)
         packs[place].append(index)
-        room[place] -= size
+        free[place] -= size
     return packs
 
 
 def epoch_order(seed: int, epoch: int, num_rows: int) -> np.ndarray:
-    """The epoch's permutation of range(num_rows), (num_rows,) int64: a function of (seed, epoch) only.
+    """Return the epoch's permutation of range(num_rows), (num_rows,) int64, a function of (seed, epoch) only.
 
-    Rows are sorted by raw Philox words, whose stream numpy keeps fixed over its versions (that of `permutation` it does
-    not).
+    Rows are sorted by raw Philox words: numpy guarantees their stream over its versions, but not that of `permutation`.
     """
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(num_rows), kind="stable")
 
 
 def num_steps(num_rows: int, rows_per_step: int) -> int:
-    """Optimizer steps in one epoch; the last one may be partial."""
+    """Return the number of optimizer steps in one epoch; the last one may be partial."""
     return -(-num_rows // rows_per_step)
 
 
 def rows_of_step(seed: int, epoch: int, step: int, num_rows: int, rows_per_step: int) -> list[int | None]:
-    """Row indices of optimizer step `step` (0-based in the epoch), `rows_per_step` long; None = padding row.
+    """Return the `rows_per_step` row indices of optimizer step `step` (0-based in the epoch); None = padding row.
 
     Raises IndexError for a step beyond the epoch.
     """
@@ -185,9 +186,9 @@ def rows_of_step(seed: int, epoch: int, step: int, num_rows: int, rows_per_step:
 def rank_slices(
     rows: Sequence[int | None], world_size: int, rank: int, micro_batch_size: int
 ) -> list[list[int | None]]:
-    """This rank's micro-batches of a step, each `micro_batch_size` long.
+    """Return this rank's micro-batches of a step as lists of `micro_batch_size` row indices.
 
-    All ranks get the same number of them, and their union is `rows`, padded with None to a multiple of
+    All ranks get equally many micro-batches, whose union is `rows`, padded with None to a multiple of
     world_size * micro_batch_size.
     """
     stride = world_size * micro_batch_size
@@ -199,9 +200,9 @@ def rank_slices(
 def balanced_slices(
     rows: Sequence[int | None], lengths: Sequence[int], *, world_size: int, rank: int, micro_batch_size: int
 ) -> list[list[int | None]]:
-    """`rank_slices` by length: this rank's micro-batches, longest rows first, each `micro_batch_size` rows long.
+    """Return this rank's micro-batches as `rank_slices` does, but balanced by length and longest rows first.
 
-    Rows of a step are sorted by length and dealt to the ranks in snake order (0, 1, 1, 0, 0, ...), so that ranks get
+    The rows of a step are sorted by length and dealt to ranks in snake order (0, 1, 1, 0, 0, ...), so that ranks get
     nearly the same number of tokens and the rows of a micro-batch nearly the same length. Padding rows come last.
 
     Args:
@@ -210,13 +211,13 @@ def balanced_slices(
     """
     padded = [*rows, *[None] * (-len(rows) % (world_size * micro_batch_size))]
     ordered = sorted(padded, key=lambda row: 0 if row is None else -lengths[row])
-    turns = (ordered[start : start + world_size] for start in range(0, len(ordered), world_size))
-    mine = [turn[rank if number % 2 == 0 else world_size - 1 - rank] for number, turn in enumerate(turns)]
+    deals = (ordered[start : start + world_size] for start in range(0, len(ordered), world_size))
+    mine = [deal[rank if number % 2 == 0 else world_size - 1 - rank] for number, deal in enumerate(deals)]
     return [mine[start : start + micro_batch_size] for start in range(0, len(mine), micro_batch_size)]
 
 
 def _padded(rows: Sequence[Sequence[int]], fill: int, length: int | None = None, multiple_of: int = 1) -> Tensor:
-    """Ragged rows -> (B,S) int64, filled on the right."""
+    """Pad ragged rows on the right to (B,S) int64. Raises ValueError if a row is longer than `length`."""
     longest = max(len(row) for row in rows)
     width = length if length is not None else round_up(longest, multiple_of)
     if longest > width:

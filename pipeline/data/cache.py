@@ -1,4 +1,8 @@
-"""Build the tokenised, memory-mapped data set of a stage once, and load it from the cache ever after."""
+"""Tokenise the data of a stage once, and load it memory-mapped from the cache ever after.
+
+The cache key covers contents of sources, tokenizer and all options. Which records a stage takes is in `selection.py`,
+how they are tokenised in `tokenization.py`.
+"""
 
 import hashlib
 import itertools
@@ -15,17 +19,17 @@ from filelock import FileLock
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
-from pipeline.data.selection import STEPS, DataOptions, Stage, select_records
+from pipeline.data.selection import DataOptions, Stage, select_records
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.templates import set_template
-from pipeline.data.tokenization import SFTRow, TokenizationOptions, pair_rows, prompt_rows, sft_rows, text_blocks
+from pipeline.data.tokenization import pair_rows, prompt_rows, sft_rows, text_blocks
 from pipeline.errors import EnvironmentFault, InputError
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-# Part of every key: raise it when the same input gives other samples.
+# Part of every key: raise it when the same input gives other rows.
 FORMAT_VERSION = 2
 ROWS_PER_WRITE = 1000
 Columns = dict[str, Any]
@@ -33,7 +37,7 @@ Columns = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StageData:
-    """Training and evaluation samples, memory-mapped, and what was dropped or repaired on the way."""
+    """Memory-mapped training and evaluation rows of a stage, and counts of what was dropped or repaired."""
 
     train: "Dataset"
     eval: "Dataset"
@@ -41,12 +45,12 @@ class StageData:
 
 
 def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
-    """The samples of a stage ('sft', 'reward', 'ppo', or 'text' for plain blocks) in their order in the sources.
+    """Return the tokenised rows of a stage ('sft', 'reward', 'ppo', or 'text' for plain blocks) in source order.
 
     Columns: sft and text: ids, trained, num_tokens, num_trained. reward: chosen_ids, rejected_ids, prompt_length,
-    margin, num_tokens (both sides). ppo: prompt_ids, prompt_id, messages (JSON), num_tokens. options.template is put
-    into the tokenizer first. One process builds, the others wait for its file lock. Raises InputError where no training
-    sample is left.
+    margin, num_tokens (both sides). ppo: prompt_ids, prompt_id, messages (JSON), num_tokens. Sets the tokenizer's
+    template to options.template. One process builds while the others wait for its file lock. Raises InputError if no
+    training row is left.
     """
     set_template(tokenizer, options.template)
     cache = cache_folder(options.cache_dir)
@@ -59,7 +63,7 @@ def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedToke
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """The cache directory: the option, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache. Created with mode 0700."""
+    """Create the cache directory with mode 0700: `cache_dir`, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
     try:
@@ -72,23 +76,23 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def cache_key(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 over what the samples depend on: contents of the sources, tokenizer, template, all options, version."""
-    facts = asdict(options)
-    del facts["cache_dir"]
+    """Return a SHA-256 over what the rows depend on: contents of the sources, tokenizer, template, options, version."""
+    content = asdict(options)
+    del content["cache_dir"]
     paths = [*options.data_path, *options.eval_data_path, *options.sft_only_data_path]
-    facts |= {
+    content |= {
         "stage": stage,
         "version": FORMAT_VERSION,
-        # Users are invited to add converters: rows made by another one are other rows.
+        # Users are invited to edit the converters, which changes rows.
         "converters": hashlib.sha256(Path(known_sets.__file__).read_bytes()).hexdigest(),
         "sources": [fingerprint(parse_path(path).path) for path in paths],
         "tokenizer": tokenizer_content(tokenizer),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 over vocabulary, merges, special tokens and chat template of a tokenizer."""
+    """Return a SHA-256 over vocabulary, merges, special tokens and chat template of a tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -97,10 +101,10 @@ def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Write the samples beside `folder`, then rename: a folder that exists is complete."""
+    """Write the rows beside `folder`, then rename: a folder that exists is complete."""
     counts = Counts()
     records = select_records(stage, options, counts)
-    # What a killed build left there goes first; the lock says that nobody else is at it.
+    # A killed build may have left this folder; the lock excludes that another process is writing it.
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -108,8 +112,8 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
         num_train = _write(partial / "train.arrow", stage, _rows(stage, records.train, options, tokenizer, counts))
         _write(partial / "eval.arrow", stage, _rows(stage, records.eval, options, tokenizer, counts))
         if not num_train:
-            found = "; ".join(counts.lines()) or "no row"
-            raise InputError(f"step {STEPS[stage] + 1} ({stage}): no training sample is left: {found}")
+            kinds = "; ".join(counts.lines()) or "no row"
+            raise InputError(f"stage {stage}: no training row is left: {kinds}")
         (partial / "counts.json").write_text(json.dumps(counts.to_json(), indent=1), encoding="utf-8")
         partial.rename(folder)
     except OSError as error:
@@ -125,40 +129,21 @@ def _rows(
     tokenizer: "PreTrainedTokenizerBase",
     counts: Counts,
 ) -> Iterator[Columns]:
-    """The samples of a stage as rows of its columns."""
-    limits = TokenizationOptions(
-        max_seq_len=options.max_seq_len,
-        max_prompt_seq_len=options.max_prompt_seq_len,
-        train_on_prompt=options.train_on_prompt,
-        train_turns=options.train_turns,
-        long_pairs=options.long_pairs,
-        long_prompts=options.long_prompts,
-    )
+    """Yield the tokenised rows of a stage as dicts of its columns."""
     if stage == "reward":
-        for pair in pair_rows(records, tokenizer, limits, counts):
+        for pair in pair_rows(records, tokenizer, options, counts):
             yield {**asdict(pair), "num_tokens": len(pair.chosen_ids) + len(pair.rejected_ids)}
     elif stage == "ppo":
-        for prompt in prompt_rows(records, tokenizer, limits, counts):
+        for prompt in prompt_rows(records, tokenizer, options, counts):
             yield {**asdict(prompt), "num_tokens": len(prompt.prompt_ids)}
     else:
-        for sample in _language_samples(stage, records, limits, tokenizer, counts):
-            yield {**asdict(sample), "num_tokens": len(sample.ids), "num_trained": sum(sample.trained)}
-
-
-def _language_samples(
-    stage: Stage,
-    records: list[Record],
-    limits: TokenizationOptions,
-    tokenizer: "PreTrainedTokenizerBase",
-    counts: Counts,
-) -> Iterator[SFTRow]:
-    if stage == "text":
-        return text_blocks(records, tokenizer, limits.max_seq_len, counts)
-    return sft_rows(records, tokenizer, limits, counts)
+        blocks = text_blocks(records, tokenizer, options.max_seq_len, counts)  # a generator: not begun for 'sft'
+        for row in blocks if stage == "text" else sft_rows(records, tokenizer, options, counts):
+            yield {**asdict(row), "num_tokens": len(row.ids), "num_trained": sum(row.trained)}
 
 
 def _schema(stage: Stage) -> Any:
-    """The stage's Arrow columns; 32-bit ids hold every vocabulary."""
+    """Return the Arrow schema of a stage's rows; 32-bit ids hold every vocabulary."""
     import pyarrow as pa
 
     ids, number = pa.list_(pa.int32()), pa.int32()
@@ -172,7 +157,7 @@ def _schema(stage: Stage) -> Any:
 
 
 def _write(path: Path, stage: Stage, rows: Iterator[Columns]) -> int:
-    """Write an Arrow stream file a thousand rows at a time; returns the number of rows."""
+    """Write rows to an Arrow stream file, ROWS_PER_WRITE at a time; returns their number."""
     import pyarrow as pa
 
     schema = _schema(stage)

@@ -1,4 +1,4 @@
-"""What happened to rows on their way into training: how often each kind of drop or repair, and where first."""
+"""Counts of dropped and repaired rows by kind, each with the place of its first example."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, order=True)
 class Origin:
-    """Where a row came from: the file or hub id, and its row (1 is the first; the line number in line-based files)."""
+    """The place of a row: its file or hub id, and its number (from 1; the line number in line-based files)."""
 
     file: str
     row: int
@@ -17,19 +17,14 @@ class Origin:
 
 @dataclass(slots=True)
 class Counts:
-    """Drops, truncations and repairs by kind. Each kind keeps its count and the place of its first example."""
+    """Counts of drops, truncations and repairs by kind. Each kind keeps its count and its first example's place."""
 
     _kinds: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def add(self, kind: str, origin: object = "", number: int = 1) -> None:
-        """Count `number` more of `kind`; `origin` is kept if it is the first of its kind."""
+    def add(self, kind: str, origin: object) -> None:
+        """Count one more of `kind`; the first `origin` of each kind is kept."""
         count, first = self._kinds.get(kind, (0, str(origin)))
-        self._kinds[kind] = (count + number, first)
-
-    def merge(self, other: "Counts") -> None:
-        """Add all of `other`'s counts to this one."""
-        for kind, (count, first) in other._kinds.items():
-            self.add(kind, first, count)
+        self._kinds[kind] = (count + 1, first)
 
     def __getitem__(self, kind: str) -> int:
         return self._kinds.get(kind, (0, ""))[0]
@@ -37,23 +32,16 @@ class Counts:
     def __iter__(self) -> Iterator[str]:
         return iter(self._kinds)
 
-    def __len__(self) -> int:
-        return len(self._kinds)
-
-    def first(self, kind: str) -> str:
-        """The place of the first example of `kind`, empty if there was none."""
-        return self._kinds.get(kind, (0, ""))[1]
-
     def lines(self) -> list[str]:
-        """One line a kind, most frequent first: '12 empty response (first: a.jsonl:3)'."""
+        """Return one line per kind, most frequent first: '12 empty response (first: a.jsonl:3)'."""
         ordered = sorted(self._kinds.items(), key=lambda item: (-item[1][0], item[0]))
-        return [f"{count} {kind}" + (f" (first: {first})" if first else "") for kind, (count, first) in ordered]
+        return [f"{count} {kind} (first: {first})" for kind, (count, first) in ordered]
 
     def to_json(self) -> dict[str, dict[str, int | str]]:
-        """A JSON object: {kind: {"count": int, "first": str}}."""
+        """Return a JSON object: {kind: {"count": int, "first": str}}."""
         return {kind: {"count": count, "first": first} for kind, (count, first) in self._kinds.items()}
 
     @classmethod
     def from_json(cls, data: dict[str, dict[str, int | str]]) -> "Counts":
-        """The inverse of `to_json`."""
+        """Return the counts whose `to_json` is `data`."""
         return cls({kind: (int(entry["count"]), str(entry["first"])) for kind, entry in data.items()})

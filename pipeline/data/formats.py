@@ -1,4 +1,7 @@
-"""Recognise the format of rows by their columns and turn them into records; bad rows are counted, not raised."""
+"""Recognise the format of rows by their columns and parse them into records.
+
+Bad rows are counted instead of raised. Reading files and hub sets is in `sources.py` and `readers.py`.
+"""
 
 import difflib
 import math
@@ -26,7 +29,7 @@ RESPONSE_COLUMNS = ("response", "completion", "output")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One usable row.
+    """A usable row of any format.
 
     messages: the prompt's turns, ending in a user turn; empty for a plain text document. chosen, rejected: responses,
     None where the row has none. text: a plain text document. margin: how much better chosen is, if the row says so.
@@ -45,13 +48,13 @@ class Record:
 
     @property
     def all_turns(self) -> Turns:
-        """The whole conversation, for SFT: the prompt's turns and, where there is one, the chosen response."""
+        """The whole conversation, for SFT: the prompt's turns and the chosen response, if any."""
         return self.messages if self.chosen is None else (*self.messages, Message("assistant", self.chosen))
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a row says, before it is checked."""
+    """The content of a row before it is checked; fields as in Record."""
 
     messages: Turns = ()
     chosen: str | None = None
@@ -62,7 +65,7 @@ class _Content:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A layout of columns: all of `needed`, and one of `any_of` if there are any."""
+    """A set of columns that rows can have: all of `needed`, and one of `any_of` if that is not empty."""
 
     name: str
     needed: tuple[str, ...]
@@ -70,7 +73,7 @@ class Format:
     parse: Callable[[Values], _Content]
 
     def fits(self, columns: Iterable[str]) -> bool:
-        """True if rows of these columns can be read in this format."""
+        """Return True if rows of these columns can be read in this format."""
         present = set(columns)
         return present.issuperset(self.needed) and (not self.any_of or not present.isdisjoint(self.any_of))
 
@@ -83,26 +86,26 @@ def read_records(
     column_map: our column name -> the source's ({"prompt": "question"}). Raises InputError if the first row's columns
     fit no format, a mapped column is missing there, or no usable record is left at the end.
     """
-    found = dropped = 0
+    num_records = num_dropped = 0
     for row in rows:
         try:
             record = _record(row, column_map or {})
         except BadRowError as error:
             counts.add(str(error), row.origin)
-            dropped += 1
+            num_dropped += 1
             continue
         except UnknownColumnsError as error:
-            # Whole files in a wrong layout are refused; a stray row among good ones is one more bad row.
-            if not found + dropped:
+            # A file whose first row has unknown columns is refused; a stray row among good ones is one more bad row.
+            if not num_records + num_dropped:
                 raise InputError(str(error)) from error
             counts.add("columns fit no format", row.origin)
-            dropped += 1
+            num_dropped += 1
             continue
-        found += 1
+        num_records += 1
         yield record
-    if not found:
+    if not num_records:
         kinds = "; ".join(counts.lines()) or "it has no rows"
-        raise InputError(f"{row.origin.file if dropped else 'data'}: no usable row: {kinds}")
+        raise InputError(f"{row.origin.file if num_dropped else 'data'}: no usable row: {kinds}")
 
 
 class UnknownColumnsError(ValueError):
@@ -133,7 +136,7 @@ def _record(row: Row, column_map: Mapping[str, str]) -> Record:
 
 
 def _check_characters(content: _Content) -> None:
-    """JSON can spell half a surrogate pair, which no tokenizer takes; NUL is a sign of bytes that are no text."""
+    """Raise BadRowError for text that is no Unicode (JSON can spell half a surrogate pair) or holds a NUL character."""
     texts = [turn.content for turn in content.messages] + [content.chosen, content.rejected, content.text]
     whole = "".join(text for text in texts if text is not None)
     if "\0" in whole:
@@ -149,13 +152,13 @@ def _renamed(row: Row, column_map: Mapping[str, str]) -> Values:
     for ours, theirs in column_map.items():
         # A source that already has our column needs no mapping: one map may serve several sources.
         if theirs not in row.values and ours not in row.values:
-            found = ", ".join(row.values) + nearest(theirs, row.values)
-            raise UnknownColumnsError(f"{row.origin}: no column {theirs!r} (column_map {ours}={theirs}), only {found}")
+            others = ", ".join(row.values) + nearest(theirs, row.values)
+            raise UnknownColumnsError(f"{row.origin}: no column {theirs!r} (column_map {ours}={theirs}), only {others}")
     return {**row.values, **{ours: row.values[theirs] for ours, theirs in present.items()}}
 
 
 def _format_of(values: Values, origin: Origin) -> Format:
-    # datasets fills columns that a row lacks with None: null columns count only where nothing fits without them.
+    # datasets fills columns that a row lacks with None, so null columns count only if no format fits without them.
     for columns in ([name for name in values if values[name] is not None], list(values)):
         for candidate in FORMATS:
             if candidate.fits(columns):
@@ -164,12 +167,12 @@ def _format_of(values: Values, origin: Origin) -> Format:
 
 
 def _unknown_columns(columns: list[str]) -> str:
-    known = sorted({name for layout in FORMATS for name in (*layout.needed, *layout.any_of)})
+    known = sorted({name for form in FORMATS for name in (*form.needed, *form.any_of)})
     matches = ((name, difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)) for name in columns)
     near = ", ".join(f"{close[0]}={name}" for name, close in matches if close and close[0] != name)
-    layouts = "; ".join(layout.name for layout in FORMATS)
+    formats = "; ".join(form.name for form in FORMATS)
     hint = f"; nearest: --column_map {near}" if near else "; name them with --column_map prompt=..."
-    return f"columns {', '.join(columns) or '(none)'} fit no known format ({layouts}){hint}"
+    return f"columns {', '.join(columns) or '(none)'} fit no known format ({formats}){hint}"
 
 
 def _own_split(values: Values) -> Split | None:
@@ -193,7 +196,7 @@ def _response(values: Values, column: str) -> str:
 
 
 def _prompt_turns(values: Values) -> Turns:
-    """The prompt from `messages`, `conversations` or `prompt`, the first that is there."""
+    """Read the prompt from the first that exists of `messages`, `conversations` and `prompt`."""
     for column in ("messages", "conversations"):
         if values.get(column):
             turns = parse_turns(values[column], column)
@@ -220,7 +223,7 @@ def _parse_pair(values: Values) -> _Content:
 
 
 def _side(values: Values, column: str) -> Turns:
-    """One side of a pair as turns: only the response, or the whole conversation; it ends in an assistant turn."""
+    """Read one side of a pair as turns that end in an assistant turn: only the response, or the whole conversation."""
     if isinstance(values[column], list | Mapping):
         turns = parse_turns(values[column], column)
     elif isinstance(values[column], str) and is_transcript(values[column]):
@@ -279,7 +282,7 @@ def _parse_text(values: Values) -> _Content:
     return _Content(text=text)
 
 
-# In order of preference: where several fit, the first is taken.
+# In order of preference: if several fit, the first is taken.
 FORMATS: tuple[Format, ...] = (
     Format("prompt/chosen/rejected", ("chosen", "rejected"), (), _parse_pair),
     Format("instruction/input/output", ("instruction",), RESPONSE_COLUMNS, _parse_alpaca),

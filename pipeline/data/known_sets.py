@@ -1,4 +1,7 @@
-"""Hub data sets known by name. Adding one: a converter where its columns are not ours, and a line in KNOWN_SETS."""
+"""Hub data sets that are known by name, with converters of their columns to prompt/chosen/rejected.
+
+To add a set, write a line in KNOWN_SETS, and a converter if its columns are not ours.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +13,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """How to read a hub set: `convert` turns its columns into prompt/chosen/rejected, pure.
+    """A hub set that is known by name; `convert` is a pure function of a row to prompt/chosen/rejected.
 
     `eval_split` is the split to evaluate on (None: a share of train by hash); `revision` is the hub revision to read.
     """
@@ -21,19 +24,19 @@ class KnownSet:
 
 
 def as_shipped(row: Mapping[str, Any]) -> Values:
-    """The set has prompt/chosen/rejected, or whole transcripts in chosen/rejected; other columns are left out."""
+    """Keep prompt/chosen/rejected (or whole transcripts in chosen/rejected) as they are; drop other columns."""
     return {name: row[name] for name in ("prompt", "chosen", "rejected") if name in row}
 
 
 def after_assistant(row: Mapping[str, Any]) -> Values:
-    """yitingxie: the prompt lacks its last 'Assistant:', which stands at the head of the responses."""
+    """Convert yitingxie: the last 'Assistant:' belongs to the prompt, but the responses begin with it."""
     prompt = f"{row['prompt'].rstrip()}\n\nAssistant:"
     responses = {name: row[name].rpartition("Assistant:")[2] for name in ("chosen", "rejected")}
     return {"prompt": prompt, **responses}
 
 
 def webgpt(row: Mapping[str, Any]) -> Values:
-    """The answer with the higher score is chosen, citations like [1] are cut. A tie leaves the prompt alone."""
+    """Convert webgpt: the answer with the higher score is chosen, citations like [1] are cut; a tie gives no pair."""
     prompt = row["question"]["full_text"]
     if row["score_0"] == row["score_1"]:
         return {"prompt": prompt, "chosen": None, "rejected": None}
@@ -46,7 +49,7 @@ def webgpt(row: Mapping[str, Any]) -> Values:
 
 
 def shp(row: Mapping[str, Any]) -> Values:
-    """SHP: `labels` 1 says that comment A was preferred."""
+    """Convert SHP: `labels` 1 says that comment A was preferred."""
     best, other = ("A", "B") if row["labels"] == 1 else ("B", "A")
     return {"prompt": row["history"], "chosen": row[f"human_ref_{best}"], "rejected": row[f"human_ref_{other}"]}
 

@@ -1,7 +1,7 @@
-"""The step as the unit: which rows make an optimizer step, cut into this rank's micro-batches.
+"""Load the rows of an optimizer step, cut into this rank's micro-batches.
 
-A step is a function of (seed, epoch, step) alone; ranks take slices of it, so the number of ranks changes nothing.
-Within a step rows are grouped by length, so that little is computed for padding; sums over the step stay what they are.
+A step is a function of (seed, epoch, step) only; ranks take slices of it, so the number of ranks changes nothing.
+Within a step rows are grouped by length to compute little padding. Collation itself is in `batching.py`.
 """
 
 import math
@@ -19,14 +19,14 @@ from pyarrow import compute
 from pipeline.data.batching import balanced_slices, num_steps, rank_slices, rows_of_step
 
 B = TypeVar("B")
-Unit = Sequence[int]  # the rows that share a sequence: one row, or several packed ones
+Unit = Sequence[int]  # indices of the rows that are collated into one: a single row, or several packed ones
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[B]):
-    """One optimizer step: this rank's micro-batches, and counts over all ranks, known before the first backward.
+    """The data of one optimizer step: this rank's micro-batches, and counts over all ranks.
 
-    rows: numbers of this rank's rows.
+    rows: indices of this rank's rows. num_rows, num_tokens, num_trained: of all ranks, known before the first backward.
     """
 
     micro_batches: list[B]
@@ -37,9 +37,9 @@ class Step(Generic[B]):
 
 
 class StepLoader(Generic[B]):
-    """Steps over a tokenised data set; `step(n)` is the n-th optimizer step of training, counted from 0.
+    """A loader of optimizer steps over a tokenised data set; `step(n)` is the n-th step of training, counted from 0.
 
-    lengths: tokens of each unit's longest sequence, by which rows are grouped; None: all tokens of the unit.
+    lengths: tokens of each unit's longest sequence, by which units are grouped; None: all tokens of the unit.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class StepLoader(Generic[B]):
         self._lengths = [self._total("num_tokens", unit) for unit in units] if lengths is None else lengths
 
     def total_steps(self, epochs: float, max_steps: int) -> int:
-        """Optimizer steps of a run: `max_steps`, or as many as the epochs have."""
+        """Return the optimizer steps of a run: `max_steps`, or as many as the epochs have."""
         return max_steps or max(1, math.ceil(epochs * self.steps_per_epoch))
 
     def epoch_of(self, step: int) -> float:
-        """Passes over the rows after `step` steps."""
+        """Return the number of passes over the rows after `step` steps."""
         return step / self.steps_per_epoch
 
     def step(self, number: int) -> Step[B]:
-        """The `number`-th optimizer step of training."""
+        """Return the `number`-th optimizer step of training."""
         epoch, within = divmod(number, self.steps_per_epoch)
-        planned = rows_of_step(self.seed, epoch, within, len(self.units), self.rows_per_step)
-        rows = [row for unit in planned if unit is not None for row in self.units[unit]]
+        units = rows_of_step(self.seed, epoch, within, len(self.units), self.rows_per_step)
+        rows = [row for unit in units if unit is not None for row in self.units[unit]]
         slices = balanced_slices(
-            planned,
+            units,
             self._lengths,
             world_size=self.world_size,
             rank=self.rank,
@@ -99,14 +99,14 @@ class StepLoader(Generic[B]):
 
 
 class PrefetchedSteps(Generic[B]):
-    """A loader whose next step is made in a background thread while the one before it is trained on.
+    """The steps of a loader, the next one prefetched by a background thread while the current one is trained on.
 
-    It gives the very steps of the loader. An error of the thread is raised where its step is asked for, as it is. To be
-    used in a `with` block: leaving it waits for the thread, which has at most one step to finish.
+    An error of the thread is raised unchanged by the call of `step` that needs its result. Use it in a `with` block:
+    leaving the block waits for the thread, which has at most one step to finish.
     """
 
     def __init__(self, loader: StepLoader[B], *, end: int, device: torch.device) -> None:
-        """`end`: steps of the run; none behind them is made. `device`: where the batches go."""
+        """Prefetch up to step `end` - 1, with batches in pinned memory where `device` is a GPU."""
         self._loader, self._end, self._device = loader, end, device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="next step")
         self._next: tuple[int, Future[Step[B]]] | None = None
@@ -120,27 +120,27 @@ class PrefetchedSteps(Generic[B]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def step(self, number: int) -> Step[B]:
-        """`StepLoader.step(number)`; the one after it is begun."""
+        """Return `StepLoader.step(number)` and start to prefetch the next step."""
         number_made, made = self._next or (-1, None)
         if made is None or number_made != number:
             made = self._thread.submit(self._make, number)
-        found = made.result()
+        step = made.result()
         if number + 1 < self._end:
             self._next = (number + 1, self._thread.submit(self._make, number + 1))
-        return found
+        return step
 
     def _make(self, number: int) -> Step[B]:
         step = self._loader.step(number)
         if self._device.type != "cuda":
             return step
         torch.cuda.set_device(self._device)  # a thread starts at device 0, which may be another rank's
-        # Only from page-locked memory does a copy to the device not hold up the loop.
+        # Copies to the device are asynchronous only from pinned memory.
         pinned = [_each_tensor(batch, torch.Tensor.pin_memory) for batch in step.micro_batches]
         return Step(pinned, step.rows, step.num_rows, step.num_tokens, step.num_trained)
 
 
 def pair_lengths(rows: Any) -> list[int]:
-    """Tokens of the longer side of each pair of a `datasets.Dataset` with chosen_ids and rejected_ids."""
+    """Return the tokens of the longer side of each pair of a `datasets.Dataset` with chosen_ids and rejected_ids."""
     table = rows.with_format("arrow")[:]
     sides = (compute.list_value_length(table[name]).to_numpy() for name in ("chosen_ids", "rejected_ids"))
     return np.maximum(*sides).tolist()
@@ -149,7 +149,7 @@ def pair_lengths(rows: Any) -> list[int]:
 def evaluation_batches(
     rows: Any, collate: Callable[[list[Any]], B], *, batch_size: int, world_size: int, rank: int, max_batches: int
 ) -> list[Callable[[], B]]:
-    """This rank's evaluation batches in order, as functions that collate; equally many on every rank.
+    """Return this rank's evaluation batches in order, as functions that collate them; equally many on every rank.
 
     Args:
         collate: takes a list of lists of rows, None for padding.
@@ -165,14 +165,14 @@ def evaluation_batches(
 
 
 def each(batches: Sequence[Callable[[], B]], before: Callable[[], None]) -> Iterator[Callable[[], B]]:
-    """The batches, with a call of `before` ahead of each."""
+    """Yield the batches, calling `before` ahead of each."""
     for make in batches:
         before()
         yield make
 
 
 def to_device(batch: B, device: torch.device) -> B:
-    """A batch dataclass with its tensors on `device`; the host does not wait for copies from page-locked memory."""
+    """Copy a batch dataclass to `device`, asynchronously from pinned memory."""
     return _each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

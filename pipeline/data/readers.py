@@ -1,4 +1,8 @@
-"""Read one data file into raw rows. Every complaint names the file and the line or row, and what would be right."""
+"""Read one data file (.jsonl, .json, .csv, .parquet, .txt, each also .gz) into numbered raw rows.
+
+Every error names the file, the line or row and the column, and says what would be right. The meaning of columns is in
+`formats.py`.
+"""
 
 import csv
 import gzip
@@ -35,14 +39,14 @@ def read_file(path: Path) -> NumberedRows:
 
 
 def data_suffix(path: Path) -> str:
-    """The suffix that says the format, without .gz: '.jsonl' for 'a.jsonl.gz'. '' if it is no data file."""
+    """Return the suffix that names the format, without .gz: '.jsonl' for 'a.jsonl.gz', '' if it is no data file."""
     name = path.name.lower().removesuffix(".gz")
     return next((suffix for suffix in READERS if name.endswith(suffix)), "")
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes, unpacked; damage and missing rights become InputError."""
+    """Open a file's bytes, unpacked; damage and missing rights become InputError."""
     try:
         is_packed = path.name.lower().endswith(".gz")
         with cast(IO[bytes], gzip.open(path, "rb") if is_packed else path.open("rb")) as stream:
@@ -60,13 +64,13 @@ def _read_jsonl(stream: IO[bytes], path: Path) -> NumberedRows:
 
 
 def _text_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, line without its line end); a BOM at the head and CRLF are tolerated."""
+    """Yield (line number, line without its line end); a BOM at the head and CRLF are tolerated."""
     for number, line in _decoded_lines(stream, path):
         yield number, line.rstrip("\r\n")
 
 
 def _decoded_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, line with its line end), without a BOM at the head."""
+    """Yield (line number, line with its line end), without a BOM at the head."""
     for number, raw in enumerate(stream, start=1):
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -85,11 +89,11 @@ def _json_object(text: str, where: str) -> Values:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Values:
-    """A JSON object. Raises ValueError where a key stands twice: json would keep the last and say nothing."""
+    """Build a JSON object; raises ValueError for a repeated key, of which json would silently keep the last."""
     values = dict(pairs)
     if len(values) != len(pairs):
         twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
-        raise ValueError(f"the field {twice!r} stands twice")
+        raise ValueError(f"the field {twice!r} is repeated")
     return values
 
 
@@ -100,7 +104,7 @@ def _checked_object(value: Any, where: str) -> Values:
 
 
 def _read_json(stream: IO[bytes], path: Path) -> NumberedRows:
-    """An array of objects; a file that holds one object a line is read as JSON lines."""
+    """Read an array of objects; a file with one object per line is read as JSON lines."""
     content = "\n".join(line for _, line in _text_lines(stream, path))
     if not content.lstrip().startswith("["):
         yield from _read_jsonl(io.BytesIO(content.encode()), path)
@@ -114,7 +118,7 @@ def _read_json(stream: IO[bytes], path: Path) -> NumberedRows:
 
 
 def _read_csv(stream: IO[bytes], path: Path) -> NumberedRows:
-    # csv refuses cells above 128 KiB unless told; long documents are legitimate here.
+    # csv refuses cells above 128 KiB by default; long documents are legitimate here.
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader((line for _, line in _decoded_lines(stream, path)), strict=True)
     try:
@@ -129,9 +133,9 @@ def _read_csv(stream: IO[bytes], path: Path) -> NumberedRows:
 
 
 def _check_header(names: Sequence[str], path: Path) -> None:
-    """Raise InputError for a column that stands twice: csv would keep the last and say nothing."""
+    """Raise InputError for a repeated column, of which csv would silently keep the last."""
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise InputError(f"{path}:1: the column {twice[0]!r} stands twice in the header")
+        raise InputError(f"{path}:1: the column {twice[0]!r} is repeated in the header")
 
 
 def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:

@@ -1,4 +1,7 @@
-"""Open one data path, local or on the hub, and yield its raw rows with their origin and split."""
+"""Open a data path, local or on the hub, and yield its raw rows with their origin and split.
+
+Files are read by `readers.py`; columns get their meaning in `formats.py`.
+"""
 
 import hashlib
 import os
@@ -28,7 +31,7 @@ class DataPath:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One raw row: columns to values, where it came from, and its split if the source itself says so."""
+    """A raw row: column -> value, its place, and its split if the source itself names one."""
 
     values: dict[str, Any]
     origin: Origin
@@ -36,7 +39,7 @@ class Row:
 
 
 def parse_path(text: str) -> DataPath:
-    """'a.jsonl:0.7' -> DataPath('a.jsonl', 0.7); no weight means 1. Raises InputError for a weight outside (0, 1]."""
+    """Parse 'a.jsonl:0.7' to DataPath('a.jsonl', 0.7); no weight means 1. InputError for a weight outside (0, 1]."""
     path, colon, tail = text.rpartition(":")
     if not colon or Path(text).expanduser().exists():
         return DataPath(text)
@@ -52,7 +55,7 @@ def parse_path(text: str) -> DataPath:
 
 
 def split_of(name: object) -> Split | None:
-    """'train' or 'test' for a split's or file's name ('train-00000-of-00002', 'validation', 'test_sft'), else None."""
+    """Return 'train' or 'test' for a split's or file's name ('train-00000-of-00002', 'validation'), else None."""
     head = re.split(r"[^a-z]", str(name).lower(), maxsplit=1)[0]
     if head in ("train", "training"):
         return "train"
@@ -63,7 +66,7 @@ def read_rows(path: str) -> Iterator[Row]:
     """Yield the rows of a local file, a folder of data files, a `save_to_disk` folder, or a hub data set.
 
     Raises InputError for what is missing or broken (a path that looks local is never tried on the hub),
-    EnvironmentFault where the hub cannot be reached.
+    EnvironmentFault if the hub cannot be reached.
     """
     local = _local_path(path)
     if local is None:
@@ -78,7 +81,7 @@ def read_rows(path: str) -> Iterator[Row]:
 
 
 def fingerprint(path: str) -> str:
-    """A hash of the content behind a data path: of the files' bytes, or the hub data set's own fingerprint."""
+    """Return a hash of a data path's content: of the files' bytes, or the hub data set's own fingerprint."""
     local = _local_path(path)
     if local is None:
         splits = _load_hub(path)
@@ -100,7 +103,7 @@ def _file_digest(file: Path) -> str:
 
 
 def _local_path(path: str) -> Path | None:
-    """The existing local file or folder, or None for a hub id. Raises InputError if it looks local and is missing."""
+    """Return the existing local file or folder, None for a hub id. InputError if it looks local but is missing."""
     local = Path(path).expanduser()
     if local.exists():
         return local
@@ -110,14 +113,14 @@ def _local_path(path: str) -> Path | None:
 
 
 def looks_local(path: str) -> bool:
-    """True if this is a file path and no hub id: by its first character, suffix, depth or an existing parent."""
+    """Return True for a file path, False for a hub id, by first character, suffix, depth or an existing parent."""
     if path.startswith((".", "/", "~")) or data_suffix(Path(path)) or path.count("/") > 1:
         return True
     return "/" in path and Path(path).parent.is_dir()
 
 
 def _nearest(missing: Path) -> str:
-    """A proposal from the deepest folder on the way that exists."""
+    """Return a hint with the most similar name in the deepest existing folder of the path."""
     child, parent = missing, missing.parent
     while not parent.is_dir() and parent != parent.parent:
         child, parent = parent, parent.parent
@@ -126,13 +129,13 @@ def _nearest(missing: Path) -> str:
 
 
 def _data_files(local: Path) -> list[Path]:
-    """The data files of a path: itself, or all below the folder in sorted order."""
+    """Return the data files of a path in sorted order: itself, or all below the folder."""
     try:
         if local.is_file():
             files = [local] if data_suffix(local) else []
         else:
-            found = (file for file in sorted(local.rglob("*")) if data_suffix(file) and file.is_file())
-            files = [file for file in found if not any(part.startswith(".") for part in file.relative_to(local).parts)]
+            paths = (file for file in sorted(local.rglob("*")) if data_suffix(file) and file.is_file())
+            files = [p for p in paths if not any(part.startswith(".") for part in p.relative_to(local).parts)]
     except OSError as error:
         raise InputError(f"{error.filename or local}: cannot be read ({error.strerror})") from error
     if not files:
@@ -145,7 +148,7 @@ def _is_saved_dataset(local: Path) -> bool:
 
 
 def _load_saved(local: Path) -> dict[str, Any]:
-    """Split name -> Dataset; the name is '' for a folder that holds a single data set."""
+    """Load a `save_to_disk` folder: split name -> Dataset; the name is '' for a single data set."""
     import datasets
 
     try:
@@ -191,7 +194,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _dataset_rows(splits: dict[str, Any], file: str, *, eval_split: str | None) -> Iterator[Row]:
-    """The rows of the training and evaluation splits; of several evaluation splits only one is read."""
+    """Yield the rows of the training and evaluation splits; of several evaluation splits only one is read."""
     evaluation = eval_split or _first_eval_split(splits)
     for name, dataset in splits.items():
         split = split_of(name)
@@ -203,4 +206,4 @@ def _dataset_rows(splits: dict[str, Any], file: str, *, eval_split: str | None) 
 
 
 def _first_eval_split(splits: dict[str, Any]) -> str | None:
-    return next((name for wanted in EVAL_NAMES for name in splits if split_of(name) and name.startswith(wanted)), None)
+    return next((name for start in EVAL_NAMES for name in splits if split_of(name) and name.startswith(start)), None)

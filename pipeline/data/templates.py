@@ -1,7 +1,7 @@
-"""Chat templates: which one is used, and token sequences whose prompt is an exact token prefix of the conversation.
+"""Chat templates: choose one, and encode conversations whose prompt is an exact token prefix of the whole.
 
-Everything is rendered by transformers' own (sandboxed) `apply_chat_template` and encoded without added special tokens:
-the template carries the BOS. Training, rollouts and chat.py take their prompts from `encode_prompt`.
+Texts are rendered by transformers' sandboxed `apply_chat_template` and encoded without added special tokens, since the
+template contains the BOS. Training, rollouts and chat all encode prompts with `encode_prompt`.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ HUMAN_ASSISTANT_TEMPLATE = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '\\n\\nAssistant:' }}{%- endif -%}"
 )
-# A template is a program from a file. Published ones are below 20,000 characters, render in a millisecond, and add some
-# words to each turn.
+# A template is a program from a file, so it gets limits. Published ones are below 20,000 characters, render in a
+# millisecond, and add some words to each turn.
 MAX_TEMPLATE_CHARS = 100_000
 MAX_RENDER_S = 5.0
 MAX_GROWTH = 20
@@ -37,10 +37,10 @@ BOS_PREFIX = "{{- bos_token -}}"
 
 
 class RefusedTurnsError(InputError):
-    """The template refuses these turns (a system turn, say); another row may do."""
+    """The template refuses these turns, a system turn for example; other rows may be accepted."""
 
 
-class Encoded(NamedTuple):
+class EncodedConversation(NamedTuple):
     """A tokenised conversation of S tokens.
 
     ids: S token ids, ending in the end-of-turn token of the last turn. trained: S flags, True = the loss counts this
@@ -53,11 +53,11 @@ class Encoded(NamedTuple):
 
 
 def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
-    """Put the template to use into `tokenizer.chat_template`.
+    """Set `tokenizer.chat_template` to the template of this name, after checking it.
 
     name: 'tokenizer' (its own), 'human_assistant', or 'auto' (its own if it has one). Raises InputError for another
     name, 'tokenizer' without one, 'human_assistant' for a tokenizer without an EOS token, and an own template that is
-    too long, fails, or does not show what was said.
+    too long, fails, or leaves out a turn's content.
     """
     if name not in ("auto", "tokenizer", "human_assistant"):
         raise InputError(f"template {name!r}: auto, tokenizer or human_assistant are right")
@@ -78,14 +78,14 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
 def render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], add_generation_prompt: bool = False
 ) -> str:
-    """The conversation as text.
+    """Render a conversation as text.
 
     Raises:
         RefusedTurnsError: the template does not accept the turns.
-        InputError: it takes longer than MAX_RENDER_S, or gives more text than MAX_GROWTH allows.
+        InputError: rendering takes longer than MAX_RENDER_S, or makes more text than MAX_GROWTH allows.
     """
     turns = [asdict(message) for message in messages]
-    said = sum(len(message.content) for message in messages)
+    num_chars = sum(len(message.content) for message in messages)
     try:
         with time_limit(MAX_RENDER_S):
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
@@ -97,18 +97,18 @@ def render(
     except Exception as error:
         # A template is a program from a file: besides jinja2's own errors it may meet any other.
         raise RefusedTurnsError(f"the chat template of {_name(tokenizer)} refuses a conversation: {error}") from error
-    if len(text) > MAX_TEMPLATE_CHARS + MAX_GROWTH * said:
-        raise InputError(f"the chat template of {_name(tokenizer)} makes {len(text)} characters of {said}")
+    if len(text) > MAX_TEMPLATE_CHARS + MAX_GROWTH * num_chars:
+        raise InputError(f"the chat template of {_name(tokenizer)} makes {len(text)} characters of {num_chars}")
     return str(text)
 
 
 def _check_own_template(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise InputError for a template that is no text, too long, fails, or leaves out what was said."""
+    """Raise InputError for a template that is no text, too long, fails, or leaves out a turn's content."""
     template = tokenizer.chat_template
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS:
-        found = f"{len(template)} characters" if isinstance(template, str) else type(template).__name__
+        kind = f"{len(template)} characters" if isinstance(template, str) else type(template).__name__
         raise InputError(
-            f"{_name(tokenizer)}: its chat template: found {found}, wanted a text of at most {MAX_TEMPLATE_CHARS}"
+            f"{_name(tokenizer)}: its chat template: found {kind}, expected a text of at most {MAX_TEMPLATE_CHARS}"
         )
     question, answer = "question", "answer"
     with memory_limit(MAX_PROBE_BYTES):
@@ -121,20 +121,20 @@ def _check_own_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of text, with no special token added."""
+    """Encode text without adding special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
-    """The texts that the tokenizer encodes as special tokens, longest first."""
+    """Return the texts that the tokenizer encodes as special tokens, longest first."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(sorted({*tokenizer.all_special_tokens, *added} - {""}, key=lambda text: (-len(text), text)))
 
 
 def broken_up(text: str, special: Sequence[str]) -> str:
-    """`text` with a space inside whatever spells a special token: '</s>' -> '< /s>'.
+    """Put a space inside whatever spells a special token in `text`: '</s>' -> '< /s>'.
 
-    Encoded as it stands, it would become the real token: a forged end of turn, from a file or from a chat's user.
+    Unchanged it would be encoded as the real token: a forged end of turn, from a file or from a chat's user.
     """
     for token in special:
         if token in text:
@@ -143,13 +143,13 @@ def broken_up(text: str, special: Sequence[str]) -> str:
 
 
 def plain_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[Message]:
-    """The turns, none of whose contents spells a special token."""
+    """Return the turns with every text that spells a special token broken up."""
     special = special_texts(tokenizer)
     return [Message(message.role, broken_up(message.content, special)) for message in messages]
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[int]:
-    """Token ids of the prompt up to and with the generation prompt: what a model is given to answer."""
+    """Encode the prompt up to and with the generation prompt, as a model gets it."""
     return encode_text(tokenizer, render(tokenizer, plain_turns(tokenizer, messages), add_generation_prompt=True))
 
 
@@ -158,12 +158,12 @@ def encode_conversation(
     messages: Sequence[Message],
     train_turns: TrainTurns = "all",
     ends: frozenset[int] | None = None,
-) -> Encoded:
+) -> EncodedConversation:
     """Encode turns that end in an assistant turn; the prompt before each trained turn is an exact token prefix.
 
     Trained are the content of the assistant turns ('all', or the 'last' one only) and the token that ends each turn.
-    The ids end with the last turn's end token; if the template puts none there, EOS is appended. `ends` is
-    end_token_ids(tokenizer), to be given by callers with many conversations. Raises InputError if the template rewrites
+    The ids end with the last turn's end token; if the template puts none there, EOS is appended. Callers with many
+    conversations pass `ends` = end_token_ids(tokenizer). Raises InputError if the template rewrites
     earlier turns, so that a prompt is no prefix of the whole.
     """
     targets = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -180,11 +180,11 @@ def encode_conversation(
         length = _trained_length(new, ends) if is_response else 0
         ids += new
         trained += [True] * length + [False] * (len(new) - length)
-    return _ended(tokenizer, Encoded(ids, trained, num_boundaries), ends)
+    return _ended(tokenizer, EncodedConversation(ids, trained, num_boundaries), ends)
 
 
 def end_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """Ids that end an assistant turn: EOS, and the special token that the template puts after a response (if any)."""
+    """Return the ids that end an assistant turn: EOS, and the special token that the template puts after it, if any."""
     ends = {tokenizer.eos_token_id} - {None}
     question, marker = Message("user", "a"), "response"
     if tokenizer.chat_template is not None:
@@ -197,7 +197,7 @@ def end_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
 def _pieces(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int]
 ) -> list[tuple[str, bool]]:
-    """The rendered text cut at each target turn: (text, is it a response with what the template puts after it)."""
+    """Render and cut the text at each target turn: (text, True for a response with what the template puts after it)."""
     whole = render(tokenizer, messages)
     pieces: list[tuple[str, bool]] = []
     start = 0
@@ -217,22 +217,24 @@ def _pieces(
 def _continuation(
     tokenizer: "PreTrainedTokenizerBase", prefix: Sequence[int], text: str, piece: str
 ) -> tuple[list[int], bool]:
-    """The ids that `piece`, the end of `text`, adds after `prefix`; and whether text as a whole gives them."""
+    """Return the ids that `piece`, the end of `text`, adds to `prefix`; and True if the whole text encodes to them."""
     whole = encode_text(tokenizer, text)
     if whole[: len(prefix)] == list(prefix):
         return whole[len(prefix) :], True
-    # The tokenizer merges across the boundary. A model that is given the prompt cannot, so the piece stands alone.
+    # The tokenizer merges across the boundary. A model that gets the prompt cannot: encode the piece by itself.
     return encode_text(tokenizer, piece), False
 
 
 def _trained_length(response: Sequence[int], ends: frozenset[int]) -> int:
-    """How many of a response's tokens are trained: up to its end token; all if the template gives it none."""
+    """Return how many of a response's tokens are trained: up to its last end token, or all if it has none."""
     positions = [position for position, token in enumerate(response) if token in ends]
     return positions[-1] + 1 if positions else len(response)
 
 
-def _ended(tokenizer: "PreTrainedTokenizerBase", encoded: Encoded, ends: frozenset[int]) -> Encoded:
-    """The conversation cut behind its last trained token; EOS, trained, is appended if that is no end token."""
+def _ended(
+    tokenizer: "PreTrainedTokenizerBase", encoded: EncodedConversation, ends: frozenset[int]
+) -> EncodedConversation:
+    """Cut the conversation after its last trained token; append EOS, trained, if that is no end token."""
     length = max((position + 1 for position, is_trained in enumerate(encoded.trained) if is_trained), default=0)
     ids, trained = encoded.ids[:length], encoded.trained[:length]
     if not ids or ids[-1] not in ends:
@@ -242,7 +244,7 @@ def _ended(tokenizer: "PreTrainedTokenizerBase", encoded: Encoded, ends: frozens
             )
         ids.append(tokenizer.eos_token_id)
         trained.append(True)
-    return Encoded(ids, trained, encoded.num_boundaries)
+    return EncodedConversation(ids, trained, encoded.num_boundaries)
 
 
 def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:

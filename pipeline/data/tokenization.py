@@ -1,4 +1,8 @@
-"""Records -> tokenised samples for the three steps, pure given the tokenizer. What is cut or left out is counted."""
+"""Tokenise records into the rows of a stage: SFT sequences, preference pairs or prompts.
+
+Pure functions of records and tokenizer; what is cut or left out is counted. Which tokens are trained is decided in
+`templates.py`.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
 from pipeline.data.templates import (
-    Encoded,
+    EncodedConversation,
     RefusedTurnsError,
     TrainTurns,
     broken_up,
@@ -32,10 +36,10 @@ SPECIAL_BROKEN = "text that spells a special token (broken up)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizationOptions:
-    """Limits in tokens, and what happens to rows beyond them."""
+    """Options of tokenisation: limits in tokens, what happens to rows beyond them, and which tokens are trained."""
 
-    max_seq_len: int
-    max_prompt_seq_len: int
+    max_seq_len: int = 512
+    max_prompt_seq_len: int = 256
     train_on_prompt: bool = False
     train_turns: TrainTurns = "all"
     long_pairs: LongRows = "drop"
@@ -44,7 +48,7 @@ class TokenizationOptions:
 
 @dataclass(frozen=True, slots=True)
 class SFTRow:
-    """S token ids, S <= max_seq_len, and S flags: True = a target of the loss. The first token never is one."""
+    """A tokenised sequence: S <= max_seq_len ids, and S flags, True = a target of the loss (never the first token)."""
 
     ids: list[int]
     trained: list[bool]
@@ -52,7 +56,7 @@ class SFTRow:
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """Two conversations whose first `prompt_length` ids are the same; each is at most max_seq_len ids long."""
+    """A tokenised pair: two conversations of at most max_seq_len ids whose first `prompt_length` ids are the same."""
 
     chosen_ids: list[int]
     rejected_ids: list[int]
@@ -62,7 +66,10 @@ class PairRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt up to and with the generation prompt. messages: its turns as JSON, for a reward model's own template."""
+    """A tokenised prompt up to and with the generation prompt; `messages` are its turns as JSON.
+
+    A reward model with a tokenizer of its own renders them with its own template.
+    """
 
     prompt_ids: list[int]
     prompt_id: int
@@ -71,7 +78,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class _Encoder:
-    """The tokenizer with what is asked of it for every row, and where to count."""
+    """A tokenizer with its end tokens and special texts, and the counts that it adds to."""
 
     tokenizer: "PreTrainedTokenizerBase"
     ends: frozenset[int]
@@ -82,8 +89,8 @@ class _Encoder:
     def of(cls, tokenizer: "PreTrainedTokenizerBase", counts: Counts) -> "_Encoder":
         return cls(tokenizer, end_token_ids(tokenizer), special_texts(tokenizer), counts)
 
-    def conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> Encoded | None:
-        """The turns encoded, or None and counted."""
+    def conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> EncodedConversation | None:
+        """Encode turns; None, and counted, if the template refuses them."""
         self._count_special(record, turns)
         try:
             encoded = encode_conversation(self.tokenizer, turns, train_turns, self.ends)
@@ -95,7 +102,7 @@ class _Encoder:
         return encoded
 
     def prompt(self, record: Record) -> list[int] | None:
-        """The prompt's ids, or None and counted."""
+        """Encode a record's prompt; None, and counted, if the template refuses it."""
         self._count_special(record, record.messages)
         try:
             return encode_prompt(self.tokenizer, record.messages)
@@ -111,10 +118,10 @@ class _Encoder:
 def sft_rows(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
 ) -> Iterator[SFTRow]:
-    """One sample a conversation; plain text documents are joined into blocks of max_seq_len and come last.
+    """Yield one row per conversation, then the plain text documents in blocks of max_seq_len.
 
-    A conversation beyond max_seq_len loses its end, without an EOS in its place ('truncated'); if no trained token is
-    left it is dropped.
+    A conversation beyond max_seq_len loses its end, without an EOS in its place ('truncated'); it is dropped if no
+    trained token is left.
     """
     encoder = _Encoder.of(tokenizer, counts)
     documents = []
@@ -123,8 +130,8 @@ def sft_rows(
             documents.append(record)
         elif record.chosen is None:
             counts.add("no response to train on", record.origin)
-        elif sample := _sft_sample(record, encoder, options):
-            yield sample
+        elif row := _sft_row(record, encoder, options):
+            yield row
     if documents:
         yield from text_blocks(documents, tokenizer, options.max_seq_len, counts)
 
@@ -132,7 +139,7 @@ def sft_rows(
 def pair_rows(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
 ) -> Iterator[PairRow]:
-    """One sample for each record with a chosen and a rejected response.
+    """Yield one row for each record with a chosen and a rejected response.
 
     A pair beyond max_seq_len is dropped, or with long_pairs='truncate_left' loses the start of its prompt (the BOS
     stays), the same for both sides; a response that does not fit even then loses its end. Both are counted.
@@ -148,7 +155,7 @@ def pair_rows(
 def prompt_rows(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
 ) -> Iterator[PromptRow]:
-    """One sample for each distinct prompt. One beyond max_prompt_seq_len is dropped, or loses its start (BOS stays)."""
+    """Yield one row per distinct prompt; one beyond max_prompt_seq_len is dropped, or loses its start (BOS stays)."""
     encoder = _Encoder.of(tokenizer, counts)
     seen: set[int] = set()
     for record in records:
@@ -167,7 +174,7 @@ def prompt_rows(
 def text_blocks(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", block_len: int, counts: Counts
 ) -> Iterator[SFTRow]:
-    """Documents joined with EOS after each and cut into blocks of block_len ids; the last block may be shorter.
+    """Yield documents, joined with an EOS after each, in blocks of block_len ids; the last block may be shorter.
 
     All tokens but each block's first are trained. Raises InputError if the tokenizer has no EOS.
     """
@@ -193,7 +200,7 @@ def _all_trained(ids: list[int]) -> SFTRow:
     return SFTRow(ids, [False] + [True] * (len(ids) - 1))
 
 
-def _sft_sample(record: Record, encoder: _Encoder, options: TokenizationOptions) -> SFTRow | None:
+def _sft_row(record: Record, encoder: _Encoder, options: TokenizationOptions) -> SFTRow | None:
     encoded = encoder.conversation(record, record.all_turns, options.train_turns)
     if encoded is None:
         return None
@@ -201,10 +208,10 @@ def _sft_sample(record: Record, encoder: _Encoder, options: TokenizationOptions)
     if len(ids) > limit:
         encoder.counts.add("truncated", record.origin)
     # Nothing predicts the first token, so it is no target.
-    wanted = [True] * len(ids) if options.train_on_prompt else encoded.trained
-    sample = SFTRow(ids[:limit], [False, *wanted[1:limit]])
-    if any(sample.trained):
-        return sample
+    trained = [True] * len(ids) if options.train_on_prompt else encoded.trained
+    row = SFTRow(ids[:limit], [False, *trained[1:limit]])
+    if any(row.trained):
+        return row
     encoder.counts.add("no trained token left after truncation", record.origin)
     return None
 
@@ -223,7 +230,7 @@ def _encoded_pair(record: Record, encoder: _Encoder) -> PairRow | None:
 
 
 def _fitted(pair: PairRow, record: Record, encoder: _Encoder, options: TokenizationOptions) -> PairRow | None:
-    """The pair within max_seq_len, or None and counted."""
+    """Fit a pair into max_seq_len; None, and counted, if it is dropped."""
     counts, limit = encoder.counts, options.max_seq_len
     if max(len(pair.chosen_ids), len(pair.rejected_ids)) > limit:
         if options.long_pairs == "drop":
@@ -240,7 +247,7 @@ def _fitted(pair: PairRow, record: Record, encoder: _Encoder, options: Tokenizat
 
 
 def _truncated_pair(pair: PairRow, limit: int, bos_id: int | None) -> tuple[PairRow, bool]:
-    """The pair within `limit` tokens a side: a shorter prompt, then shorter responses; and if a response was cut."""
+    """Shorten the prompt, then the responses, to `limit` tokens per side; also returns True if a response was cut."""
     old = pair.prompt_length
     longest_response = max(len(pair.chosen_ids), len(pair.rejected_ids)) - old
     new = min(old, max(limit - longest_response, int(limit * MIN_PROMPT_SHARE), 1))
@@ -262,7 +269,7 @@ def _fitted_prompt(record: Record, encoder: _Encoder, options: TokenizationOptio
 
 
 def _without_start(ids: list[int], num_kept: int, bos_id: int | None) -> list[int]:
-    """The last `num_kept` ids; a BOS at the head stays there."""
+    """Return the last `num_kept` ids; a BOS at the head is kept."""
     if ids[0] == bos_id and 1 < num_kept < len(ids):
         return [ids[0], *ids[len(ids) - num_kept + 1 :]]
     return ids[len(ids) - num_kept :]

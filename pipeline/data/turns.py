@@ -1,4 +1,4 @@
-"""Turns of a conversation: the type, and reading them from lists of messages and from Human/Assistant transcripts."""
+"""Turns of a conversation, parsed from lists of messages and from Human/Assistant transcripts."""
 
 import hashlib
 import json
@@ -22,12 +22,12 @@ ROLES = {
 
 
 class BadRowError(ValueError):
-    """A row that cannot be used; the message is the kind under which it is counted."""
+    """A row that cannot be used; the message is the kind that it is counted as."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. role: 'system', 'user' or 'assistant'; content: its text without surrounding white space."""
+    """A turn. role: 'system', 'user' or 'assistant'; content: its text without surrounding white space."""
 
     role: str
     content: str
@@ -37,31 +37,31 @@ Turns = tuple[Message, ...]
 
 
 def turns_to_json(turns: Sequence[Message]) -> str:
-    """The turns as a JSON list of {"role", "content"}."""
+    """Return the turns as a JSON list of {"role", "content"}."""
     return json.dumps([asdict(turn) for turn in turns], ensure_ascii=False)
 
 
 def turns_from_json(text: str) -> Turns:
-    """The inverse of `turns_to_json`."""
+    """Return the turns of a JSON text from `turns_to_json`."""
     return tuple(Message(**turn) for turn in json.loads(text))
 
 
 def prompt_hash(turns: Sequence[Message]) -> int:
-    """63-bit hash of the turns' roles and contents, blind to white space and Unicode composition; same everywhere."""
+    """Return a 63-bit hash of the turns, blind to white space and Unicode composition; the same on every machine."""
     normal = [[turn.role, " ".join(unicodedata.normalize("NFC", turn.content).split())] for turn in turns]
     content = json.dumps(normal, ensure_ascii=False)
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def is_transcript(text: str) -> bool:
-    r"""True for text like '\n\nHuman: ...\n\nAssistant: ...', which must not be wrapped in a template again."""
+    r"""Return True for text like '\n\nHuman: ...\n\nAssistant: ...', which must not be wrapped in a template again."""
     if text.startswith("\n\nHuman:"):
         return True
     return text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
 
 
 def parse_transcript(text: str) -> Turns:
-    """The turns of a transcript; an empty assistant turn at its end is the place to answer and is left out."""
+    """Parse a transcript; an empty assistant turn at its end (the place to answer) is left out."""
     _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + text.strip())
     turns = [
         Message(ROLES[name.lower()], content.strip()) for name, content in zip(parts[::2], parts[1::2], strict=True)
@@ -72,7 +72,7 @@ def parse_transcript(text: str) -> Turns:
 
 
 def parse_turns(value: Any, column: str) -> Turns:
-    """Turns from a list of {"role", "content"} or {"from", "value"} (also mixed), or one such object.
+    """Parse turns from a list of {"role", "content"} or {"from", "value"} (also mixed), or one such object.
 
     Raises BadRowError for another type, an unknown role or content that is no text.
     """

@@ -113,7 +113,7 @@ def test_pair_batch_by_hand():
 def test_first_fit_packing_by_hand():
     assert pack_rows([6, 5, 4, 3, 2, 10], 10) == [[0, 2], [1, 3, 4], [5]]
     assert pack_rows([6, 5, 4], 10, max_open=1) == [[0], [1, 2]]
-    with pytest.raises(ValueError, match="sample 1 has 11 tokens"):
+    with pytest.raises(ValueError, match="sequence 1 has 11 tokens"):
         pack_rows([1, 11], 10)
 
 
@@ -169,7 +169,7 @@ def test_ranks_share_a_step_completely_and_evenly(world_size, micro_batch_size, 
 
 
 def test_balanced_slices_by_hand():
-    """Lengths 9 8 7 6 5 4 3 and a filler: rank 0 is dealt 9 6 5 filler, rank 1 is dealt 8 7 4 3."""
+    """Lengths 9 8 7 6 5 4 3 and a padding row: rank 0 is dealt 9 6 5 and padding, rank 1 is dealt 8 7 4 3."""
     lengths = [5, 9, 3, 7, 4, 8, 6]
     rows = [0, 1, 2, 3, 4, 5, 6, None]
     deal = {rank: balanced_slices(rows, lengths, world_size=2, rank=rank, micro_batch_size=2) for rank in (0, 1)}

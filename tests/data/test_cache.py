@@ -92,12 +92,12 @@ def test_no_split_gives_every_step_all_rows(options, bpe_tokenizer):
 
 
 def test_empty_share_is_an_input_error(options, bpe_tokenizer):
-    with pytest.raises(InputError, match=r"step 1 \(sft\): data_split 0,1,1 leaves no training row"):
+    with pytest.raises(InputError, match=r"stage sft: data_split 0,1,1 leaves no training row"):
         load_or_build("sft", replace(options, data_split="0,1,1"), bpe_tokenizer)
 
 
 def test_no_sample_left_is_an_input_error_and_leaves_nothing_behind(options, bpe_tokenizer):
-    with pytest.raises(InputError, match="no training sample is left: .*pair longer than max_seq_len"):
+    with pytest.raises(InputError, match="no training row is left: .*pair longer than max_seq_len"):
         load_or_build("reward", replace(options, max_seq_len=4), bpe_tokenizer)
     assert not [entry for entry in Path(options.cache_dir).iterdir() if entry.is_dir()]
 

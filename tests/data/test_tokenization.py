@@ -45,7 +45,7 @@ def test_only_the_response_and_its_end_are_trained(tokenizer):
     counts = Counts()
     samples = list(sft_rows([record(chosen="Boil water.", rejected="no")], tokenizer, options(), counts))
     assert samples == [SFTRow(prompt + response, [False] * len(prompt) + [True] * len(response))]
-    assert len(counts) == 0
+    assert not list(counts)
 
 
 def test_training_on_the_prompt_leaves_out_only_the_first_token(tokenizer):
@@ -81,7 +81,7 @@ def test_row_without_a_trained_token_is_dropped_and_counted(tokenizer):
     assert counts["no trained token left after truncation"] == 1
 
 
-def test_rows_that_a_step_cannot_use_are_counted(tokenizer):
+def test_rows_that_a_stage_cannot_use_are_counted(tokenizer):
     counts = Counts()
     assert not list(sft_rows([record()], tokenizer, options(), counts))
     assert not list(pair_rows([record(chosen="x")], tokenizer, options(), counts))
@@ -113,8 +113,7 @@ def test_refused_turns_are_counted(tokenizer):
     counts = Counts()
     assert not list(sft_rows([row], tokenizer, options(), counts))
     assert not list(prompt_rows([row], tokenizer, options(), counts))
-    assert counts["turns refused by the chat template"] == 2
-    assert counts.first("turns refused by the chat template") == "f:4"
+    assert counts.lines() == ["2 turns refused by the chat template (first: f:4)"]
 
 
 def test_pair_shares_its_prompt(tokenizer):

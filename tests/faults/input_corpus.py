@@ -108,7 +108,7 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
     "narrow.csv": (TABLE + b"a,b\n", "REFUSED", "{name}:8: the header names 3 columns"),
     "wide.csv": (TABLE + b"a,b,c,d\n", "REFUSED", "{name}:8: the header names 3 columns"),
     "quote.csv": (TABLE + b'"a,b,c\n', "REFUSED", "{name}:8: not a CSV row"),
-    "column-twice.csv": (b"prompt,prompt,response\na,b,c\n", "REFUSED", "{name}:1: the column 'prompt' stands twice"),
+    "column-twice.csv": (b"prompt,prompt,response\na,b,c\n", "REFUSED", "{name}:1: the column 'prompt' is repeated"),
     "semicolons.csv": (TABLE.replace(b'","', b'";"'), "REFUSED", "{name}:2: not a CSV row"),
     "utf16.csv": (TABLE.decode().encode("utf-16"), "REFUSED", "{name}:1: byte 1 is not UTF-8"),
     "latin.csv": (TABLE + b"\xe9,b,c\n", "REFUSED", "{name}:8: byte 1 is not UTF-8"),

@@ -60,7 +60,7 @@ def test_a_prompt_around_the_limit(num_tokens: int, policy: Any, tokenizer: Any)
     found = [sample.prompt_ids for sample in prompt_rows([record], tokenizer, options, counts)]
     whole = encode_prompt(tokenizer, record.messages)
     if num_tokens <= LIMIT:
-        assert found == [whole] and not len(counts)
+        assert found == [whole] and not list(counts)
     elif policy == "drop":
         assert found == [] and counts.lines() == ["1 prompt longer than max_prompt_seq_len (first: a.jsonl:1)"]
     else:
