@@ -1,40 +1,52 @@
-"""Parameters that ZeRO-3 may hold in pieces, for code that must not need deepspeed to be imported."""
+"""Parameters that may be partitioned by ZeRO-3, for modules that do not import deepspeed.
+
+A parameter that is not partitioned is handled as well: its values are all on this rank.
+"""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline import dist
 
 
-def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 holds this parameter in pieces."""
+def is_partitioned(parameter: Any) -> bool:
+    """Return whether ZeRO-3 has partitioned this parameter."""
     return hasattr(parameter, "ds_id")
 
 
-def gathered(parameters: Iterable[nn.Parameter], *, writer: bool = False) -> AbstractContextManager[Any]:
-    """Whole values of ZeRO-3 parameters inside the context; with `writer`, what rank 0 writes reaches every rank.
+def gathered(parameters: Iterable[torch.Tensor], *, writer: bool = False) -> AbstractContextManager[Any]:
+    """Gather ZeRO-3 parameters while the context lasts; with `writer`, what rank 0 writes to them reaches every rank.
 
     A collective: every rank enters it for the same parameters. Without partitioned parameters nothing happens.
     """
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not partitioned:
         return nullcontext()
-    import deepspeed  # a parameter that is partitioned has loaded it already
+    import deepspeed  # loaded already, by what has partitioned the parameters
 
     return deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if writer else None)
 
 
+def whole_numel(parameter: Any) -> int:
+    """Return the number of elements of the whole parameter."""
+    return parameter.ds_numel if is_partitioned(parameter) else parameter.numel()
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of the whole parameter."""
+    return tuple(parameter.ds_shape if is_partitioned(parameter) else parameter.shape)
+
+
 def local_share(parameter: Any) -> torch.Tensor:
-    """This rank's values of a parameter: its ZeRO-3 shard (flat, maybe padded), or all of it."""
+    """Return this rank's values of a parameter: its ZeRO-3 shard (flat, maybe padded), or all of it."""
     return parameter.ds_tensor.data if is_partitioned(parameter) else parameter.data
 
 
 def local_range(parameter: Any) -> tuple[int, int]:
-    """(start, elements) of `local_share` in the flattened parameter, padding left out."""
+    """Return (start, elements) of `local_share` in the flattened parameter, without padding."""
     if not is_partitioned(parameter):
         return 0, parameter.numel()
     shard = parameter.partition_numel()

@@ -1,4 +1,4 @@
-"""Pure tensor helpers: masked statistics, padding, position ids, log-probabilities of given tokens.
+"""Pure functions of tensors: masked statistics, padding, position ids, log-probabilities, norms.
 
 Shapes: N rows, T positions, V vocabulary. A mask is bool, has the shape of the values, and True means "counts".
 Entries where a mask is False are never read into a result: NaN or Inf there changes neither values nor gradients.
@@ -8,26 +8,27 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def round_up(number: int, unit: int) -> int:
-    """The next multiple of `unit`."""
+    """Round `number` up to a multiple of `unit`."""
     return -(-number // unit) * unit
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the values that count, over everything or over `dim`; 0 where none counts."""
+    """Return the sum of the values that count, over everything or over `dim`; 0 where none counts."""
     assert mask.dtype == torch.bool and mask.shape == values.shape, (mask.dtype, mask.shape, values.shape)
     return torch.where(mask, values, 0).sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the values that count; 0 where none counts, so that a padding row of weight zero stays harmless."""
+    """Return the mean of the values that count; 0 where none counts, so that a padding row stays harmless."""
     return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) of the values that count, as one float64 tensor (3,).
+    """Return (count, sum, sum of squares) of the values that count, as one float64 tensor (3,).
 
     Moments of separate batches add up: sum them over micro-batches or ranks, then call `finish_moments`.
     """
@@ -36,7 +37,7 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def finish_moments(summed: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance, two float64 scalars, of everything whose `moments` were added into `summed`."""
+    """Return mean and population variance, float64 scalars, of everything whose `moments` are added in `summed`."""
     assert summed.shape == (3,) and summed.dtype == torch.float64, (summed.shape, summed.dtype)
     count, total, total_of_squares = summed.unbind()
     mean = total / count.clamp(min=1)
@@ -47,10 +48,10 @@ def finish_moments(summed: Tensor) -> tuple[Tensor, Tensor]:
 def whiten(
     values: Tensor, mask: Tensor, *, mean: Tensor, var: Tensor, shift_mean: bool = True, eps: float = 1e-8
 ) -> Tensor:
-    """(values - mean) / sqrt(var + eps) where the mask counts, 0 elsewhere; `shift_mean=False` adds the mean back.
+    """Return (values - mean) / sqrt(var + eps) where the mask counts, else 0; `shift_mean=False` adds the mean back.
 
-    `mean` and `var` are scalars from `finish_moments`, taken over all ranks: statistics of one rank alone would make
-    the result depend on the number of ranks.
+    `mean` and `var` are scalars from `finish_moments`, taken over all ranks: statistics of one rank would make the
+    result depend on the number of ranks.
     """
     assert mask.dtype == torch.bool and mask.shape == values.shape, (mask.dtype, mask.shape, values.shape)
     assert mean.dim() == 0 and var.dim() == 0, (mean.shape, var.shape)
@@ -73,21 +74,35 @@ def pad_rows(
 
 
 def lengths_to_mask(lengths: Tensor, length: int) -> Tensor:
-    """(N, length) mask of right-padded rows: True at the first `lengths[i]` positions of row i."""
+    """Return the (N, length) mask of right-padded rows: True at the first `lengths[i]` positions of row i."""
     assert lengths.dim() == 1 and lengths.dtype == torch.int64, (lengths.shape, lengths.dtype)
     return torch.arange(length, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def position_ids_from_mask(mask: Tensor) -> Tensor:
-    """(N, T) int64 positions that count real tokens only, whatever the padding side; 0 on padding before the first."""
+    """Return (N, T) int64 positions that count real tokens only, for either padding side; 0 on padding at the left."""
     assert mask.dim() == 2 and mask.dtype == torch.bool, (mask.shape, mask.dtype)
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def gather_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-softmax of `logits` (..., V), computed in fp32 whatever their dtype, at the ids `targets` (...).
+    """Return the log-softmax of `logits` (..., V) at the ids `targets` (...), in fp32 for any dtype of the logits.
 
     The logits at position t predict the target at position t: the caller shifts. It also divides by the temperature.
     """
     assert logits.shape[:-1] == targets.shape and targets.dtype == torch.int64, (logits.shape, targets.shape)
     return logits.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def tensor_norms(tensors: list[Tensor]) -> Tensor:
+    """Return the L2 norms of n tensors, (n,) fp32, computed in fp32 for any dtype."""
+    if hasattr(torch, "_foreach_norm"):  # one kernel for many tensors
+        return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return relu(x @ W.T + b), (M, F), of x (M, H), weight (F, H) and bias (F,); not differentiable."""
+    if hasattr(torch, "_addmm_activation"):  # the ReLU is part of the product's kernel
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
+    return functional.linear(x, weight, bias).relu_()

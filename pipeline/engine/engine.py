@@ -1,9 +1,8 @@
-"""A model under DeepSpeed, with the few operations that the loops need. Imports deepspeed at once;
-partitions.py does so lazily; no other file does.
+"""DeepSpeed engines with the few operations that the training loops need; losses and schedules are the loops' own.
 
 A loop decides where an accumulation ends and whether a step is taken: `backward(loss, last=...)`, then
-`gradient_norm()`, then `step()` or `discard()`. Losses are scaled by the loop; DeepSpeed divides by nothing but the
-number of ranks.
+`gradient_norm()`, then `step()` or `discard()`. Losses are scaled by the loop; DeepSpeed divides only by the number of
+ranks.
 """
 
 import math
@@ -14,32 +13,19 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from torch import nn
 
-from pipeline.engine.gradients import global_norm, wait_on_device
+from pipeline.engine.gradients import global_norm, synchronise_on_device
 from pipeline.engine.memory import gradient_bytes
 from pipeline.engine.state import loss_scaler
-from pipeline.engine.zero3 import Gather, Weights, gathers_once, inputs_need_gradients, layer_classes, remove_hooks
+from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
 from pipeline.kernels.fused_layers import fuse_layers
 from pipeline.partitions import gathered
-
-
-def by_layer_or_once(module: Any, config: dict[str, Any], wanted: Gather) -> bool:
-    """Before DeepSpeed partitions a model: whether its weights are gathered once a phase, else layer by layer."""
-    if gathers_once(module, config, wanted):
-        return True
-    # Decoder layers as wholes: hooks at every linear layer cost more time than the gathering.
-    if classes := layer_classes(module):
-        deepspeed.utils.set_z3_leaf_modules(module, classes)
-        inputs_need_gradients(module)
-    return False
+from pipeline.tensor_ops import tensor_norms
 
 
 class FrozenEngine:
-    """A model that is only read: a ZeRO-3 engine when `config` says stage 3, else the plain model on its device."""
+    """A model that is only read: a ZeRO-3 engine where `config` says ZeRO stage 3, else the plain model on a device."""
 
     def __init__(
         self, module: nn.Module, config: dict[str, Any], device: torch.device, *, gather: Gather = "auto"
@@ -47,14 +33,14 @@ class FrozenEngine:
         module.requires_grad_(False)
         fuse_layers(module, device)
         self.module = module.eval()
-        self.weights: Weights | None = None
+        self.weights: Zero3Weights | None = None
         if config["zero_optimization"]["stage"] < 3:
             self._forward: Any = module.to(device)
             return
-        once = by_layer_or_once(module, config, gather)
+        once = set_gathering(module, config, gather)
         self._forward = deepspeed.initialize(model=module, config=config)[0]
         self._forward.eval()
-        self.weights = Weights(module, self._forward.optimizer, once=once)
+        self.weights = Zero3Weights(module, self._forward.optimizer, once=once)
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,13 +49,13 @@ class FrozenEngine:
         return self._forward(*args, **kwargs)
 
     def release_gathered(self) -> None:
-        """The phase that read the model is over: what ZeRO-3 gathered for it goes."""
+        """Release the weights that ZeRO-3 gathered for the phase that is over."""
         if self.weights is not None:
             self.weights.release_gathered()
 
 
 class TrainingEngine:
-    """A model, its AdamW and its gradients under DeepSpeed (ZeRO 0 to 3)."""
+    """A model, its AdamW and its gradients under DeepSpeed (ZeRO stages 0 to 3)."""
 
     def __init__(
         self,
@@ -86,23 +72,23 @@ class TrainingEngine:
         optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
         trainable = [parameter for group in groups for parameter in group["params"]]
         partitioned = config["zero_optimization"]["stage"] == 3
-        once = partitioned and by_layer_or_once(module, config, gather)
+        once = partitioned and set_gathering(module, config, gather)
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=trainable, config=config
         )
-        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
+        if hasattr(self.optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer: stage 0 in 16 bits
             # It took a step with zero gradients to allocate its states: Adam would count from 2, and weights decayed.
             self.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
-        self.weights = Weights(module, self.optimizer.parameter_offload, once=once) if partitioned else None
-        wait_on_device(self.optimizer)
+        self.weights = Zero3Weights(module, self.optimizer.parameter_offload, once=once) if partitioned else None
+        synchronise_on_device(self.optimizer)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.partitions_weights: bool = partitioned
         self.partitions_optimizer: bool = config["zero_optimization"]["stage"] > 0
         self.last_gradient_norm = 0.0
-        self.gradient_bytes = 0  # held on this rank when the first step began
-        self.host_buffers: list[torch.Tensor] = []  # pipeline/engine/optimizer_offload.py
-        self._norms: torch.Tensor | None = None  # what `gradient_norm` found of these gradients, as DeepSpeed has it
+        self.gradient_bytes = 0  # on this rank when the first step began
+        self.host_buffers: list[torch.Tensor] = []  # reused by optimizer_offload.py
+        self._norms: torch.Tensor | None = None  # of these gradients, as DeepSpeed's optimizer computes them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.weights is not None:
@@ -110,7 +96,7 @@ class TrainingEngine:
         return self.deepspeed(*args, **kwargs)
 
     def release_gathered(self) -> None:
-        """What ZeRO-3 gathered for the forward passes until here goes; a step lets it go too."""
+        """Release the weights that ZeRO-3 gathered since the last release; `step` does this too."""
         if self.weights is not None:
             self.weights.release_gathered()
 
@@ -120,12 +106,12 @@ class TrainingEngine:
 
     @property
     def config(self) -> Any:
-        """The configuration of the transformers model inside."""
+        """The configuration of the transformers model that the engine trains."""
         return self.module.config
 
     @property
     def loss_scale_can_fall(self) -> bool:
-        """Whether a step that overflowed may be the doing of a dynamic fp16 loss scale that has not settled yet."""
+        """True while a dynamic fp16 loss scale is above its floor: an overflow may come from the scale only."""
         if not (self.deepspeed.fp16_enabled() and self.deepspeed.dynamic_loss_scale()):
             return False
         scaler = loss_scaler(self.optimizer)
@@ -145,15 +131,14 @@ class TrainingEngine:
         A collective under ZeRO. To be called after the last `backward` and before `step` or `discard`.
         """
         optimizer = self.optimizer
-        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        if self.partitions_weights:
             norms = torch.stack([torch.as_tensor(norm) for norm in optimizer._get_norm_groups()]).cpu()
-        elif isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
+        elif self.partitions_optimizer and optimizer.cpu_offload:
             norms = torch.as_tensor(optimizer.scaled_global_norm()).reshape(1).cpu()
-        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        elif self.partitions_optimizer:
             norms = global_norm(grad for group in optimizer.averaged_gradients.values() for grad in group or ()).cpu()
         else:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).cpu()
+            norms = tensor_norms([p.grad for p in self.module.parameters() if p.grad is not None]).cpu()
         self._norms = norms
         # DeepSpeed writes -1 for a norm that is not finite.
         if not torch.isfinite(norms).all() or (norms < 0).any():
@@ -161,7 +146,7 @@ class TrainingEngine:
         return norms.double().norm().item() / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
 
     def set_rate(self, rate_factor: float) -> None:
-        """Learning rates become `rate_factor` times their peaks."""
+        """Set the learning rates to `rate_factor` times their peaks."""
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = peak * rate_factor
 
@@ -169,28 +154,28 @@ class TrainingEngine:
         """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients."""
         self.set_rate(rate_factor)
         self.deepspeed.set_gradient_accumulation_boundary(True)
-        with self._norm_is_known():
+        with self._norm_reused():
             self.deepspeed.step()
 
     @contextmanager
-    def _norm_is_known(self) -> Iterator[None]:
-        """DeepSpeed's step takes the norm that `gradient_norm` found, and looks for no overflow: it was finite.
+    def _norm_reused(self) -> Iterator[None]:
+        """Make DeepSpeed's step reuse the result of `gradient_norm`, and check no overflow: the norm was finite.
 
-        It would read all gradients two more times, and wait for the device before each group's update.
+        The step would read all gradients two more times, and wait for the device before each group's update.
         """
-        owner, norms, answers = self.optimizer, self._norms, {}
+        owner, norms, replaced = self.optimizer, self._norms, {}
         self._norms = None
-        if norms is not None and isinstance(owner, DeepSpeedZeroOptimizer_Stage3):
-            answers = {"_get_norm_groups": lambda: list(norms), "check_overflow": lambda *_, **__: None}
-        elif norms is not None and isinstance(owner, DeepSpeedZeroOptimizer):
-            answers = {"scaled_global_norm": lambda: norms[0], "check_overflow": lambda *_, **__: None}
-        elif norms is not None and isinstance(owner, FP16_UnfusedOptimizer):
-            owner, answers = owner.overflow_checker, {"check": lambda: False}  # it waits at every single parameter
-        vars(owner).update(answers)
+        if norms is not None and self.partitions_weights:
+            replaced = {"_get_norm_groups": lambda: list(norms), "check_overflow": lambda *_, **__: None}
+        elif norms is not None and self.partitions_optimizer:
+            replaced = {"scaled_global_norm": lambda: norms[0], "check_overflow": lambda *_, **__: None}
+        elif norms is not None and hasattr(owner, "fp32_groups"):
+            owner, replaced = owner.overflow_checker, {"check": lambda: False}  # it waits at every single parameter
+        vars(owner).update(replaced)
         try:
             yield
         finally:
-            for name in answers:
+            for name in replaced:
                 del vars(owner)[name]
 
     def discard(self) -> None:
@@ -199,11 +184,11 @@ class TrainingEngine:
         self.release_gathered()
         if not math.isfinite(self.last_gradient_norm) and hasattr(optimizer, "_update_scale"):
             optimizer._update_scale(True)  # fp16: else the next steps would overflow too
-        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        if self.partitions_weights:
             optimizer._overflow_clean_up(optimizer.loss_scale)
-        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        elif self.partitions_optimizer:
             optimizer.zero_grad(set_to_none=True)
-            optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+            optimizer.micro_step_id = deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID
             if optimizer.cpu_offload:
                 optimizer.reset_cpu_buffers()
             for group in optimizer.averaged_gradients:
@@ -213,17 +198,17 @@ class TrainingEngine:
             self.deepspeed.zero_grad()
 
     def drop_gradients(self) -> None:
-        """Forget an accumulation that was interrupted; the loss scale stays."""
+        """Drop the gradients of an interrupted accumulation; the loss scale stays."""
         self.last_gradient_norm = 0.0
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self.discard()
 
     @contextmanager
     def generation(self, *, gather: bool = True) -> Iterator[None]:
-        """Weights are whole and forward passes are plain inside: what a sampling loop needs.
+        """Keep weights whole and forward passes free of collectives while the context lasts, for sampling.
 
-        Under ZeRO-3 the weights are gathered once and DeepSpeed's hooks are taken off, so that ranks may run different
-        numbers of forward passes; with the hooks on, uneven lengths hang. Without `gather` neither happens: for a
+        Under ZeRO-3 the weights are gathered once and DeepSpeed's hooks are removed, so that ranks may run different
+        numbers of forward passes; with the hooks, uneven lengths hang. Without `gather` neither happens: for a
         sampler that copies the weights itself and calls no module.
         """
         self.release_gathered()

@@ -1,7 +1,7 @@
-"""Stretches of parameters on disk: what each rank holds of a tensor, by the tensor's name and its place in it.
+"""Fragments of parameters on disk: each rank's part of a tensor, by the tensor's name and the part's position.
 
-Whoever reads asks for a stretch by name and place, whatever the number of ranks that wrote and the way they cut; so a
-checkpoint fits another number of ranks and another ZeRO stage. Files are safetensors: no pickle is read or written.
+A reader asks for a range of elements by name and position, for any number of ranks that wrote and any partitioning; so
+a checkpoint fits another number of ranks and another ZeRO stage. Files are safetensors: no pickle is read or written.
 """
 
 import json
@@ -26,7 +26,7 @@ class Fragment:
     values: torch.Tensor
 
     def copied(self) -> "Fragment":
-        """In host memory, where training does not change it."""
+        """Return a copy in host memory, which training does not change."""
         return replace(self, values=self.values.detach().to("cpu", copy=True))
 
 
@@ -45,28 +45,28 @@ def write_fragments(path: Path, fragments: Iterable[Fragment]) -> None:
 
 
 class FragmentReader:
-    """Reads any stretch of any tensor from the files that all ranks wrote."""
+    """Reader of any range of any tensor from the files that all ranks wrote."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._found: dict[str, list[tuple[int, int, Any]]] = {}
+        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
         for path in files:
             opened = safe_open(path, framework="pt")
             starts = json.loads((opened.metadata() or {})["starts"])
             for name, start in starts.items():
                 numel = opened.get_slice(name).get_shape()[0]
-                self._found.setdefault(name, []).append((start, numel, opened))
+                self._parts.setdefault(name, []).append((start, numel, opened))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._found
+        return name in self._parts
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out` (n,) with the elements from `start` on of the tensor `name`.
+        """Fill `out` (n,) with the elements start, ..., start + n - 1 of the flattened tensor `name`.
 
         Raises:
             CheckpointError: the files do not hold all of them.
         """
         filled = 0
-        for begin, numel, opened in self._found.get(name, ()):
+        for begin, numel, opened in self._parts.get(name, ()):
             first, last = max(begin, start), min(begin + numel, start + len(out))
             if first < last:
                 out[first - start : last - start].copy_(opened.get_slice(name)[first - begin : last - begin])

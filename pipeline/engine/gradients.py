@@ -1,4 +1,4 @@
-"""Gradients that DeepSpeed has reduced over the ranks: waiting for them, their norm, and the step of several models."""
+"""Gradients that DeepSpeed has reduced over the ranks: stream synchronisation and their global norm."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from pipeline import dist
+from pipeline.tensor_ops import tensor_norms
 
 
-def wait_on_device(optimizer: Any) -> None:
-    """Where DeepSpeed's host waits for reduced gradients after a backward pass, let the device's queue wait instead.
+def synchronise_on_device(optimizer: Any) -> None:
+    """Make a DeepSpeed optimizer's streams wait for reduced gradients, where its host waits after a backward pass.
 
-    The host then hands out the next model's kernels meanwhile; small ones take longer to hand out than to run.
+    The host then enqueues the next model's kernels meanwhile; small ones take longer to enqueue than to run.
     """
-    stream = getattr(optimizer, "reduce_and_partition_stream", None)  # of stage 3
+    stream = getattr(optimizer, "reduce_and_partition_stream", None)  # ZeRO stage 3
     if stream is not None and torch.cuda.is_available():
         stream.synchronize = lambda: torch.cuda.current_stream().wait_stream(stream)
     stages_1_2 = hasattr(optimizer, "reduction_stream") and optimizer.contiguous_gradients
@@ -22,23 +23,23 @@ def wait_on_device(optimizer: Any) -> None:
         return
     epilogue = optimizer.independent_gradient_partition_epilogue
 
-    def without_waiting() -> None:
+    def without_host_wait() -> None:
         optimizer.reduce_ipg_grads()
         torch.cuda.current_stream().wait_stream(optimizer.reduction_stream)
-        optimizer.overlap_comm = False  # what is left to reduce is nothing, and what is left to wait for
+        optimizer.overlap_comm = False  # nothing is left to reduce, so the epilogue has nothing to wait for
         try:
             epilogue()
         finally:
             optimizer.overlap_comm = True
 
-    optimizer.independent_gradient_partition_epilogue = without_waiting
+    optimizer.independent_gradient_partition_epilogue = without_host_wait
 
 
 def global_norm(partition: Iterable[Tensor]) -> Tensor:
-    """(1,) fp32 L2 norm over all ranks' gradients, of which each rank holds a part; -1 where any is not finite.
+    """Return the (1,) fp32 L2 norm of gradients that are partitioned over the ranks; -1 where any is not finite.
 
-    DeepSpeed's own takes a kernel and a copy for every parameter.
+    A collective. DeepSpeed's own function takes a kernel and a copy for every parameter.
     """
-    norms = torch.stack(torch._foreach_norm(list(partition), dtype=torch.float32))
+    norms = tensor_norms(list(partition))
     total = dist.sum_over_ranks(norms.double().square().sum()).sqrt().float()
     return torch.where(total.isfinite(), total, -1.0).reshape(1)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the actor, in fp32 and in ZeRO-3's own shards, so that nothing is gathered."""
+"""An exponential moving average of a model, in fp32 and in ZeRO-3's own shards, so that no weight is gathered."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from pipeline.partitions import drop_whole_copy, is_partitioned, local_range, lo
 
 
 class MovingAverage:
-    """Averages of the trainable parameters: average = decay * average + (1 - decay) * parameter, on each rank's share.
+    """Averages of the trainable parameters, each rank's share: average = decay * average + (1 - decay) * parameter.
 
     In 16 bits such an average would hardly move: one step changes a weight by less than its rounding.
     """
@@ -30,19 +30,19 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step."""
+        """Update the averages after an optimizer step."""
         for name, values in self._shares():
             self.averages[name].lerp_(values.float(), 1.0 - self.decay)
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank has to write to a checkpoint; whole parameters are written by rank 0."""
+        """Yield this rank's fragments for a checkpoint; rank 0 writes parameters that are not partitioned."""
         for name, parameter in self._parameters():
             flat, start, numel = self.averages[name].view(-1), *local_range(parameter)
             if is_partitioned(parameter) or dist.is_main():
                 yield Fragment(name, start, flat[:numel])
 
     def restore(self, reader: FragmentReader) -> None:
-        """Read what a checkpoint holds, whatever the number of ranks that wrote it."""
+        """Read the averages of a checkpoint, for any number of ranks that wrote it."""
         for name, parameter in self._parameters():
             start, numel = local_range(parameter)
             reader.read_into(name, start, self.averages[name].view(-1)[:numel])
@@ -50,7 +50,7 @@ class MovingAverage:
     @contextmanager
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
-        """The model has the averaged weights inside the context, and exactly its own again after it."""
+        """Put the averaged weights into the model while the context lasts; its own return bit by bit."""
         own = {name: values.clone() for name, values in self._shares()}
         try:
             self._write(self.averages)

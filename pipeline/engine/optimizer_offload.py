@@ -1,39 +1,39 @@
-"""Optimizer states leave the device while no step is taken, and come back bit by bit as they were.
+"""Offload of optimizer states to host memory during a rollout; they return bit by bit.
 
 DeepSpeed 0.19.8 moves states by giving tensors other storages (`offload_states`): it then has to link its views of
-them anew, does so at stages 1 and 2 only for the weights, and at stage 3 only for its own Adam. Here an allocation is
-emptied and filled again under the tensors that look at it, so that every view stays what it is, at every stage.
+them anew, does so at ZeRO stages 1 and 2 only for the weights, and at 3 only for its own Adam. Here an allocation is
+emptied and filled again under the tensors that view it, so that every view stays valid, at every ZeRO stage.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from pipeline.engine.memory import optimizer_tensors, storages, weight_tensors
+from pipeline.engine.state import Engine
 
 Copies = list[tuple[torch.UntypedStorage, torch.Tensor]]
 
 
 @contextmanager
-def optimizer_states_on_host(engines: Sequence[Any]) -> Iterator[None]:
-    """Inside, the fp32 weights and moments of these TrainingEngines are in host memory: no step may be taken.
+def optimizer_states_on_host(engines: Sequence[Engine]) -> Iterator[None]:
+    """Keep fp32 weights and moments of these TrainingEngines in host memory while the context lasts: take no step.
 
-    What is in host memory already, and weights that the model itself reads, stay. The host memory is page-locked on a
-    machine with a GPU, and kept on the engine for the next time.
+    States already in host memory, and weights that the model itself reads, are not moved. The host memory is
+    page-locked on a machine with a GPU, and kept by the engine for the next time.
     """
-    away: Copies = []
+    copies: Copies = []
     try:
         for engine in engines:
-            away += take_away(engine)
+            copies += move_to_host(engine)
         yield
     finally:
-        bring_back(away)
+        move_back(copies)
 
 
-def take_away(engine: Any) -> Copies:
-    """Copy each allocation to the host, then empty it: [(allocation, (n,) uint8 on the host)]."""
+def move_to_host(engine: Engine) -> Copies:
+    """Copy each allocation to the host and empty it; return [(allocation, (n,) uint8 copy)]."""
     device = next(engine.module.parameters()).device
     read_by_model = storages(weight_tensors(engine.module))
     held = [
@@ -51,15 +51,15 @@ def take_away(engine: Any) -> Copies:
     return copies
 
 
-def bring_back(copies: Copies) -> None:
-    """Fill the emptied allocations again; work that is launched after this sees their content."""
+def move_back(copies: Copies) -> None:
+    """Fill the emptied allocations again; kernels launched after this see their content."""
     for storage, buffer in copies:
         storage.resize_(buffer.numel())
         as_bytes(storage).copy_(buffer, non_blocking=True)
 
 
-def host_buffers(engine: Any, sizes: list[int], device: torch.device) -> list[torch.Tensor]:
-    """Host memory of these sizes in bytes, made once: page-locking 15 GiB takes seconds."""
+def host_buffers(engine: Engine, sizes: list[int], device: torch.device) -> list[torch.Tensor]:
+    """Return host memory of these sizes in bytes, allocated once: page-locking 15 GiB takes seconds."""
     if [buffer.numel() for buffer in engine.host_buffers] != sizes:
         pinned = device.type == "cuda"
         engine.host_buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
@@ -67,5 +67,5 @@ def host_buffers(engine: Any, sizes: list[int], device: torch.device) -> list[to
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """(n,) uint8 view of an allocation."""
+    """Return an allocation as an (n,) uint8 view."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""DeepSpeed is attached to the process group here, and models are loaded straight into ZeRO-3 partitions."""
+"""The start of DeepSpeed in a process, and loading of models straight into ZeRO-3 partitions."""
 
 import logging
 import os
@@ -12,13 +12,19 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
+from pipeline.engine.private_names import check_private_names
+
 
 def start_deepspeed(*, deterministic: bool = False) -> None:
-    """Attach DeepSpeed to the process group that exists, quietly and without compiling anything.
+    """Attach DeepSpeed to the existing process group, quietly and without compiling anything.
 
     Args:
-        deterministic: choose kernels that give the same bits each time, where there are such.
+        deterministic: choose kernels that give the same bits each time, where torch has such kernels.
+
+    Raises:
+        EnvironmentFault: the installed DeepSpeed lacks a private name that this project uses.
     """
+    check_private_names()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -33,13 +39,13 @@ def start_deepspeed(*, deterministic: bool = False) -> None:
 
 @contextmanager
 def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
-    """While open, `from_pretrained` puts weights straight into ZeRO-3 partitions; below stage 3 nothing happens."""
+    """Make `from_pretrained` put weights straight into ZeRO-3 partitions; below ZeRO stage 3 nothing happens."""
     if config["zero_optimization"]["stage"] < 3:
         yield
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    keep_alive = HfDeepSpeedConfig(config)
+    keep_alive = HfDeepSpeedConfig(config)  # transformers holds a weak reference to it
     try:
         yield
     finally:

@@ -1,28 +1,42 @@
-"""What evolves in a training engine, as fragments: fp32 weights and AdamW's moments, for every ZeRO stage.
+"""The state of a training engine as fragments: fp32 weights and AdamW's moments, for every ZeRO stage.
 
-The 16-bit weights are the rounded fp32 ones, so they are made again, not stored. DeepSpeed's own checkpoints are
-pickles, are not written atomically, and a flipped bit in them goes unseen; this reads and writes none of them.
+The 16-bit weights are the rounded fp32 ones, so they are computed again, not stored. DeepSpeed's own checkpoints are
+pickles, are not written atomically, and a flipped bit in them is not noticed; none of them is read or written here.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from pipeline import dist
 from pipeline.engine.fragments import Fragment, FragmentReader
 from pipeline.partitions import local_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# What a DeepSpeed loss scaler, and the engine's own monitors, count.
+# Counters of a DeepSpeed loss scaler, and of the DeepSpeed engine.
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 ENGINE_FIELDS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
+@runtime_checkable
+class Engine(Protocol):
+    """The attributes of a TrainingEngine that hold its state and count its memory."""
+
+    module: nn.Module
+    deepspeed: Any
+    optimizer: Any  # DeepSpeed's around torch's, or torch's own
+    partitions_weights: bool
+    partitions_optimizer: bool
+    gradient_bytes: int
+    host_buffers: list[torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`numel` elements of the parameter `name` from `start` on, kept from `offset` on in a master tensor."""
+    """`numel` elements of the parameter `name` from `start` on, stored from `offset` on in a master tensor."""
 
     name: str
     offset: int
@@ -38,8 +52,8 @@ class Master:
     pieces: list[Piece]
 
 
-def masters(engine: Any) -> list[Master]:
-    """The fp32 tensors of a TrainingEngine's optimizer on this rank."""
+def masters(engine: Engine) -> list[Master]:
+    """Return the fp32 tensors of an engine's optimizer on this rank."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
     if engine.partitions_weights:
@@ -52,7 +66,7 @@ def masters(engine: Any) -> list[Master]:
 
 
 def unpartitioned(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """(fp32 tensor, parameter of the model) at stage 0: the same tensor in fp32, a copy of it in 16 bits."""
+    """Yield (fp32 tensor, parameter of the model) at ZeRO stage 0; in fp32 both are the same tensor."""
     if not hasattr(optimizer, "fp32_groups"):
         for group in optimizer.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"])
@@ -62,7 +76,7 @@ def unpartitioned(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def flat_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
-    """Stages 1 and 2: the parameters' stretches that lie in this rank's part of the flat group."""
+    """Return the pieces of parameters in this rank's part of a flat group, for ZeRO stages 1 and 2."""
     pieces = []
     for parameter in group:
         mapping = parameter._hp_mapping
@@ -73,7 +87,7 @@ def flat_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
 
 
 def stage_3_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
-    """Stage 3: each parameter is cut into equal shards, the last of which may end in padding."""
+    """Return the pieces for ZeRO stage 3: each parameter is cut into equal shards, the last may end in padding."""
     pieces, offset = [], 0
     for parameter in group:
         start, numel = local_range(parameter)
@@ -83,24 +97,24 @@ def stage_3_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
     return pieces
 
 
-def engine_fragments(engine: Any) -> Iterator[Fragment]:
-    """What this rank has to write: `<kind>/<parameter>` with kinds weights, exp_avg, exp_avg_sq, step."""
+def engine_fragments(engine: Engine) -> Iterator[Fragment]:
+    """Yield the fragments of this rank: `<kind>/<parameter>` with kinds weights, exp_avg, exp_avg_sq, step."""
     if not engine.partitions_optimizer and not dist.is_main():
-        return  # all ranks hold the same
+        return  # all ranks hold equal states
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for master in masters(engine):
         state = inner.state.get(master.tensor, {})
-        kept = {"weights": master.tensor.data} | {kind: state[kind] for kind in MOMENTS if kind in state}
+        tensors = {"weights": master.tensor.data} | {kind: state[kind] for kind in MOMENTS if kind in state}
         for piece in master.pieces:
-            for kind, tensor in kept.items():
+            for kind, tensor in tensors.items():
                 values = tensor.reshape(-1)[piece.offset : piece.offset + piece.numel]
                 yield Fragment(f"{kind}/{piece.name}", piece.start, values)
             if state and piece.start == 0:
                 yield Fragment(f"step/{piece.name}", 0, torch.as_tensor(state["step"], dtype=torch.float32).reshape(1))
 
 
-def restore_fragments(engine: Any, reader: FragmentReader) -> None:
-    """Set fp32 weights, moments and step counts, and make the model's weights from them. A collective.
+def restore_fragments(engine: Engine, reader: FragmentReader) -> None:
+    """Read fp32 weights, moments and step counts, and round the weights into the model's. A collective.
 
     Raises:
         CheckpointError: the files lack a part of a parameter.
@@ -115,7 +129,7 @@ def restore_fragments(engine: Any, reader: FragmentReader) -> None:
 
 
 def restore_moments(inner: Any, master: Master, reader: FragmentReader) -> None:
-    """AdamW's state of one master tensor; it stays empty where no step was taken yet."""
+    """Read AdamW's state of one master tensor; it stays empty before the first step."""
     stepped = [piece for piece in master.pieces if f"step/{piece.name}" in reader]
     if not stepped:
         inner.state.pop(master.tensor, None)
@@ -127,13 +141,13 @@ def restore_moments(inner: Any, master: Master, reader: FragmentReader) -> None:
     for kind in MOMENTS:
         moment = torch.zeros_like(master.tensor, requires_grad=False)
         for piece in stepped:
-            stretch = moment.view(-1)[piece.offset : piece.offset + piece.numel]
-            reader.read_into(f"{kind}/{piece.name}", piece.start, stretch)
+            values = moment.view(-1)[piece.offset : piece.offset + piece.numel]
+            reader.read_into(f"{kind}/{piece.name}", piece.start, values)
         state[kind] = moment
 
 
 @torch.no_grad()
-def refresh_weights(engine: Any) -> None:
+def refresh_weights(engine: Engine) -> None:
     """Round the fp32 weights into the model's own. A collective."""
     optimizer = engine.optimizer
     if engine.partitions_weights:
@@ -149,7 +163,7 @@ def refresh_weights(engine: Any) -> None:
 
 
 def refresh_stage_3(optimizer: Any) -> None:
-    """As DeepSpeed's own loading does: flat shards, then the parameters' views of them, then what stays whole."""
+    """Round at ZeRO stage 3: flat shards, then the parameters' views of them, then small parameters, kept whole."""
     flats = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
     for number, (rounded, master) in enumerate(flats):
         rounded.data.copy_(master.data)
@@ -161,15 +175,15 @@ def refresh_stage_3(optimizer: Any) -> None:
         persistent[0].all_gather(persistent)
 
 
-def counters(engine: Any) -> dict[str, Any]:
-    """Loss scale and DeepSpeed's own counts, as JSON values."""
+def counters(engine: Engine) -> dict[str, Any]:
+    """Return the loss scale and DeepSpeed's counters as JSON values."""
     scaler = loss_scaler(engine.optimizer)
     scale = {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)}
     return {"scaler": scale, "engine": {name: getattr(engine.deepspeed, name) for name in ENGINE_FIELDS}}
 
 
-def restore_counters(engine: Any, saved: dict[str, Any]) -> None:
-    """Set what `counters` gave, as far as this engine has it: without fp16, stage 0 has no loss scaler."""
+def restore_counters(engine: Engine, saved: dict[str, Any]) -> None:
+    """Set what `counters` returned, as far as this engine has it: ZeRO stage 0 has a loss scaler in fp16 only."""
     scaler = loss_scaler(engine.optimizer)
     for name, value in saved["scaler"].items():
         if hasattr(scaler, name):
@@ -179,5 +193,5 @@ def restore_counters(engine: Any, saved: dict[str, Any]) -> None:
 
 
 def loss_scaler(optimizer: Any) -> Any:
-    """DeepSpeed's loss scaler; None where nothing is scaled."""
+    """Return the loss scaler of DeepSpeed's optimizer; None where losses are not scaled."""
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)

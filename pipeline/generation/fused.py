@@ -17,6 +17,7 @@ from pipeline.kernels.decode_attention import attend, split_kv_schedule, store_p
 from pipeline.kernels.decode_layers import Branch, Rotary, add_norm, rotate, silu_gate
 from pipeline.kernels.split_matmul import split_matmul
 from pipeline.models.architecture import rotary_table
+from pipeline.tensor_ops import linear_relu
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
     """Return x @ W.T + b, with the ReLU in the product's epilogue."""
     weight, bias = projection.weight, projection.bias
     if relu and bias is not None:
-        return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
+        return linear_relu(x, weight, bias)
     y = functional.linear(x, weight, bias)
     return y.relu_() if relu else y
 

@@ -17,7 +17,7 @@ from pipeline.kernels.decode_attention import HeadLayout
 from pipeline.kernels.decode_layers import NormWeights
 from pipeline.models.architecture import Architecture, Block, linear_of, norm_kind
 from pipeline.models.lora import merged_weight
-from pipeline.partitions import gathered, is_partitioned
+from pipeline.partitions import gathered, is_partitioned, whole_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class WeightTensor:
         """Return the bytes of the copy that the first `refresh` will make, 0 for a view."""
         if not self._copied and joined_view([parameter.detach() for parameter in self._parameters]) is not None:
             return 0
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self._parameters) // self._num_shards
+        return sum(whole_numel(p) * p.element_size() for p in self._parameters) // self._num_shards
 
     @property
     def num_copied_bytes(self) -> int:

@@ -22,6 +22,7 @@ from pipeline.generation.backends import free_bytes
 from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, WeightTensor
 from pipeline.generation.scheduler import Lockstep
 from pipeline.models.architecture import Architecture
+from pipeline.partitions import whole_shape
 from pipeline.tensor_ops import round_up
 
 # Bytes of the layers that are gathered at a time: larger groups are gathered at a higher rate and take more memory. A
@@ -230,7 +231,7 @@ def streamed_specs(block: BlockWeights) -> list[TensorSpec]:
 
 def joined_spec(parameters: Sequence[Any]) -> TensorSpec:
     """Return the spec of whole parameters joined along their first dimension."""
-    shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in parameters]
+    shapes = [whole_shape(parameter) for parameter in parameters]
     return TensorSpec((sum(shape[0] for shape in shapes), *shapes[0][1:]), parameters[0].dtype)
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.decode_layers import NormWeights, add_norm, num_warps
+from pipeline.tensor_ops import linear_relu
 
 # Programs of a norm's gradient times channels: enough to keep a large GPU busy, few enough that their sums stay small.
 NORM_PARTS_TIMES_WIDTH = 2**20
@@ -133,7 +134,7 @@ class FusedReluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """x (T, H), weight (F, H), bias (F,) -> (T, F); all of one floating type."""
-        out = torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
+        out = linear_relu(x, weight, bias)
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None, out)
         return out

@@ -35,6 +35,7 @@ def enable_packed_attention(model: Any, *, device: torch.device) -> bool:
     able = (
         device.type == "cuda"
         and torch.backends.cuda.is_flash_attention_available()
+        and hasattr(torch.ops.aten, "_flash_attention_forward")
         and torch.cuda.get_device_capability(device) >= OLDEST_DEVICE
         and config.model_type in MODEL_TYPES
         and next(model.parameters()).dtype in (torch.bfloat16, torch.float16)

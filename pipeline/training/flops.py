@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.models.loading import base_model
+from pipeline.partitions import whole_numel
 
 # Dense bf16 TFLOP/s of a device, by a part of its name (vendors' data sheets; H200: measured on real matrices).
 PEAK_TFLOPS = {"H200": 790.0, "H100": 790.0, "A100": 312.0, "A6000": 155.0, "L40": 181.0, "V100": 125.0}
@@ -49,7 +50,7 @@ def forward_work(model: Any) -> ForwardWork:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head and "score" not in name.split(".")
     ]
-    count = sum(getattr(module.weight, "ds_numel", module.weight.numel()) for module in linear)
+    count = sum(whole_numel(module.weight) for module in linear)
     return ForwardWork(base_model(model).config.get_text_config(), count, getattr(head, "in_features", 0))
 
 

@@ -141,7 +141,7 @@ def test_the_table_by_hand():
     assert numbers[1:3] == [["2.000", "1.000", "12.000", "4.000"], ["0.500", "0.000", "0.000", "0.000"]]
     # On the device: 2 + 12 - 4 + 0.5.
     assert numbers[3:] == [["30.000", "19.500"], ["11.000", "0.500"]]
-    waiting = {"actor": ModelMemory(2 * gib, gib, 12 * gib, on_host=0, away=12 * gib)}
+    waiting = {"actor": ModelMemory(2 * gib, gib, 12 * gib, on_host=0, offloaded=12 * gib)}
     lines_away = memory_table(waiting, {"memory/generate_gib": 30.0, "memory/train_gib": 16.0})
     assert "28.000 above" in lines_away[2] and "2.000 above" in lines_away[3], "the optimizer is there to train only"
     assert "cache" in lines[3] and "gradients" in lines[4]
@@ -218,7 +218,7 @@ def test_states_come_back_where_sampling_fails_and_before_there_are_any():
         raise KeyError
     assert all(torch.equal(mine, kept) for mine, kept in zip(states(engine), before, strict=True))
     buffers = engine.host_buffers
-    assert model_memory(engine, CPU).away == PADDED * 12
+    assert model_memory(engine, CPU).offloaded == PADDED * 12
     with optimizer_states_on_host([engine]):
         pass
     assert engine.host_buffers is buffers, "host memory is made once"

@@ -58,7 +58,7 @@ def forward(engine: Any) -> torch.Tensor:
 
 
 def away(engine: Any) -> set[bool]:
-    return {zero3.is_away(parameter) for parameter in engine.module.parameters()}
+    return {zero3.is_released(parameter) for parameter in engine.module.parameters()}
 
 
 def test_once_keeps_weights_whole_until_the_step(tiny_folders: Any) -> None:
@@ -162,7 +162,7 @@ def test_once_and_weights_on_the_host_exclude_each_other() -> None:
     assert line.startswith("--zero3_gather once") and "--offload_parameters" in line
 
 
-def test_bunches_keep_order_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero3, "BUNCH", 10)
+def test_buckets_keep_order_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero3, "BUCKET_NUMEL", 10)
     parameters = [SimpleNamespace(ds_numel=size) for size in (4, 6, 1, 20, 3)]
-    assert [[p.ds_numel for p in bunch] for bunch in zero3.bunches(parameters)] == [[4, 6], [1], [20], [3]]
+    assert [[p.ds_numel for p in bucket] for bucket in zero3.buckets(parameters)] == [[4, 6], [1], [20], [3]]

@@ -1,0 +1,92 @@
+"""The private names of DeepSpeed and torch that this project uses, compared with the installed versions.
+
+`start_deepspeed` makes the comparison, so that an unknown version ends a run at its start and not within a step. A
+test compares the lists with the source. Names that DeepSpeed or torch document are not listed.
+"""
+
+import dis
+import inspect
+import logging
+from operator import attrgetter
+from types import CodeType, FunctionType
+
+import deepspeed
+import torch
+
+from pipeline.errors import EnvironmentFault
+
+log = logging.getLogger(__name__)
+
+TESTED = "torch 2.13.0 with deepspeed 0.19.8"
+
+# Attributes of torch; where one is missing, public functions compute the same, slower.
+TORCH = ("_addmm_activation", "_foreach_norm", "ops.aten._flash_attention_forward")
+
+# Class or module of DeepSpeed -> attributes that it has, or that its methods set on some object. No public function
+# gives any of them.
+DEEPSPEED = {
+    "utils.nvtx": "enable_nvtx",
+    "utils.tensor_fragment": "hp_fragment_address lp_fragment_address",
+    "utils.mixed_precision_linkage": "_hp_mapping",
+    "runtime.engine.DeepSpeedEngine": "dynamic_loss_scale fp16_enabled global_samples global_steps micro_steps "
+    "skipped_steps",
+    "runtime.fp16.loss_scaler.DynamicLossScaler": "cur_hysteresis cur_iter cur_scale last_overflow_iter min_scale",
+    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "_update_scale fp16_groups fp32_groups loss_scale "
+    "loss_scale_config overflow_checker refresh_fp32_params",
+    "runtime.zero.stage_1_and_2": "INITIAL_MICRO_STEP_ID",
+    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "_update_model_bit16_weights _update_scale all_grad_tensors "
+    "averaged_gradients bit16_groups check_overflow contiguous_gradients cpu_offload "
+    "independent_gradient_partition_epilogue loss_scale loss_scaler micro_step_id overlap_comm reduce_ipg_grads "
+    "reduction_stream reset_cpu_buffers scaled_global_norm single_partition_of_fp32_groups update_lp_params",
+    "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "_get_norm_groups _overflow_clean_up _update_scale "
+    "averaged_gradients check_overflow fp16_groups fp16_partitioned_groups fp16_partitioned_groups_flat "
+    "fp32_partitioned_groups_flat loss_scale loss_scaler parameter_offload persistent_parameters "
+    "reduce_and_partition_stream unflatten",
+    "runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "_register_deepspeed_module backward_hooks forward_hooks",
+    "runtime.zero.partition_parameters.Init": "all_gather all_gather_coalesced ds_active_sub_modules ds_id ds_numel "
+    "ds_persist ds_shape ds_status ds_tensor partition partition_numel",
+}
+
+
+def check_private_names() -> None:
+    """Compare the lists with the installed libraries; a missing name of torch is logged only.
+
+    Raises:
+        EnvironmentFault: DeepSpeed lacks a name.
+    """
+    installed = f"torch {torch.__version__} with deepspeed {deepspeed.__version__}"
+    missing = [
+        f"deepspeed.{owner}.{name}"
+        for owner, names in DEEPSPEED.items()
+        for name in names.split()
+        if not deepspeed_has(owner, name)
+    ]
+    if missing:
+        raise EnvironmentFault(f"{', '.join(missing)}: missing in {installed}; tested is {TESTED}")
+    for name in TORCH:
+        try:
+            attrgetter(name)(torch)
+        except AttributeError:
+            log.info("torch.%s: missing in %s, a slower public function is used", name, installed)
+
+
+def deepspeed_has(owner: str, name: str) -> bool:
+    """Return whether a class or module of DeepSpeed has the attribute `name`, or a method of it sets it."""
+    try:
+        place = attrgetter(owner)(deepspeed)
+    except AttributeError:
+        return False
+    members = [
+        getattr(member, "__func__", member)
+        for part in (place.__mro__ if isinstance(place, type) else [place])
+        for member in vars(part).values()
+    ]
+    functions = (inspect.unwrap(member) for member in members if isinstance(member, FunctionType))
+    return hasattr(place, name) or any(sets_attribute(function.__code__, name) for function in functions)
+
+
+def sets_attribute(code: CodeType, name: str) -> bool:
+    """Return whether a function, or one defined inside it, contains `x.name = ...`."""
+    steps = dis.get_instructions(code) if name in code.co_names else ()  # disassembling all would take long
+    here = any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
+    return here or any(sets_attribute(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
