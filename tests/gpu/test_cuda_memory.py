@@ -21,7 +21,7 @@ pytestmark = [
 class Plain:
     """What optimizer_states_on_host needs of an engine: a module, AdamW with fp32 copies as its parameters, stage 0."""
 
-    zero_stage = 0
+    partitions_weights = partitions_optimizer = False
 
     def __init__(self) -> None:
         self.module = nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
