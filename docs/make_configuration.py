@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.configuration.flags import reference  # noqa: E402
+from pipeline.configuration.help import reference  # noqa: E402
 from pipeline.launching.train_config import TrainConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
 from step2_reward.config import RewardConfig  # noqa: E402

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import nearest, parse, stage_arguments
+from pipeline.configuration.flags import parse, stage_arguments
 from pipeline.configuration.groups import Dtype, Group
-from pipeline.errors import InputError
+from pipeline.errors import InputError, nearest
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.terminal_text import printable
 from pipeline.models.paths import check_language_model

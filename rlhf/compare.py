@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import flat_items, parse, stage_arguments
+from pipeline.configuration.flag_table import flag, flat_items
+from pipeline.configuration.flags import parse, stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
-from pipeline.configuration.flags import flat_items, stage_arguments
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import stage_arguments
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError
 from pipeline.launching.launcher import launch_file, run_script
 from pipeline.launching.machine import (

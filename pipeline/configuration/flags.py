@@ -19,11 +19,9 @@ from pipeline.configuration.ds_json import flags_from_json, read_user_json
 from pipeline.configuration.dschat_flags import ALIASES, RETIRED
 from pipeline.configuration.flag_checks import unsafe_paths
 from pipeline.configuration.flag_table import Flag, flag_table, flat_items, nest
-from pipeline.configuration.help import help_text, reference
+from pipeline.configuration.help import help_text
 from pipeline.configuration.redact import redacted, secret_values
 from pipeline.errors import InputError, nearest
-
-__all__ = ["Resolved", "flag_table", "flat_items", "nearest", "parse", "read_yaml", "reference", "stage_arguments"]
 
 SECTIONS = ("train", "sft", "reward", "ppo")
 FILE_FLAGS = ("preset", "config")

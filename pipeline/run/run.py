@@ -17,8 +17,8 @@ from typing import Any
 
 from pipeline import dist
 from pipeline.configuration.flag_checks import idle_flags
-from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key
-from pipeline.configuration.flags import Resolved, flat_items
+from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
+from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import RunConfig
 from pipeline.configuration.redact import redacted
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pipeline.configuration.flags import flag_table, flat_items, load_yaml, parse
+from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.flags import load_yaml, parse
 from pipeline.errors import InputError
 from pipeline.launching.train_config import SIZES, TrainConfig
 from step1_sft.config import SFTConfig

@@ -9,6 +9,7 @@ from pipeline.configuration.ds_json import flags_from_json, merge_user_json, rea
 from pipeline.configuration.ds_keys import check_keys
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
+from pipeline.configuration.groups import DeepSpeedConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -160,6 +161,25 @@ def test_flags_from_json():
     }  # fmt: skip
     off = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
     assert flags_from_json(off, SFT) == {"dtype": ("bf16.enabled", "fp32")}
+
+
+def test_the_json_that_we_build_says_the_flags_that_it_was_built_from():
+    """The key at a flag's field is the one that its value is written to."""
+    scaling = {"loss_scale": 64, "initial_scale_power": 5, "loss_scale_window": 7, "hysteresis": 4, "min_loss_scale": 2}
+    more = {"communication_data_type": "fp32", "wall_clock_breakdown": True, "reduce_bucket_size": 11}
+    cases = [
+        (2, {"offload": True, "dtype": "fp16", "allgather_bucket_size": 12, "overlap_comm": False, **scaling, **more}),
+        (3, {"offload_parameters": True, "dtype": "bf16", "stage3_param_persistence_threshold": 13}),
+    ]
+    read = set()
+    for stage, given in cases:
+        json = built(DeepSpeedConfig(**given), zero_stage=stage, dtype=given["dtype"], max_grad_norm=0.3)
+        back = {name: value for name, (_, value) in flags_from_json(json, SFT).items()}
+        expected = {"zero_stage": stage, "max_grad_norm": 0.3, "per_device_train_batch_size": 4, **given}
+        assert back.items() >= expected.items()
+        read |= back.keys()
+    # DeepSpeed's monitors are several keys and one list.
+    assert {name for name, flag in SFT.items() if flag.deepspeed} - read == {"deepspeed_monitor"}
 
 
 def test_the_json_is_a_layer_above_the_defaults(tmp_path):

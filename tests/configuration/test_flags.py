@@ -7,10 +7,11 @@ from pydantic import Field
 from support.launch_stub import fastest_run_s
 
 from pipeline.configuration.dschat_flags import ALIASES, RETIRED
-from pipeline.configuration.flags import flag_table, flat_items, nearest, parse, read_yaml, scan
+from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.flags import parse, read_yaml, scan
 from pipeline.configuration.groups import Group
 from pipeline.configuration.help import help_text, reference
-from pipeline.errors import InputError
+from pipeline.errors import InputError, nearest
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig

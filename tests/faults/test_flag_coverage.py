@@ -14,7 +14,7 @@ from support.source_tree import ROOT
 from support.tiny_run import save_base, save_scorer, write_lines
 from transformers import AutoTokenizer
 
-from pipeline.configuration.flags import flag_table
+from pipeline.configuration.flag_table import flag_table
 from pipeline.launching.train_config import TrainConfig
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig

@@ -209,6 +209,15 @@ def test_batch_arithmetic_of_the_users_json(tmp_path):
     assert bad.returncode == 2 and "train_batch_size: found 64" in bad.stderr and "x 1 ranks = 32" in bad.stderr
 
 
+def test_ptx_text_doubles_the_accumulation_that_the_users_json_may_name(tmp_path):
+    (tmp_path / "ds.json").write_text('{"gradient_accumulation_steps": 2}')
+    words = ("--step", "3", *TINY, "--ppo.deepspeed_config", "ds.json", "--dry-run")
+    text = ("--ppo.unsupervised_data_path", "text.jsonl")
+    done = train(tmp_path, *words, *text)
+    assert done.returncode == 2 and "gradient_accumulation_steps: found 2, but" in done.stderr, done.stderr
+    assert "makes it 4" in done.stderr
+
+
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,124 @@
+"""A flag is defined at its field alone: whatever reads flags finds one that only this file knows."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.configuration.flag_checks import idle_flags
+from pipeline.configuration.flag_table import flag, flag_table
+from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.groups import ModelConfig
+from pipeline.configuration.help import help_text, reference
+from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
+from pipeline.errors import InputError
+from pipeline.launching.plan import make_plan
+from rlhf.train import STEPS
+from step1_sft.config import SFTConfig
+from step3_ppo.config import PPOConfig
+
+TOKEN = "hf_" + "a1B2" * 6
+KEY = "zero_optimization.sub_group_size"
+
+
+class MadeUpModel(ModelConfig):
+    """Model"""
+
+    made_up: str = flag("nothing", "A made-up meaning")
+    made_up_folder: str = flag("", "Made-up files", kind="written path", on_resume="free")
+    made_up_text: str = flag("", "Made-up words", kind="text", on_resume="content")
+    made_up_size: int = flag(3, "A made-up size", on_resume="rounding", needs="ZeRO stage 3", deepspeed=KEY)
+
+
+class MadeUp(SFTConfig):
+    """A stage with made-up flags."""
+
+    model: MadeUpModel = MadeUpModel()
+
+
+class MadeUpPair(PPOConfig):
+    """A stage with two models that have made-up flags."""
+
+    actor: MadeUpModel = MadeUpModel()
+    critic: MadeUpModel = MadeUpModel()
+
+
+def parsed(*words: str) -> Resolved:
+    return parse(MadeUp, list(words), section="sft")
+
+
+def errors_of(*words: str) -> list[str]:
+    with pytest.raises(InputError) as refused:
+        parsed(*words)
+    return str(refused.value).splitlines()
+
+
+def test_it_is_in_help_and_reference():
+    assert "  --made_up str\n      A made-up meaning [nothing]\n" in help_text(MadeUp, "x")
+    assert "| `--made_up` | `str` | `nothing` | A made-up meaning |" in reference(MadeUp)
+    assert {"actor_made_up", "critic_made_up"} <= set(flag_table(MadeUpPair))
+
+
+def test_it_is_read_from_the_command_line_and_from_yaml(tmp_path):
+    assert parsed("--made-up", "x").config.model.made_up == "x"
+    (tmp_path / "run.yaml").write_text("sft: {made_up: y}\n")
+    resolved = parsed("--config", str(tmp_path / "run.yaml"))
+    assert resolved.config.model.made_up == "y" and resolved.origins["made_up"] == str(tmp_path / "run.yaml")
+
+
+def test_train_py_takes_it_as_an_override(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stages = STEPS | {1: dataclasses.replace(STEPS[1], config_class=MadeUp)}
+    plan = make_plan(["--step", "1", "--actor-model", "tiny", "--sft.made_up", "z"], stages, prog="train.py")
+    assert plan.stages[1].resolved.config.model.made_up == "z" and plan.stages[1].argv[-2:] == ["--made_up", "z"]
+    with pytest.raises(InputError, match="--reward.made_up: unknown flag"):
+        make_plan(["--actor-model", "tiny", "--reward.made_up", "z"], stages, prog="train.py")
+
+
+def resumed(*words: str) -> None:
+    """Compare a run under `words` with a checkpoint that the defaults wrote."""
+    before, after = parsed().config, parsed(*words).config
+    saved, current = (values_by_rule(config, "same") for config in (before, after))
+    check_same_settings(Path("step-1"), saved, current, defaults=defaults_of(after))
+
+
+def test_a_resumed_run_follows_what_its_field_says():
+    with pytest.raises(InputError, match="--made_up: found 'x', the checkpoint has 'nothing'"):
+        resumed("--made_up", "x")
+    resumed("--made_up_folder", "elsewhere", "--made_up_text", "y", "--made_up_size", "4")
+    assert values_by_rule(parsed("--made_up_size", "4").config, "rounding")["made_up_size"] == 4
+
+
+def test_a_checkpoint_that_compared_it_under_an_older_rule_is_resumed():
+    current, older = values_by_rule(parsed().config, "same"), {"made_up_size": 9}
+    check_same_settings(Path("step-1"), current | older, current, defaults=defaults_of(parsed().config))
+
+
+def test_paths_are_checked(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert errors_of("--made_up_folder", "a\nb")[0].startswith(
+        "--made_up_folder: found 'a\\nb' (command line): a contr"
+    )
+    assert errors_of("--made_up_folder", str(tmp_path / "file"))[0].endswith("a file, wanted a folder")
+    assert parsed("--made_up", "a\nb", "--made_up_text", "a\nb")
+
+
+def test_secrets_are_refused_but_in_free_text():
+    (line,) = errors_of("--made_up", TOKEN)
+    assert line.startswith("--made_up: found a token or password") and TOKEN not in line
+    assert parsed("--made_up_text", TOKEN).config.model.made_up_text == TOKEN
+
+
+def test_it_is_named_where_it_has_no_effect():
+    idle = parsed("--made_up_size", "4", "--made_up", "x")
+    (line,) = idle_flags(idle.config, idle.origins)
+    assert line.startswith("--made_up_size 4 (command line): has no effect: it needs a model at ZeRO stage 3, found 0")
+
+
+def test_the_users_json_sets_it(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"sub_group_size": 7}}))
+    resolved = parsed("--deepspeed_config", str(tmp_path / "ds.json"))
+    assert resolved.config.model.made_up_size == 7 and resolved.origins["made_up_size"] == str(tmp_path / "ds.json")
+    (line,) = errors_of("--deepspeed_config", str(tmp_path / "ds.json"), "--made_up_size", "4")
+    assert f"{KEY}: found 7, but --made_up_size is 4 (command line)" in line
