@@ -1,7 +1,7 @@
-"""The eager backend: sampling with the forward pass of transformers, for CPUs and models that no faster one knows.
+"""The eager backend: sampling with the forward pass of transformers, for CPUs and models that no other supports.
 
-N rows (prompts x samples), P longest prompt, V vocabulary. Every random number is a function of (seed, purpose, epoch,
-prompt id, sample index, position), so a rollout does not depend on the batch it is made in, on ranks or on restarts.
+Also for evaluations and chat of finished models. Finished rows leave the batch, but none joins it. N rows (prompts x
+samples), P longest prompt, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,13 @@ import torch
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw, rollout_uniforms
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
 
-# Finished rows are taken out of the batch when at least this share of it has finished.
+# Finished rows leave the batch when they are at least this share of it: a copy of the KV cache against decode steps of
+# rows that have ended. Chosen by hand.
 COMPACT_ABOVE = 0.25
 
 
 def truncate(logits: torch.Tensor, *, top_p: float, top_k: int) -> torch.Tensor:
-    """(N, V) logits with everything outside the top_k tokens and the top_p nucleus at -inf.
+    """Set (N, V) logits outside the top_k tokens and the top_p nucleus to -inf.
 
     The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al. 2020). Tokens
     as likely as the last of either set belong to it: which of them a sort puts first would be chance.
@@ -35,7 +36,7 @@ def truncate(logits: torch.Tensor, *, top_p: float, top_k: int) -> torch.Tensor:
 
 
 class Decoder:
-    """The rows still being generated: their cache, masks and positions; finished rows leave the batch."""
+    """The batch of rows still being generated: their KV cache, masks, positions and next logits."""
 
     def __init__(self, model: Any, prompts: list[torch.Tensor], pad_id: int) -> None:
         self.model = model
@@ -60,20 +61,20 @@ class Decoder:
         return outputs.logits[:, -1].float()  # (N, V)
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Append one token to every row and compute the logits of the next."""
+        """Append one token (N,) to each row and compute the next logits."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
         self.logits = self._forward(tokens.unsqueeze(1), self.positions.unsqueeze(1))
         self.positions = self.positions + 1
 
     def keep(self, alive: torch.Tensor) -> None:
-        """Take the rows that are not alive out of the batch."""
+        """Remove all rows but those where `alive` (N,) is True."""
         kept = alive.nonzero().squeeze(1)
         self.cache.batch_select_indices(kept)
         self.mask, self.rows, self.positions = self.mask[kept], self.rows[kept], self.positions[kept]
 
 
-class Drawn:
-    """The tokens drawn so far, one row a response: written by place, read out ragged at the end."""
+class DrawnTokens:
+    """The tokens drawn so far, one row per response: written by position, returned as ragged rows at the end."""
 
     def __init__(self, num_rows: int, width: int, *, pad_id: int, device: torch.device) -> None:
         self.tokens = torch.full((num_rows, width), pad_id, dtype=torch.int64, device=device)
@@ -82,7 +83,7 @@ class Drawn:
         self.finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     def write(self, rows: torch.Tensor, position: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
-        """Add one token to each of `rows`."""
+        """Add one token to each of `rows`, all at one position."""
         self.tokens[rows, position] = tokens
         self.log_probs[rows, position] = log_probs
         self.lengths[rows] += 1
@@ -106,7 +107,7 @@ def generate(
     pad_id: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Rollout:
-    """Sample `num_samples` responses to each prompt with the model's own forward and a key-value cache.
+    """Sample `num_samples` responses to each prompt, all in one batch.
 
     Raises:
         GenerationStopped: `should_stop` answered True between two decode steps.
@@ -118,7 +119,7 @@ def generate(
     sample_index = torch.arange(len(rows), device=device) % num_samples
     uniform = rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
-    drawn = Drawn(len(rows), sampling.max_new_tokens, pad_id=pad_id, device=device)
+    drawn = DrawnTokens(len(rows), sampling.max_new_tokens, pad_id=pad_id, device=device)
     decoder = Decoder(model, rows, pad_id)
     for position in range(sampling.max_new_tokens):
         if should_stop():
@@ -130,9 +131,9 @@ def generate(
 
 
 def decode_token(
-    decoder: Decoder, drawn: Drawn, position: int, uniform: torch.Tensor, *, eos: torch.Tensor, sampling: Sampling
+    decoder: Decoder, drawn: DrawnTokens, position: int, uniform: torch.Tensor, *, eos: torch.Tensor, sampling: Sampling
 ) -> None:
-    """Draw the token at `position` of every row in the batch, and move the batch on; rows that are done leave it."""
+    """Draw the token at `position` of each row in the batch and compute the next logits; finished rows leave it."""
     scaled = decoder.logits / sampling.temperature
     rows = decoder.rows
     tokens = draw(truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), uniform[rows])
@@ -140,20 +141,20 @@ def decode_token(
     open_rows = ~drawn.finished[rows]
     drawn.write(rows[open_rows], position, tokens[open_rows], log_probs[open_rows])
     drawn.finished[rows] |= torch.isin(tokens, eos) & open_rows
-    still = ~drawn.finished[rows]
+    alive = ~drawn.finished[rows]
     is_last = position + 1 == sampling.max_new_tokens
-    num_done = len(rows) if is_last else int((~still).sum())
+    num_done = len(rows) if is_last else int((~alive).sum())
     if num_done == len(rows):
         decoder.rows = rows[:0]
         return
     if num_done >= COMPACT_ABOVE * len(rows):
-        decoder.keep(still)
-        tokens = tokens[still]
+        decoder.keep(alive)
+        tokens = tokens[alive]
     decoder.advance(tokens)
 
 
 def generate_batches(model: Any, prompts: Sequence[Prompt], *, batch_size: int, **settings: Any) -> Rollout:
-    """`generate` on `batch_size` prompts after the other, as one rollout."""
+    """Call `generate` on `batch_size` prompts after the other, and join the results to one rollout."""
     parts = [
         generate(model, prompts[start : start + batch_size], **settings) for start in range(0, len(prompts), batch_size)
     ]

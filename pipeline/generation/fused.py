@@ -201,9 +201,9 @@ class FusedForward:
 
     def _branch(self, x: Tensor, projection: Projection) -> Branch:
         """Apply the last projection of attention or MLP, whose result is added to the residual."""
-        parts = split_matmul(x, projection.weight) if self.sum_ranks is None and x.is_cuda else None
-        if parts is not None:
-            return Branch(parts, projection.bias)
+        summands = split_matmul(x, projection.weight) if self.sum_ranks is None and x.is_cuda else None
+        if summands is not None:
+            return Branch(summands, projection.bias)
         y = linear(x, projection)
         if self.sum_ranks is not None:
             self.sum_ranks(y)

@@ -1,7 +1,8 @@
-"""The types that every generation backend takes and returns, and the draw of a token from a uniform number.
+"""The types that every generation backend takes and returns, and the random numbers that tokens are drawn with.
 
-N rows (prompts x samples), V vocabulary. Every random number is a function of (seed, purpose, epoch, prompt id, sample
-index, position), so a rollout does not depend on the batch it is made in, on ranks or on restarts.
+For callers of generation too, which need no backend. N rows (prompts x samples), V vocabulary. Every random number is a
+function of (seed, purpose, epoch, prompt id, sample index, position), so that a rollout does not depend on the batch it
+is made in, on ranks or on restarts.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pipeline.random_numbers import uniforms
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `max_new_tokens` counts the EOS; top_p 1 and top_k 0 switch truncation off."""
+    """The sampling parameters. `max_new_tokens` counts the EOS; top_p 1 and top_k 0 switch truncation off."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -24,7 +25,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class RandomKey:
-    """What the uniforms of a generation are a function of, besides prompt, sample and position."""
+    """The key of a generation's random numbers, which prompt, sample and position complete."""
 
     seed: int
     purpose: str
@@ -33,7 +34,7 @@ class RandomKey:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of a prompt and the hash of its content, which keys its random numbers."""
+    """The token ids of a prompt and the hash of its content, which keys its random numbers."""
 
     ids: Sequence[int]
     prompt_id: int
@@ -41,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Sampled responses, ragged; row n belongs to prompt n // num_samples, sample n % num_samples.
+    """The sampled responses as ragged rows; row n is sample n % num_samples of prompt n // num_samples.
 
     prompts, responses: N int64 tensors (P_n,), (T_n,); a response includes its EOS.
     log_probs: N fp32 tensors (T_n,): log-probabilities of the sampled tokens at the sampling temperature under the
@@ -59,11 +60,11 @@ class Rollout:
 
 
 class GenerationStopped(Exception):
-    """Raised between two decode steps when the caller asked to stop; nothing of the rollout is kept."""
+    """The error of a generation that the caller stopped between two decode steps; nothing of the rollout is kept."""
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Invert the cumulative distribution: (N, V) logits and (N,) uniforms in (0, 1) -> (N,) int64 tokens."""
+    """Draw (N,) int64 tokens by inverting the cumulative distribution of (N, V) logits at (N,) uniforms in (0, 1)."""
     cumulative = logits.double().softmax(-1).cumsum(-1)
     threshold = uniform.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
@@ -72,7 +73,7 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def rollout_uniforms(
     key: RandomKey, prompt_ids: torch.Tensor, sample_index: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """(N, T) float64: the uniform of every token of N rows, whose prompt ids and sample numbers are (N,) int64."""
+    """Return the uniforms (N, T) float64 of N rows, whose prompt ids and sample indices are (N,) int64."""
     return uniforms(
         seed=key.seed,
         purpose=key.purpose,

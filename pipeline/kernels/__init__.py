@@ -1,1 +1,5 @@
-"""Triton kernels, and the torch functions that stand in for them where there is no GPU."""
+"""Triton kernels of training, scoring and generation, and the torch functions that replace them without a GPU.
+
+Imports no other package of the project. Modules with kernels are imported on first use: triton is installed only where
+torch is built for GPUs.
+"""

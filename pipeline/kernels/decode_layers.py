@@ -1,6 +1,6 @@
-"""Triton kernels of a decode step beside attention: residual + norm, rotary positions, the gate of the MLP.
+"""Triton kernels of a decode step other than attention: residual and norm, rotary positions, the gate of the MLP.
 
-M rows, H hidden size, D channels a head. All arithmetic is fp32; what is stored has the tensors' own type.
+M rows, H hidden size, D channels a head. All arithmetic is fp32; results are stored in the tensors' own type.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pipeline.kernels.decode_attention import HeadLayout
 
-# Up to here a GPU has room for all rows at once: each is done sooner by more threads.
-FEW_ROWS = 1024
+# Up to this many rows, all of them run on a GPU at a time, and twice the threads per row make each faster; measured on
+# an H200 at 64 to 256 rows (docs/experiments.md, "Decode step on H200", third round).
+MAX_ROWS_WITH_MORE_WARPS = 1024
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def _add_norm(
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """A LayerNorm or (rms) RMSNorm: weight and bias (H,) or None."""
+    """The weights of a LayerNorm, or with `rms` of an RMSNorm: weight and bias (H,) or None."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -60,23 +61,23 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What a layer adds to the residual: (M, H), or parts (S, M, H) whose sum it is; and a bias (H,) besides."""
+    """The output of attention or MLP before it is added to the residual: (M, H), or S summands (S, M, H); bias (H,)."""
 
     values: Tensor
     bias: Tensor | None = None
 
 
 def num_warps(width: int) -> int:
-    """Of a program that holds one row."""
+    """Return the number of warps for a program that holds one row of `width` numbers."""
     return 1 if width <= 256 else 4 if width < 2048 else 8
 
 
 def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep_sum: bool, out: Tensor) -> None:
-    """out = norm(residual + branch), all (M, H) contiguous; with `keep_sum` the sum replaces `residual`."""
+    """Write norm(residual + branch) to `out`, all (M, H) contiguous; with `keep_sum` the sum replaces `residual`."""
     rows, width = residual.shape
     values, branch_bias = (None, None) if branch is None else (branch.values, branch.bias)
     num_parts = 0 if values is None else len(values) if values.dim() == 3 else 1
-    warps = num_warps(width) * (2 if rows <= FEW_ROWS else 1)
+    warps = num_warps(width) * (2 if rows <= MAX_ROWS_WITH_MORE_WARPS else 1)
     _add_norm[(rows,)](
         residual, values, branch_bias, norm.weight, norm.bias, out, norm.eps, width, rows,
         WIDTH=triton.next_power_of_2(width), PARTS=num_parts, HAS_BRANCH_BIAS=branch_bias is not None,
@@ -118,7 +119,7 @@ def _rotate(
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """cos, sin: (positions, D / 2) contiguous, in the model's type."""
+    """Tables of rotary positions: cos and sin, (positions, D / 2) contiguous, in the model's type."""
 
     cos: Tensor
     sin: Tensor
@@ -127,7 +128,7 @@ class Rotary:
 def rotate(
     qkv: Tensor, rotary: Rotary, *, lengths: Tensor, layout: HeadLayout, norms: tuple[NormWeights, NormWeights] | None
 ) -> None:
-    """Rotate q and k of each row in place to position `lengths[m]` (Su et al. 2021), after their norms where given."""
+    """Rotate q and k of each row in place to position `lengths[m]` (Su et al. 2021), after their norms if given."""
     head_dim = layout.head_dim
     q_weight, k_weight, eps = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (qkv, qkv, 0.0)
     _rotate[(len(qkv), layout.num_heads + layout.num_kv_heads)](
@@ -149,7 +150,7 @@ def _gate(joined, out, width, BLOCK: tl.constexpr):
 
 
 def silu_gate(joined: Tensor) -> Tensor:
-    """(M, 2 F) contiguous, gate and up side by side -> (M, F): silu(gate) * up (Shazeer 2020, SwiGLU)."""
+    """Return silu(gate) * up (M, F) of gate and up joined, (M, 2 F) contiguous (Shazeer 2020, SwiGLU)."""
     rows, width = len(joined), joined.shape[1] // 2
     out = torch.empty(rows, width, dtype=joined.dtype, device=joined.device)
     _gate[(rows, triton.cdiv(width, 1024))](joined, out, width, BLOCK=1024)

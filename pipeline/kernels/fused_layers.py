@@ -1,7 +1,7 @@
-"""Layers of a transformers model that compute the same in fewer passes over memory on a GPU (`norm_kernels.py`).
+"""Fused norms and ReLUs for transformers models in training: the same function in fewer passes over memory on a GPU.
 
 A layer changes its class, not its weights or their names: what is saved, and what LoRA or DeepSpeed see, stays as it
-was. On a CPU, on small inputs, and where types are mixed, it computes as before.
+was. On a CPU, on small inputs, and where types are mixed, it computes as before. The kernels are in norm_kernels.py.
 """
 
 from functools import cache
@@ -16,23 +16,22 @@ from pipeline.kernels.token_statistics import has_triton
 
 # RMSNorms of transformers that normalise in fp32, round, and multiply by the weight.
 RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
-
-
-# Where a layer gives more numbers, the kernels save more of the device's time than they take of the host's.
+# Outputs of a layer above which the kernels save more time on the device than their launch costs on the host; measured
+# on an H200 (docs/experiments.md, "Norms and ReLUs in training").
 MIN_ELEMENTS = 2**23
 
 
 def can_use_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
-    """Whether the kernels are to take these: on a GPU, `size` numbers to give, all of one type that is to stay."""
+    """Return True where a kernel should compute `size` outputs: on a GPU, many, all of one type, without autocast."""
     able = x.is_cuda and size > MIN_ELEMENTS and not torch.is_autocast_enabled("cuda")
     return able and all(p is None or p.dtype == x.dtype for p in parameters)
 
 
 class LayerNorm(nn.LayerNorm):
-    """As its base over the last axis alone."""
+    """A LayerNorm over the last axis, by one kernel where `can_use_kernels` allows."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., H) -> (..., H)."""
+        """Norm (..., H) over the last axis."""
         if not can_use_kernels(input, input.numel(), self.weight, self.bias):
             return super().forward(input)
         from pipeline.kernels.norm_kernels import FusedNorm, NormKind
@@ -41,13 +40,13 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """Goes before one of RMS_NORMS in the order of classes."""
+    """An RMSNorm by one kernel where `can_use_kernels` allows; the base class before one of RMS_NORMS."""
 
     weight: nn.Parameter
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., H) -> (..., H)."""
+        """Norm (..., H) over the last axis."""
         if not can_use_kernels(hidden_states, hidden_states.numel(), self.weight):
             return super().forward(hidden_states)
         from pipeline.kernels.norm_kernels import FusedNorm, NormKind
@@ -59,7 +58,7 @@ class ReluLinear(nn.Linear):
     """A linear layer with the ReLU that follows it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., H) -> (..., F)."""
+        """Compute relu(input @ W.T + b): (..., H) -> (..., F)."""
         size = input.numel() // self.in_features * self.out_features
         if not can_use_kernels(input, size, self.weight, self.bias):
             return functional.relu(super().forward(input))
@@ -69,9 +68,9 @@ class ReluLinear(nn.Linear):
 
 
 def fuse_layers(model: nn.Module, device: torch.device) -> int:
-    """Fuse what can be fused in a model, LoRA layers in their places already; how many layers that are.
+    """Fuse the norms and ReLUs of a model, after LoRA has been added; return the number of layers that were fused.
 
-    Needs a GPU with triton. Norms: LayerNorms, and RMS_NORMS. ReLUs: those of OPT behind a linear layer without LoRA.
+    Needs a GPU with triton. Norms: LayerNorms, and RMS_NORMS. ReLUs: those of OPT after a linear layer without LoRA.
     """
     if device.type != "cuda" or not has_triton():
         return 0
@@ -80,7 +79,7 @@ def fuse_layers(model: nn.Module, device: torch.device) -> int:
 
 @cache
 def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` as an RMSNorm of here; one class for all norms of a kind."""
+    """Return the subclass of `RMSNorm` and `kind`; one class for all norms of a kind."""
     return type(kind.__name__, (RMSNorm, kind), {})
 
 

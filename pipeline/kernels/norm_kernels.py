@@ -1,8 +1,8 @@
-"""Triton kernels of layers that are trained: norms and ReLU, forwards and backwards, each read and written once.
+"""Triton kernels of norms and ReLU in training, forward and backward, each of which reads and writes memory once.
 
-T tokens, H channels. torch reads a gradient three times for a norm and three times for a ReLU behind a bias; here one
-kernel makes the gradient of the input and sums those of weight and bias on the way, in fp32, always in the same order.
-Imported on first use only: triton is there where torch is built for GPUs.
+For fused_layers.py. T tokens, H channels. torch reads a gradient three times for a norm and three times for a ReLU
+after a bias; here one kernel computes the gradient of the input and sums those of weight and bias, in fp32, always in
+the same order.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,10 @@ from torch import Tensor
 from pipeline.kernels.decode_layers import NormWeights, add_norm, num_warps
 from pipeline.tensor_ops import linear_relu
 
-# Programs of a norm's gradient times channels: enough to keep a large GPU busy, few enough that their sums stay small.
-NORM_PARTS_TIMES_WIDTH = 2**20
+# Programs of a norm's gradient times channels: many keep a large GPU busy, few leave less to sum up afterwards. Chosen
+# by hand, like the programs and the tile of a ReLU's gradient; times on an H200 are in docs/experiments.md, "Norms and
+# ReLUs in training".
+NORM_PROGRAMS_TIMES_WIDTH = 2**20
 RELU_PROGRAMS = 1_056
 RELU_ROWS, RELU_COLUMNS = 32, 64
 
@@ -26,7 +28,7 @@ def _norm_gradient(
     gradient, x, weight, x_gradient, sums, eps, rows, share, width,
     WIDTH: tl.constexpr, RMS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WITH_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One program a run of `share` rows: (rows, width) gradient of x; sums (2, programs, width) of weight and bias."""
+    """Compute the gradient of x (rows, width), and sums (2, programs, width) for weight and bias; `share` rows each."""
     part, c = tl.program_id(0), tl.arange(0, WIDTH)
     inside = c < width
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32) if HAS_WEIGHT else tl.full([WIDTH], 1.0, tl.float32)
@@ -39,11 +41,11 @@ def _norm_gradient(
             normed = tl.where(inside, normed - tl.sum(normed, 0) / width, 0.0)
         factor = tl.rsqrt(tl.sum(normed * normed, 0) / width + eps)
         normed *= factor
-        wanted = g * w
-        found = wanted - normed * (tl.sum(wanted * normed, 0) / width)
+        weighted = g * w
+        centred = weighted - normed * (tl.sum(weighted * normed, 0) / width)
         if not RMS:
-            found -= tl.sum(wanted, 0) / width
-        tl.store(x_gradient + at, (found * factor).to(x_gradient.dtype.element_ty), mask=inside)
+            centred -= tl.sum(weighted, 0) / width
+        tl.store(x_gradient + at, (centred * factor).to(x_gradient.dtype.element_ty), mask=inside)
         if WITH_SUMS:
             weight_sum += g * normed
             bias_sum += g
@@ -54,7 +56,7 @@ def _norm_gradient(
 
 
 class NormKind(NamedTuple):
-    """What a norm is beside its weights: rms: RMSNorm (Zhang and Sennrich 2019, equation 4), else LayerNorm."""
+    """The kind of a norm: with `rms` an RMSNorm (Zhang and Sennrich 2019, equation 4), else a LayerNorm."""
 
     eps: float
     rms: bool = False
@@ -65,7 +67,7 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind) -> Tensor:
-        """x (..., H), weight and bias (H,) or None -> (..., H); all of one floating type."""
+        """Norm x (..., H) with weight and bias (H,) or None; all of one floating type."""
         x = x.contiguous()
         out = torch.empty_like(x)
         rows = x.view(-1, x.shape[-1])
@@ -78,12 +80,12 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        """(..., H) -> gradients of x, weight and bias."""
+        """Return the gradients of x, weight and bias for that of the output, (..., H)."""
         x, weight = ctx.saved_tensors
         with_weight, with_bias = ctx.needs_input_grad[1:3]
         gradient, x_gradient, width = gradient.contiguous(), torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
-        share = triton.cdiv(rows, max(1, NORM_PARTS_TIMES_WIDTH // width)) or 1
+        share = triton.cdiv(rows, max(1, NORM_PROGRAMS_TIMES_WIDTH // width)) or 1
         parts = triton.cdiv(rows, share)
         sums = x.new_empty(2, parts, width, dtype=torch.float32) if with_weight or with_bias else None
         if rows:
@@ -92,15 +94,15 @@ class FusedNorm(torch.autograd.Function):
                 WIDTH=triton.next_power_of_2(width), RMS=ctx.kind.rms, HAS_WEIGHT=weight is not None,
                 WITH_SUMS=sums is not None, num_warps=num_warps(width),
             )  # fmt: skip
-        found = (None, None) if sums is None else sums.sum(1).to(x.dtype).unbind()
-        return x_gradient, found[0] if with_weight else None, found[1] if with_bias else None, None
+        of_weight, of_bias = (None, None) if sums is None else sums.sum(1).to(x.dtype).unbind()
+        return x_gradient, of_weight if with_weight else None, of_bias if with_bias else None, None
 
 
 @triton.jit
 def _relu_gradient(
     gradient, out, before, sums, rows, share, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """before = 0 where out <= 0, else gradient, all (rows, width); sums (parts, width) of its columns."""
+    """Store the gradient where out > 0, else 0, all (rows, width), and the sums (programs, width) of its columns."""
     c, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(part * share, tl.minimum((part + 1) * share, rows), ROWS):
@@ -108,14 +110,14 @@ def _relu_gradient(
         inside = (r < rows)[:, None] & (c < width)[None, :]
         at = r[:, None].to(tl.int64) * width + c[None, :]
         stopped = tl.load(out + at, mask=inside, other=0.0) <= 0  # not a NaN, which is to be seen in gradients
-        found = tl.where(stopped, 0.0, tl.load(gradient + at, mask=inside, other=0.0))
-        tl.store(before + at, found.to(before.dtype.element_ty), mask=inside)
-        total += found.to(tl.float32)
+        passed = tl.where(stopped, 0.0, tl.load(gradient + at, mask=inside, other=0.0))
+        tl.store(before + at, passed.to(before.dtype.element_ty), mask=inside)
+        total += passed.to(tl.float32)
     tl.store(sums + part * width + c, tl.sum(total, 0), mask=c < width)
 
 
 def relu_gradient(gradient: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient (T, H) of out = relu(y) -> that of y (T, H), and the sum of it over tokens (H,), added up in fp32."""
+    """Return the gradient of y (T, H) for that of out = relu(y), (T, H), and its sum over tokens (H,), made in fp32."""
     gradient, (rows, width) = gradient.contiguous(), out.shape
     before = torch.empty_like(out)
     columns = triton.cdiv(width, RELU_COLUMNS)
@@ -129,11 +131,11 @@ def relu_gradient(gradient: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FusedReluLinear(torch.autograd.Function):
-    """relu(x @ W.T + b): the ReLU in the product's epilogue, its gradient and the bias's in one kernel."""
+    """A linear layer with ReLU: the ReLU in the product's epilogue, its gradient and the bias's in one kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """x (T, H), weight (F, H), bias (F,) -> (T, F); all of one floating type."""
+        """Return relu(x @ W.T + b) (T, F) of x (T, H), weight (F, H), bias (F,); all of one floating type."""
         out = linear_relu(x, weight, bias)
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None, out)
@@ -142,7 +144,7 @@ class FusedReluLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(T, F) -> gradients of x, weight and bias."""
+        """Return the gradients of x, weight and bias for that of the output, (T, F)."""
         x, weight, out = ctx.saved_tensors
         before, bias_gradient = relu_gradient(gradient, out)
         of_x, of_weight, of_bias = ctx.needs_input_grad

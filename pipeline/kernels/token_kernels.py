@@ -1,7 +1,6 @@
-"""Triton kernels behind `token_statistics.py`: one program reads one token's logits, sums in fp32.
+"""Triton kernels of log-probabilities and entropies: one program reads the logits of one token and sums in fp32.
 
-M tokens, V vocabulary. Neither an fp32 copy of the logits nor their softmax ever stands in memory. Imported on first
-use only: triton is there where torch is built for GPUs.
+For token_statistics.py. M tokens, V vocabulary. Neither an fp32 copy of the logits nor their softmax is ever stored.
 """
 
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns that one program holds at once: 16 numbers a thread with 8 warps, so that loads are as wide as they can be.
+# Columns that one program holds at a time: 16 numbers per thread with 8 warps, for the widest loads. Chosen by hand.
 MAX_BLOCK = 4096
 NUM_WARPS = 8
 # Below every logit, and finite: minus infinity less minus infinity is not a number.
@@ -22,7 +21,7 @@ def forward_kernel(
     logits, targets, log_probs, normalisers, entropies, factor, num_columns, WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per row of logits * factor: log-sum-exp, log-probability of the target, entropy; block by block of columns."""
+    """Compute log-sum-exp, log-probability of the target and entropy of a row of logits * factor, block by block."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
     columns = tl.arange(0, BLOCK)
@@ -59,18 +58,18 @@ def backward_kernel(logits, targets, normalisers, gradients, factor, num_columns
     x = tl.load(places, mask=inside, other=0.0).to(tl.float32) * factor
     probabilities = tl.exp(x - tl.load(normalisers + row))
     is_target = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    found = (is_target - probabilities) * (tl.load(gradients + row) * factor)
-    tl.store(places, found.to(logits.dtype.element_ty), mask=inside)
+    gradient = (is_target - probabilities) * (tl.load(gradients + row) * factor)
+    tl.store(places, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 class FusedStatistics(torch.autograd.Function):
-    """(M, V) logits, (M,) targets, factor of the logits, whether entropies are wanted -> as `token_statistics`."""
+    """The function `token_statistics` by kernels, of logits (M, V) times a factor and targets (M,)."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, factor: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(M,) fp32 log-probabilities, and (M,) fp32 entropies or None; the logits are kept for the backward pass."""
+        """Return (M,) fp32 log-probabilities, and (M,) fp32 entropies or None; keep the logits for `backward`."""
         assert logits.dim() == 2 and logits.is_contiguous() and factor > 0, (logits.shape, logits.stride(), factor)
         assert targets.shape == logits.shape[:1] and targets.dtype == torch.int64, (targets.shape, targets.dtype)
         targets = targets.contiguous()
@@ -90,7 +89,7 @@ class FusedStatistics(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
-        """(M,) gradients of the log-probabilities -> (M, V), in the place of the logits: good for one backward pass."""
+        """Overwrite the logits by their gradient (M, V), from that of the log-probabilities (M,); works only once."""
         logits, targets, normalisers = ctx.saved_tensors
         if len(logits):
             block = block_size(logits)
@@ -102,5 +101,5 @@ class FusedStatistics(torch.autograd.Function):
 
 
 def block_size(logits: torch.Tensor) -> int:
-    """Columns that one program takes at a time."""
+    """Return the number of columns that one program reads at a time."""
     return min(MAX_BLOCK, triton.next_power_of_2(logits.shape[1]))

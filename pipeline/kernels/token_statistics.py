@@ -1,7 +1,7 @@
 """Log-probability and entropy of single tokens from the logits of a language model's head.
 
-M tokens, V vocabulary. On a GPU one kernel reads the logits once, in their own type, and another writes their gradient
-over them (`token_kernels.py`); elsewhere torch does, and is what the kernels are tested against.
+For all training and scoring. M tokens, V vocabulary. On a GPU one kernel reads the logits once, in their own type, and
+another overwrites them by their gradient (token_kernels.py); elsewhere torch computes both, and tests compare the two.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LogitScaling:
-    """What is done to a head's output before the softmax: times `scale`, soft-capped, divided by `temperature`.
+    """The scaling of a head's output before the softmax: times `scale`, soft-capped, divided by `temperature`.
 
-    cap: the logits become cap * tanh(logits / cap); None: they stay.
+    cap: the logits become cap * tanh(logits / cap); None: no soft cap.
     """
 
     temperature: float = 1.0
@@ -24,8 +24,8 @@ class LogitScaling:
     cap: float | None = None
 
     @classmethod
-    def of(cls, config: Any, temperature: float) -> Self:
-        """As a model's configuration has it (Cohere multiplies, Granite divides, Gemma 2 caps)."""
+    def from_config(cls, config: Any, temperature: float) -> Self:
+        """Return the scaling that a model's configuration says (Cohere multiplies, Granite divides, Gemma 2 caps)."""
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1)
         return cls(temperature, scale, getattr(config, "final_logit_softcapping", None) or None)
 
@@ -33,10 +33,10 @@ class LogitScaling:
 def token_statistics(
     logits: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(M, V) logits of any float type and (M,) int64 targets -> (M,) log-probabilities and (M,) entropies, nats, fp32.
+    """Return log-probabilities (M,) of int64 targets (M,) under logits (M, V), and entropies (M,), in nats and fp32.
 
-    Entropies carry no gradient and are None unless asked for. The backward pass may destroy the logits: nothing but
-    this function may need them after it.
+    Entropies have no gradient and are None unless asked for. The backward pass may overwrite the logits: no other
+    function may need them after it.
     """
     if logits.is_cuda and scaling.cap is None and has_triton():
         from pipeline.kernels.token_kernels import FusedStatistics
@@ -47,14 +47,14 @@ def token_statistics(
 
 @cache
 def has_triton() -> bool:
-    """Whether the kernels can be compiled: torch for GPUs brings triton along, torch for CPUs does not."""
+    """Return True where kernels can be compiled: triton comes with torch for GPUs, not with torch for CPUs."""
     return find_spec("triton") is not None
 
 
 def plain_statistics(
     logits: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`token_statistics` by torch alone, on any device."""
+    """Compute `token_statistics` by torch, on any device."""
     logits = logits.float()
     logits = logits * scaling.scale if scaling.scale != 1.0 else logits
     logits = torch.tanh(logits / scaling.cap) * scaling.cap if scaling.cap else logits
@@ -64,5 +64,5 @@ def plain_statistics(
 
 
 def entropies(all_log_probs: torch.Tensor) -> torch.Tensor:
-    """(M, V) log-probabilities -> (M,); a token that is impossible (-inf) adds 0."""
+    """Return the entropies (M,) of log-probabilities (M, V); a token that is impossible (-inf) adds 0."""
     return -(all_log_probs.exp() * all_log_probs.clamp(min=torch.finfo(all_log_probs.dtype).min)).sum(-1)

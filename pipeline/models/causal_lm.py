@@ -69,7 +69,7 @@ class CausalLM(nn.Module):
         log_probs, entropy = self._in_pieces(
             hidden.flatten(0, 1).index_select(0, places),
             input_ids.flatten().index_select(0, places + 1),
-            LogitScaling.of(self.config, temperature),
+            LogitScaling.from_config(self.config, temperature),
             num_pieces=self._num_pieces(len(input_ids)),
             with_entropy=with_entropy,
         )

@@ -1,4 +1,4 @@
-"""The sampling loop: its distribution, its independence of the batch, exact ids of a scripted model, its log-probs."""
+"""The eager backend: its distribution, its independence of the batch, exact ids of a scripted model, its log-probs."""
 
 import shutil
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ def sampled(
 
 
 def same(first: Rollout, second: Rollout, rows: Sequence[int] | None = None) -> bool:
-    """Whether the rows of `first` (all, or those of `rows` in order) are those of `second`."""
+    """Return True where the rows of `first` (all, or those of `rows` in order) are those of `second`."""
     chosen = range(len(first.responses)) if rows is None else rows
     pairs = zip(chosen, range(len(second.responses)), strict=True)
     return all(

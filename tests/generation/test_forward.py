@@ -1,7 +1,7 @@
-"""Prompts and decode steps of the fast backends against transformers' own forward pass, token by token, in fp32.
+"""Prefill and decode steps of the fast backends against the forward pass of transformers, token by token, in fp32.
 
 Prompts of different lengths share a batch, several responses share a prompt, rows sit in shuffled slots and end at
-different times; slots that nobody uses, and all room behind a row's end, hold NaN.
+different times; unused slots, and all positions behind a row's end, hold NaN.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ CACHE_LENGTH = 8
 
 @dataclass(frozen=True)
 class Forced:
-    """Rows of given tokens.
+    """Rows whose tokens are forced.
 
     prompts, tokens: ids; row r continues prompt source[r] with tokens[r]. slots: of each row, of `num_slots`.
     more_pads: columns of padding behind the longest prompt.
@@ -60,7 +60,7 @@ SHAPES = {
 
 @torch.no_grad()
 def run(function: CachedForward, case: Forced, cache: Any) -> list[torch.Tensor]:
-    """Of each row, logits (1 + its tokens, V): behind the prompt and behind each token."""
+    """Return the logits of each row, (1 + its tokens, V): after the prompt and after each token."""
     function.prepare(CACHE_LENGTH)
     rows = [torch.tensor(ids) for ids in case.prompts]
     ids = pad_rows(rows, PAD, length=max(map(len, rows)) + case.more_pads).to(DEVICE)
@@ -142,7 +142,7 @@ def test_any_batch_pads_and_lengths_on_the_static_backend(shape):
 
 
 def test_rows_that_ended_leave_no_trace_in_others_on_the_static_backend():
-    """NaN in slots that nobody uses, and in the row of a response that has ended."""
+    """There is NaN in unused slots, and in the slot of a response that has ended."""
     model = llama()
     function = StaticCacheForward(model)
     cache = function.new_cache(USUAL.num_slots, CACHE_LENGTH)

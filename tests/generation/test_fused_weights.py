@@ -1,4 +1,4 @@
-"""The decode step's tensors follow the trained ones: no copy is stale, what lies side by side is no copy at all."""
+"""Decode weights follow the trained ones: no copy is stale, and what is adjacent in memory is a view."""
 
 import weakref
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 
 @torch.no_grad()
 def last_logits(function: FusedForward) -> torch.Tensor:
-    """(V,) behind IDS, which pass through every weight."""
+    """Return the logits (V,) after IDS, which depend on every weight."""
     function.prepare(4)
     one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     ids, length = torch.tensor([IDS], device=DEVICE), torch.tensor([len(IDS)], device=DEVICE)
     return function.prefill(ids, length, function.new_cache(1, 4), slots=one, source=one)[0]
 
 
-# Those of a layer's own kind: the others' names occur in the two models that are gone through whole.
+# The parameters that only this model has: all others occur in the two models of which every parameter is tested.
 OWN = {"opt": "", "llama": "", "opt-350m": "project", "qwen2": "layers.1.self_attn", "qwen3": "1.self_attn"}
 
 
@@ -69,7 +69,7 @@ def test_a_refresh_keeps_every_address():
 
 
 def test_a_change_without_a_refresh_is_not_seen_where_there_are_copies():
-    """What the tests above rely on: there is something to refresh."""
+    """The tests above rely on this: there is something to refresh."""
     model = llama()
     function = fused(model)
     before = last_logits(function)
@@ -94,7 +94,7 @@ def flattened(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["opt", "opt-350m", "llama, own keys, tied", "llama with biases", "qwen2", "qwen3"])
-def test_nothing_is_copied_where_weights_lie_side_by_side(name):
+def test_nothing_is_copied_where_weights_are_adjacent(name):
     model = FUSED[name]()
     flattened(model)
     function = fused(model)
@@ -132,11 +132,11 @@ def pieces() -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 
 @pytest.mark.parametrize(("what", "parts"), pieces(), ids=[what for what, _ in pieces()])
-def test_what_does_not_lie_side_by_side(what, parts):
+def test_what_is_not_adjacent_is_no_view(what, parts):
     assert joined_view(parts) is None
 
 
-def test_what_lies_side_by_side_is_one_view():
+def test_what_is_adjacent_is_one_view():
     buffer = torch.arange(60.0)
     parts = [buffer[8:20].view(3, 4), buffer[20:40].view(5, 4), buffer[40:44].view(1, 4)]
     found = joined_view(parts)
@@ -148,19 +148,19 @@ def test_what_lies_side_by_side_is_one_view():
     assert torch.equal(joined_view(parts[:1]), parts[0])
 
 
-def test_a_held_tensor_turns_from_copy_to_view_and_back():
-    """DeepSpeed may move weights; what was held then follows."""
+def test_a_weight_tensor_turns_from_copy_to_view_and_back():
+    """DeepSpeed may move weights; the tensor then follows."""
     sources = [torch.zeros(2, 3), torch.ones(1, 3)]
-    held = WeightTensor(lambda: sources, [], copied=False)
-    held.refresh()
-    assert held.num_copied_bytes == 36 and held.tensor.sum() == 3
+    tensor = WeightTensor(lambda: sources, [], copied=False)
+    tensor.refresh()
+    assert tensor.num_copied_bytes == 36 and tensor.tensor.sum() == 3
     buffer = torch.arange(9.0)
     sources[:] = [buffer[:6].view(2, 3), buffer[6:].view(1, 3)]
-    held.refresh()
-    assert held.num_copied_bytes == 0 and held.tensor.data_ptr() == buffer.data_ptr()
+    tensor.refresh()
+    assert tensor.num_copied_bytes == 0 and tensor.tensor.data_ptr() == buffer.data_ptr()
     sources[:] = [torch.full((2, 3), 4.0), torch.full((1, 3), 5.0)]
-    held.refresh()
-    assert held.tensor.flatten().tolist() == [4.0] * 6 + [5.0] * 3
+    tensor.refresh()
+    assert tensor.tensor.flatten().tolist() == [4.0] * 6 + [5.0] * 3
 
 
 # --- LoRA ---
@@ -194,7 +194,7 @@ def test_adapters_are_added_to_a_copy(make, module_name):
 
 
 def test_adapters_of_the_projections_around_the_layers_are_added():
-    """OPT-350m's embeddings are narrower than its layers: all-linear adapters stand there too."""
+    """OPT-350m's embeddings are narrower than its layers: all-linear adds adapters there too."""
     model = with_lora(FUSED["opt-350m"]())
     adapters = {name: value for name, value in model.named_parameters() if "project_" in name and "lora_" in name}
     assert len(adapters) == 4
@@ -203,8 +203,8 @@ def test_adapters_of_the_projections_around_the_layers_are_added():
     torch.testing.assert_close(last_logits(fused(model)), plain_logits(model, IDS)[-1], **TOLERANCE)
 
 
-def test_copies_go_with_the_decode_weights():
-    """At once: the next update wants their memory, and garbage may be collected much later."""
+def test_copies_are_freed_with_the_decode_weights():
+    """The next update needs their memory at once, and garbage may be collected much later."""
     weights = fused(llama()).weights
     copy = weakref.ref(weights.blocks[0].qkv.weight)
     assert copy() is not None and weights.num_copied_bytes
@@ -213,7 +213,7 @@ def test_copies_go_with_the_decode_weights():
 
 
 def test_what_will_be_copied_is_known_before():
-    """Of layers that lie apart, that have adapters, or that two ranks share; nothing of what can be looked at."""
+    """Copies are of layers that are not adjacent, have adapters, or are sharded over two ranks; views need none."""
     for model in (llama(), opt()):
         assert known_before(DecodeWeights(read_architecture(model))) > 0
         for rank in (0, 1):
@@ -225,24 +225,24 @@ def test_what_will_be_copied_is_known_before():
 
 
 def known_before(weights: DecodeWeights) -> int:
-    """Bytes that `refresh` copies, and has said that it would."""
+    """Return the bytes that `refresh` copies, which it must have announced."""
     said = weights.num_bytes_to_copy
     weights.refresh()
     assert weights.num_copied_bytes == said
     return said
 
 
-def test_adapters_are_added_where_the_weights_lie_side_by_side_too():
+def test_adapters_are_added_where_the_weights_are_adjacent_too():
     model = llama()
     flattened(model)
     wrapped = with_lora(model, module_name="q_proj")
     torch.testing.assert_close(last_logits(fused(wrapped)), plain_logits(wrapped, IDS)[-1], **TOLERANCE)
 
 
-# --- parts of a rank ---
+# --- shards ---
 
 
-def test_parts_of_ranks_make_up_the_whole():
+def test_shards_make_up_the_whole():
     weight, bias = torch.arange(24.0).view(4, 6), torch.arange(4.0)
     shards = [Shard(rank, 2) for rank in range(2)]
     assert torch.equal(torch.cat([shard.rows(weight) for shard in shards]), weight)

@@ -244,7 +244,7 @@ def test_evaluations_between_rollouts_take_their_buffers():
 
 
 def test_the_number_of_slots_does_not_follow_from_who_came_first():
-    """In 16 bits the last bits of a product depend on its rows: a resumed run may evaluate before it samples."""
+    """The last bits of a 16-bit product depend on its rows, and a resumed run may evaluate before it samples."""
     model = llama()
     gen = Generator(StaticCacheForward(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), min_slots=5)
     assert_same(*rollouts(model, gen, PROMPTS[:1], sampling=Sampling(5), num_slots=1, ends=ENDS))
@@ -252,7 +252,7 @@ def test_the_number_of_slots_does_not_follow_from_who_came_first():
 
 
 def test_weights_that_move_get_other_buffers():
-    """A captured graph would read the old places."""
+    """A captured graph would read the old addresses."""
     model = llama()
     gen = generator_of(StaticCacheForward(model))
     rollouts(model, gen, PROMPTS, sampling=Sampling(3))

@@ -1,6 +1,6 @@
-"""Tokens drawn by the kernels: their distribution, its exact inverse, and what becomes of a row's state.
+"""Tokens drawn by the kernels: their distribution, its exact inverse, and the state of slots and responses.
 
-The kernels go through the vocabulary in blocks; tests that draw much make the blocks small instead of the vocabulary
+The kernels read the vocabulary in blocks; tests that draw much make the blocks small instead of the vocabulary
 large.
 """
 
@@ -12,7 +12,7 @@ import torch
 from support.chi_square import exact_probabilities, p_value
 from support.decode_models import DEVICE, PAD
 
-from pipeline.generation import slots as sampling_module
+from pipeline.generation import slots as slots_module
 from pipeline.generation.rollouts import RandomKey, Sampling, rollout_uniforms
 from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padded_eos
 
@@ -22,7 +22,7 @@ MOST_LIKELY_BY_CHANCE = 1e-3
 
 @dataclass
 class Drawn:
-    """What one draw of M rows, each in its own slot and response, left behind."""
+    """The result of one draw of M rows, each in its own slot and response."""
 
     slots: Slots
     responses: ResponseBuffers
@@ -55,7 +55,7 @@ def drawn(
 
 
 def keyed_uniforms(count: int, seed: int) -> torch.Tensor:
-    """Of `count` responses to one prompt: the very numbers of a rollout."""
+    """Return the uniforms of `count` responses to one prompt, as in a rollout."""
     prompt_ids, samples = torch.full((count,), 12345, device=DEVICE), torch.arange(count, device=DEVICE) % 4096
     return rollout_uniforms(RandomKey(seed, "rollout", 1), prompt_ids, samples, 1)
 
@@ -85,7 +85,7 @@ def expected(settings: dict[str, Any]) -> torch.Tensor:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks of the vocabulary of LOGITS, the last one with 3 tokens."""
-    monkeypatch.setattr(sampling_module, "VOCABULARY_BLOCK", 4)
+    monkeypatch.setattr(slots_module, "VOCABULARY_BLOCK", 4)
 
 
 def test_draws_follow_the_exact_distribution_and_no_other(small_blocks):
@@ -154,8 +154,8 @@ def test_the_only_possible_token_is_drawn(place):
     assert found.tokens.tolist() == [place] * 3 and found.log_probs.tolist() == [0.0] * 3
 
 
-def test_blocks_without_any_mass_are_passed_over():
-    """Tokens 2100 and 2101 of three blocks, and beside them nothing."""
+def test_blocks_without_any_mass_are_skipped():
+    """Only tokens 2100 and 2101 of three blocks have any mass."""
     logits = torch.full((4, 5000), -float("inf"))
     logits[:, 2100:2102] = 0.5
     assert drawn(logits, [NEAR_0, 0.49, 0.51, NEAR_1]).tokens.tolist() == [2100, 2100, 2101, 2101]
@@ -178,7 +178,7 @@ def test_rounding_never_leads_past_the_last_token(width):
 
 @pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.7, "temperature": 0.5}])
 def test_truncated_draws_keep_the_whole_distributions_log_probs(settings):
-    """What PPO's ratio needs: log-probabilities at the temperature, of all tokens."""
+    """PPO's ratio needs log-probabilities at the temperature, over all tokens."""
     logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, -1.0]]).repeat(5, 1)
     found = drawn(logits, [NEAR_0, 0.3, 0.6, 0.9, NEAR_1], **settings)
     kept = exact_probabilities(logits[0], **(EVERYTHING_KEPT | settings))

@@ -83,8 +83,8 @@ def test_groups_hold_as_many_layers_as_fit(name):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_tensors_lie_apart_in_whole_slices(ranks):
-    """Beginnings are aligned, nothing overlaps, and the slices of all ranks have one length."""
+def test_tensors_do_not_overlap_in_equal_slices(ranks):
+    """Tensors are aligned and do not overlap, and the slices of all ranks have one length."""
     layers = [layer(1, 4), layer(3), layer(2, 2)]
     for group in group_layers(layers, ranks, 8 * ALIGNMENT):
         specs = [spec for number in group.layers for spec in layers[number]]
@@ -108,7 +108,7 @@ def test_a_tensor_is_a_view_of_its_bytes():
 
 
 class OneOf(RankGroup):
-    """A rank among others of this process: `peers` holds the buffers of all."""
+    """One of three ranks in this process; `peers` holds the buffers of all."""
 
     def __init__(self, rank: int, peers: list[GatherBuffers]) -> None:
         self.rank, self.size, self.peers, self.gathered = rank, 3, peers, 0
@@ -121,7 +121,7 @@ class OneOf(RankGroup):
 
 
 def all_ranks(model: Any, group_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[StreamedWeights]:
-    """The weights of three ranks, which have been read."""
+    """Return the refreshed weights of three ranks."""
     monkeypatch.setattr(streaming, "GROUP_BYTES", group_bytes)
     peers: list[GatherBuffers] = []
     ranks = [StreamedWeights(read_architecture(model), OneOf(rank, peers)) for rank in range(3)]
@@ -131,7 +131,7 @@ def all_ranks(model: Any, group_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def refresh(ranks: list[StreamedWeights]) -> None:
-    """And what lay in the buffers is gone: NaN."""
+    """Refresh all ranks, and overwrite the gather buffers by NaN."""
     for weights in ranks:
         weights.refresh()
         for number in range(len(weights.groups)):
@@ -140,7 +140,7 @@ def refresh(ranks: list[StreamedWeights]) -> None:
 
 @torch.no_grad()
 def last_logits(weights: StreamedWeights) -> torch.Tensor:
-    """(V,) behind IDS."""
+    """Return the logits (V,) after IDS."""
     function = FusedForward(weights)
     function.prepare(4)
     one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -169,7 +169,7 @@ STREAMED: dict[str, tuple[Callable[[], Any], int, list[int]]] = {
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_pass_over_gathered_layers_is_the_models(name, monkeypatch):
+def test_gathered_layers_compute_the_models_function(name, monkeypatch):
     make, group_bytes, expected = STREAMED[name]
     model = make()
     ranks = all_ranks(model, group_bytes, monkeypatch)
@@ -186,8 +186,8 @@ def test_a_pass_over_gathered_layers_is_the_models(name, monkeypatch):
     assert ranks[1].addresses() == addresses, "a captured graph stays valid"
 
 
-def test_what_is_taken_is_known_before(monkeypatch):
-    """Of a model with everything copied: nothing lies as it is needed."""
+def test_memory_is_known_before_it_is_allocated(monkeypatch):
+    """A model that shares no memory layout with its decode weights: everything is copied."""
     model = llama(num_hidden_layers=5)
     (weights, *_) = all_ranks(model, 60_000, monkeypatch)
     layers = sum(p.numel() * 4 for name, p in model.named_parameters() if "proj" in name)
@@ -195,16 +195,16 @@ def test_what_is_taken_is_known_before(monkeypatch):
     assert weights.gather_bytes == 2 * weights.groups[0].num_bytes and len(weights.groups) == 3
     assert weights.replicated_bytes == sum(p.numel() * 4 for p in model.parameters()) - layers
     assert weights.num_bytes_to_copy == weights.slice_bytes + weights.gather_bytes + weights.replicated_bytes
-    assert weights.num_copied_bytes == weights.slice_bytes + weights.gather_bytes, "norms and embeddings lie as needed"
+    assert weights.num_copied_bytes == weights.slice_bytes + weights.gather_bytes, "norms and embeddings are views"
 
 
-# --- the lockstep of ranks ---
+# --- lockstep ---
 
 PROMPTS = random_prompts((3, 1))
 
 
 class Others(Lockstep):
-    """Ranks beside this one: in their first turn they run prompts twice, and they have steps left for six turns."""
+    """Other ranks, which run two prefills in their first scheduler iteration and decode for six iterations."""
 
     def __init__(self) -> None:
         self.turns, self.helped, self.stops = 0, 0, False
@@ -266,7 +266,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # 0.9 * 1024 MiB = 921.6 MiB hold 800 MiB of weights and 8 rows of 15 MiB.
 @pytest.mark.parametrize(("weights", "row", "fit"), [(800, 15, True), (800, 16, False), (1000, 0, False)])
-def test_whole_weights_fit_beside_some_rows(free_memory, caplog, weights, row, fit):
+def test_whole_weights_fit_next_to_some_slots(free_memory, caplog, weights, row, fit):
     with caplog.at_level("INFO", logger="pipeline.generation.backends"):
         assert whole_weights_fit(weights * MIB, row * MIB, torch.device("cuda")) == fit
         assert whole_weights_fit(weights * MIB, row * MIB, torch.device("cpu"))
@@ -307,14 +307,14 @@ def test_the_flag_becomes_an_option(weights):
 
 
 def reason(monkeypatch: pytest.MonkeyPatch, *, stage: int = 3, ranks: int = 2, size: int = 1, backend: str = "fused"):
-    """What stands against streaming on these ranks."""
+    """Return why these ranks cannot stream weights."""
     monkeypatch.setattr("pipeline.dist.world_size", lambda: ranks)
     engine = SimpleNamespace(partitions_weights=stage == 3)
     group = SimpleNamespace(size=size)
     return HybridEngine._why_not_streamed(SimpleNamespace(engine=engine, group=group, backend=backend))
 
 
-def test_what_stands_against_streamed_weights(monkeypatch):
+def test_reasons_against_streamed_weights(monkeypatch):
     assert reason(monkeypatch) is None
     assert reason(monkeypatch, stage=2) == "found whole weights, wanted --actor_zero_stage 3"
     assert reason(monkeypatch, ranks=1).startswith("found 1 rank, wanted several")
@@ -326,13 +326,13 @@ def test_what_stands_against_streamed_weights(monkeypatch):
 
 @pytest.mark.parametrize("weights", ["auto", "whole"])
 def test_weights_stay_whole_where_they_fit_or_must(weights, monkeypatch):
-    """On a rank whose device has room for nothing."""
+    """The device of this rank has no memory left."""
     monkeypatch.setattr("pipeline.generation.hybrid_engine.whole_weights_fit", lambda *_: False)
-    for stands_against, expected in ((None, weights == "auto"), ("something", False)):
+    for reason, expected in ((None, weights == "auto"), ("something", False)):
         hybrid: Any = SimpleNamespace(
             options=GenerationOptions(weights=weights),
             _device=DEVICE,
-            _why_not_streamed=lambda found=stands_against: found,
+            _why_not_streamed=lambda found=reason: found,
         )
         function = SimpleNamespace(bytes_per_token=1, weights=SimpleNamespace(num_bytes_to_copy=1))
         assert HybridEngine._must_stream(hybrid, function) == expected
@@ -345,7 +345,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     leave_group()
 
 
-# (flags, what is said)
+# (flags, complaint)
 REFUSED = {
     "weights that are no parts": (
         (),

@@ -35,7 +35,7 @@ def assert_as_near(found: torch.Tensor, usual: torch.Tensor, right: torch.Tensor
 
 
 def rms_norm(x, weight):
-    """In one piece: torch's reference of Llama's norm."""
+    """Compute Llama's norm by torch."""
     return functional.rms_norm(x, (x.shape[-1],), weight, 1e-5)
 
 
@@ -81,7 +81,7 @@ def test_models_in_bf16(name):
 
 
 def test_a_step_without_gradients_is_captured_in_a_graph():
-    """The static backend of generation runs the model's own forward in a CUDA graph."""
+    """The static backend captures the forward pass of transformers in a CUDA graph."""
     model = opt().to(CUDA)
     ids = torch.randint(3, 300, (4, 9), device=CUDA)
     fuse_layers(model, CUDA)

@@ -1,4 +1,4 @@
-"""Which attention kernel a batch shape gets (`kernels/attention_choice.py`); what the kernels compute is torch's."""
+"""The choice of an attention kernel by batch shape; what the kernels compute is torch's."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from pipeline.kernels.attention_choice import PASSES_BEFORE_CUDNN, choose_attent
 
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether cuDNN's kernel was allowed, call by call, as on a machine with a GPU."""
+    """Record whether cuDNN's kernel was allowed, call by call, as on a machine with a GPU."""
     found: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", found.append)
@@ -19,7 +19,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def test_a_shape_is_planned_for_once_it_has_come_often_enough(cudnn: list[bool]) -> None:
+def test_cudnn_is_used_once_a_shape_has_recurred_often_enough(cudnn: list[bool]) -> None:
     model: Any = object()
     for _ in range(PASSES_BEFORE_CUDNN + 2):
         choose_attention_kernel(model, 16, 512)
@@ -40,7 +40,7 @@ def test_other_shapes_models_and_passes_without_gradients_count_apart(cudnn: lis
     assert cudnn[-1]
 
 
-def test_passes_over_prompts_plan_nothing(cudnn: list[bool]) -> None:
+def test_prefills_never_use_cudnn(cudnn: list[bool]) -> None:
     for _ in range(PASSES_BEFORE_CUDNN + 1):
         choose_attention_kernel(None, 16, 512)
     disable_cudnn_attention()

@@ -1,4 +1,4 @@
-"""The decode step's other kernels alone against plain torch: norms, rotary positions, the gate, split products."""
+"""The other kernels of a decode step against plain torch: norms, rotary positions, the gate, split-K products."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_norms_of_any_width(width):
 
 
 def test_the_norm_may_replace_the_residual():
-    """As OPT-350m has it: what is normed goes on."""
+    """OPT-350m continues with the normed values."""
     norm, added = norm_of("layer weight bias", 20), branch_of("parts bias", 3, 20)
     residual = random(3, 20)
     expected = plain_norm(residual + added.values.sum(0) + added.bias, norm)
@@ -90,7 +90,7 @@ def test_the_norm_may_replace_the_residual():
 
 @pytest.mark.parametrize("kind", ["layer weight bias", "rms weight"])
 def test_the_sum_is_rounded_once_and_normed_as_it_is_kept(kind):
-    """In 16 bits: parts are added in fp32, and the norm reads the residual as the next layer will."""
+    """Summands of 16 bits are added in fp32, and the norm reads the residual as the next layer will."""
     norm = norm_of(kind, 40)
     norm = NormWeights(
         norm.weight.to(SIXTEEN_BITS), None if norm.bias is None else norm.bias.to(SIXTEEN_BITS), EPS, norm.rms
@@ -159,7 +159,7 @@ def operands(rows: int, outputs: int, inner: int, dtype: torch.dtype = SIXTEEN_B
     return random(rows, inner, dtype=dtype), random(outputs, inner, seed=1, dtype=dtype)
 
 
-def parts_of(x: Tensor, weight: Tensor) -> Tensor:
+def summands_of(x: Tensor, weight: Tensor) -> Tensor:
     parts = split_matmul(x, weight)
     assert parts is not None and parts.shape == (len(parts), len(x), len(weight))
     return parts
@@ -169,7 +169,7 @@ def parts_of(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(("outputs", "inner"), [(8, 8), (33, 136), (40, 1032)])
 def test_split_products_add_up(rows, outputs, inner):
     x, weight = operands(rows, outputs, inner)
-    parts = parts_of(x, weight)
+    parts = summands_of(x, weight)
     assert parts.dtype == torch.float32
     torch.testing.assert_close(parts.sum(0).double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-3)
 
@@ -179,32 +179,32 @@ def test_split_products_add_up(rows, outputs, inner):
 )
 def test_split_products_of_more_rows_err_as_plain_ones(rows, outputs, inner, count):
     x, weight = operands(rows, outputs, inner, torch.bfloat16)
-    parts = parts_of(x, weight)
+    parts = summands_of(x, weight)
     assert len(parts) == count and parts.dtype == torch.bfloat16
     exact = x.double() @ weight.double().T
     error, plain = ((found.double() - exact).norm() for found in (parts.float().sum(0), x @ weight.T))
     assert error <= 1.1 * plain
 
 
-def test_a_long_inner_dimension_is_shared_by_programs():
+def test_a_long_inner_dimension_is_split():
     x, weight = operands(2, 40, 1032)
-    assert len(parts_of(x, weight)) == 4, "9 steps of 128; a program has 2 on average"
-    assert len(parts_of(x[:, :128].contiguous(), weight[:, :128].contiguous())) == 1
+    assert len(summands_of(x, weight)) == 4, "9 steps of 128; a program has 2 on average"
+    assert len(summands_of(x[:, :128].contiguous(), weight[:, :128].contiguous())) == 1
 
 
 def test_few_programs_are_allowed(monkeypatch):
-    monkeypatch.setattr(split_matmul_module, "MOST_PROGRAMS", 4)  # 40 outputs are 2 tiles of 32
-    monkeypatch.setattr(split_matmul_module, "MOST_CUBLAS_PROGRAMS", 4)  # and one of 128, for each of 2 of 128 rows
+    monkeypatch.setattr(split_matmul_module, "MAX_TRITON_PROGRAMS", 4)  # 40 outputs are 2 tiles of 32
+    monkeypatch.setattr(split_matmul_module, "MAX_CUBLAS_PROGRAMS", 4)  # and one of 128, for each of 2 of 128 rows
     x, weight = operands(2, 40, 1032)
-    parts = parts_of(x, weight)
+    parts = summands_of(x, weight)
     assert len(parts) == 2
     torch.testing.assert_close(parts.sum(0).double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-3)
-    assert len(parts_of(*operands(130, 40, 4096, torch.bfloat16))) == 2
+    assert len(summands_of(*operands(130, 40, 4096, torch.bfloat16))) == 2
     assert split_matmul(*operands(300, 40, 4096, torch.bfloat16)) is None, "3 tiles; two parts of each would be 6"
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_parts_join_a_residual_without_a_norm(with_bias):
+def test_summands_are_added_to_a_residual_without_a_norm(with_bias):
     x, parts, bias = random(3, 40), random(4, 3, 40, seed=1), random(40, seed=2) if with_bias else None
     expected = x + parts.sum(0) + (0 if bias is None else bias)
     torch.testing.assert_close(add_branch(x, Branch(parts, bias)), expected, **TOLERANCE)

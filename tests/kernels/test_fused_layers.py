@@ -32,7 +32,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture
 def small_runs(monkeypatch):
     """Several programs, of several rows each, on few rows."""
-    monkeypatch.setattr(norm_kernels, "NORM_PARTS_TIMES_WIDTH", 3 * 37)
+    monkeypatch.setattr(norm_kernels, "NORM_PROGRAMS_TIMES_WIDTH", 3 * 37)
     monkeypatch.setattr(norm_kernels, "RELU_PROGRAMS", 6)
     monkeypatch.setattr(norm_kernels, "RELU_ROWS", 4)
 
@@ -44,7 +44,7 @@ def kernels_anywhere(monkeypatch):
 
 
 def gradients_of(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of a sum in which each element has a weight of its own."""
+    """Return the gradients of a weighted sum with a different weight for each element."""
     return torch.autograd.grad((out * random(*out.shape, seed=9)).sum(), inputs)
 
 
@@ -115,14 +115,14 @@ def test_relu_linear_is_torchs(rows, width, small_runs):
 
 
 def test_relu_passes_no_gradient_at_zero():
-    """As torch's does not."""
+    """Torch's ReLU does not either."""
     x, weight, bias = torch.zeros(3, 4, device=DEVICE), random(5, 4), torch.zeros(5, device=DEVICE)
     inputs = [tensor.requires_grad_() for tensor in (x, weight, bias)]
     assert not any(gradient.any() for gradient in gradients_of(FusedReluLinear.apply(*inputs), *inputs))
 
 
 def test_a_nan_passes_into_gradients():
-    """As torch's ReLU lets it: whoever checks them is to see it."""
+    """Torch's ReLU passes it too: a check of gradients must see it."""
     gradient, bias_gradient = norm_kernels.relu_gradient(
         torch.ones(2, 3, device=DEVICE), torch.tensor([[1.0, 0.0, torch.nan], [0.0, 0.0, 1.0]], device=DEVICE)
     )
@@ -193,7 +193,7 @@ FUSABLE = {
 @pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("name", FUSABLE)
 def test_fused_models_train_as_before(monkeypatch, name, taken):
-    """By the kernels, and where inputs are too small for them."""
+    """Models train by the kernels, and by torch where inputs are too small for them."""
     monkeypatch.setattr(fused_layers, "can_use_kernels", lambda *_: taken)
     assert_same_training(FUSED[name], FUSABLE[name])
 

@@ -1,4 +1,4 @@
-"""Layers that are gathered in turn give the rollout that whole weights do, whatever each rank samples."""
+"""Streamed weights give the rollout that whole weights do, whatever each rank samples."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -76,7 +76,7 @@ def findings(found: Rollout) -> dict[str, Any]:
 
 
 def shared(inputs: Path, name: str, stage: int = 0, size: int | None = None) -> dict[str, Any]:
-    """Rollouts before and after a change of weights, which `size` ranks (or all) share. One rank is the eager loop."""
+    """Rollouts before and after a change of weights, sharded over `size` ranks (or all); one rank samples eagerly."""
     engine = engine_of(MAKERS[name](), stage)
     hybrid = hybrid_of(
         engine, EAGER if dist.world_size() == 1 else replace(FUSED, tensor_parallel_size=size or dist.world_size())
@@ -96,14 +96,14 @@ def uneven(inputs: Path) -> dict[str, Any]:
 
 
 def stopped(inputs: Path) -> dict[str, Any]:
-    """One rank of a group is asked to stop: none goes on; the next rollout is whole."""
+    """One rank of a group is asked to stop: none continues, and the next rollout is whole."""
     return stopped_by_the_last_rank(
         hybrid_of(engine_of(opt(), 0), replace(FUSED, tensor_parallel_size=dist.world_size())), sampled
     )
 
 
 def stopped_by_the_last_rank(hybrid: HybridEngine, sample: Callable[..., Rollout]) -> dict[str, Any]:
-    """Whether a rollout ended so on this rank, how often it asked, and the rollout that follows."""
+    """Return whether a rollout was stopped on this rank, how often it asked, and the next rollout."""
     asked: list[None] = []
 
     def should_stop() -> bool:

@@ -1,4 +1,4 @@
-"""Layers that are gathered in turn during each step: what tests/multi/test_ranks_streaming.py compares."""
+"""Streamed weights over ranks: the cases that tests/multi/test_ranks_streaming.py compares."""
 
 from dataclasses import replace
 from functools import partial
@@ -103,7 +103,7 @@ def step_3(inputs: Path) -> dict[str, Any]:
 
 def cases() -> dict[str, Any]:
     scheduler.POLL_INTERVAL, scheduler.POLL_INTERVAL_WHILE_WAITING = 2, 1
-    # Prompts of six tokens at once, padding counted: a fill takes several passes, and not as many on each rank.
+    # Prompts of six tokens at once, padding counted: slots are filled by several prefills, fewer on one rank.
     scheduler.MAX_PREFILL_TOKENS = 6
     streaming.GROUP_BYTES = 1  # each layer is a group
     found: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}

@@ -1,4 +1,4 @@
-"""Tiny models of every shape that fast generation knows, and what drives them by hand; all on DEVICE.
+"""Tiny models of every architecture that fast generation supports, and helpers to run them; all on DEVICE.
 
 On a CPU the Triton kernels run in triton's interpreter (tests/conftest.py), some hundredths of a second a token.
 """
@@ -179,6 +179,6 @@ def assert_same(mine: Rollout, theirs: Rollout, *, tolerance: float = 1e-5) -> N
 
 
 def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FinishedSlotsPoll for rows that have ended often: in the interpreter a step costs more than a look."""
+    """Poll finished slots often: in the interpreter a decode step costs more than a poll."""
     monkeypatch.setattr(scheduler, "POLL_INTERVAL", 2)
     monkeypatch.setattr(scheduler, "POLL_INTERVAL_WHILE_WAITING", 1)

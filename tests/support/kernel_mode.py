@@ -1,4 +1,4 @@
-"""Where there is no CUDA device, Triton's kernels run in its interpreter. Import this before transformers.
+"""Triton's interpreter is switched on where there is no CUDA device; to be imported before transformers.
 
 Triton reads the variable when its own library is imported, which transformers' models do by way of torch._dynamo.
 """

@@ -14,7 +14,7 @@ from pipeline.kernels.token_kernels import FusedStatistics
 
 
 def outcome(case: dict) -> dict[str, torch.Tensor | None]:
-    """What the kernels give for (M, V) logits, (M,) targets, a factor and (M,) gradients of the log-probabilities."""
+    """Run the kernels on (M, V) logits, (M,) targets, a factor and (M,) gradients of the log-probabilities."""
     logits = case["logits"].clone().requires_grad_()
     log_probs, entropies = FusedStatistics.apply(logits.clone(), case["targets"], case["factor"], case["with_entropy"])
     log_probs.backward(case["gradients"])
