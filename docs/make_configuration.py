@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configuration models: python docs/make_configuration.py"""
+"""Write docs/configuration.md from the configuration models: `make reference`."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from step3_ppo.config import PPOConfig  # noqa: E402
 INTRODUCTION = """# Configuration
 
 Made from the models in `pipeline/configuration/groups.py`, `stepN/config.py` and
-`pipeline/launching/train_config.py` by `python docs/make_configuration.py`; edit those, not this file.
+`pipeline/launching/train_config.py` by `make reference`; edit those, not this file.
 
 A value's authority rises in this order: built-in default, DeepSpeed JSON (`--deepspeed_config`), preset (`--preset`),
 YAML file (`--config`), command line. `config.json` in the run's folder holds every value and where it came from;
@@ -49,7 +49,7 @@ PARTS = (
 
 
 def whole_reference() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     return "\n".join([INTRODUCTION, *(f"## {title}\n\n{reference(config_class)}" for title, config_class in PARTS)])
 
 

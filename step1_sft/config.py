@@ -1,4 +1,4 @@
-"""Flags of step 1."""
+"""The flags of step 1, supervised fine-tuning; shared groups are defined in pipeline/configuration/groups.py."""
 
 from typing import Literal, Self
 
@@ -26,9 +26,7 @@ class SFTConfig(Group):
     optimizer: OptimizerConfig = OptimizerConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output/sft")
-    keep_best: bool = flag(
-        False, "Keep the weights with the lowest eval_loss instead of the last ones", on_resume="free"
-    )
+    keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="free")
 
     @model_validator(mode="after")
     def _packing_needs_a_mask(self) -> Self:

@@ -1,4 +1,4 @@
-"""Flags of step 2."""
+"""The flags of step 2, the reward model, and of its evaluation."""
 
 from typing import Literal, Self
 
@@ -29,7 +29,7 @@ class RewardConfig(Group):
         "last_token", "Bradley-Terry on the score of the last token, or DeepSpeed-Chat's mean over tokens"
     )
     centering_coef: float = flag(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0)
-    keep_best: bool = flag(False, "Keep the weights with the best accuracy instead of the last ones", on_resume="free")
+    keep_best: bool = flag(False, "Keep the weights of the best accuracy, not the last ones", on_resume="free")
 
     @model_validator(mode="after")
     def _options_that_do_not_go_together(self) -> Self:

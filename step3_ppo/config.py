@@ -1,4 +1,4 @@
-"""Flags of step 3."""
+"""The flags of step 3, PPO, and the checks of generation that need no model."""
 
 import math
 from typing import Literal, Self
@@ -34,9 +34,7 @@ class PPOOptimizerConfig(OptimizerConfig):
 class SamplingConfig(Group):
     """Rollout"""
 
-    per_device_generation_batch_size: int = flag(
-        16, "Prompts generated at once on one device", ge=1, on_resume="rounding"
-    )
+    per_device_generation_batch_size: int = flag(16, "Prompts sampled at once on a device", ge=1, on_resume="rounding")
     generation_batches: int = flag(1, "Generation batches per update phase", ge=1, on_resume="rounding")
     num_samples_per_prompt: int = flag(1, "Responses sampled for each prompt", ge=1)
     max_answer_seq_len: int = flag(256, "Tokens of a response, EOS included", ge=1)
@@ -44,29 +42,23 @@ class SamplingConfig(Group):
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
     generation_engine: Literal["auto", "fused", "static", "eager"] = flag(
-        "auto", "How responses are made; auto: the fastest that knows the model and the device", on_resume="rounding"
+        "auto", "Generation backend; auto: the fastest that knows the model and the device", on_resume="rounding"
     )
     merge_lora_for_generation: bool = flag(
-        True,
-        "Sample from a copy of the weights with the adapters added; false: base and adapters apart",
-        on_resume="rounding",
+        True, "Sample from a copy of the weights plus adapters; false: with adapters apart", on_resume="rounding"
     )
     release_inference_cache: bool = flag(
         False, "Give the memory of generation (cache, graph, copied weights) back after each rollout", on_resume="free"
     )
     rollout_weights: Literal["auto", "whole", "streamed"] = flag(
         "auto",
-        "The actor under ZeRO-3 while it generates: whole on each GPU, or streamed: layers come in turn; "
+        "The actor under ZeRO-3 while it generates: whole on each GPU, or streamed: a few layers at a time; "
         "auto: whole where it fits",
         on_resume="rounding",
     )
-    inference_tp_size: int = flag(
-        1, "GPUs that share the actor's weights while they generate", ge=1, on_resume="rounding"
-    )
+    inference_tp_size: int = flag(1, "GPUs that share the actor's weights in a rollout", ge=1, on_resume="rounding")
     offload_optimizer_during_rollout: bool = flag(
-        False,
-        "Optimizer states wait in host memory during a rollout, whose cache is given back after it",
-        on_resume="free",
+        False, "Optimizer states are in host memory during a rollout; its cache is released after it", on_resume="free"
     )
 
 
@@ -170,7 +162,7 @@ class PPOConfig(Group):
 
 
 def check_generation(config: PPOConfig, ranks: int | None) -> None:
-    """Raise InputError, a line each, for what generation cannot do with any model; `ranks` None: not known yet."""
+    """Raise InputError, one line per flag, where no model could generate so; `ranks` None: not known yet."""
     sampling, partitioned = config.sampling, config.actor.zero_stage == 3
     size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:

@@ -1,1 +1,1 @@
-"""What can be set: flag groups, flags and their checks, and DeepSpeed's JSON; imports no torch."""
+"""The flags of all stages, their checks, and the DeepSpeed JSON made from them; no module here imports torch."""

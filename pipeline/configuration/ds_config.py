@@ -1,7 +1,7 @@
-"""The DeepSpeed JSON of an engine, built from flags and joined with the user's own. Pure: no torch, no deepspeed.
+"""Build the DeepSpeed JSON of an engine from flags and join the user's own; no torch, no deepspeed.
 
-train.py's check and the ranks of a run call the same two functions. Nothing edits the dict afterwards. DeepSpeed gets
-the micro-batch and the accumulation and infers the global batch.
+The check before a run and the ranks of the run call the same two functions. Nothing edits the dict afterwards.
+DeepSpeed gets the micro-batch and the accumulation and infers the global batch.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ WITHOUT_HOOKS = {"overlap_comm": False, "contiguous_gradients": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The machine that an engine runs on, as far as its DeepSpeed JSON depends on it.
+    """The machine of an engine, as far as the DeepSpeed JSON depends on it.
 
     dtype: `--dtype` with auto resolved. ranks: None where only the launcher will know. run_dir: DeepSpeed's own
     monitors write to `<run_dir>/deepspeed`. one_node: all ranks are on one machine.

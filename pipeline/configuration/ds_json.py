@@ -1,6 +1,6 @@
-"""The user's own DeepSpeed JSON: read, checked, turned into flags, joined with the one that we build.
+"""Read and check the user's own DeepSpeed JSON, turn it into flags and join it with the one we build.
 
-Pure: no torch, no deepspeed.
+Names of keys are checked in ds_keys.py. Nothing here imports torch or deepspeed.
 """
 
 import json
@@ -14,15 +14,15 @@ from pipeline.errors import InputError
 
 Json = dict[str, Any]
 
-# What stands for a block that is not there.
+# The value of a key whose block is missing.
 NO_OFFLOAD = {"zero_optimization.offload_optimizer.device": "none", "zero_optimization.offload_param.device": "none"}
 
 
 def read_user_json(path: str | Path) -> Json:
-    """The user's DeepSpeed JSON with its keys checked and under their usual names.
+    """Read the user's DeepSpeed JSON, its keys checked and under their usual names.
 
     Raises:
-        InputError: no such file, not JSON (with the line), a key that stands twice, not an object, unknown keys,
+        InputError: no such file, not JSON (with the line), a key that occurs twice, not an object, unknown keys,
             an optimizer or scheduler, bf16 and fp16 together.
     """
     try:
@@ -44,7 +44,7 @@ def read_user_json(path: str | Path) -> Json:
 
 
 def usual_names(content: Json) -> Json:
-    """`bfloat16` as `bf16`, and ZeRO's fields that have a `stage3_` name under that one, as we write them."""
+    """Rename `bfloat16` to `bf16`, and ZeRO's fields that also have a `stage3_` name to that one."""
     result = {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
     zero, known = result.get("zero_optimization"), MODEL_BLOCKS["zero_optimization"]
     if isinstance(zero, dict):
@@ -54,17 +54,17 @@ def usual_names(content: Json) -> Json:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> Json:
-    """A JSON object whose keys all differ; raises InputError where one stands twice."""
+    """Make a dict of a JSON object's pairs; raise InputError where a key occurs twice."""
     result: Json = {}
     for key, value in pairs:
         if key in result:
-            raise InputError(f"{key}: stands twice in one block")
+            raise InputError(f"{key}: occurs twice in one block")
         result[key] = value
     return result
 
 
 def leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything below `block` that is no block itself."""
+    """Yield (dotted key, value) of everything below `block` that is no block itself."""
     for key, value in block.items():
         inner = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):
@@ -74,7 +74,7 @@ def leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def flags_from_json(user: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, tuple[str, Any]]:
-    """Flag -> (key of the JSON, value) for all that the user's JSON says about flags; 'auto' says nothing."""
+    """Return {flag: (key of the JSON, value)} for all that the user's JSON says about flags; 'auto' says nothing."""
     said = {key: value for key, value in leaves(user) if value != "auto"}
     flags = {}
     for name, flag in table.items():
@@ -124,7 +124,7 @@ def merge_user_json(
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> Json:
-    """`base` with the values of `top`, block by block; 'auto' in `top` changes nothing."""
+    """Put the values of `top` over those of `base`, block by block; 'auto' in `top` changes nothing."""
     result = dict(base)
     for key, value in top.items():
         if isinstance(value, Mapping):
@@ -136,7 +136,7 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> Json:
 
 
 def refuse_optimizer(user: Mapping[str, Any], source: str) -> None:
-    """Raises InputError for an optimizer or scheduler block that says more than "auto"."""
+    """Raise InputError for an optimizer or scheduler block that says more than "auto"."""
     for block in ("optimizer", "scheduler"):
         content = user.get(block) or "auto"
         said = dict(leaves({block: content})) if isinstance(content, Mapping) else {block: content}
@@ -150,7 +150,7 @@ def refuse_optimizer(user: Mapping[str, Any], source: str) -> None:
 
 
 def check_global_batch(config: Json, world_size: int, source: str) -> None:
-    """Raises InputError where train_batch_size is given and is not micro-batch x accumulation x ranks."""
+    """Raise InputError where train_batch_size is given and is not micro-batch x accumulation x ranks."""
     micro, accumulation = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     found, wanted = config.get("train_batch_size"), micro * accumulation * world_size
     if found not in (None, wanted):

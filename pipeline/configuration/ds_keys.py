@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed JSON, as literal tables: DeepSpeed ignores what it does not know, so we refuse it by name.
+"""The tables of a DeepSpeed JSON's keys: DeepSpeed ignores a key that it does not know, so we refuse it by name.
 
 tests/configuration/test_ds_config.py compares the tables with the installed DeepSpeed. Blocks without a table
 (optimizer parameters, compression_training, autotuning, ...) are not checked. No import of deepspeed: `--help` and
@@ -150,7 +150,7 @@ def check_keys(user_json: Mapping[str, Any], source: str = "DeepSpeed JSON") -> 
 
 
 def unknown_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
-    """A line for each unknown key of `block` and of the blocks in it. `path` is dotted; "" is the whole JSON."""
+    """Yield a line for each unknown key of `block` and of the blocks in it. `path` is dotted; "" is the whole JSON."""
     valid = BLOCKS.get(path)
     for key, value in block.items():
         inner = f"{path}.{key}" if path else key
@@ -163,5 +163,5 @@ def unknown_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def takes_scalar(path: str, value: Any) -> bool:
-    """Whether DeepSpeed takes `value` in place of the block `path`: a null offload block switches offload off."""
+    """Tell whether DeepSpeed takes `value` in place of the block `path`: a null offload block switches offload off."""
     return value is None and path.startswith("zero_optimization.")

@@ -1,4 +1,4 @@
-"""DeepSpeed-Chat's flags that are spelt otherwise here, or not needed. Its other flags keep their names."""
+"""The flags of DeepSpeed-Chat that are spelt otherwise here, or not needed. Its other flags keep their names."""
 
 # DeepSpeed-Chat's spelling -> ours, where the meaning is the same.
 ALIASES = {

@@ -1,6 +1,6 @@
-"""Checks of flag values beyond their types: names of files and folders, and flags that change nothing as others are.
+"""Check values beyond their types: names of files and folders, and flags that have no effect.
 
-They read `kind` and `needs` at each flag's field. Combinations that a stage refuses are checked by its configuration.
+It reads `kind` and `needs` at each flag's field. Combinations that a stage refuses are checked by its configuration.
 """
 
 import unicodedata
@@ -18,7 +18,7 @@ ZERO_STAGES = {"ZeRO stage 3": {3}, "ZeRO stage 1 or 2": {1, 2}}
 
 
 def unsafe_paths(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """A line for each value of a path flag that no file can have, or that is not what it looks like."""
+    """Yield a line for each value of a path flag that no file can have, or that is not what it looks like."""
     for name, flag in table.items():
         if flag.kind in ("path", "written path"):
             for text in values[name] if isinstance(values[name], list) else [values[name]]:
@@ -27,7 +27,7 @@ def unsafe_paths(table: Mapping[str, Flag], values: Mapping[str, Any], origins: 
 
 
 def path_problem(flag: Flag, text: str) -> str:
-    """The reason why a path cannot be used, or ""."""
+    """Return the reason why a path cannot be used, or ""."""
     if any(unicodedata.category(character) in STEERING for character in text):
         return "a control character; name a file without it"
     try:
@@ -44,7 +44,7 @@ def path_problem(flag: Flag, text: str) -> str:
 
 
 def idle_flags(config: BaseModel, origins: Mapping[str, str]) -> Iterator[str]:
-    """A line for each flag that was set and has no effect, with what it needs.
+    """Yield a line for each flag that was set and has no effect, with what it needs.
 
     Args:
         origins: the origin of each value; flags with their default are left out.
@@ -56,7 +56,7 @@ def idle_flags(config: BaseModel, origins: Mapping[str, str]) -> Iterator[str]:
 
 
 def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseModel]) -> str:
-    """The need of a flag that the other values do not meet, and the value found instead; "" where all is well."""
+    """Name the need of a flag that the other values do not meet, and the value found; "" where it is met."""
     if needed := ZERO_STAGES.get(flag.needs):
         stages = {values[name] for name in flags_of_key(config_class, ZERO_STAGE)}
         if not stages & needed:

@@ -1,7 +1,7 @@
-"""The definition of a flag as a field of a configuration model, and the flat flags of a whole model.
+"""A flag is one field of a configuration model, and `flag_table` lists the flat flags of a whole model.
 
-Everything that is to be known of a flag is said at its field: see `flag`. What reads it (help, reference, YAML, the
-checks of paths and secrets, the resume check, DeepSpeed's JSON) goes over `flag_table`.
+The field says all there is to know of the flag: see `flag`. Help, reference, YAML, the checks of paths and secrets, the
+resume check and DeepSpeed's JSON loop over the table.
 """
 
 import typing
@@ -29,7 +29,7 @@ def flag(
     deepspeed: str | tuple[str, ...] = (),
     **checks: Any,
 ) -> Any:
-    """Return the pydantic field of a flag.
+    """Define a flag: return the field of a pydantic model.
 
     Args:
         default: `...` where the flag is required.
@@ -72,7 +72,7 @@ class Flag:
 
     @property
     def value_type(self) -> Any:
-        """The type of the value, or of a list's items, without its checks."""
+        """The type of the value, or of a list's items, without the checks."""
         inner = typing.get_args(self.info.annotation)[0] if self.is_list else self.info.annotation
         return typing.get_args(inner)[0] if typing.get_origin(inner) is Annotated else inner
 
@@ -83,7 +83,7 @@ class Flag:
 
     @property
     def type_name(self) -> str:
-        """What a value looks like, for help and reference: `int`, `true|false`, `bf16|fp16`, `str ...` for a list."""
+        """The type as help and reference show it: `int`, `true|false`, `bf16|fp16`, `str ...` for a list."""
         if self.is_bool:
             return "true|false"
         name = "|".join(map(str, self.choices)) or self.value_type.__name__
@@ -105,7 +105,7 @@ def is_group(annotation: Any) -> bool:
 
 
 def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
-    """Flat name -> Flag. A group class that occurs twice gives its flags the field's name as a prefix."""
+    """Return {flat name: Flag}. A group class that occurs twice gives its flags the field's name as a prefix."""
     groups = [info.annotation for info in config_class.model_fields.values() if is_group(info.annotation)]
     table: dict[str, Flag] = {}
     for name, info in config_class.model_fields.items():
@@ -118,7 +118,7 @@ def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
 
 
 def group_flags(name: str, info: FieldInfo, *, prefixed: bool) -> dict[str, Flag]:
-    """The flags of one group field, with its name before theirs if `prefixed`."""
+    """Return the flags of one group field, with its name before theirs if `prefixed`."""
     group: Any = info.annotation
     title = (group.__doc__ or name).strip().splitlines()[0]
     flags = {}
@@ -130,18 +130,18 @@ def group_flags(name: str, info: FieldInfo, *, prefixed: bool) -> dict[str, Flag
 
 
 def flags_of_key(config_class: type[BaseModel], key: str) -> list[str]:
-    """The flags that set `key` of a DeepSpeed JSON; step 3 has one for each of its two models."""
+    """Return the flags that set `key` of a DeepSpeed JSON; step 3 has one for each of its two models."""
     return [name for name, flag in flag_table(config_class).items() if key in flag.deepspeed]
 
 
 def rules_of(info: FieldInfo) -> dict[str, Any]:
-    """The rules that `flag` stored in a field; {} for a plain pydantic field."""
+    """Return the rules that `flag` stored in a field; {} for a plain pydantic field."""
     rules: Any = info.json_schema_extra or {}
     return rules
 
 
 def flat_items(config: BaseModel) -> Iterator[tuple[str, Any]]:
-    """(flag name, value) of a configuration."""
+    """Yield (flag name, value) of a configuration."""
     for flag in flag_table(type(config)).values():
         value: Any = config
         for part in flag.path:
@@ -150,7 +150,7 @@ def flat_items(config: BaseModel) -> Iterator[tuple[str, Any]]:
 
 
 def nest(values: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, Any]:
-    """Flat values as the nested mapping that the model validates."""
+    """Nest flat values into the mapping that the model validates."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *groups, leaf = table[name].path
@@ -162,7 +162,7 @@ def nest(values: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, Any]
 
 
 def convert(value: Any, flag: Flag) -> Any:
-    """What people write for a type: one word for a list, 5e8 for an int, a number for a text. Others unchanged."""
+    """Convert what people write for a type: one word for a list, 5e8 for an int, a number for a text."""
     if flag.is_list and isinstance(value, str | int | float):
         return [value]
     if flag.info.annotation is str and isinstance(value, int | float) and not isinstance(value, bool):

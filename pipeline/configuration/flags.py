@@ -1,4 +1,4 @@
-"""From a frozen pydantic model to command-line flags, YAML keys and help, with the origin of every value.
+"""Make a checked configuration of the command line and YAML files, with the origin of every value.
 
 Authority rises: default < DeepSpeed JSON < preset < YAML file < command line; a DeepSpeed JSON that contradicts a
 higher layer is refused. All errors are collected and reported together, each with the nearest valid name. Neither torch
@@ -37,14 +37,14 @@ class Resolved:
 
 
 class FlagLoader(yaml.SafeLoader):
-    """YAML in which a key may stand once only, and 2e-5 is a number as everywhere else."""
+    """A YAML loader that refuses a key that occurs twice and reads 2e-5 as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As yaml's, but a key that stands twice is an error."""
+        """Build a mapping like yaml's own method; a key that occurs twice is an error."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             if key_node.value in seen:
-                problem = f"{key_node.value}: stands twice"
+                problem = f"{key_node.value}: occurs twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
@@ -56,7 +56,7 @@ FlagLoader.add_implicit_resolver(
 
 
 def load_yaml(path: str) -> dict[Any, Any]:
-    """The mapping in a YAML file; {} for an empty one. Raises InputError naming the file and the line."""
+    """Read the mapping in a YAML file; {} for an empty one. Raises InputError naming the file and the line."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), FlagLoader)
     except OSError as error:
@@ -77,7 +77,7 @@ def load_yaml(path: str) -> dict[Any, Any]:
 
 
 def read_yaml(path: str, section: str) -> dict[str, Any]:
-    """Flags for `section` from a YAML mapping of flags, or of sections that hold flags.
+    """Read the flags of `section` from a YAML mapping of flags, or of sections that hold flags.
 
     Raises:
         InputError: no such file, not YAML, not a mapping, or flags and sections mixed.
@@ -103,12 +103,12 @@ def normalise_name(name: str) -> str:
 
 
 def normalise_names(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Flag names with `_`, DeepSpeed-Chat's spellings replaced."""
+    """Spell flag names with `_`, and replace DeepSpeed-Chat's spellings."""
     return {normalise_name(str(key)): value for key, value in values.items()}
 
 
 def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """(flag name, its words) in order; words before the first flag come with the name "".
+    """Yield (flag name, its words) in order; words before the first flag have the name "".
 
     A word that starts with `--` is a flag: a value that does so is written `--flag=--value`. Values are never changed.
     """
@@ -126,7 +126,7 @@ def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_command_line(table: Mapping[str, Flag], argv: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """(given flags, error lines): names and numbers of words are checked here. Of a repeated flag, the last counts."""
+    """Return (given flags, error lines), names and numbers of words checked. The last of a repeated flag counts."""
     given: dict[str, Any] = {}
     errors = []
     for name, words in scan(argv):
@@ -142,7 +142,7 @@ def read_command_line(table: Mapping[str, Flag], argv: Iterable[str]) -> tuple[d
 
 
 def wrong_count(flag: Flag | None, words: list[str]) -> str:
-    """What is wrong with the number of words after a flag (None: a file's name), or ""."""
+    """Return the error in the number of words after a flag (None: --preset or --config), or ""."""
     if flag and flag.is_bool and not words:
         return ""
     if not words:
@@ -153,7 +153,7 @@ def wrong_count(flag: Flag | None, words: list[str]) -> str:
 
 
 def unknown_word(name: str, words: list[str], names: Iterable[str]) -> str:
-    """One line about a word that is no flag of this command."""
+    """Return a line about a word that is no flag of this command."""
     if not name:
         return f"found {' '.join(words)!r} before any flag, wanted --FLAG VALUE"
     return f"--{name}: {unknown_reason(name, [*names, *FILE_FLAGS], '--')}"
@@ -173,13 +173,13 @@ def parse(
     prog: str = "",
     help_maker: Callable[[type[BaseModel], str], str] = help_text,
 ) -> Resolved:
-    """The resolved configuration of a stage from its command line. `--help` prints the flags and exits with 0.
+    """Resolve the configuration of a stage from its command line. `--help` prints the flags and exits with 0.
 
     Args:
         section: the stage's section in YAML files: sft, reward, ppo, or train for train.py itself.
 
     Raises:
-        InputError: every wrong name and value of the command line and the files, one a line.
+        InputError: every wrong name and value of the command line and the files, one per line.
     """
     if any(word in ("-h", "--help") for word in argv):
         print(help_maker(config_class, prog or section))
@@ -200,7 +200,7 @@ def resolve_layers(
     """Merge (origin, flat values) layers, later ones winning, and check the result.
 
     Raises:
-        InputError: `errors` and all that is found here, one a line.
+        InputError: `errors` and all errors of the values, one per line.
     """
     table = flag_table(config_class)
     errors = list(errors)
@@ -226,7 +226,7 @@ def resolve_layers(
 
 
 def validated(config_class: type[BaseModel], values: Mapping[str, Any], origins: Mapping[str, str]) -> BaseModel:
-    """The model from flat values. Raises InputError with a line for each value that does not fit."""
+    """Validate flat values as the model. Raises InputError with a line for each value that does not fit."""
     table = flag_table(config_class)
     try:
         return config_class.model_validate(nest(values, table))
@@ -236,7 +236,7 @@ def validated(config_class: type[BaseModel], values: Mapping[str, Any], origins:
 
 
 def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -> BaseModel:
-    """`config` with the flags that the user's DeepSpeed JSON sets; `origins` gets the file's name for each of them.
+    """Set the flags that the user's DeepSpeed JSON names; `origins` gets the file's name for each of them.
 
     Raises:
         InputError: the JSON is not usable, or says something else than a flag that was given.
@@ -258,7 +258,7 @@ def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -
 
 
 def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """One line for one pydantic error: flag, value, origin, what would be right."""
+    """Return a line for one pydantic error: flag, value, origin, what would be right."""
     location = tuple(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     for name, flag in table.items():
@@ -270,5 +270,5 @@ def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any],
 
 
 def stage_arguments(argv: list[str] | None) -> list[str]:
-    """The process's own arguments where a `main` is called without any."""
+    """Return the process's own arguments where a `main` is called without any."""
     return list(sys.argv[1:] if argv is None else argv)

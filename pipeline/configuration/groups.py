@@ -18,12 +18,12 @@ SchedulerType = Literal[
 
 
 class Group(BaseModel):
-    """A set of flags. Frozen; unknown names are refused."""
+    """A frozen set of flags that refuses unknown names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     def replace(self, **changes: Any) -> "Group":
-        """A checked copy with `changes`; nothing is mutated."""
+        """Return a checked copy with `changes`."""
         return type(self).model_validate({**self.model_dump(), **changes})
 
 
@@ -39,9 +39,7 @@ class RunConfig(Group):
     seed: int = flag(1234, "Every random number of the run is a function of it", ge=0)
     num_train_epochs: float = flag(1.0, "Passes over the training rows; may be fractional", gt=0, on_resume="free")
     max_steps: int = flag(0, "Stop after this many optimizer steps; 0: whole epochs", ge=0, on_resume="free")
-    save_steps: int = flag(
-        0, "Steps between resume checkpoints; 0: only at the end or on a signal", ge=0, on_resume="free"
-    )
+    save_steps: int = flag(0, "Steps between checkpoints; 0: only at the end or on a signal", ge=0, on_resume="free")
     keep_checkpoints: int = flag(2, "Resume checkpoints kept; older ones are deleted; 0: none", ge=0, on_resume="free")
     save_in_background: bool = flag(
         False, "Train on while a checkpoint is written; takes host memory for a copy of what it holds", on_resume="free"
@@ -50,13 +48,9 @@ class RunConfig(Group):
         "auto", "auto: newest valid checkpoint; never: afresh; or a checkpoint folder", kind="path", on_resume="free"
     )
     force_resume: bool = flag(False, "Resume although settings, data or start models are other ones", on_resume="free")
-    deterministic: bool = flag(
-        False, "Bitwise repeatable GPU kernels, slower; CPU runs always are", on_resume="rounding"
-    )
+    deterministic: bool = flag(False, "Bitwise repeatable on GPUs, slower; CPU runs always are", on_resume="rounding")
     overwrite: bool = flag(False, "Start over although the output holds a finished run", on_resume="free")
-    save_dtype: Literal["auto", "bf16", "fp16", "fp32"] = flag(
-        "auto", "Data type of the saved weights; auto: that of training", on_resume="free"
-    )
+    save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="free")
     print_steps: int = flag(1, "Steps between progress lines", ge=1, on_resume="free")
     eval_interval: int = flag(0, "Steps between evaluations; 0: only before and after training", ge=0, on_resume="free")
     eval_iters: int = flag(0, "Batches (step 3: prompts) per evaluation; 0: all rows", ge=0, on_resume="free")
@@ -106,9 +100,7 @@ class ModelConfig(Group):
     """Model"""
 
     model_name_or_path: str = flag("", "Hub id or folder of the model to start from", kind="path", on_resume="content")
-    gradient_checkpointing: bool = flag(
-        False, "Recompute activations in the backward pass to save memory", on_resume="rounding"
-    )
+    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory", on_resume="rounding")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = flag(
         "auto", "Attention kernel; auto: transformers' choice", on_resume="rounding"
     )
@@ -199,10 +191,7 @@ class DeepSpeedConfig(Group):
         deepspeed="zero_optimization.allgather_bucket_size",
     )
     overlap_comm: bool = flag(
-        True,
-        "Reduce gradients while the backward pass runs",
-        on_resume="rounding",
-        deepspeed="zero_optimization.overlap_comm",
+        True, "Reduce gradients in the backward pass", on_resume="rounding", deepspeed="zero_optimization.overlap_comm"
     )
     stage3_param_persistence_threshold: int = flag(
         100_000,
@@ -221,18 +210,12 @@ class DeepSpeedConfig(Group):
     )
     loss_scale: float = flag(0.0, "fp16 loss scale; 0: dynamic", ge=0, needs="fp16", deepspeed="fp16.loss_scale")
     initial_scale_power: int = flag(
-        16,
-        "fp16: the dynamic scale starts at 2 to this power",
-        ge=0,
-        needs="fp16",
-        deepspeed="fp16.initial_scale_power",
+        16, "fp16: a dynamic scale starts at 2 to this power", ge=0, needs="fp16", deepspeed="fp16.initial_scale_power"
     )
     loss_scale_window: int = flag(
         1000, "fp16: good steps before the scale is doubled", ge=1, needs="fp16", deepspeed="fp16.loss_scale_window"
     )
-    hysteresis: int = flag(
-        2, "fp16: overflows before the scale is halved", ge=1, needs="fp16", deepspeed="fp16.hysteresis"
-    )
+    hysteresis: int = flag(2, "fp16: overflows until the scale halves", ge=1, needs="fp16", deepspeed="fp16.hysteresis")
     min_loss_scale: int = flag(1, "fp16: lower bound of the scale", ge=1, needs="fp16", deepspeed="fp16.min_loss_scale")
     deepspeed_monitor: list[Literal["tensorboard", "csv_monitor", "wandb"]] = flag(
         [],

@@ -1,6 +1,6 @@
-"""The help text of a stage and the tables of docs/configuration.md, made from the configuration models.
+"""Write the help text of a stage and the tables of docs/configuration.md.
 
-`make reference` (docs/make_configuration.py) writes docs/configuration.md with them.
+Both are made from the configuration models; `make reference` runs docs/make_configuration.py, which writes the page.
 """
 
 import itertools
@@ -15,7 +15,7 @@ WIDTH = 100
 
 
 def help_text(config_class: type[BaseModel], prog: str) -> str:
-    """All flags of a stage by group, with type, meaning and default."""
+    """Return the help text: all flags of a stage by group, with type, meaning and default."""
     lines = [f"usage: {prog} [--preset FILE] [--config FILE] [--FLAG VALUE ...]", ""]
     lines += [(config_class.__doc__ or "").strip(), ""]
     lines += ["--preset FILE and --config FILE are YAML files of flags. Authority rises from the built-in default over"]
@@ -26,14 +26,14 @@ def help_text(config_class: type[BaseModel], prog: str) -> str:
 
 
 def help_lines(flag: Flag) -> Iterator[str]:
-    """`--name TYPE` and, indented below it, meaning and default."""
+    """Yield `--name TYPE` and, indented below it, meaning and default."""
     yield f"  --{flag.name} {flag.type_name}"
     text = f"{flag.info.description} [{flag.shown_default}]"
     yield from textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def reference(config_class: type[BaseModel]) -> str:
-    """A Markdown table for each group of flags: flag, type, default, meaning."""
+    """Return a Markdown table for each group of flags: flag, type, default, meaning."""
     blocks = []
     for group, flags in itertools.groupby(flag_table(config_class).values(), key=lambda flag: flag.group):
         rows = ["| flag | type | default | meaning |", "|---|---|---|---|", *map(reference_row, flags)]

@@ -1,4 +1,4 @@
-"""Tokens and passwords: recognised in text, kept out of settings and messages.
+"""Recognise tokens and passwords and keep them out of settings and messages.
 
 Settings are written into config.json, env.json, model cards and logs, so a secret is no setting: it is refused as one.
 """
@@ -25,12 +25,12 @@ SECRET = re.compile(
 
 
 def redacted(text: str) -> str:
-    """`text` with *** for whatever looks like a token or a password."""
+    """Replace whatever looks like a token or a password by ***."""
     return SECRET.sub(MASK, text)
 
 
 def secret_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """A line for each flag whose value holds a secret. Free text may: it is written nowhere."""
+    """Yield a line for each flag whose value holds a secret. Free text may: it is written nowhere."""
     for name, value in values.items():
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
         if table[name].kind != "text" and any(SECRET.search(text) for text in texts):

@@ -1,4 +1,4 @@
-"""The comparison of a run's flags, data and start models with those of the checkpoint that it resumes from.
+"""Compare a run's flags, data and start models with those of the checkpoint that it resumes from.
 
 `on_resume` at a flag's field says whether it is compared; the checkpoint's files are read elsewhere.
 """
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
-    """The values of all flags whose field says `on_resume`."""
+    """Return the values of all flags whose field says `on_resume`."""
     table = flag_table(type(config))
     return {name: value for name, value in flat_items(config) if table[name].on_resume == on_resume}
 
 
 def defaults_of(config: BaseModel) -> dict[str, Any]:
-    """The defaults of all flags that have one."""
+    """Return the defaults of all flags that have one."""
     table = flag_table(type(config))
     return {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
 
@@ -62,7 +62,7 @@ def check_same_fingerprints(folder: Path, saved: Mapping[str, Any], current: Map
 
 
 def short(value: Any) -> str:
-    """A number as it is, a hash by its first characters."""
+    """Show a number as it is, and a hash by its first characters."""
     return f"content {value[:12]}" if isinstance(value, str) else str(value)
 
 

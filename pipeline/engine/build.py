@@ -1,4 +1,4 @@
-"""A training engine is built from the configuration here: DeepSpeed's JSON, compute type, LoRA, parameter groups."""
+"""Build a training engine from the configuration: compute type, LoRA, parameter groups, DeepSpeed."""
 
 from typing import Any
 

@@ -115,7 +115,7 @@ def test_unknown_keys_at_every_level():
         ("{", "line 1: not JSON"),
         ('{\n "a": 1,\n}', "line 3: not JSON"),
         ("[]", "found a list, wanted an object"),
-        ('{"bf16": {}, "bf16": {}}', "bf16: stands twice in one block"),
+        ('{"bf16": {}, "bf16": {}}', "bf16: occurs twice in one block"),
         ('{"bf17": {}}', "did you mean bf16?"),
         ('{"bfloat16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16: both are enabled, wanted one"),
         ('{"optimizer": {"type": "Lion"}}', "torch.optim.AdamW"),

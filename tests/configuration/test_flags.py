@@ -161,7 +161,7 @@ def test_yaml_takes_dashes_and_old_names(tmp_path):
     [
         ("- a\n", "c.yaml: found a list, wanted `flag: value` lines"),
         ("a: [1\nb: 2\n", "c.yaml: line 2:"),
-        ("steps: 1\nsteps: 2\n", "c.yaml: line 2: steps: stands twice"),
+        ("steps: 1\nsteps: 2\n", "c.yaml: line 2: steps: occurs twice"),
         ("sft: 3\n", "c.yaml: sft: found 3, wanted"),
         ("sft: {}\nsteps: 3\n", "c.yaml: steps: beside the sections sft; put flags into a section"),
         ("sft: {}\nrewrd: {}\n", "did you mean reward?"),

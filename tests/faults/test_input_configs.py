@@ -95,7 +95,7 @@ CASES = [
     in_yaml("ppo", "ppo:\n  kl_targt: 5", "c.yaml: kl_targt: unknown flag; did you mean kl_target?"),
     in_yaml("train", "sft: {seed: 1}\nrewad: {seed: 1}", "c.yaml: rewad: unknown section; did you mean reward?"),
     in_yaml("train", "sfft: {seed: 1}", "c.yaml: sfft: unknown section; did you mean sft?"),
-    in_yaml("reward", "seed: 1\nseed: 2", "c.yaml: line 2: seed: stands twice"),
+    in_yaml("reward", "seed: 1\nseed: 2", "c.yaml: line 2: seed: occurs twice"),
     # DeepSpeed's JSON, which DeepSpeed itself would take without a word.
     in_json('{"gradient_clippping": 1}', "gradient_clippping: DeepSpeed has no such key", command="reward"),
     in_json('{"zero_optimisation": {"stage": 2}}', "did you mean zero_optimization?"),
