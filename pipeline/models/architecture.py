@@ -1,4 +1,8 @@
-"""What the decode step must know of a model: its layers in one description for OPT and for the shape of Llama."""
+"""Describe the layers of OPT and Llama-like models in one form, for the fused and streamed decode steps.
+
+The description refers to the live modules and copies no weight. Other model types are refused, and their callers fall
+back to another generation backend.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +13,19 @@ from torch import nn
 from pipeline.models.loading import backbone, base_model
 
 LLAMA_SHAPE = ("llama", "mistral", "qwen2", "qwen3")
-# Rotary tables of these kinds do not depend on how long the sequence is.
+# Types of rotary embedding whose tables do not depend on the sequence length.
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 class UnsupportedModel(Exception):
-    """Why a model cannot take a fast path, or not here; the text is logged."""
+    """The model is not supported by a fast path, or not on this device; the text is logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A decoder layer: modules of the live model, so that their weights are always the trained ones.
+    """A decoder layer as modules of the live model, so that their weights are always the trained ones.
 
-    up: the layers into the MLP: (fc1,) or (gate, up). head_norms: RMSNorms of q and k (Qwen3), or None.
+    up: first linear layers of the MLP: (fc1,) or (gate, up). head_norms: RMSNorms of q and k (Qwen3), or None.
     """
 
     q: Any
@@ -37,11 +41,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder of the OPT or the Llama shape.
+    """A decoder of OPT or of a Llama-like model.
 
-    norm_first: norms stand before attention and MLP (all but OPT-350m). window: tokens that attention sees, None = all;
-    longer sequences are not supported. rotary: the module that makes cos and sin, or
-    None where positions are learned (`positions`, whose rows start at `position_offset`).
+    norm_first: norms precede attention and MLP (all but OPT-350m). window: tokens that attention sees, None = all;
+    longer sequences are not supported. rotary: the module that computes cos and sin, None for learned positions
+    (`positions`, whose rows start at `position_offset`).
     """
 
     blocks: list[Block]
@@ -68,7 +72,7 @@ def read_architecture(model: Any) -> Architecture:
     """Describe a transformers causal language model (or the one inside a peft wrapper).
 
     Raises:
-        UnsupportedModel: it is of no shape known here.
+        UnsupportedModel: its type or one of its settings is not supported.
     """
     config = base_model(model).config
     kind = config.model_type
@@ -154,7 +158,7 @@ def _llama_block(layer: Any) -> Block:
 
 
 def _refuse_llama_variants(config: Any) -> None:
-    """Raise UnsupportedModel for what the decode step does not compute."""
+    """Raise UnsupportedModel for settings that the decode step does not compute."""
     if config.hidden_act != "silu":
         raise UnsupportedModel(f"activation {config.hidden_act}")
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -169,19 +173,19 @@ def _uses_window(config: Any) -> bool:
 
 
 def linear_of(module: Any) -> Any:
-    """The layer itself, or the base layer inside a LoRA layer."""
+    """Return the layer itself, or the base layer inside a LoRA layer."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 def norm_kind(norm: nn.Module) -> tuple[bool, float]:
-    """(is RMSNorm, epsilon)."""
+    """Return (True for an RMSNorm, its epsilon)."""
     if isinstance(norm, nn.LayerNorm):
         return False, norm.eps
     return True, float(norm.variance_epsilon)  # type: ignore[arg-type]
 
 
 def rotary_table(rotary: Any, positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each (positions, D / 2), typed and placed like `like`; both halves of a head turn alike."""
+    """Return cos and sin, each (positions, D / 2), in `like`'s dtype and device; both halves of a head rotate alike."""
     ids = torch.arange(positions, device=like.device).unsqueeze(0)
     cos, sin = rotary(like.new_empty(1, 1, 1), position_ids=ids)
     half = cos.shape[-1] // 2

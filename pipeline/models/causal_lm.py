@@ -1,6 +1,7 @@
-"""Log-probabilities of a causal language model's tokens, without ever holding all logits.
+"""Compute log-probabilities of a causal language model's tokens without ever materialising all logits.
 
-B rows, S positions, M selected tokens, V vocabulary, H hidden size. Position t predicts token t + 1.
+B rows, S positions, M selected tokens, V vocabulary, H hidden size. Position t predicts token t + 1. The statistics of
+a piece of logits are in `kernels/token_statistics.py`, the backbone's pass in `hidden_states.py`.
 """
 
 from functools import partial
@@ -14,22 +15,22 @@ from pipeline.kernels.token_statistics import LogitScaling, token_statistics
 from pipeline.models.hidden_states import hidden_states
 from pipeline.models.loading import base_model
 
-# Logits of one piece of the head: large enough for whole matrix products, small beside a model's activations.
+# Logits of one piece of the head: large enough for efficient matrix products, small compared with activations.
 PIECE_BYTES = 512 * 2**20
-# Selected tokens that a row is taken to have when pieces are counted. Not the true number: under ZeRO-3 every rank must
+# Selected tokens per row that the number of pieces is computed from. Not the true number: under ZeRO-3 every rank must
 # call the head equally often, and the ranks' rows differ.
 ROW_TOKENS = 1024
 
 
 class TokenStatistics(NamedTuple):
-    """Of the selected next tokens, 0 elsewhere: log_probs and entropy, each (B, S - 1) fp32."""
+    """Statistics of the selected next tokens, 0 elsewhere: log_probs and entropy, each (B, S - 1) fp32."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
 
 
 class CausalLM(nn.Module):
-    """A causal language model seen as a map from token ids to log-probabilities of those tokens."""
+    """A causal language model as a module that maps token ids to log-probabilities of those tokens."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -51,17 +52,17 @@ class CausalLM(nn.Module):
         num_tokens: int | None = None,
         with_entropy: bool = False,
     ) -> TokenStatistics:
-        """Log-probabilities (fp32, nats) of the selected tokens given what stands before them.
+        """Return log-probabilities (fp32, nats) of the selected tokens given the tokens before them.
 
         Args:
             input_ids: (B, S) int64.
             attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
-            selected: (B, S - 1) bool, True = token t + 1 is wanted.
-            num_selected: how many are; None: they are counted, for which a GPU is waited for.
+            selected: (B, S - 1) bool, True = token t + 1 is selected.
+            num_selected: M; None: counted here, which synchronises with a GPU.
             temperature: divides the logits.
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
-            num_tokens: real tokens of padded rows, where these alone are to pass (see `hidden_states`).
-            with_entropy: also the entropy of each selected token's distribution, without gradient.
+            num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
+            with_entropy: compute also the entropy of each selected token's distribution, without gradient.
         """
         hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
         index = selected_index(selected, num_selected)  # (M,) into (B, S - 1)
@@ -73,10 +74,10 @@ class CausalLM(nn.Module):
             num_pieces=self._num_pieces(len(input_ids)),
             with_entropy=with_entropy,
         )
-        nothing = torch.zeros(selected.numel(), dtype=torch.float32, device=hidden.device)
+        zeros = torch.zeros(selected.numel(), dtype=torch.float32, device=hidden.device)
         return TokenStatistics(
-            nothing.scatter(0, index, log_probs).view_as(selected),
-            None if entropy is None else nothing.scatter(0, index, entropy).view_as(selected),
+            zeros.scatter(0, index, log_probs).view_as(selected),
+            None if entropy is None else zeros.scatter(0, index, entropy).view_as(selected),
         )
 
     def _num_pieces(self, rows: int) -> int:
@@ -92,13 +93,13 @@ class CausalLM(nn.Module):
         num_pieces: int,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(M, H) hidden states and (M,) targets -> (M,) log-probabilities and (M,) entropies."""
+        """Map (M, H) hidden states and (M,) targets to (M,) log-probabilities and (M,) entropies, piece by piece."""
         if num_pieces == 1:
             return self._head(hidden, targets, scaling, with_entropy)
-        # The logits of all pieces together must not be kept for the backward pass: each piece makes its own again.
+        # Logits are not kept for the backward pass: each piece recomputes its own.
         head = partial(checkpoint, self._head, use_reentrant=False) if torch.is_grad_enabled() else self._head
         pairs = zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True)
-        parts = [head(part, wanted, scaling, with_entropy) for part, wanted in pairs]
+        parts = [head(part, next_ids, scaling, with_entropy) for part, next_ids in pairs]
         log_probs, entropies = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
@@ -110,7 +111,7 @@ class CausalLM(nn.Module):
 
 
 def selected_index(selected: torch.Tensor, num_selected: int | None) -> torch.Tensor:
-    """(M,) int64 places of True in the flattened mask, in its order; a GPU is not waited for where M is given."""
+    """Return the (M,) int64 indices of True in the flattened mask; with M given, without synchronising with a GPU."""
     flat = selected.flatten()
     if num_selected is None:
         return flat.nonzero().squeeze(1)

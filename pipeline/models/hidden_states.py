@@ -1,6 +1,6 @@
-"""The backbone's forward pass over rows that are padded on the right, or packed.
+"""Run a backbone's forward pass over rows that are padded on the right, or packed.
 
-B rows, S positions, H hidden size.
+B rows, S positions, H hidden size. How packed rows are kept apart is in `packed_attention.py`.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from pipeline.models.loading import backbone, base_model
 from pipeline.models.packed_attention import uses_packed_attention
 from pipeline.tensor_ops import round_up
 
-# Tokens of a pass without padding are a multiple of this: memory that one pass leaves then fits the next.
+# Tokens of a pass without padding are a multiple of this, so that the allocator can reuse memory of earlier passes.
 PACKED_UNIT = 64
 
 
@@ -26,15 +26,15 @@ def hidden_states(
     *,
     num_tokens: int | None = None,
 ) -> Tensor:
-    """(B, S, H) last hidden states of a causal model, in its own type; what stands at padding means nothing.
+    """Return (B, S, H) last hidden states of a causal model in its dtype; values at padding are undefined.
 
     Args:
         input_ids: (B, S) int64.
         attention_mask: (B, S) bool, True = real token, and every row padded on the right; or of packed rows
             (B, 1, S, S) bool, True = may attend, or whatever 4-D tensor the model's attention function takes for it.
         position_ids: (B, S) int64 of packed rows; other rows count from 0.
-        num_tokens: of padded rows, how many of the B * S are real: only these pass through the model then, where its
-            attention can keep the rows apart (`enable_packed_attention`). None: padding passes too.
+        num_tokens: number of real tokens in padded rows. Only these pass through the model then, if its attention can
+            keep rows apart (`enable_packed_attention`). None: padding passes through it too.
     """
     if attention_mask.dim() != 2:
         mask = for_attention(model, attention_mask)
@@ -43,24 +43,24 @@ def hidden_states(
     if num_tokens is not None and uses_packed_attention(base_model(model).config):
         return without_padding(model, input_ids, attention_mask, num_tokens)
     choose_attention_kernel(model, *input_ids.shape)
-    # A causal model never looks to the right: without a mask real tokens get the same numbers, and SDPA its flash
-    # kernel. Given positions spare OPT the counting of a mask; one row of them is all that transformers looks
-    # through in architectures that ask whether rows are packed.
+    # Real tokens of a causal model never attend to padding on their right: without a mask the numbers are the same, and
+    # SDPA takes its flash kernel. Explicit positions spare OPT a cumulative sum over a mask; a single row of them keeps
+    # transformers' test for packed rows short.
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
     return last_hidden(model, input_ids=input_ids, attention_mask=None, position_ids=positions)
 
 
 def last_hidden(model: Any, **inputs: Any) -> Tensor:
-    """What the backbone gives for `inputs`, without a cache."""
-    found: Tensor = backbone(model)(**inputs, use_cache=False).last_hidden_state
-    return found
+    """Call the backbone without a KV cache and return its last hidden states."""
+    hidden: Tensor = backbone(model)(**inputs, use_cache=False).last_hidden_state
+    return hidden
 
 
 def without_padding(model: Any, input_ids: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
-    """The real tokens of padded rows in one row, sequence after sequence, and back: (B, S, H), 0 at padding."""
+    """Return (B, S, H) hidden states, 0 at padding, from one packed row of the real tokens of padded rows."""
     rows, width = input_ids.shape
     places = torch.nonzero_static(mask.flatten(), size=round_up(num_tokens, PACKED_UNIT), fill_value=0).squeeze(1)
-    # The tokens that round their number up are a sequence of their own, behind the others.
+    # The tokens that round the number up to PACKED_UNIT are a sequence of their own behind the others.
     ends = functional.pad(mask.sum(1).cumsum(0), (1, 1), value=len(places)).to(torch.int32)
     ends[0] = 0
     hidden = last_hidden(
@@ -76,17 +76,17 @@ def without_padding(model: Any, input_ids: Tensor, mask: Tensor, num_tokens: int
 
 
 def check_padding(mask: Tensor) -> None:
-    """Raise ValueError where a row of the (B, S) mask is padded on its left. Looks at a CPU's masks only.
+    """Raise ValueError for a row of a (B, S) mask with padding on its left; checks only masks on a CPU.
 
-    On a GPU the answer would have to be waited for, in each forward pass; callers are the same on both.
+    On a GPU the check would cost a synchronisation per forward pass; callers are the same on both.
     """
     if mask.device.type == "cpu" and (mask[:, 1:] & ~mask[:, :-1]).any():
-        raise ValueError("rows must be padded on the right: a real token stands behind padding")
+        raise ValueError("rows must be padded on the right: a real token follows padding")
 
 
 def for_attention(model: Any, mask: Tensor) -> Tensor:
-    """A (B, 1, S, S) bool mask as the model's attention reads it."""
-    # Eager attention adds a 4-D mask to its scores: True and False would become 1 and 0, and nothing be hidden.
+    """Convert a (B, 1, S, S) bool mask to the kind that the model's attention reads."""
+    # Eager attention adds a 4-D mask to its scores: bools would add 1 or 0 and hide nothing.
     if base_model(model).config._attn_implementation != "eager":
         return mask
     dtype = next(model.parameters()).dtype

@@ -1,4 +1,8 @@
-"""Loading causal language models: one loader for hub ids, folders and adapter folders, with dropout off."""
+"""Check and load causal language models: hub ids, folders and adapter folders, always with dropout off.
+
+Configuration and files are checked before any weight is read. Reward heads are in `reward_model.py`, LoRA training in
+`lora.py`.
+"""
 
 import copy
 import logging
@@ -11,14 +15,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pipeline import dist
-from pipeline.errors import EnvironmentFault, InputError, RunError
+from pipeline.errors import InputError, RunError
 from pipeline.hub import go_offline_without_network
-from pipeline.models.paths import check_language_model, may_be_hub_id, read_adapter_config
+from pipeline.models.paths import check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
 
 log = logging.getLogger(__name__)
 
-MAX_REASON = 300
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -27,26 +30,15 @@ def default_device() -> torch.device:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the device computes in it at speed, else fp32."""
+    """Return bf16 for devices that compute in it natively, else fp32."""
     return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
 
 
-def num_positions(config: PretrainedConfig) -> int | None:
-    """How many tokens a sequence may have; None where the architecture has no limit (BLOOM)."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def dropout_fields(config: PretrainedConfig) -> list[str]:
-    """Config fields that make forward passes random: dropouts (OPT's are functional) and layer drop."""
-    words = ("dropout", "dropout_prob", "pdrop", "layerdrop")
-    return [name for name, value in vars(config).items() if isinstance(value, float) and name.endswith(words)]
-
-
 def load_config(path: str) -> PretrainedConfig:
-    """The configuration of a model, or of an adapter's base, without code from anywhere and without private fields.
+    """Load the configuration of a model, or of an adapter's base, without remote code and without private fields.
 
     Raises:
-        InputError: there is none, or it names an implementation that would be fetched from the hub and run.
+        InputError: it cannot be read, or names an implementation that would be fetched from the hub and run.
         EnvironmentFault: the hub cannot be reached.
     """
     name = str(Path(adapter_base(path) or path).expanduser())
@@ -57,14 +49,14 @@ def load_config(path: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         raise loading_error(path, "cannot read a model configuration", error) from error
-    if found := list(kernel_fields(raw)):
-        raise InputError(f"{path}: config.json: {found[0]}: code from the hub is never run; remove the field")
+    if fields := list(kernel_fields(raw)):
+        raise InputError(f"{path}: config.json: {fields[0]}: code from the hub is never run; remove the field")
     strip_private(config, raw, path)
     return config
 
 
 def strip_private(config: PretrainedConfig, raw: Mapping[str, Any], path: str) -> None:
-    """Take back the fields of config.json that are private to transformers: they steer what it loads."""
+    """Remove the fields of config.json that are private to transformers, because they steer what it loads."""
     declared = getattr(type(config), "__dataclass_fields__", {})
     private = [name for name in raw if name.startswith("_") and name not in (*HARMLESS_FIELDS, *declared)]
     for name in private:
@@ -74,90 +66,69 @@ def strip_private(config: PretrainedConfig, raw: Mapping[str, Any], path: str) -
         warn_once(f"{path}: config.json: private fields are ignored: {', '.join(private)}")
 
 
-def loading_error(path: str, what: str, error: Exception) -> RunError:
-    """The one line for a model that transformers does not load: a fault of the network, or of its files."""
-    if type(error).__name__ == "UnpicklingError":
-        return InputError(f"{path}: {what}: its .bin file holds more than tensors and is refused (weights_only)")
-    if "ignore_mismatched_sizes" in str(error):
-        return InputError(f"{path}: {what}: the shapes in its files are not those that config.json says")
-    reason = one_line(error)
-    is_hub = not Path(path).expanduser().exists() and may_be_hub_id(path)
-    if is_hub and isinstance(error, OSError) and "valid model identifier" not in str(error):
-        hint = f"run `hf download {path}` where there is a network, or give a local folder"
-        return EnvironmentFault(f"{path}: cannot be fetched; {hint} ({reason})")
-    return InputError(f"{path}: {what}: {reason}")
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return how many tokens a sequence may have, None if the architecture has no limit (BLOOM)."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def one_line(error: Exception) -> str:
-    """An error's text in one line of at most MAX_REASON characters, or its type's name."""
-    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+def dropout_fields(config: PretrainedConfig) -> list[str]:
+    """Return the config fields that make forward passes random: dropouts (OPT's are functional) and layer drop."""
+    words = ("dropout", "dropout_prob", "pdrop", "layerdrop")
+    return [name for name, value in vars(config).items() if isinstance(value, float) and name.endswith(words)]
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of `config` whose forward passes are the same in training and evaluation mode."""
+    """Return a copy of `config` whose forward passes are the same in training and evaluation mode."""
     quiet = copy.deepcopy(config)
     for name in dropout_fields(quiet):
         setattr(quiet, name, 0.0)
     return quiet
 
 
-def load_pretrained(
-    auto_class: Any,
-    path: str,
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str,
-    may_lack: frozenset[str] = frozenset(),
-    pickles: bool = True,
-    **changes: Any,
-) -> Any:
-    """`auto_class.from_pretrained` with dropout off; the untouched configuration is kept as `model.source_config`.
-
-    `dtype` is always passed: OPT's hub files are fp16. Weights come from safetensors; a base model that only has
-    `.bin` files is read by transformers with weights_only, and a warning says so.
-
-    Args:
-        pickles: whether `.bin` files are read at all.
-        may_lack: weights that the files need not hold.
-        changes: fields of the configuration to set.
+def check_model(path: str, flag: str = "") -> None:
+    """Refuse a model whose file names, headers or config.json show that it cannot be loaded.
 
     Raises:
-        InputError: no model there, or weights missing in its files (they would be random).
+        InputError: as for check_model_files and load_config.
         EnvironmentFault: the hub cannot be reached.
     """
-    check_model_files(path, pickles=pickles)
-    path = str(Path(path).expanduser())
-    source = load_config(path)
-    config = without_dropout(source)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    given: dict[str, Any] = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
-    if not pickles:
-        given["use_safetensors"] = True
-    try:
-        model, info = auto_class.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **given
+    check_model_files(path, flag)
+    load_config(path)
+
+
+def check_positions(path: str, longest: int, flag: str) -> None:
+    """Raise InputError if sequences of `longest` tokens (the value of `flag`) do not fit into the model at `path`.
+
+    Reads only config.json.
+    """
+    limit = num_positions(load_config(path))
+    if limit is not None and longest > limit:
+        raise InputError(f"{flag} {longest}: the model {path} has {limit} positions; {flag} {limit} is the most")
+
+
+def check_vocabulary(path: str, tokenizer: Any) -> None:
+    """Raise InputError for a tokenizer with ids beyond the vocabulary of the model at `path`; warn of another EOS.
+
+    More rows than ids are fine: published models pad their vocabulary. Reads only config.json.
+    """
+    config = load_config(path).get_text_config()
+    size, largest = getattr(config, "vocab_size", None), max(tokenizer.get_vocab().values(), default=-1)
+    if size is not None and largest >= size:
+        raise InputError(
+            f"{path}: its tokenizer has ids up to {largest}, but the model's vocabulary has {size} rows: they do not "
+            "belong together; copy the tokenizer files from the folder that the weights came from"
         )
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        if dist.follows_from_another_rank(error):  # under ZeRO-3 loading is a collective
-            raise
-        raise loading_error(path, "cannot load the model", error) from error
-    if missing := sorted(set(info["missing_keys"]) - may_lack):
-        raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
-    model.source_config = source
-    return model
-
-
-def adapter_base(path: str) -> str | None:
-    """The base model that an adapter folder names, or None for a folder that holds a whole model."""
-    config = read_adapter_config(Path(path).expanduser())
-    return None if config is None else config["base_model_name_or_path"]
+    eos = getattr(config, "eos_token_id", None)
+    ends = [eos] if isinstance(eos, int) else eos or []
+    if ends and tokenizer.eos_token_id not in ends:
+        warn_once(
+            f"{path}: config.json ends texts with id {ends}, the tokenizer with {tokenizer.eos_token_id} "
+            f"({tokenizer.eos_token}); the tokenizer's is trained"
+        )
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, attn_implementation: str = "auto") -> PreTrainedModel:
-    """The causal language model at `path` (hub id, folder, or peft adapter folder, which is merged into its base)."""
+    """Load a causal language model from a hub id, a folder, or a peft adapter folder (merged into its base)."""
     check_language_model(path)
     base = adapter_base(path)
     if base is not None:
@@ -175,59 +146,82 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, attn_implementation: str = 
     return merged
 
 
-def use_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass; the inputs get gradients so that LoRA layers are reached."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
+def adapter_base(path: str) -> str | None:
+    """Return the base model that an adapter folder names, None for a folder that holds a whole model."""
+    config = read_adapter_config(Path(path).expanduser())
+    return None if config is None else config["base_model_name_or_path"]
+
+
+def load_pretrained(
+    auto_class: Any,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    may_lack: frozenset[str] = frozenset(),
+    pickles: bool = True,
+    **changes: Any,
+) -> Any:
+    """Call `auto_class.from_pretrained` with dropout off; `model.source_config` keeps the untouched configuration.
+
+    `dtype` is always passed: OPT's hub files are fp16. Weights come from safetensors; a base model that only has
+    `.bin` files is read by transformers with weights_only, and a warning says so.
+
+    Args:
+        may_lack: weights that may be missing in the files.
+        pickles: True allows `.bin` files.
+        changes: fields of the configuration to set.
+
+    Raises:
+        InputError: no model at `path`, or weights missing in its files (they would be random).
+        EnvironmentFault: the hub cannot be reached.
+    """
+    check_model_files(path, pickles=pickles)
+    path = str(Path(path).expanduser())
+    source = load_config(path)
+    config = without_dropout(source)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    options: dict[str, Any] = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
+    if not pickles:
+        options["use_safetensors"] = True
+    try:
+        model, info = auto_class.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
+        )
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if dist.follows_from_another_rank(error):  # under ZeRO-3 loading is a collective
+            raise
+        raise loading_error(path, "cannot load the model", error) from error
+    if missing := sorted(set(info["missing_keys"]) - may_lack):
+        raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
+    model.source_config = source
+    return model
+
+
+def loading_error(path: str, what: str, error: Exception) -> RunError:
+    """Describe in one line why transformers did not load a model: a fault of the network, or of its files."""
+    if type(error).__name__ == "UnpicklingError":
+        return InputError(f"{path}: {what}: its .bin file holds more than tensors and is refused (weights_only)")
+    if "ignore_mismatched_sizes" in str(error):
+        return InputError(f"{path}: {what}: the shapes in its files are not those of config.json")
+    return reading_error(path, what, error)
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside a peft wrapper, or the model itself."""
+    """Return the transformers model inside a peft wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def backbone(model: Any) -> nn.Module:
-    """The transformer without its head: input ids -> `last_hidden_state` (B, S, H)."""
+    """Return the transformer without its head, which maps input ids to `last_hidden_state` (B, S, H)."""
     inner = base_model(model)
     return getattr(inner, inner.base_model_prefix)
 
 
-def check_model(path: str, flag: str = "") -> None:
-    """Refuse a model that cannot be loaded, as far as its files' names, headers and config.json tell.
-
-    Raises:
-        InputError: as check_model_files and load_config. EnvironmentFault: the hub cannot be reached.
-    """
-    check_model_files(path, flag)
-    load_config(path)
-
-
-def check_positions(path: str, longest: int, flag: str) -> None:
-    """Raise InputError where sequences of `longest` tokens (the value of `flag`) do not fit into the model at `path`.
-
-    Reads config.json alone.
-    """
-    limit = num_positions(load_config(path))
-    if limit is not None and longest > limit:
-        raise InputError(f"{flag} {longest}: the model {path} has {limit} positions; {flag} {limit} is the most")
-
-
-def check_vocabulary(path: str, tokenizer: Any) -> None:
-    """Raise InputError for a tokenizer with ids that the model at `path` has no row for; warn of another EOS.
-
-    More rows than ids are fine: published models pad their vocabulary. Reads config.json alone.
-    """
-    config = load_config(path).get_text_config()
-    size, largest = getattr(config, "vocab_size", None), max(tokenizer.get_vocab().values(), default=-1)
-    if size is not None and largest >= size:
-        raise InputError(
-            f"{path}: its tokenizer has ids up to {largest}, but the model's vocabulary has {size} rows: they do not "
-            "belong together; copy the tokenizer files from the folder that the weights came from"
-        )
-    said = getattr(config, "eos_token_id", None)
-    ends = [said] if isinstance(said, int) else said or []
-    if ends and tokenizer.eos_token_id not in ends:
-        warn_once(
-            f"{path}: config.json ends texts with id {ends}, the tokenizer with {tokenizer.eos_token_id} "
-            f"({tokenizer.eos_token}); the tokenizer's is trained"
-        )
+def use_gradient_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass; inputs get gradients, so that LoRA layers do too."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()

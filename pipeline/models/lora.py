@@ -1,4 +1,7 @@
-"""LoRA by peft: which layers get it, what stays trainable, and the merged weights."""
+"""LoRA by peft: choose the layers, wrap the model, switch adapters off, compute merged weights.
+
+Saving adapters is in `checkpoints/model_folder.py`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from pipeline.errors import InputError
 
 
 def linear_names(model: Any, pattern: str) -> list[str]:
-    """Names of the linear layers that get LoRA: those whose name contains `pattern`; all-linear: all. Never the head.
+    """Return the names of linear layers that contain `pattern` (all-linear: all of them), never the head.
 
     Raises:
         InputError: no layer matches.
@@ -35,12 +38,12 @@ def linear_names(model: Any, pattern: str) -> list[str]:
 def add_lora(
     model: Any, *, dim: int, alpha: float, dropout: float, module_name: str, only_lora: bool, task: str, seed: int
 ) -> Any:
-    """Wrap `model` with LoRA layers whose B is zero, so that step 0 equals the base model.
+    """Wrap `model` with LoRA layers whose B is zero, so that it starts as the base model.
 
     Args:
-        only_lora: freeze all other weights but a reward head; else train what LoRA does not cover as well.
+        only_lora: freeze all other weights but a reward head; False: train weights that LoRA does not cover as well.
         task: peft's task type, CAUSAL_LM or SEQ_CLS (whose head `score` is trained and saved with the adapter).
-        seed: of the first values of A.
+        seed: seed of the initial values of A.
     """
     config = LoraConfig(
         r=dim,
@@ -60,7 +63,7 @@ def add_lora(
 
 
 def train_other_weights(model: nn.Module) -> None:
-    """Let all parameters learn but the weights that LoRA layers stand for and the originals of saved modules."""
+    """Unfreeze all parameters but the base weights of LoRA layers and the originals of saved modules."""
     frozen = {id(module.get_base_layer().weight) for module in model.modules() if isinstance(module, LoraLayer)}
     for name, parameter in model.named_parameters():
         if id(parameter) not in frozen and "original_module" not in name:
@@ -73,18 +76,18 @@ def is_lora(model: Any) -> bool:
 
 @contextmanager
 def adapters_disabled(model: Any) -> Iterator[None]:
-    """The base model's function inside the context: the reference policy of a LoRA actor."""
+    """Disable all adapters inside the context, which turns a LoRA actor into its reference policy."""
     with model.disable_adapter():
         yield
 
 
 @torch.no_grad()
 def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
-    """W + scale * B A in fp32, then W's type; `layer`'s own weights are not touched (and must be whole)."""
+    """Return W + scale * B A, computed in fp32, in W's dtype. `layer` is not changed; its weights must be gathered."""
     weight, scale = layer.get_base_layer().weight, layer.scaling[adapter]
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     if weight.is_cuda and weight.dtype == a.dtype and not layer.fan_in_fan_out:
-        return torch.addmm(weight, b, a, alpha=scale)  # one kernel, which adds in fp32 and rounds once
-    # peft's own get_delta_weight multiplies in the weights' type, which rounds a second time.
+        return torch.addmm(weight, b, a, alpha=scale)  # one kernel that accumulates in fp32 and rounds once
+    # peft's get_delta_weight multiplies in the weights' dtype, which rounds a second time.
     delta = scale * b.float() @ a.float()
     return (weight.float() + (delta.T if layer.fan_in_fan_out else delta)).to(weight.dtype)

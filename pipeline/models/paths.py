@@ -1,16 +1,21 @@
-"""Is there a model where the user says there is one? Answered from file names and config.json, without torch."""
+"""Check paths of models and name the nearest folder for a mistyped one, from file names and config.json only.
 
+Imports no torch, for programs that must start quickly. Headers of weights are read in `weight_files.py`.
+"""
+
+import contextlib
 import difflib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError
+from pipeline.errors import EnvironmentFault, InputError, RunError
 
 CONFIG_FILES = ("config.json", "adapter_config.json")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-SEARCH_DEPTH = 2  # folders below the nearest existing one in which models are looked for
+SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models
+MAX_REASON = 300  # characters of a library's error that are quoted
 
 
 def check_model_path(path: str, flag: str = "") -> None:
@@ -31,7 +36,7 @@ def check_model_path(path: str, flag: str = "") -> None:
 
 
 def check_language_model(path: str, flag: str = "") -> None:
-    """`check_model_path`, and refuse a folder whose config.json says that the model gives scores instead of text."""
+    """Check as `check_model_path`, and refuse a folder whose config.json names a reward model."""
     check_model_path(path, flag)
     architectures = read_config(Path(path).expanduser()).get("architectures") or []
     if any(str(name).endswith("ForSequenceClassification") for name in architectures):
@@ -39,7 +44,7 @@ def check_language_model(path: str, flag: str = "") -> None:
 
 
 def check_reward_model(path: str, flag: str = "") -> None:
-    """`check_model_path`, and refuse a folder whose config.json names no model with a reward head."""
+    """Check as `check_model_path`, and refuse a folder whose config.json names no model with a reward head."""
     check_model_path(path, flag)
     folder = Path(path).expanduser()
     architectures = read_config(folder).get("architectures") or []
@@ -48,17 +53,17 @@ def check_reward_model(path: str, flag: str = "") -> None:
 
 
 def at_flag(flag: str) -> str:
-    """The beginning of a message about the value of `flag`."""
+    """Return the beginning of a message about the value of `flag`."""
     return f"{flag}: " if flag else ""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder; empty where there is none."""
+    """Read config.json of a model folder; empty if there is none."""
     return _read_object(folder / CONFIG_FILES[0]) or {}
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any] | None:
-    """adapter_config.json of a folder with an adapter, None for any other. Raises InputError if it names no base."""
+    """Read adapter_config.json; None for a folder without an adapter. Raises InputError if it names no base model."""
     file = folder / CONFIG_FILES[1]
     config = _read_object(file)
     if config is not None and not isinstance(config.get("base_model_name_or_path"), str):
@@ -67,7 +72,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_object(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no such file."""
+    """Read a JSON object from a file; None if there is no such file."""
     try:
         if not file.is_file():
             return None
@@ -80,19 +85,11 @@ def _read_object(file: Path) -> dict[str, Any] | None:
 
 
 def has_config(folder: Path) -> bool:
-    """Whether this is a model's folder; False where it may not be looked into."""
+    """Return True for a model's folder, False also for one that may not be read."""
     try:
         return any((folder / name).is_file() for name in CONFIG_FILES)
     except OSError:
         return False
-
-
-def safe_glob(folder: Path, pattern: str) -> list[Path]:
-    """What matches below a folder; [] where it may not be looked into."""
-    try:
-        return list(folder.glob(pattern))
-    except OSError:
-        return []
 
 
 def may_be_hub_id(path: str) -> bool:
@@ -103,10 +100,22 @@ def may_be_hub_id(path: str) -> bool:
 
 
 def nearest_folder(path: Path) -> str:
-    """`; did you mean FOLDER?` for the most similar model folder near `path`, else the nearest folder that exists."""
+    """Return `; did you mean FOLDER?` for the most similar model folder nearby, else the nearest existing folder."""
     base = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    patterns = ("/".join(["*"] * depth) for depth in range(1, SEARCH_DEPTH + 1))
-    models = [str(folder) for pattern in patterns for folder in safe_glob(base, pattern) if has_config(folder)]
+    models = []
+    with contextlib.suppress(OSError):  # a folder that may not be read
+        for depth in range(1, SEARCH_DEPTH + 1):
+            models += [str(folder) for folder in base.glob("/".join(["*"] * depth)) if has_config(folder)]
     if close := difflib.get_close_matches(str(path), models, n=1, cutoff=0.5):
         return f"; did you mean {close[0]}?"
     return "" if base == path else f"; the nearest folder that exists is {base.resolve() if base == Path() else base}"
+
+
+def reading_error(path: str, what: str, error: Exception) -> RunError:
+    """Describe in one line why transformers did not read a file of a model: a fault of the network, or of the file."""
+    reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+    is_hub_id = not Path(path).expanduser().exists() and may_be_hub_id(path)
+    if is_hub_id and isinstance(error, OSError) and "valid model identifier" not in str(error):
+        hint = f"run `hf download {path}` on a machine with a network, or give a local folder"
+        return EnvironmentFault(f"{path}: cannot be fetched; {hint} ({reason})")
+    return InputError(f"{path}: {what}: {reason}")

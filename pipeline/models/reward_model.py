@@ -1,6 +1,7 @@
-"""A backbone with a scalar head: one value per token. Serves as reward model and as critic.
+"""A backbone with a scalar head, one value per token, which serves as reward model and as critic.
 
-B rows, S positions. Saved as transformers' sequence classification class (`num_labels=1`, head `score`, no bias).
+B rows, S positions. It is saved as transformers' sequence classification class (`num_labels=1`, head `score`, no bias).
+Losses are in `step2_reward` and `step3_ppo`.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from pipeline.partitions import gathered
 
 
 class FloatLinear(nn.Linear):
-    """A linear layer that computes in fp32 whatever the type of its weight: 16-bit scores tie."""
+    """A linear layer that computes in fp32 whatever its weight's dtype, because 16-bit scores tie."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.float()
@@ -27,7 +28,7 @@ class FloatLinear(nn.Linear):
 
 
 class TokenValueModel(nn.Module):
-    """input ids -> one fp32 value per token, optionally shifted and scaled to the reward's normalised scale."""
+    """A model that maps input ids to one fp32 value per token, normalised by `score_mean` and `score_std`."""
 
     def __init__(self, model: Any, *, score_mean: float = 0.0, score_std: float = 1.0) -> None:
         super().__init__()
@@ -47,13 +48,13 @@ class TokenValueModel(nn.Module):
         *,
         num_tokens: int | None = None,
     ) -> torch.Tensor:
-        """(B, S) fp32 values of each prefix; what stands at padding means nothing.
+        """Return (B, S) fp32 values, one per prefix; values at padding are undefined.
 
         Args:
             input_ids: (B, S) int64.
             attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
-            num_tokens: real tokens of padded rows, where these alone are to pass (see `hidden_states`).
+            num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
         """
         hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
         raw = base_model(self.model).score(hidden).squeeze(-1)  # (B, S)
@@ -61,26 +62,26 @@ class TokenValueModel(nn.Module):
 
 
 def last_token_scores(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """(B, S) values of right-padded rows, (B,) int64 lengths -> (B,) the value at each row's last real token."""
+    """Return the (B,) values at each row's last real token: (B, S) values of right-padded rows, (B,) int64 lengths."""
     return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
 
 
 def score_constants(config: Any) -> tuple[float, float]:
-    """(mean, std) of the scores that step 2 measured and stored in the configuration; (0, 1) where it stored none."""
+    """Return (mean, std) of the scores that the reward stage stored in the configuration; (0, 1) if it stored none."""
     return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
 
 
 def load_reward_model(
     path: str, *, dtype: torch.dtype, attn_implementation: str = "auto", new_head: bool = False
 ) -> TokenValueModel:
-    """The reward model or critic at `path`, giving raw scores.
+    """Load the reward model or critic at `path`, with raw scores.
 
     Args:
         new_head: start from a causal language model and add a head drawn from N(0, 1 / (hidden + 1)), the
             initialisation of Ziegler et al. 2019 (lm-human-preferences); otherwise `path` must hold a trained head.
 
     Raises:
-        InputError: no model at `path`, or no head in it where one is needed.
+        InputError: no model at `path`, or one without a head if `new_head` is False.
     """
     if not new_head:
         check_has_head(path)
@@ -102,7 +103,7 @@ def load_reward_model(
 
 
 def check_has_head(path: str) -> None:
-    """Raise InputError where the configuration at `path` is not that of a model with a reward head."""
+    """Raise InputError unless the configuration at `path` names a model with a reward head."""
     check_reward_model(path)
     architectures = load_config(path).architectures or []
     if not any("SequenceClassification" in name for name in architectures):
@@ -110,7 +111,7 @@ def check_has_head(path: str) -> None:
 
 
 def as_float_linear(head: nn.Linear) -> FloatLinear:
-    """The same parameters in a layer that computes in fp32."""
+    """Return a layer with the same parameters that computes in fp32."""
     replaced = FloatLinear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
     replaced.weight, replaced.bias = head.weight, head.bias
     return replaced
@@ -126,6 +127,6 @@ def initialise_head(head: Any, *, seed: int) -> None:
 
 
 def pad_id_for_pooling(tokenizer: Any) -> int | None:
-    """The pad id of a saved reward model: transformers scores the rightmost other id, so it is never an EOS."""
-    policy = choose_padding_token(tokenizer)
-    return None if policy.source == "eos" else policy.pad_id
+    """Return the pad id of a saved reward model, never an EOS: transformers scores the rightmost non-padding id."""
+    padding = choose_padding_token(tokenizer)
+    return None if padding.source == "eos" else padding.pad_id

@@ -1,19 +1,22 @@
-"""Load a tokenizer, choose its padding token and find every token that ends a text; the vocabulary never changes."""
+"""Load a tokenizer, choose its padding token and find every token that ends a text.
+
+The vocabulary never changes. Chat templates are in `data/templates.py`.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.data.templates import end_token_ids
-from pipeline.errors import EnvironmentFault, InputError, RunError
+from pipeline.errors import InputError
 from pipeline.hub import go_offline_without_network
-from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config
+from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config, reading_error
 from pipeline.models.weight_files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-# Names under which published vocabularies keep a token that no text contains, best first.
+# Names of reserved tokens in published vocabularies, which no text contains, best first.
 RESERVED_NAMES = (
     "<pad>",
     "[PAD]",
@@ -30,7 +33,7 @@ RESERVED_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class PaddingToken:
-    """The padding token: its id, its text, and where it was found. 'eos' means that no token is free for padding."""
+    """A padding token: its id, its text and its source. 'eos' means that no other token can be used for padding."""
 
     pad_id: int
     token: str
@@ -38,7 +41,7 @@ class PaddingToken:
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a local folder or hub id. Raises InputError or EnvironmentFault with one line."""
+    """Load the tokenizer of a local folder or hub id. Raises InputError or EnvironmentFault with one line."""
     import transformers
 
     folder = Path(path).expanduser()
@@ -54,23 +57,12 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
-        raise _load_error(path, error) from error
-
-
-def _load_error(path: str, error: Exception) -> RunError:
-    """The one line for a tokenizer that does not load: a fault of the network, or of the path."""
-    reason = " ".join(str(error).split())[:300]
-    is_local = Path(path).expanduser().is_dir()
-    if isinstance(error, OSError) and not is_local and "valid model identifier" not in reason:
-        hint = f"run `hf download {path}` where there is a network, or give a local folder"
-        return EnvironmentFault(f"{path}: its tokenizer cannot be fetched; {hint} ({reason})")
-    return InputError(
-        f"{path}: no tokenizer that transformers can load; a folder with tokenizer.json is right ({reason})"
-    )
+        what = "no tokenizer that transformers can load; a folder with tokenizer.json is right"
+        raise reading_error(path, what, error) from error
 
 
 def choose_padding_token(tokenizer: "PreTrainedTokenizerBase") -> PaddingToken:
-    """A padding token that exists: the tokenizer's own, a reserved one or unk, if that is no end token; else EOS.
+    """Choose an existing padding token: the tokenizer's own, a reserved one or unk, if that is no end token; else EOS.
 
     Masks never come from ids, so EOS is safe for training; but a reward model saved with it must set pad_token_id to
     None, because transformers pools its score by comparing ids. Raises InputError if the tokenizer has not even an EOS.
@@ -93,7 +85,7 @@ def choose_padding_token(tokenizer: "PreTrainedTokenizerBase") -> PaddingToken:
 def eos_ids(
     tokenizer: "PreTrainedTokenizerBase", generation_config: "GenerationConfig | None" = None
 ) -> frozenset[int]:
-    """All ids that end a response: the tokenizer's EOS, the template's end-of-turn token, generation_config's list."""
+    """Return all ids that end a response: tokenizer's EOS, template's end-of-turn token, generation_config's list."""
     configured = generation_config.eos_token_id if generation_config is not None else None
     extra = [configured] if isinstance(configured, int) else configured or []
     return end_token_ids(tokenizer) | frozenset(extra)

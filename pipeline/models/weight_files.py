@@ -1,6 +1,6 @@
-"""What a model folder holds, told from config.json and the headers of its weights before any weight is read. No torch.
+"""Check a model folder by config.json and the headers of its weights, before any weight is read. Imports no torch.
 
-Hub ids pass: their files are not here yet, and transformers reads them under the same rules (loading.py).
+Hub ids pass: their files are not here yet, and `loading.py` lets transformers read them under the same rules.
 """
 
 import functools
@@ -19,13 +19,13 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-# Where architectures keep one row for each token.
+# Names of weights with one row per token.
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "spm.model", "tekken.json",
 )  # fmt: skip
-# Families on which this project's tests run; others load, with a word of warning.
+# Model types that this project's tests run; others load with a warning.
 TESTED_TYPES = ("opt", "llama")
 # Private fields of config.json that carry no behaviour.
 HARMLESS_FIELDS = ("_name_or_path", "_commit_hash")
@@ -33,16 +33,16 @@ HARMLESS_FIELDS = ("_name_or_path", "_commit_hash")
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning; a model's folder is looked at more than once in a run."""
+    """Log a warning once, though a model's folder is checked more than once in a run."""
     log.warning("%s", message)
 
 
 def check_model_files(path: str, flag: str = "", *, pickles: bool = True) -> None:
-    """Refuse a folder that cannot be loaded, or should not be, before transformers sees it.
+    """Refuse a folder that cannot be loaded, or should not be, before transformers reads it.
 
     Args:
-        flag: named in the message.
-        pickles: whether weights may be `.bin` files, which are read with weights_only and a warning.
+        flag: the flag that the message names.
+        pickles: True allows `.bin` files, which are read with weights_only and a warning.
 
     Raises:
         InputError: no folder or hub id; a broken config.json; code of its own; weights missing, cut short, or in
@@ -65,7 +65,7 @@ def check_model_files(path: str, flag: str = "", *, pickles: bool = True) -> Non
 
 
 def check_code(folder: Path, config: Mapping[str, Any], flag: str = "") -> None:
-    """Raise InputError for a model that needs code from its folder; where transformers has the class, that is taken."""
+    """Raise InputError for a model that needs code from its folder; a class that transformers has needs none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     kind = config.get("model_type")
@@ -81,7 +81,7 @@ def check_code(folder: Path, config: Mapping[str, Any], flag: str = "") -> None:
 
 
 def kernel_fields(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Fields of a config.json, at any depth, that name an attention or expert implementation from the hub.
+    """Yield fields of a config.json, at any depth, that name an attention or expert implementation from the hub.
 
     transformers would fetch and run that code (CVE-2026-4372 and its kin).
     """
@@ -96,7 +96,7 @@ def kernel_fields(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pickles: bool = True) -> None:
-    """Raise InputError where the weights are missing, cut short or contradict config.json."""
+    """Raise InputError for weights that are missing, cut short or contradict config.json."""
     files = weight_files(folder, flag)
     if not files:
         if not pickles or not any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX)):
@@ -105,17 +105,17 @@ def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pi
         warn_once(f"{folder}: no safetensors; {PICKLED} is read with weights_only")
         return
     shapes = {name: entry.get("shape") for file in files for name, entry in read_header(file).items()}
-    wanted = text_field(config, "vocab_size")
+    vocab_size = text_field(config, "vocab_size")
     for name, shape in shapes.items():
-        if name.endswith(EMBEDDINGS) and shape and wanted is not None and shape[0] != wanted:
+        if name.endswith(EMBEDDINGS) and shape and vocab_size is not None and shape[0] != vocab_size:
             raise InputError(
-                f"{at_flag(flag)}{folder}: config.json says vocab_size {wanted}, but {name} has {shape[0]} rows; take "
-                "config.json and weights from the same model"
+                f"{at_flag(flag)}{folder}: config.json says vocab_size {vocab_size}, but {name} has {shape[0]} rows; "
+                "take config.json and weights from the same model"
             )
 
 
 def weight_files(folder: Path, flag: str = "") -> list[Path]:
-    """The safetensors files of a model folder. Raises InputError for an index that names files that are not there."""
+    """Return the safetensors files of a model folder. Raises InputError for an index that names missing files."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = folder / WEIGHTS_INDEX
@@ -132,7 +132,7 @@ def weight_files(folder: Path, flag: str = "") -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file. Raises InputError for a broken one."""
+    """Read a safetensors header: tensor name -> {dtype, shape, data_offsets}. Raises InputError for a broken one."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -152,7 +152,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def text_field(config: Mapping[str, Any], name: str) -> int | None:
-    """An integer field of config.json, or of the text model inside; None where it is not said."""
+    """Return an integer field of config.json or of its text_config, None if there is none."""
     inner = config.get("text_config")
     for source in (config, inner if isinstance(inner, Mapping) else {}):
         if isinstance(source.get(name), int):

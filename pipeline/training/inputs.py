@@ -24,10 +24,10 @@ def prepare_tokenizer(path: str, template: str) -> Any:
     tokenizer = load_tokenizer(path)
     check_vocabulary(path, tokenizer)
     set_template(tokenizer, template)
-    policy = choose_padding_token(tokenizer)
-    if policy.source != "tokenizer":
-        log.info("padding with %s (%s); masks never come from token ids", policy.token, policy.source)
-        tokenizer.pad_token = policy.token
+    padding = choose_padding_token(tokenizer)
+    if padding.source != "tokenizer":
+        log.info("padding with %s (%s); masks never come from token ids", padding.token, padding.source)
+        tokenizer.pad_token = padding.token
     return tokenizer
 
 
