@@ -14,11 +14,17 @@ demo: $(VENV)/installed
 demo-seeds: $(VENV)/installed
 	$(PYTHON) -m demo.seeds
 
-test: $(VENV)/installed-dev
-	$(PYTHON) -m pytest -m "not slow and not faults and not gpu"
+# Two workers of one thread each. The tests of a file stay on one worker: they share runs.
+WORKERS ?= 2
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+test: $(VENV)/installed-dev
+	$(PYTEST) -m "not slow and not faults and not gpu"
+
+# Parts of at most ten minutes: all in turn, or one of them by `make test-slow SHARDS=2/3`.
+SHARDS ?= 1/3 2/3 3/3
 test-slow: $(VENV)/installed-dev
-	$(PYTHON) -m pytest -m "slow and not gpu"
+	set -e; for shard in $(SHARDS); do $(PYTEST) -m "slow and not gpu" --shard $$shard; done
 
 test-faults: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -m "faults and not gpu"

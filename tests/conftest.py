@@ -4,6 +4,8 @@ import importlib.util
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread for each of pytest's workers
+
 import pytest
 from support import kernel_mode  # noqa: F401  before the first import of triton
 from support.tiny_models import NAMES, save_tiny
@@ -15,6 +17,34 @@ TRAINING_TEXT = (
     "\n\nHuman: How do I make tea?\n\nAssistant: Boil water, add the leaves and wait for four minutes.",
     "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow.",
 )
+
+
+# Files that take minutes, longest first: a worker that gets one of them at the end would work on alone.
+LONG = (
+    "multi/test_ranks_ppo.py", "data/test_real_data.py", "faults/test_kill.py", "faults/test_ranks_ending.py",
+    "multi/test_ranks_decode.py", "multi/test_ranks_streaming.py", "multi/test_ranks_sft.py",
+    "generation/test_generator.py", "faults/test_resume_changed.py", "checkpoints/test_resume.py",
+    "multi/test_ranks_reward.py", "generation/test_slot_sampling.py", "project/test_bench.py",
+)  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", help="K/N: the tests of every N-th file, from the K-th on")
+
+
+@pytest.hookimpl(trylast=True)  # after -m has selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the files that take longest first; leave out those of other shards."""
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(Path(__file__).parent).as_posix()
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)
+    number, count = map(int, config.getoption("--shard").split("/"))
+    mine = set(list(dict.fromkeys(item.path for item in items))[number - 1 :: count])
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in mine])
+    items[:] = [item for item in items if item.path in mine]
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,12 @@ import ast
 import statistics
 
 import pytest
-from support.source_tree import functions, relative, source_files, tree_of
+from support.source_tree import ROOT, functions, relative, source_files, tree_of
 
 FILES = {relative(path): path for path in source_files()}
 TREES = {name: tree_of(path) for name, path in FILES.items()}
 MAX_FILE_LINES = 350
+MAX_TEST_FILE_LINES = 400
 MAX_FILES = 14  # Python files of a folder
 MAX_FUNCTION_LINES = 80
 MAX_MAIN_LINES = 120  # of main and of the loops
@@ -46,6 +47,19 @@ def test_no_function_is_too_long():
 def test_no_file_is_too_long():
     sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
     assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
+
+
+def test_no_test_file_is_too_long():
+    sizes = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in source_files("tests")}
+    assert {name: size for name, size in sizes.items() if size > MAX_TEST_FILE_LINES} == {}
+
+
+def test_each_package_has_its_folder_of_tests():
+    """Its name is the package's; tests of the leaf modules of pipeline/ are in tests/leaves."""
+    modules = [path.relative_to(ROOT).parent for path in FILES.values() if path.name != "__init__.py"]
+    folders = {folder.name.replace("pipeline", "leaves") for folder in modules if folder.name}
+    assert len(folders) > 10
+    assert {name for name in folders if not list((ROOT / "tests" / name).glob("test_*.py"))} == set()
 
 
 def test_packages_hold_a_docstring_and_nothing_else():
