@@ -8,8 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread for ea
 
 import pytest
 from support import kernel_mode  # noqa: F401  before the first import of triton
+from support.real_tokenizers import load_opt_tokenizer
 from support.tiny_models import NAMES, save_tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2TokenizerFast, LlamaTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TRAINING_TEXT = (
@@ -94,16 +95,6 @@ def real_tokenizer(request: pytest.FixtureRequest, real_data: Path) -> PreTraine
     if importlib.util.find_spec("sentencepiece") is None:
         pytest.skip("transformers reads a SentencePiece tokenizer.model only with the sentencepiece package")
     return LlamaTokenizerFast.from_pretrained(folder)
-
-
-def load_opt_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """OPT's tokenizer: its BOS, put first by encode, is its EOS </s>."""
-    tokenizer = GPT2TokenizerFast.from_pretrained(
-        folder, bos_token="</s>", eos_token="</s>", unk_token="</s>", pad_token="<pad>"
-    )
-    bos_first = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
-    tokenizer.backend_tokenizer.post_processor = bos_first
-    return tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ NOT_REPEATABLE = ("time", "_s", "_per_s")
 PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 FOLDERS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema")}
 # The first run ends here, a second one is interrupted after STOP_AFTER, a third one goes to the end.
-FIRST_END, STOP_AFTER, END = 8, 12, 200
-PPO_END = 48
+FIRST_END, STOP_AFTER, END = 8, 12, 60
+PPO_END = 32
 
 
 def words(stage: str, folder: Path, out: str, steps: int) -> list[object]:

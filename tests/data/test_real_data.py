@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_opt_tokenizer
+from support.real_tokenizers import load_opt_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, OPTConfig, OPTForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,12 +58,14 @@ def for_stage(stage: str, **given: object) -> list[str]:
     return [word for name, value in given.items() for word in (f"--{stage}.{name}", str(value))]
 
 
+SHORT = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "eval_iters": 4, "keep_checkpoints": 0}
+
+
 @pytest.fixture(scope="module")
-def three_steps(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which all three steps ran on hh_harmless with two ranks, from a base trained on plain text."""
+def with_base(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which step 1 trained `base` on plain text with two ranks."""
     folder = tmp_path_factory.mktemp("hh")
     save_opt(folder / "random", real_data, positions=512)
-    short = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "eval_iters": 4, "keep_checkpoints": 0}
     text = flags(
         model_name_or_path="random",
         data_path=real_data / "text" / "tinyshakespeare.txt.gz",
@@ -72,22 +74,37 @@ def three_steps(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         max_steps=8,
         learning_rate=3e-3,
         output_dir="base",
-        **short,
+        **SHORT,
     )
     call(["bash", str(ROOT / "launch" / "single_node.sh"), "--num_gpus", "2", "1", *text], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def three_steps(real_data: Path, with_base: Path) -> Path:
+    """The output folder of all three steps on hh_harmless with two ranks, from the base."""
     pairs = str(real_data / "preference" / "hh_harmless.jsonl.gz")
     stages = [
-        *for_stage("sft", data_path=pairs, max_seq_len=256, max_steps=8, learning_rate=3e-3, **short),
-        *for_stage("reward", data_path=pairs, max_seq_len=384, max_steps=8, learning_rate=1e-3, **short),
-        *for_stage("ppo", data_path=pairs, max_prompt_seq_len=256, max_answer_seq_len=16, max_steps=4, **short),
+        *for_stage("sft", data_path=pairs, max_seq_len=256, max_steps=8, learning_rate=3e-3, **SHORT),
+        *for_stage("reward", data_path=pairs, max_seq_len=384, max_steps=8, learning_rate=1e-3, **SHORT),
+        *for_stage("ppo", data_path=pairs, max_prompt_seq_len=256, max_answer_seq_len=16, max_steps=4, **SHORT),
         *for_stage("ppo", per_device_generation_batch_size=4, actor_learning_rate=1e-4, critic_learning_rate=1e-4),
     ]
     train = [sys.executable, str(ROOT / "train.py"), "--step", "1", "2", "3", "--deployment-type", "single_node"]
     train += ["--num-gpus", "2", "--actor-model", "./base", "--reward-model", "./base", "--output-dir", "out"]
-    call([*train, *stages], folder)
-    return folder / "out"
+    call([*train, *stages], with_base)
+    return with_base / "out"
 
 
+def test_a_base_learns_plain_text_on_two_ranks(with_base):
+    losses = values(with_base / "runs" / "base", "eval_loss")
+    assert losses[-1] < losses[0] - 0.1
+    model, info = AutoModelForCausalLM.from_pretrained(with_base / "base", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.vocab_size == VOCABULARY
+
+
+@pytest.mark.slow
 def test_the_three_steps_run_end_to_end_on_two_ranks(three_steps):
     for stage in ("sft", "reward", "ppo"):
         outcomes = [json.loads(path.read_text()) for path in (three_steps / "runs" / stage / "outcome").glob("*.json")]
@@ -100,6 +117,7 @@ def test_the_three_steps_run_end_to_end_on_two_ranks(three_steps):
     assert values(three_steps / "runs" / "ppo", "skipped_updates")[-1] == 0
 
 
+@pytest.mark.slow
 def test_its_models_load_in_transformers(three_steps):
     for name in ("sft", "actor"):
         model, info = AutoModelForCausalLM.from_pretrained(three_steps / name, output_loading_info=True)
@@ -111,6 +129,7 @@ def test_its_models_load_in_transformers(three_steps):
         assert model.score.weight.shape == (1, 32) and model.config.pad_token_id == 1
 
 
+@pytest.mark.slow
 def test_the_split_gives_each_step_its_own_prompts(three_steps, real_data):
     log = {stage: (three_steps / "runs" / stage / "log.txt").read_text() for stage in ("sft", "reward", "ppo")}
     trained = {stage: int(text.split(" rows: ")[1].split(" to train on")[0]) for stage, text in log.items()}
@@ -122,6 +141,7 @@ def test_the_split_gives_each_step_its_own_prompts(three_steps, real_data):
     assert len(held_out) <= 3
 
 
+@pytest.mark.slow
 def test_the_reward_model_learns_gpt4s_preferences(real_data, tmp_path):
     """Accuracy on unseen prompts, every row scored; beside it what rules without a model reach."""
     save_opt(tmp_path / "random", real_data, positions=1024)

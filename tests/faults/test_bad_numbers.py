@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from forks import Story, finish, metrics, preload, start
 from safetensors.torch import load_file
+from stage_runs import Story, metrics, start
+from support.forks import exit_code
 from support.tiny_run import make_folder
 
 STEPS = 8
@@ -22,7 +23,6 @@ LIMIT = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    preload()
     return make_folder(tmp_path_factory.mktemp("numbers"))
 
 
@@ -116,7 +116,7 @@ def inject(place: str, times: int) -> None:
 def run(folder: Path, stage: str, out: str, place: str, times: int) -> tuple[int, Story]:
     more = ("--max_bad_steps", LIMIT, "--lora_dim", 0) if stage != "ppo" else ("--max_bad_steps", LIMIT)
     story = Story(stage, folder, steps=STEPS, more=more)
-    return finish(start(story, out, first=partial(inject, place, times))), story
+    return exit_code(start(story, out, first=partial(inject, place, times))), story
 
 
 def assert_weights_are_finite(story: Story, out: str) -> None:

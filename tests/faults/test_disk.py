@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from forks import Story, metrics, preload, run
 from saved_runs import make_engine, save
+from stage_runs import Story, metrics, run
 from support.tiny_run import make_folder
 
 from pipeline import files
@@ -19,7 +19,6 @@ from pipeline.errors import EnvironmentFault
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    preload()
     return make_folder(tmp_path_factory.mktemp("disk"))
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Story, finish, metrics, preload, start
+from stage_runs import Story, metrics, start
+from support.forks import exit_code
 from support.tiny_run import make_folder
 from transformers import AutoTokenizer
 
@@ -20,7 +21,6 @@ LENGTH = 12  # max_answer_seq_len of forks.PPO
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    preload()
     return make_folder(tmp_path_factory.mktemp("generation"))
 
 
@@ -41,7 +41,7 @@ TWO = ("--per_device_generation_batch_size", 4, "--gradient_accumulation_steps",
 def run(folder: Path, out: str, token: int, rank: str, *more: object) -> list[dict[str, float]]:
     """The lines of updates of a run on two ranks; it came to its end with finite losses."""
     story = Story("ppo", folder, steps=8, ranks=2, more=(*TWO, *more))
-    assert finish(start(story, out, first=partial(always_draw, token, rank=rank))) == 0
+    assert exit_code(start(story, out, first=partial(always_draw, token, rank=rank))) == 0
     lines = [line for line in metrics(story.run_dir(out)) if "loss/policy" in line]
     assert len(lines) == 8 and lines[-1]["skipped_updates"] == 0
     for line in lines:

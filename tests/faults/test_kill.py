@@ -4,16 +4,15 @@ Goals R1, R3 and R4 of docs/reliability.md. The comparison covers all metrics bu
 moving average, loss scales, counters, samples.jsonl and the curves that TensorBoard shows.
 """
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stage_runs import Story, chain, kill_and_compare, regroup, stop_and_compare
 from support.tiny_run import make_folder
 
-WORKER = Path(__file__).with_name("forks.py")
+Work = Callable[[Story, int, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +28,10 @@ def folder(inputs: Path, tmp_path: Path) -> Path:
 
 
 def tell(
-    work: str, stage: str, folder: Path, *, count: int, seed: int = 0, ranks: int = 1, steps: int = 8, more: str = ""
+    work: Work, stage: str, folder: Path, *, count: int, seed: int = 0, ranks: int = 1, steps: int = 8, more: str = ""
 ) -> dict[str, Any]:
-    words = [work, stage, folder, count, seed, ranks, steps, *more.split()]
-    command = [sys.executable, str(WORKER), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
-    logs = "".join(log.read_text(errors="replace")[-1500:] for log in folder.glob("*.log"))
-    assert done.returncode == 0, done.stderr[-3000:] + logs
-    return json.loads(done.stdout.splitlines()[-1])
+    """Findings of one of the works of stage_runs.py."""
+    return work(Story(stage, folder, steps=steps, ranks=ranks, more=tuple(more.split())), count, seed)
 
 
 def check(found: dict[str, Any]) -> None:
@@ -47,12 +42,12 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", ["sft", pytest.param("reward", marks=pytest.mark.faults), "ppo"])
 def test_a_killed_run_goes_on_exactly(folder, stage):
-    check(tell("kill", stage, folder, count=3))
+    check(tell(kill_and_compare, stage, folder, count=2))
 
 
 def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
     """SIGTERM while it samples, between micro-batches, in evaluations: what is half done is dropped and made again."""
-    found = tell("stop", "ppo", folder, count=3, more="--gradient_accumulation_steps 4 --ppo_epochs 4")
+    found = tell(stop_and_compare, "ppo", folder, count=2, more="--gradient_accumulation_steps 4 --ppo_epochs 4")
     check(found)
     assert found["longest_stop_s"] < 10
 
@@ -61,37 +56,37 @@ def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
 @pytest.mark.parametrize(("stage", "ranks"), [("sft", 1), ("reward", 1), ("ppo", 1), ("ppo", 2)])
 def test_stopped_at_twenty_random_moments(folder, stage, ranks):
     more = "--per_device_generation_batch_size 4 --gradient_accumulation_steps 1" if ranks == 2 else ""
-    found = tell("stop", stage, folder, count=20, seed=6, ranks=ranks, more=more)
+    found = tell(stop_and_compare, stage, folder, count=20, seed=6, ranks=ranks, more=more)
     check(found)
     assert found["longest_stop_s"] < 10
 
 
 @pytest.mark.faults
 def test_killed_again_and_again(folder):
-    check(tell("chain", "ppo", folder, count=3))
+    check(tell(chain, "ppo", folder, count=3))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
 def test_fifty_random_moments(folder, stage):
-    check(tell("kill", stage, folder, count=50, seed=1))
+    check(tell(kill_and_compare, stage, folder, count=50, seed=1))
 
 
 @pytest.mark.faults
 def test_lora_actor(folder):
     more = "--actor_lora_dim 4 --critic_lora_dim 4 --save_steps 3"
-    check(tell("kill", "ppo", folder, count=10, seed=2, more=more))
+    check(tell(kill_and_compare, "ppo", folder, count=10, seed=2, more=more))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_checkpoints_in_the_background(folder, stage):
-    check(tell("kill", stage, folder, count=10, seed=5, more="--save_in_background true"))
+    check(tell(kill_and_compare, stage, folder, count=10, seed=5, more="--save_in_background true"))
 
 
 @pytest.mark.faults
 def test_ten_kills_in_one_run(folder):
-    check(tell("chain", "ppo", folder, count=10, seed=3, steps=24))
+    check(tell(chain, "ppo", folder, count=10, seed=3, steps=24))
 
 
 @pytest.mark.faults
@@ -99,10 +94,10 @@ def test_ten_kills_in_one_run(folder):
 def test_two_ranks(folder, zero_stage):
     more = f"--actor_zero_stage {zero_stage} --critic_zero_stage {zero_stage} --per_device_generation_batch_size 4"
     more += " --gradient_accumulation_steps 1"
-    check(tell("kill", "ppo", folder, count=5, seed=4, ranks=2, more=more))
+    check(tell(kill_and_compare, "ppo", folder, count=5, seed=4, ranks=2, more=more))
 
 
 def test_another_number_of_ranks_and_zero_stage(folder):
     """Two updates of a rollout on two ranks, the other two on one: on the stored rollout, up to rounding."""
-    found = tell("regroup", "ppo", folder, count=1)
+    found = tell(regroup, "ppo", folder, count=1)
     assert found["whole"] and found["worst"] < 1e-6, found

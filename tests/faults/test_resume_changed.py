@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Story, metrics, preload, run
 from safetensors.torch import load_file, save_file
+from stage_runs import Story, metrics, run
 from support.tiny_run import make_folder
 
 STEPS = 2
@@ -20,7 +20,6 @@ SAME = ("--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "const
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The inputs, and a run of two steps in `run/`."""
-    preload()
     folder = make_folder(tmp_path_factory.mktemp("changed"))
     assert run(Story("sft", folder, steps=STEPS, more=SAME), "run") == 0
     return folder

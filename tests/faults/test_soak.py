@@ -7,7 +7,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from forks import PACKAGES, Story, finish, metrics, preload, start
+from stage_runs import Story, metrics, start
+from support.forks import PACKAGES, exit_code
 from support.tiny_run import make_folder
 
 STEPS = 1000
@@ -16,7 +17,6 @@ WARM_UP = 200  # caches, allocator pools and lazily imported modules are there b
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    preload()
     return make_folder(tmp_path_factory.mktemp("soak"))
 
 
@@ -47,7 +47,7 @@ def test_a_thousand_steps(folder, stage):
     story = Story(stage, folder, steps=STEPS, more=more)
     (child,) = start(story, "soak")
     seen = [line for line in watch(story, "soak", child) if line[0] >= WARM_UP]
-    assert finish([child]) == 0
+    assert exit_code([child]) == 0
     assert len([line for line in metrics(story.run_dir("soak")) if "skipped_updates" in line]) == STEPS
     early = max(memory for steps, memory, _ in seen if steps < 2 * WARM_UP)
     late = max(memory for steps, memory, _ in seen if steps >= STEPS - WARM_UP)

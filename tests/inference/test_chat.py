@@ -1,12 +1,8 @@
-"""chat.py from its command line, in process and in a real terminal, with models whose replies are known."""
+"""chat.py from its command line, in process, with models whose replies are known."""
 
 import io
 import json
-import os
-import pty
 import re
-import select
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.scripted_model import random_model, scripted_model
+from support.scripted_model import SHOWN, TEXT, random_model, scripted_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.data.templates import encode_prompt
@@ -26,26 +22,6 @@ from pipeline.inference.chat_session import Conversation
 from rlhf import chat
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = " Hé!\x1b[31mx"  # one character of two tokens, and an escape sequence
-SHOWN = "Hé!\\x1b[31mx"
-
-
-@pytest.fixture(scope="module")
-def speaking(bpe_folder, tmp_path_factory) -> str:
-    """A model that answers TEXT."""
-    return scripted_model(bpe_folder, tmp_path_factory.mktemp("speaking"), TEXT)
-
-
-@pytest.fixture(scope="module")
-def endless(bpe_folder, tmp_path_factory) -> str:
-    """A model that says 'ab' for ever."""
-    return scripted_model(bpe_folder, tmp_path_factory.mktemp("endless"), "ab", ends=False, num_positions=100_000)
-
-
-@pytest.fixture(scope="module")
-def rambling(bpe_folder, tmp_path_factory) -> str:
-    """A random model with a padded vocabulary of 408 for the tokenizer's 400 tokens."""
-    return random_model(bpe_folder, tmp_path_factory.mktemp("rambling"), vocab_size=408)
 
 
 def ask(monkeypatch, capsys, *argv: str, stdin: str = "hello\n") -> str:
@@ -343,87 +319,3 @@ def test_help_needs_no_torch(program):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=30)
     assert done.returncode == 0 and "--max_new_tokens" in done.stdout, done.stderr
     assert time.perf_counter() - start < 2  # under a second on a quiet machine
-
-
-# ---- a real terminal ----
-
-
-class Terminal:
-    """chat.py in a pseudo-terminal."""
-
-    def __init__(self, *argv: str) -> None:
-        self.seen = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(ROOT)
-            os.environ["TERM"] = "xterm"
-            # A job in the background of a shell inherits a SIGINT that is ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.execv(sys.executable, [sys.executable, "chat.py", *argv])
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def wait_for(self, text: str, timeout_s: float = 60.0) -> str:
-        """What came up to and with `text`."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.seen:
-            ready, _, _ = select.select([self.fd], [], [], max(deadline - time.monotonic(), 0))
-            assert ready, f"no {text!r} in {self.seen!r}"
-            self.seen += os.read(self.fd, 4096).decode(errors="replace")
-        before, _, self.seen = self.seen.partition(text)
-        return before + text
-
-    def exit_code(self) -> int:
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self.pid = 0
-        return code
-
-    def close(self) -> None:
-        """No process is left, also where a test failed."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-
-
-@pytest.fixture
-def in_terminal():
-    """Starts chat.py in a pseudo-terminal."""
-    opened: list[Terminal] = []
-
-    def start(*argv: str) -> Terminal:
-        opened.append(Terminal(*argv))
-        return opened[-1]
-
-    yield start
-    for terminal in opened:
-        terminal.close()
-
-
-def test_talking_in_a_terminal(endless, in_terminal):
-    terminal = in_terminal("--path", endless, "--temperature", "0", "--max_new_tokens", "20000")
-    assert "Ctrl-C stops a reply" in terminal.wait_for("> ")
-    terminal.type("/hlep\n")
-    terminal.wait_for("did you mean /help")
-    terminal.type("hello\n")
-    terminal.wait_for("ababab")  # it streams: 20000 tokens are far away
-    terminal.type("\x03")
-    terminal.wait_for("stopped; what there is stays")
-    terminal.wait_for("> ")
-    time.sleep(0.3)  # CPython prints the prompt a moment before it listens to signals
-    terminal.type("\x03")
-    terminal.wait_for("Ctrl-D or /exit leaves")
-    terminal.type("/clear\n")
-    terminal.wait_for("a new conversation")
-    terminal.wait_for("> ")
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
-
-
-def test_what_a_model_says_cannot_steer_the_terminal(speaking, in_terminal):
-    terminal = in_terminal("--path", speaking, "--temperature", "0")
-    terminal.wait_for("> ")
-    terminal.type("hello\n")
-    assert "\x1b[31m" not in terminal.wait_for(SHOWN)
-    terminal.type("/exit\n")
-    assert terminal.exit_code() == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_run import Ended, run_command
+from support.command_run import Ended, run_command, run_fresh
 from support.in_process import error_lines, undone_afterwards
 from support.tiny_run import make_folder, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,7 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The same run by `python -m` and by torchrun with two ranks."""
     folder = make_folder(tmp_path_factory.mktemp("step-1"))
     ended = {
-        ranks: run_command("step1_sft", words(folder, f"out{ranks}/sft", 8 // ranks), folder=folder, ranks=ranks)
+        ranks: run_fresh("step1_sft", words(folder, f"out{ranks}/sft", 8 // ranks), folder=folder, ranks=ranks)
         for ranks in (1, 2)
     }
     return Trained(folder, ended)

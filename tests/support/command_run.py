@@ -1,15 +1,19 @@
-"""Run a stage's command line as a user does, in a process of its own, and look at what it left."""
+"""Run a stage's command line as a user does, in processes of its own, and look at what it left."""
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from support import forks
+
 TIMEOUT_S = 180.0
 
 
@@ -22,27 +26,15 @@ class Ended:
     stderr: str
 
 
-def environment() -> dict[str, str]:
-    """Without a launcher's variables, one thread, offline."""
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
-    kept = {name: value for name, value in os.environ.items() if name not in launched}
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def command_of(stage: str, words: Sequence[object], *, ranks: int) -> list[str]:
-    """`python -m STAGE.main WORDS`, or the same through torchrun for several ranks."""
+def run_fresh(stage: str, words: Sequence[object], *, folder: Path, ranks: int = 1) -> Ended:
+    """Run `python -m STAGE.main WORDS`, or the same by torchrun for several ranks, to its end in `folder`."""
     launcher = [sys.executable, "-m"]
     if ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
-    return [*launcher, f"{stage}.main", *map(str, words)]
-
-
-def run_command(stage: str, words: Sequence[object], *, folder: Path, ranks: int = 1) -> Ended:
-    """Run a stage's command in `folder` to its end."""
     done = subprocess.run(
-        command_of(stage, words, ranks=ranks),
+        [*launcher, f"{stage}.main", *map(str, words)],
         cwd=folder,
-        env=environment(),
+        env=forks.environment(),
         capture_output=True,
         timeout=TIMEOUT_S,
         check=False,
@@ -51,17 +43,61 @@ def run_command(stage: str, words: Sequence[object], *, folder: Path, ranks: int
     return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+def run_command(stage: str, words: Sequence[object], *, folder: Path, ranks: int = 1) -> Ended:
+    """Run a stage's command in `folder` to its end, in forked processes, which start sooner than fresh ones."""
+    return Command(stage, words, folder, ranks).end()
+
+
 def run_until(stage: str, words: Sequence[object], *, folder: Path, metrics: Path, step: int) -> Ended:
     """Run a stage's command and send SIGTERM when metrics.jsonl has the line of `step`."""
-    process = subprocess.Popen(
-        command_of(stage, words, ranks=1), cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    command = Command(stage, words, folder, ranks=1)
+    (process,) = command.processes
+    line = f'"step": {step},'
     end = time.monotonic() + TIMEOUT_S
-    wanted = f'"step": {step},'
-    while process.poll() is None and not (metrics.is_file() and wanted in metrics.read_text(encoding="utf-8")):
+    while process.is_alive() and not (metrics.is_file() and line in metrics.read_text(encoding="utf-8")):
         if time.monotonic() > end:
             process.kill()
         time.sleep(0.005)
-    process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    return Ended(process.returncode, stdout.decode(), stderr.decode())
+    if process.is_alive() and process.pid is not None:
+        os.kill(process.pid, signal.SIGTERM)
+    return command.end()
+
+
+class Command:
+    """A stage's command that runs in `folder`, with a file there for what it prints."""
+
+    def __init__(self, stage: str, words: Sequence[object], folder: Path, ranks: int) -> None:
+        self.stdout, self.stderr = (folder / f".{time.monotonic_ns()}.{name}" for name in ("out", "err"))
+        port = forks.free_port()
+        self.processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            variables = forks.environment() | (forks.rank_variables(rank, ranks, port) if ranks > 1 else {})
+            files = (self.stdout, self.stderr)
+            self.processes.append(forks.start(child, stage, list(map(str, words)), folder, variables, files))
+
+    def end(self) -> Ended:
+        for process in self.processes:
+            process.join(TIMEOUT_S)
+            process.kill()
+        printed = [path.read_bytes().decode() if path.exists() else "" for path in (self.stdout, self.stderr)]
+        return Ended(forks.exit_code(self.processes), *printed)
+
+
+def child(stage: str, words: list[str], folder: Path, variables: dict[str, str], files: tuple[Path, Path]) -> None:
+    """Be the stage's process; it never returns."""
+    code = 70
+    try:
+        forks.write_output_to(*files)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(variables)
+        main = importlib.import_module(f"{stage}.main")
+        main.leave(main.main(words))
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

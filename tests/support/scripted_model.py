@@ -7,6 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.data.templates import set_template
 
+TEXT = " Hé!\x1b[31mx"  # one character of two tokens, and an escape sequence
+SHOWN = "Hé!\\x1b[31mx"  # what is printed of it
 NUM_TOKENS = 400  # of the tokenizer in conftest.bpe_folder
 
 

@@ -1,28 +1,23 @@
-"""Runs of a stage in children of a server process that has imported everything: a run takes a second, not ten.
-
-The server never computes, so that no thread of it is missing in a child; a test's own process may have computed.
-"""
+"""Runs of a stage in forked children, which are killed, stopped and compared with runs in one go."""
 
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+from support import forks
+
 MODELS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema")}
 LOSSES = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "actor/grad_norm", "critic/grad_norm")
 CLOCK = ("time", "_s", "_per_s", "mfu", "_gib")  # ends of names of times, rates and memory
@@ -96,45 +91,23 @@ PPO = {
 }
 
 
-context = multiprocessing.get_context("forkserver")
-
-
-def preload() -> None:
-    """Tell the server, before the first run, what to import."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if Path("/dev/nvidiactl").exists():
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep children from using CUDA
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
-    stages = [f"{package}.{name}" for package in PACKAGES.values() for name in ("main", "training")]
-    context.set_forkserver_preload(
-        ["pipeline.engine.engine", "pipeline.checkpoints.model_folder", "torch.utils.tensorboard", *stages]
-    )
-
-
 def start(story: Story, out: str, *further: object, first: Callable[[], None] | None = None) -> list[BaseProcess]:
     """Start a child a rank that runs the stage's `main`. `first` is called in each before that; it can be pickled."""
-    port, words = free_port(), [*story.words(out), *map(str, further)]
-    children = [context.Process(target=child, args=(story, out, words, r, port, first)) for r in range(story.ranks)]
-    for process in children:
-        process.start()
-    return children
+    port, words = forks.free_port(), [*story.words(out), *map(str, further)]
+    return [forks.start(child, story, out, words, r, port, first) for r in range(story.ranks)]
 
 
 def child(story: Story, out: str, words: list[str], rank: int, port: int, first: Callable[[], None] | None) -> None:
     """The body of a child; it never returns."""
     code = 70
     try:
-        with (story.folder / f"{out}.{story.stage}.log").open("ab") as file:
-            for stream in (1, 2):
-                os.dup2(file.fileno(), stream)
+        log = story.folder / f"{out}.{story.stage}.log"
+        forks.write_output_to(log, log)
         if story.ranks > 1:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(story.ranks)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ |= forks.rank_variables(rank, story.ranks, port)
         if first is not None:
             first()
-        code = importlib.import_module(f"{PACKAGES[story.stage]}.main").main(words)
+        code = importlib.import_module(f"{forks.PACKAGES[story.stage]}.main").main(words)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -143,21 +116,8 @@ def child(story: Story, out: str, words: list[str], rank: int, port: int, first:
         os._exit(code)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def finish(children: list[BaseProcess]) -> int:
-    """Wait for all ranks; the first exit code that is not 0, negative for a signal."""
-    for process in children:
-        process.join()
-    return next((process.exitcode for process in children if process.exitcode), 0)
-
-
 def run(story: Story, out: str, *further: object, first: Callable[[], None] | None = None) -> int:
-    return finish(start(story, out, *further, first=first))
+    return forks.exit_code(start(story, out, *further, first=first))
 
 
 def send(children: list[BaseProcess], number: int) -> None:
@@ -173,7 +133,7 @@ def run_killed(story: Story, out: str, after_s: float) -> int:
     children = start(story, out)
     time.sleep(after_s)
     send(children, signal.SIGKILL)
-    return finish(children)
+    return forks.exit_code(children)
 
 
 def wait_for_step(story: Story, out: str, step: int, children: list[BaseProcess]) -> None:
@@ -239,7 +199,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name in expected if found[name] != expected[name]]
 
 
-# --- the worker -------------------------------------------------------------------------------------------------------
+# --- whole runs against disturbed ones --------------------------------------------------------------------------------
 
 
 def tell_whole(story: Story) -> tuple[dict[str, Any], float]:
@@ -287,7 +247,7 @@ def chain(story: Story, count: int, seed: int) -> dict[str, Any]:
         wait_for_step(story, "chained", 1 + number * story.steps // (count + 1), children)
         time.sleep(draw.uniform(0.0, 0.3 * length / story.steps))
         send(children, signal.SIGKILL)
-        codes.append(finish(children))
+        codes.append(forks.exit_code(children))
     code = run(story, "chained")
     apart = [f"exit {code}"] if code else differences(findings(story, "chained"), expected)
     return {"killed": codes.count(-signal.SIGKILL), "runs": count, "wrong": apart, "run_s": length}
@@ -295,7 +255,7 @@ def chain(story: Story, count: int, seed: int) -> dict[str, Any]:
 
 def stop_anywhere() -> None:
     """In a child: every step counts as long, so that a stop acts between micro-batches too."""
-    importlib.import_module("pipeline.training.stopping").LONG_STEP_S = -1.0
+    importlib.import_module("pipeline.training.steps").LONG_STEP_S = -1.0
 
 
 def stop_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
@@ -310,7 +270,7 @@ def stop_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
         time.sleep(draw.uniform(0.3, 1.0) * latest)
         signalled = time.monotonic()
         send(children, signal.SIGTERM)
-        code = finish(children)
+        code = forks.exit_code(children)
         seconds.append(time.monotonic() - signalled)
         stopped += code == 75
         latest *= 1.0 if code == 75 else 0.9
@@ -336,16 +296,3 @@ def regroup(story: Story, count: int, seed: int) -> dict[str, Any]:
     ]
     apart = [abs(mine[name] - theirs[name]) for mine, theirs in zip(*lines, strict=True) for name in LOSSES]
     return {"whole": lines[0], "worst": max(apart)}
-
-
-def main(words: Sequence[str]) -> None:
-    """`forks.py WORK STAGE FOLDER COUNT SEED RANKS STEPS [FLAGS]`: prints what was found as JSON."""
-    work, stage, folder, count, seed, ranks, steps, *more = words
-    preload()
-    story = Story(stage, Path(folder), steps=int(steps), ranks=int(ranks), more=tuple(more))
-    works = {"kill": kill_and_compare, "stop": stop_and_compare, "chain": chain, "regroup": regroup}
-    print(json.dumps(works[work](story, int(count), int(seed))))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
