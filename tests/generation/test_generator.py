@@ -1,6 +1,5 @@
 """Whole generations in slots against the eager loop: equal tokens, log-probabilities and ends, whatever the slots."""
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +20,10 @@ from support.decode_models import (
     random_prompts,
     rollouts,
 )
+from support.marks import slow
 
 from pipeline.dist import RankGroup
-from pipeline.errors import InputError
 from pipeline.generation import generator, scheduler
-from pipeline.generation.backends import check_copies_fit, no_slot_fits, slots_that_fit
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.slots import GenerationBuffers
@@ -34,12 +32,6 @@ from pipeline.generation.static import StaticCacheForward
 # Many tokens end a response, so that rows end at different times.
 ENDS = [EOS, *range(20, 70)]
 PROMPTS = random_prompts((3, 5, 1))
-ONE_TOKEN: dict[str, Any] = {
-    "num_samples": 1,
-    "num_slots": 1,
-    "sampling": Sampling(1),
-    "key": RandomKey(3, "r"),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -106,8 +98,8 @@ def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         (1, 1, 1, ENDS, False),  # when the only row has ended there is no decode step to overlap
         (1, 2, 3, ENDS[:20], True),
-        (3, 2, 3, ENDS[:20], True),
-        (1, 3, 3, ENDS, True),
+        slow((3, 2, 3, ENDS[:20], True)),
+        slow((1, 3, 3, ENDS, True)),
         (3, 3, 2, (), False),  # all end at once
         (1, 2, 2, range(NUM_TOKENS), False),  # all have ended before a step
     ],
@@ -341,65 +333,3 @@ def test_generation_stops_when_asked_and_the_next_call_is_whole(monkeypatch, bac
         )
     assert len(asked) == after + 1
     assert_same(*rollouts(model, gen, PROMPTS[1:2] * 2, sampling=Sampling(6), num_slots=2, ends=[EOS]))
-
-
-# --- memory ---
-
-MIB = 2**20
-
-
-@pytest.fixture
-def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1000 MiB are free, and 24 MiB that torch has reserved are unused."""
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 124 * MIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * MIB)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 * MIB, 2000 * MIB))
-
-
-def model_on(device: str, mib_per_token: int) -> Any:
-    return SimpleNamespace(device=torch.device(device), bytes_per_token=mib_per_token * MIB)
-
-
-# 64 tokens of 1 MiB a row: 0.9 * 1024 MiB hold 14.4 rows.
-@pytest.mark.parametrize(("requested", "fitting"), [(10, 10), (14, 14), (15, 14), (900, 14)])
-def test_slots_are_those_that_fit_in_memory(free_memory, caplog, requested, fitting):
-    with caplog.at_level(logging.INFO, logger="pipeline.generation.backends"):
-        assert slots_that_fit(model_on("cuda", 1), requested, 64) == fitting
-    assert f"{requested} slots x 64 tokens x 1024 KiB = {requested * 64 / 1024:.2f} GiB of the 1.00 GiB" in caplog.text
-    assert (f"memory for 14 slots, not {requested}" in caplog.text) == (requested > 14)
-
-
-def test_not_even_one_slot_is_an_error_that_says_what_to_do(free_memory):
-    model = model_on("cuda", 20)
-    assert slots_that_fit(model, 3, 64) == 0
-    complaint = "--max_answer_seq_len: one slot of 64 tokens takes 1.25 GiB of KV cache, 1.00 GiB are free"
-    assert str(no_slot_fits(model, 64)).startswith(complaint)
-
-
-def test_generation_without_memory_for_a_slot_is_refused(monkeypatch, free_memory):
-    monkeypatch.setattr(generator, "slots_that_fit", lambda forward, requested, cache_length: 0)
-    with pytest.raises(InputError, match="max_answer_seq_len: one slot of 64 tokens"):
-        generator_of(StaticCacheForward(llama())).generate(PROMPTS, **ONE_TOKEN)
-
-
-def test_a_cpu_has_all_slots(free_memory):
-    assert slots_that_fit(model_on("cpu", 20), 3, 64) == 3
-    check_copies_fit(2**40, torch.device("cpu"))
-
-
-def test_weights_that_do_not_fit_are_refused_before_they_are_copied(free_memory, caplog):
-    with caplog.at_level("INFO"):
-        check_copies_fit(2**29, torch.device("cuda"))
-    assert "copied weights take at most 0.50 GiB of the 1.00 GiB" in caplog.text
-    with pytest.raises(
-        InputError, match="weights take 1.50 GiB during a rollout, 1.00 GiB are free.*inference_tp_size"
-    ):
-        check_copies_fit(3 * 2**29, torch.device("cuda"))
-
-
-def test_fewer_slots_than_requested_change_no_token(monkeypatch):
-    monkeypatch.setattr(generator, "slots_that_fit", lambda forward, requested, cache_length: 2)
-    model = llama()
-    gen: Generator = generator_of(StaticCacheForward(model), ENDS)
-    assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=6, ends=ENDS))
-    assert gen._buffers.num_slots == 2 and gen.forward.device.type == DEVICE.type
