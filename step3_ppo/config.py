@@ -174,8 +174,7 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
         errors.append(f"--rollout_weights streamed: {reason}; else give auto")
     if backend == "fused" and config.actor.lora_dim and not sampling.merge_lora_for_generation:
         errors.append(
-            "--generation_engine fused: it knows no adapters beside the weights (--merge_lora_for_generation false); "
-            "use auto"
+            "--generation_engine fused: it takes no unmerged adapters (--merge_lora_for_generation false); use auto"
         )
     if errors:
         raise InputError("\n".join(errors))

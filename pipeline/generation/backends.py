@@ -78,7 +78,7 @@ def _check_fused(model: nn.Module, settings: BackendSettings, device: torch.devi
             f"sequences of {settings.max_sequence_length} tokens are longer than the window {architecture.window}"
         )
     if is_lora(model) and not settings.merge_lora:
-        raise UnsupportedModel("it knows no adapters beside the weights (--merge_lora_for_generation false)")
+        raise UnsupportedModel("it takes no unmerged adapters (--merge_lora_for_generation false)")
 
 
 def _check_static(model: nn.Module, settings: BackendSettings, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw, rollout_uniforms
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
@@ -38,7 +39,7 @@ def truncate(logits: torch.Tensor, *, top_p: float, top_k: int) -> torch.Tensor:
 class Decoder:
     """The batch of rows still being generated: their KV cache, masks, positions and next logits."""
 
-    def __init__(self, model: Any, prompts: list[torch.Tensor], pad_id: int) -> None:
+    def __init__(self, model: nn.Module, prompts: list[torch.Tensor], pad_id: int) -> None:
         self.model = model
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=prompts[0].device)
         ids = pad_rows(prompts, pad_id, side="left")  # (N, P)
@@ -97,7 +98,7 @@ class DrawnTokens:
 
 @torch.no_grad()
 def generate(
-    model: Any,
+    model: nn.Module,
     prompts: Sequence[Prompt],
     *,
     num_samples: int,
@@ -153,7 +154,7 @@ def decode_token(
     decoder.advance(tokens)
 
 
-def generate_batches(model: Any, prompts: Sequence[Prompt], *, batch_size: int, **settings: Any) -> Rollout:
+def generate_batches(model: nn.Module, prompts: Sequence[Prompt], *, batch_size: int, **settings: Any) -> Rollout:
     """Call `generate` on `batch_size` prompts after the other, and join the results to one rollout."""
     parts = [
         generate(model, prompts[start : start + batch_size], **settings) for start in range(0, len(prompts), batch_size)

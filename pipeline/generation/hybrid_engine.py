@@ -105,7 +105,7 @@ class HybridEngine:
         forward, lockstep = self._build_forward()
         forward.refresh()
         self._generator = self._build_generator(forward, lockstep)
-        log.info("generation: %.2f GiB of weights are copied beside the trained ones", forward.num_copied_bytes / GIB)
+        log.info("generation: copied weights take %.2f GiB besides the trained ones", forward.num_copied_bytes / GIB)
 
     def _build_forward(self) -> "tuple[CachedForward, Lockstep | None]":
         """Return the forward passes of the fused or static backend, before their first `refresh`, and their lockstep.

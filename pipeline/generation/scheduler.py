@@ -1,4 +1,4 @@
-"""Continuous batching: free slots are given to waiting responses, prefilled, and decoded until all have ended.
+"""Continuous batching: waiting responses are assigned to free slots, prefilled, and decoded until all have ended.
 
 For the generator. The host decides here what is enqueued and when it waits for the device; buffers, draws and the CUDA
 graph are in slots.py.

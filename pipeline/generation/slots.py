@@ -192,7 +192,7 @@ def _draw(
     ends = tl.cumsum(sums, 0)
     mass = tl.sum(sums, 0)
     target = tl.load(uniforms + row * max_new + at) * mass
-    # The block whose end first lies beyond the target; rounding never leads past the last block that has any mass.
+    # The block whose end first lies beyond the target; rounding never exceeds the last block that has any mass.
     chosen = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), tl.max(tl.where(sums > 0, b, 0), 0))
     before = tl.sum(tl.where(b < chosen, sums, 0.0), 0)
     c = tl.arange(0, BLOCK)

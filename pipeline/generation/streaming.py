@@ -1,6 +1,6 @@
 """Streamed weights of the fused backend: layers are sharded over ranks, and gathered group by group as they are used.
 
-A group of layers is one flat buffer of bytes, cut into equal slices, one per rank. Two buffers are used in turns: while
+A group of layers is one flat buffer of bytes, cut into equal slices, one per rank. Two buffers alternate: while
 one group computes, the next one is gathered. Layers are views of these buffers, so that their addresses stay. A forward
 pass is a collective: ranks must make the same passes, whatever responses they have (`StreamingLockstep`).
 

@@ -61,7 +61,7 @@ AUTO: dict[str, tuple[Any, BackendSettings, str, list[str]]] = {
     "opt with merged adapters": (lambda: with_adapters(opt()), BackendSettings(), "fused", []),
     "opt with unmerged adapters": (
         lambda: with_adapters(opt()), BackendSettings(merge_lora=False), "static",
-        ["fused: it knows no adapters beside the weights (--merge_lora_for_generation false)"],
+        ["fused: it takes no unmerged adapters (--merge_lora_for_generation false)"],
     ),
     "another activation": (
         lambda: changed(opt(), activation_function="gelu"), BackendSettings(), "static", ["fused: activation gelu"]

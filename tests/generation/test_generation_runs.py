@@ -115,7 +115,7 @@ def test_the_inference_cache_is_released(folder, tmp_path, eager, engines):
     assert engines[0].backend == "static" and engines[0]._generator is None
 
 
-def test_adapters_beside_the_weights(folder, tmp_path, eager, engines):
+def test_unmerged_adapters(folder, tmp_path, eager, engines):
     """The backend that knows them is the model's own forward pass."""
     flags = {"generation_engine": "static", "merge_lora_for_generation": "false", **LORA}
     assert run(folder, tmp_path / "model", **flags) == 0
@@ -124,9 +124,9 @@ def test_adapters_beside_the_weights(folder, tmp_path, eager, engines):
 
 
 REFUSED = {
-    "adapters beside": (
+    "unmerged adapters": (
         {"generation_engine": "fused", "merge_lora_for_generation": "false", **LORA},
-        "--generation_engine fused: it knows no adapters beside the weights",
+        "--generation_engine fused: it takes no unmerged adapters",
     ),
     "ranks that are not there": (
         {"generation_engine": "fused", "inference_tp_size": 2},

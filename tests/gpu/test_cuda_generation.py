@@ -1,6 +1,6 @@
 """Generation on a CUDA device: compiled kernels and captured graphs at real head sizes; `make test-gpu`.
 
-The tests of tests/test_decode_*.py, which need no GPU, run on one where there is one: compiled there too.
+The tests of tests/generation and tests/kernels need no GPU, and run compiled where there is one.
 """
 
 from typing import Any
