@@ -106,3 +106,16 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if hasattr(torch, "_addmm_activation"):  # the ReLU is part of the product's kernel
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=False)
     return functional.linear(x, weight, bias).relu_()
+
+
+def check_tokens(*tensors: Tensor, mask: Tensor | None = None) -> None:
+    """Assert that all tensors are (B, T) fp32 of one shape, and that the mask is bool of that shape."""
+    shape = tensors[0].shape
+    assert len(shape) == 2, f"expected (B, T), got {tuple(shape)}"
+    assert all(t.shape == shape and t.dtype == torch.float32 for t in tensors), [(t.shape, t.dtype) for t in tensors]
+    assert mask is None or (mask.shape == shape and mask.dtype == torch.bool), (mask.shape, mask.dtype)
+
+
+def zero_outside(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """The tensors with 0 where the mask is False."""
+    return [torch.where(mask, tensor, 0) for tensor in tensors]

@@ -1,8 +1,7 @@
-"""Step 1's loop: build, resume, evaluate, train, save; readable from top to bottom."""
+"""Step 1's loop: evaluate, save, accumulate gradients, take an optimizer step, log; from build to finish."""
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,18 +26,11 @@ from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.heartbeat import beat
-from pipeline.run.run import Run, write_done
-from pipeline.training.flops import forward_work, training_mfu
+from pipeline.run.run import Run
+from pipeline.training.course import Course
+from pipeline.training.flops import ForwardWork, forward_work, training_mfu
 from pipeline.training.inputs import prepare_data, prepare_tokenizer
-from pipeline.training.recorder import Recorder
-from pipeline.training.steps import (
-    Interrupted,
-    Stopping,
-    check_still_converging,
-    note_bad_step,
-    rate_factor,
-    step_together,
-)
+from pipeline.training.steps import Counters, Stopping, note_skipped_step, rate_factor, step_together
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, forward_log_probs
 from step1_sft.loss import token_sum_loss
@@ -47,15 +39,25 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class State:
+class State(Counters):
     """Everything of step 1 that evolves, besides the engine."""
 
-    step: int = 0
-    num_tokens: int = 0
-    skipped_updates: int = 0
-    bad_in_a_row: int = 0
     best_eval_loss: float | None = None
-    evaluated: int = -1  # the step of the last evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class SFT:
+    """Everything of step 1 that stays as it is while it trains."""
+
+    run: Run
+    config: SFTConfig
+    tokenizer: Any
+    loader: StepLoader[SFTBatch]
+    held_out: list[Callable[[], SFTBatch]]
+    engine: TrainingEngine
+    work: ForwardWork
+    total_steps: int
+    rate: Callable[[int], float]
 
 
 def train(run: Run, config: SFTConfig) -> None:
@@ -65,111 +67,65 @@ def train(run: Run, config: SFTConfig) -> None:
         StoppedRun: asked to stop; the checkpoint is written.
         DivergedError: too many steps in a row were not finite.
     """
+    sft = build(run, config)
+    state, course = resume(sft)
+    steps = PrefetchedSteps(sft.loader, end=sft.total_steps, device=run.world.device)
+    with course.resumable(state, lambda: content(sft, state)), steps:
+        while state.step < sft.total_steps:
+            if course.evaluation_is_due(state):
+                evaluate_held_out(sft, state, course)
+            course.stop_if_asked()
+            if course.save_is_due(state):
+                course.save(state, content(sft, state), lambda: save_unless_best(sft, state))
+
+            course.begin("train")
+            step = steps.step(state.step)
+            loss = accumulate_gradients(sft, step, state, course.stopping)
+            stepped = step_together([sft.engine], sft.rate(state.step), loss=loss)
+            state.num_tokens += step.num_tokens
+            state.count_step(stepped=stepped, engines=[sft.engine])
+            if not stepped:
+                note_skipped(sft, step, state)
+            log_step(sft, step, state, course, loss=loss / step.num_trained)
+        evaluate_held_out(sft, state, course)
+    course.finish(state, content(sft, state), lambda: save_unless_best(sft, state))
+
+
+def build(run: Run, config: SFTConfig) -> SFT:
+    """Everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
     check_language_model(config.model.model_name_or_path, "--model_name_or_path")
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
     check_positions(config.model.model_name_or_path, config.data.max_seq_len, "--max_seq_len")
     loader, held_out = make_batches(run, config, tokenizer)
     engine = make_engine(run, config)
-    work = forward_work(engine.module.model)
     total_steps = loader.total_steps(config.run.num_train_epochs, config.run.max_steps)
-    rate = rate_factor(
-        config.optimizer.lr_scheduler_type,
-        num_warmup_steps=config.optimizer.num_warmup_steps,
-        num_training_steps=total_steps,
-        floor=config.optimizer.min_learning_rate_ratio,
+    return SFT(
+        run,
+        config,
+        tokenizer,
+        loader,
+        held_out,
+        engine,
+        work=forward_work(engine.module.model),
+        total_steps=total_steps,
+        rate=rate_factor(config.optimizer, total_steps=total_steps),
     )
-    fingerprint = run_fingerprint(config, loader)
-    resumed = checkpoint.load(run, config.run.resume, {"model": engine}, fingerprint, force=config.run.force_resume)
+
+
+def resume(sft: SFT) -> tuple[State, Course]:
+    """The state of the newest checkpoint, else that of the start; and the course of the run from there."""
+    run, settings, engines = sft.run, sft.config.run, {"model": sft.engine}
+    fingerprint = run_fingerprint(sft.config, sft.loader)
+    resumed = checkpoint.load(run, settings.resume, engines, fingerprint, force=settings.force_resume)
     state = State(**resumed.state) if resumed else State()
-    begun = state.step if resumed else -1
-    recorder = Recorder(run, config.run, start_step=begun, total_steps=total_steps, models={"model": engine})
-    stopping = Stopping(run)
-    saver = checkpoint.Saver(
-        run, fingerprint, keep=config.run.keep_checkpoints, background=config.run.save_in_background
-    )
+    resumed_step = state.step if resumed else None
+    return state, Course(run, fingerprint, resumed_step=resumed_step, total_steps=sft.total_steps, engines=engines)
 
-    def measure() -> None:
-        if state.evaluated == state.step:
-            return
-        beat("evaluate", state.step)
-        engine.module.eval()
-        batches = each(held_out, lambda: beat("evaluate", state.step))
-        measured = evaluate(engine, batches, run.world.device)
-        engine.module.train()
-        recorder.write(state.step, measured)
-        state.evaluated = state.step
-        keep_if_best(measured.get("eval_loss"))
 
-    def keep_if_best(loss: float | None) -> None:
-        if loss is None or not math.isfinite(loss) or not state.step:
-            return
-        is_best = state.best_eval_loss is None or loss < state.best_eval_loss
-        # One that cannot be saved does not count: the next one has to beat what is on the disk.
-        if is_best and (not config.keep_best or checkpoint.attempt(save_model_folder)):
-            state.best_eval_loss = loss
-
-    def save_model_folder() -> None:
-        save(run, config, engine, tokenizer)
-
-    def save_checkpoint() -> None:
-        recorder.sync()
-        saver.save(checkpoint.Content(state=asdict(state), engines={"model": engine}), step=state.step)
-
-    def save_everything() -> None:
-        beat("save", state.step)
-        checkpoint.attempt(save_checkpoint)
-        if not config.keep_best or state.best_eval_loss is None:
-            checkpoint.attempt(save_model_folder)
-
-    if state.step == 0:
-        measure()
-    with PrefetchedSteps(loader, end=total_steps, device=run.world.device) as steps:
-        while state.step < total_steps:
-            started = recorder.begin("train")
-            step = steps.step(state.step)
-            try:
-                loss = train_step(run, config, engine, step, rate=rate(state.step), state=state, stopping=stopping)
-            except Interrupted:
-                break
-            seconds = time.monotonic() - started
-            flops = work.flops(num_tokens=step.num_tokens, num_rows=step.num_rows, num_head_tokens=step.num_trained)
-            recorder.write_training(
-                state.step,
-                training_mfu(flops, seconds=seconds, world_size=run.world.size, device=run.world.device)
-                | {
-                    "loss": loss,
-                    "grad_norm": engine.last_gradient_norm,
-                    "learning_rate": engine.learning_rate,
-                    "epoch": loader.epoch_of(state.step),
-                    "num_tokens": state.num_tokens,
-                    "skipped_updates": state.skipped_updates,
-                },
-                seconds=seconds,
-                num_tokens=step.num_tokens,
-                num_rows=step.num_rows,
-            )
-            checkpoint.attempt(saver.poll)
-            if state.step == total_steps:
-                break
-            if config.run.eval_interval and state.step % config.run.eval_interval == 0:
-                measure()
-            if stopping.after_step():
-                break
-            if config.run.save_steps and state.step % config.run.save_steps == 0:
-                save_everything()
-    if state.step < total_steps:
-        beat("save", state.step)
-        save_checkpoint()
-        saver.finish()
-        raise run.stopped(state.step, total_steps)
-    measure()
-    beat("save", state.step)
-    checkpoint.attempt(save_checkpoint)
-    checkpoint.attempt(saver.finish)
-    if not config.keep_best or state.best_eval_loss is None or not is_saved(config.run.output_dir):
-        save_model_folder()
-    write_done(run, steps=state.step)
+def content(sft: SFT, state: State) -> checkpoint.Content:
+    """What a checkpoint holds."""
+    return checkpoint.Content(state=asdict(state), engines={"model": sft.engine})
 
 
 def make_batches(
@@ -231,54 +187,85 @@ def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
     )
 
 
-def train_step(
-    run: Run,
-    config: SFTConfig,
-    engine: TrainingEngine,
-    step: Step[SFTBatch],
-    *,
-    rate: float,
-    state: State,
-    stopping: Stopping,
-) -> float:
-    """One optimizer step; returns the loss per trained token over all ranks. Non-finite numbers change nothing.
+def accumulate_gradients(sft: SFT, step: Step[SFTBatch], state: State, stopping: Stopping) -> float:
+    """Sum the gradients of a step's micro-batches; returns the loss, summed over the trained tokens of all ranks.
 
     Raises:
         Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
     """
     if step.num_trained == 0:
         raise InputError(f"step {state.step + 1}: no trained token in {step.num_rows} rows")
-    loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
-    seed_dropout(config.run.seed, step=state.step, rank=run.world.rank)
+    world, config = sft.run.world, sft.config
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    seed_dropout(config.run.seed, step=state.step, rank=world.rank)
     for index, cpu_batch in enumerate(step.micro_batches):
         beat("train", state.step)
-        stopping.check([engine])
-        batch = to_device(cpu_batch, run.world.device)
-        log_probs, trained = forward_log_probs(engine, batch, packed=config.data.packing)
+        stopping.within_step([sft.engine])
+        batch = to_device(cpu_batch, world.device)
+        log_probs, trained = forward_log_probs(sft.engine, batch, packed=config.data.packing)
         loss = token_sum_loss(log_probs, trained)
         # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
-        engine.backward(loss * (run.world.size / step.num_trained), last=index + 1 == len(step.micro_batches))
+        sft.engine.backward(loss * (world.size / step.num_trained), last=index + 1 == len(step.micro_batches))
         loss_sum += loss.detach()
     # Read before the update is launched: the host then writes its metrics while the device updates the weights.
-    total_loss = dist.sum_over_ranks(loss_sum).item()
-    stepped = step_together([engine], rate, loss=total_loss)
-    state.step += 1
-    state.num_tokens += step.num_tokens
-    state.skipped_updates += not stepped
-    state.bad_in_a_row = 0 if stepped or engine.loss_scale_can_fall else state.bad_in_a_row + 1
-    if not stepped:
-        ids = [batch.input_ids for batch in step.micro_batches]
-        note_bad_step(run, step=state.step, rows=step.rows, input_ids=ids, cause="loss or gradient not finite")
-    limit = config.optimizer.max_bad_steps
-    check_still_converging(run, state.bad_in_a_row, limit=limit, rate_flag="--learning_rate")
-    return total_loss / step.num_trained
+    return dist.sum_over_ranks(loss_sum).item()
 
 
-def save(run: Run, config: SFTConfig, engine: TrainingEngine, tokenizer: Any) -> None:
-    """The model folder."""
+def log_step(sft: SFT, step: Step[SFTBatch], state: State, course: Course, *, loss: float) -> None:
+    """Write the metrics of an optimizer step; `loss` is that of a trained token."""
+    seconds, world = course.recorder.seconds("train"), sft.run.world
+    flops = sft.work.flops(num_tokens=step.num_tokens, num_rows=step.num_rows, num_head_tokens=step.num_trained)
+    values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
+        "loss": loss,
+        "grad_norm": sft.engine.last_gradient_norm,
+        "learning_rate": sft.engine.learning_rate,
+        "epoch": sft.loader.epoch_of(state.step),
+        "num_tokens": state.num_tokens,
+        "skipped_updates": state.skipped_updates,
+    }
+    course.log(state, values, seconds=seconds, num_tokens=step.num_tokens, num_rows=step.num_rows)
+
+
+def note_skipped(sft: SFT, step: Step[SFTBatch], state: State) -> None:
+    """Write down the rows of a step that was skipped. Raises DivergedError after too many in a row."""
+    ids = [batch.input_ids for batch in step.micro_batches]
+    cause = "loss or gradient not finite"
+    note_skipped_step(sft.run, state, rows=step.rows, input_ids=ids, cause=cause, rate_flag="--learning_rate")
+
+
+def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
+    """Measure the perplexity of the held-out rows, once a step; with `--keep_best`, save the best model so far."""
+    if state.evaluated == state.step:
+        return
+    beat("evaluate", state.step)
+    sft.engine.module.eval()
+    batches = each(sft.held_out, lambda: beat("evaluate", state.step))
+    measured = evaluate(sft.engine, batches, sft.run.world.device)
+    sft.engine.module.train()
+    course.recorder.write(state.step, measured)
+    state.evaluated = state.step
+    loss = measured.get("eval_loss")
+    if loss is None or not math.isfinite(loss) or not state.step:
+        return
+    is_best = state.best_eval_loss is None or loss < state.best_eval_loss
+    # A model that cannot be saved does not count: the next one has to beat what is on the disk.
+    if is_best and (not sft.config.keep_best or checkpoint.attempt(lambda: save(sft))):
+        state.best_eval_loss = loss
+
+
+def save_unless_best(sft: SFT, state: State) -> None:
+    """Write the model folder, unless `--keep_best` has put the best model there."""
+    best_is_saved = state.best_eval_loss is not None and is_saved(sft.config.run.output_dir)
+    if not (sft.config.keep_best and best_is_saved):
+        save(sft)
+
+
+def save(sft: SFT) -> None:
+    """Write the model folder."""
+    run, config = sft.run, sft.config
     save_model(
-        engine.module.model,
-        tokenizer,
+        sft.engine.module.model,
+        sft.tokenizer,
         Path(config.run.output_dir),
         dtype=saved_dtype(run),
         documents=model_documents(run, base=config.model.model_name_or_path, kind="Supervised fine-tuned model"),

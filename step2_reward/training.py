@@ -1,7 +1,6 @@
-"""Step 2's loop: build, resume, evaluate, train, save; readable from top to bottom."""
+"""Step 2's loop: evaluate, save, accumulate gradients, take an optimizer step, log; from build to finish."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,18 +22,11 @@ from pipeline.models.loading import DTYPES, check_positions
 from pipeline.models.reward_model import initialise_head, load_reward_model, pad_id_for_pooling
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.heartbeat import beat
-from pipeline.run.run import Run, write_done
-from pipeline.training.flops import forward_work, training_mfu
+from pipeline.run.run import Run
+from pipeline.training.course import Course
+from pipeline.training.flops import ForwardWork, forward_work, training_mfu
 from pipeline.training.inputs import prepare_data, prepare_tokenizer
-from pipeline.training.recorder import Recorder
-from pipeline.training.steps import (
-    Interrupted,
-    Stopping,
-    check_still_converging,
-    note_bad_step,
-    rate_factor,
-    step_together,
-)
+from pipeline.training.steps import Counters, Stopping, note_skipped_step, rate_factor, step_together
 from step2_reward.config import RewardConfig
 from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
 
@@ -42,17 +34,27 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class State:
-    """Everything of step 2 that evolves, besides the engine."""
+class State(Counters):
+    """Everything of step 2 that evolves, besides the engine; the moments are those of the last evaluation's scores."""
 
-    step: int = 0
-    num_tokens: int = 0
-    skipped_updates: int = 0
-    bad_in_a_row: int = 0
     best_accuracy: float | None = None
-    evaluated: int = -1  # the step of the last evaluation, and the moments of its scores
     score_mean: float = 0.0
     score_std: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """Everything of step 2 that stays as it is while it trains."""
+
+    run: Run
+    config: RewardConfig
+    tokenizer: Any
+    loader: StepLoader[PairBatch]
+    held_out: list[Callable[[], PairBatch]]
+    engine: TrainingEngine
+    work: ForwardWork
+    total_steps: int
+    rate: Callable[[int], float]
 
 
 def train(run: Run, config: RewardConfig) -> None:
@@ -62,122 +64,65 @@ def train(run: Run, config: RewardConfig) -> None:
         StoppedRun: asked to stop; the checkpoint is written.
         DivergedError: too many steps in a row were not finite.
     """
+    reward = build(run, config)
+    state, course = resume(reward)
+    steps = PrefetchedSteps(reward.loader, end=reward.total_steps, device=run.world.device)
+    with course.resumable(state, lambda: content(reward, state)), steps:
+        while state.step < reward.total_steps:
+            # A model that is saved holds the constants that normalise its scores: they are measured before.
+            if course.evaluation_is_due(state) or course.save_is_due(state):
+                evaluate(reward, state, course)
+            course.stop_if_asked()
+            if course.save_is_due(state):
+                course.save(state, content(reward, state), lambda: save_unless_best(reward, state))
+
+            course.begin("train")
+            step = steps.step(state.step)
+            loss = accumulate_gradients(reward, step, state, course.stopping)
+            stepped = step_together([reward.engine], reward.rate(state.step), loss=loss)
+            state.num_tokens += step.num_tokens
+            state.count_step(stepped=stepped, engines=[reward.engine])
+            if not stepped:
+                note_skipped(reward, step, state)
+            log_step(reward, step, state, course, loss=loss / step.num_rows)
+        evaluate(reward, state, course)
+    course.finish(state, content(reward, state), lambda: save_unless_best(reward, state))
+
+
+def build(run: Run, config: RewardConfig) -> Reward:
+    """Everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
     check_positions(config.model.model_name_or_path, config.data.max_seq_len, "--max_seq_len")
     loader, held_out = make_batches(run, config, tokenizer)
     engine = make_engine(run, config)
-    work = forward_work(engine.module.model)
     total_steps = loader.total_steps(config.run.num_train_epochs, config.run.max_steps)
-    rate = rate_factor(
-        config.optimizer.lr_scheduler_type,
-        num_warmup_steps=config.optimizer.num_warmup_steps,
-        num_training_steps=total_steps,
-        floor=config.optimizer.min_learning_rate_ratio,
+    return Reward(
+        run,
+        config,
+        tokenizer,
+        loader,
+        held_out,
+        engine,
+        work=forward_work(engine.module.model),
+        total_steps=total_steps,
+        rate=rate_factor(config.optimizer, total_steps=total_steps),
     )
-    fingerprint = run_fingerprint(config, loader)
-    resumed = checkpoint.load(run, config.run.resume, {"model": engine}, fingerprint, force=config.run.force_resume)
+
+
+def resume(reward: Reward) -> tuple[State, Course]:
+    """The state of the newest checkpoint, else that of the start; and the course of the run from there."""
+    run, settings, engines = reward.run, reward.config.run, {"model": reward.engine}
+    fingerprint = run_fingerprint(reward.config, reward.loader)
+    resumed = checkpoint.load(run, settings.resume, engines, fingerprint, force=settings.force_resume)
     state = State(**resumed.state) if resumed else State()
-    begun = state.step if resumed else -1
-    recorder = Recorder(run, config.run, start_step=begun, total_steps=total_steps, models={"model": engine})
-    stopping = Stopping(run)
-    saver = checkpoint.Saver(
-        run, fingerprint, keep=config.run.keep_checkpoints, background=config.run.save_in_background
-    )
+    resumed_step = state.step if resumed else None
+    return state, Course(run, fingerprint, resumed_step=resumed_step, total_steps=reward.total_steps, engines=engines)
 
-    def measure() -> None:
-        if state.evaluated == state.step:
-            return
-        beat("evaluate", state.step)
-        engine.module.eval()
-        per_token = config.reward_loss == "per_token"
-        scores = score_pairs(
-            engine,
-            each(held_out, lambda: beat("evaluate", state.step)),
-            run.world.device,
-            per_token=per_token,
-            centering_coef=config.centering_coef,
-        )
-        engine.module.train()
-        measured = summary(scores)
-        recorder.write(state.step, measured)
-        state.evaluated = state.step
-        state.score_mean, state.score_std = score_statistics(scores)
-        keep_if_best(measured.get("eval_accuracy"))
 
-    def keep_if_best(accuracy: float | None) -> None:
-        if accuracy is None or not state.step:
-            return
-        is_best = state.best_accuracy is None or accuracy > state.best_accuracy
-        # One that cannot be saved does not count: the next one has to beat what is on the disk.
-        if is_best and (not config.keep_best or checkpoint.attempt(save_model_folder)):
-            state.best_accuracy = accuracy
-
-    def save_model_folder() -> None:
-        save(run, config, engine, tokenizer, state)
-
-    def save_checkpoint() -> None:
-        recorder.sync()
-        saver.save(checkpoint.Content(state=asdict(state), engines={"model": engine}), step=state.step)
-
-    def save_everything() -> None:
-        beat("save", state.step)
-        checkpoint.attempt(save_checkpoint)
-        if not config.keep_best or state.best_accuracy is None:
-            checkpoint.attempt(save_model_folder)
-
-    if state.step == 0:
-        measure()
-    with PrefetchedSteps(loader, end=total_steps, device=run.world.device) as steps:
-        while state.step < total_steps:
-            started = recorder.begin("train")
-            step = steps.step(state.step)
-            try:
-                loss = train_step(run, config, engine, step, rate=rate(state.step), state=state, stopping=stopping)
-            except Interrupted:
-                break
-            seconds = time.monotonic() - started
-            flops = work.flops(num_tokens=step.num_tokens, num_rows=2 * step.num_rows)
-            recorder.write_training(
-                state.step,
-                training_mfu(flops, seconds=seconds, world_size=run.world.size, device=run.world.device)
-                | {
-                    "loss": loss,
-                    "grad_norm": engine.last_gradient_norm,
-                    "learning_rate": engine.learning_rate,
-                    "epoch": loader.epoch_of(state.step),
-                    "num_tokens": state.num_tokens,
-                    "skipped_updates": state.skipped_updates,
-                },
-                seconds=seconds,
-                num_tokens=step.num_tokens,
-                num_rows=step.num_rows,
-            )
-            checkpoint.attempt(saver.poll)
-            if state.step == total_steps:
-                break
-            if config.run.eval_interval and state.step % config.run.eval_interval == 0:
-                measure()
-            saving = config.run.save_steps and state.step % config.run.save_steps == 0
-            if saving:
-                # The model goes with the constants that normalise its scores; a stop must not leave this out.
-                measure()
-            if stopping.after_step():
-                break
-            if saving:
-                save_everything()
-    if state.step < total_steps:
-        beat("save", state.step)
-        save_checkpoint()
-        saver.finish()
-        raise run.stopped(state.step, total_steps)
-    measure()
-    beat("save", state.step)
-    checkpoint.attempt(save_checkpoint)
-    checkpoint.attempt(saver.finish)
-    if not config.keep_best or state.best_accuracy is None or not is_saved(config.run.output_dir):
-        save_model_folder()
-    write_done(run, steps=state.step)
+def content(reward: Reward, state: State) -> checkpoint.Content:
+    """What a checkpoint holds."""
+    return checkpoint.Content(state=asdict(state), engines={"model": reward.engine})
 
 
 def make_batches(
@@ -220,71 +165,109 @@ def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:
     ds_json = training_json(run.resolved, config.model, placement(run))
     dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
     with partitioned_loading(ds_json):
-        reward = load_reward_model(
+        model = load_reward_model(
             config.model.model_name_or_path,
             dtype=dtype,
             attn_implementation=config.model.attn_implementation,
             new_head=True,
         )
-    initialise_head(reward.model.score, seed=config.run.seed)
-    reward.model = with_lora(reward.model, config.model, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
-    return training_engine(reward, config.model, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather)
+    initialise_head(model.model.score, seed=config.run.seed)
+    model.model = with_lora(model.model, config.model, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
+    return training_engine(model, config.model, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather)
 
 
-def train_step(
-    run: Run,
-    config: RewardConfig,
-    engine: TrainingEngine,
-    step: Step[PairBatch],
-    *,
-    rate: float,
-    state: State,
-    stopping: Stopping,
-) -> float:
-    """One optimizer step; returns the loss per pair over all ranks. Non-finite numbers change nothing.
+def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, stopping: Stopping) -> float:
+    """Sum the gradients of a step's micro-batches; returns the loss, summed over the pairs of all ranks.
 
     Raises:
         Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
     """
-    loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
-    seed_dropout(config.run.seed, step=state.step, rank=run.world.rank)
+    world, config = reward.run.world, reward.config
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    seed_dropout(config.run.seed, step=state.step, rank=world.rank)
     for index, cpu_batch in enumerate(step.micro_batches):
         beat("train", state.step)
-        stopping.check([engine])
-        batch = to_device(cpu_batch, run.world.device)
-        values = engine(batch.input_ids, batch.attention_mask, batch.position_ids)
+        stopping.within_step([reward.engine])
+        batch = to_device(cpu_batch, world.device)
+        values = reward.engine(batch.input_ids, batch.attention_mask, batch.position_ids)
         loss = batch_loss(
             values, batch, per_token=config.reward_loss == "per_token", centering_coef=config.centering_coef
         )
         # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
-        engine.backward(loss * (run.world.size / step.num_rows), last=index + 1 == len(step.micro_batches))
+        reward.engine.backward(loss * (world.size / step.num_rows), last=index + 1 == len(step.micro_batches))
         loss_sum += loss.detach()
     # Read before the update is launched: the host then writes its metrics while the device updates the weights.
-    total_loss = dist.sum_over_ranks(loss_sum).item()
-    stepped = step_together([engine], rate, loss=total_loss)
-    state.step += 1
-    state.num_tokens += step.num_tokens
-    state.skipped_updates += not stepped
-    state.bad_in_a_row = 0 if stepped or engine.loss_scale_can_fall else state.bad_in_a_row + 1
-    if not stepped:
-        ids = [batch.input_ids for batch in step.micro_batches]
-        note_bad_step(run, step=state.step, rows=step.rows, input_ids=ids, cause="loss or gradient not finite")
-    limit = config.optimizer.max_bad_steps
-    check_still_converging(run, state.bad_in_a_row, limit=limit, rate_flag="--learning_rate")
-    return total_loss / step.num_rows
+    return dist.sum_over_ranks(loss_sum).item()
 
 
-def save(run: Run, config: RewardConfig, engine: TrainingEngine, tokenizer: Any, state: State) -> None:
-    """The model folder, with the constants that normalise its scores."""
+def log_step(reward: Reward, step: Step[PairBatch], state: State, course: Course, *, loss: float) -> None:
+    """Write the metrics of an optimizer step; `loss` is that of a pair."""
+    seconds, world = course.recorder.seconds("train"), reward.run.world
+    flops = reward.work.flops(num_tokens=step.num_tokens, num_rows=2 * step.num_rows)
+    values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
+        "loss": loss,
+        "grad_norm": reward.engine.last_gradient_norm,
+        "learning_rate": reward.engine.learning_rate,
+        "epoch": reward.loader.epoch_of(state.step),
+        "num_tokens": state.num_tokens,
+        "skipped_updates": state.skipped_updates,
+    }
+    course.log(state, values, seconds=seconds, num_tokens=step.num_tokens, num_rows=step.num_rows)
+
+
+def note_skipped(reward: Reward, step: Step[PairBatch], state: State) -> None:
+    """Write down the pairs of a step that was skipped. Raises DivergedError after too many in a row."""
+    ids = [batch.input_ids for batch in step.micro_batches]
+    cause = "loss or gradient not finite"
+    note_skipped_step(reward.run, state, rows=step.rows, input_ids=ids, cause=cause, rate_flag="--learning_rate")
+
+
+def evaluate(reward: Reward, state: State, course: Course) -> None:
+    """Score the held-out pairs, once a step; with `--keep_best`, save the most accurate model so far."""
+    if state.evaluated == state.step:
+        return
+    beat("evaluate", state.step)
+    reward.engine.module.eval()
+    scores = score_pairs(
+        reward.engine,
+        each(reward.held_out, lambda: beat("evaluate", state.step)),
+        reward.run.world.device,
+        per_token=reward.config.reward_loss == "per_token",
+        centering_coef=reward.config.centering_coef,
+    )
+    reward.engine.module.train()
+    measured = summary(scores)
+    course.recorder.write(state.step, measured)
+    state.evaluated = state.step
+    state.score_mean, state.score_std = score_statistics(scores)
+    accuracy = measured.get("eval_accuracy")
+    if accuracy is None or not state.step:
+        return
+    is_best = state.best_accuracy is None or accuracy > state.best_accuracy
+    # A model that cannot be saved does not count: the next one has to beat what is on the disk.
+    if is_best and (not reward.config.keep_best or checkpoint.attempt(lambda: save(reward, state))):
+        state.best_accuracy = accuracy
+
+
+def save_unless_best(reward: Reward, state: State) -> None:
+    """Write the model folder, unless `--keep_best` has put the best model there."""
+    best_is_saved = state.best_accuracy is not None and is_saved(reward.config.run.output_dir)
+    if not (reward.config.keep_best and best_is_saved):
+        save(reward, state)
+
+
+def save(reward: Reward, state: State) -> None:
+    """Write the model folder, with the constants that normalise its scores."""
+    run, config = reward.run, reward.config
     save_model(
-        engine.module.model,
-        tokenizer,
+        reward.engine.module.model,
+        reward.tokenizer,
         Path(config.run.output_dir),
         dtype=saved_dtype(run),
         documents=model_documents(run, base=config.model.model_name_or_path, kind="Reward model"),
         config_changes={
             "num_labels": 1,
-            "pad_token_id": pad_id_for_pooling(tokenizer),
+            "pad_token_id": pad_id_for_pooling(reward.tokenizer),
             "score_mean": state.score_mean,
             "score_std": state.score_std,
         },

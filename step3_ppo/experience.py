@@ -1,29 +1,29 @@
-"""What PPO knows of a set of sampled responses: frozen, one row a sequence, the same on every rank.
+"""What PPO knows of a set of sampled responses, from the sampler's output to the numbers of a minibatch.
 
-N sequences, S longest sequence, T longest response. Rows are padded on the right; response token t of row n stands at
-position prompt_lengths[n] + t of its sequence and is predicted at the position before.
+    Rollout     a rank's responses as a generation backend returns them, ragged
+    Responses   the same as padded rows, gathered: every rank has all rows
+    Scores      what the four models say of them: log-probabilities, values, scores
+    Rewarded    rewards and advantages: the Experience, and what is logged of it
+    Experience  what an optimizer step reads, besides the Responses
+
+All are frozen, with one row per sequence. N sequences, S longest sequence, T longest response. Rows are padded on the
+right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is predicted at the position
+before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipeline import dist
 from pipeline.generation.rollouts import Rollout
-from pipeline.tensor_ops import lengths_to_mask, pad_rows, round_up
-
-# Lengths of forward passes on a GPU are multiples of this: each new shape costs it some tenths of a second once, when
-# attention kernels are planned and memory is laid out.
-LENGTH_UNIT = 32
-
-
-def length_unit(device: torch.device) -> int:
-    """What lengths of forward passes are rounded up to."""
-    return LENGTH_UNIT if device.type == "cuda" else 1
+from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, round_up, whiten
+from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, places
+from step3_ppo.config import PPOCoefficients
+from step3_ppo.estimators import gae, kl_estimate, shape_scores, token_rewards
 
 
 class Rows:
@@ -80,6 +80,10 @@ class Responses(Rows):
         index = (self.prompt_lengths - 1).unsqueeze(1) + torch.arange(width, device=per_position.device)
         taken = per_position.gather(1, index.clamp(max=per_position.shape[1] - 1))
         return torch.where(lengths_to_mask(self.response_lengths, width), taken, 0.0)
+
+    def lengths(self, *, packs: bool = False) -> Lengths:
+        """The rows' lengths on the host, from which micro-batches are cut. Waits for the device once."""
+        return Lengths.of(self.prompt_lengths, self.response_lengths, packs=packs)
 
     def narrowed(self, length: int, width: int) -> "Responses":
         """The first `length` positions of the sequences, the first `width` response tokens."""
@@ -157,16 +161,59 @@ def gather_responses(parts: Sequence[Responses]) -> Responses:
     return everywhere.select(everywhere.order.argsort()).trimmed()
 
 
-def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, width: int) -> list[Tensor]:
-    """All rows of all ranks in the rollout's order, on every rank, column by column. A collective.
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """An Experience, and what is logged of it: sequence_rewards (N,) before the KL penalty, kl (N, T) by k1."""
 
-    Args:
-        parts: of each micro-batch of this rank its columns, each (n, at most width) per token or (n,) per sequence.
-        rows: (n,) int64 of each, the rows' places in the rollout.
+    experience: Experience
+    valid: Tensor
+    sequence_rewards: Tensor
+    kl: Tensor
+    kl_k3: Tensor
+    advantage_mean: float
+    advantage_std: float
+
+
+def reward_responses(
+    responses: Responses, scores: Scores, ppo: PPOCoefficients, *, kl_coef: float, score_mean: float, score_std: float
+) -> Rewarded:
+    """Compute rewards, advantages and returns of a whole rollout; every rank has all rows, so whitening sees all.
+
+    Rows with a number that is not finite are masked before anything is averaged.
     """
-    order = dist.gather_rows(torch.cat(list(rows))).argsort()
-    gathered = []
-    for column in zip(*parts, strict=True):
-        wide = [functional.pad(part, (0, width - part.shape[1])) if part.dim() == 2 else part for part in column]
-        gathered.append(dist.gather_rows(torch.cat(wide))[order])
-    return gathered
+    finite = torch.stack([row.isfinite().reshape(len(row), -1).all(1) for row in (scores.scores, scores.log_probs,
+                          scores.ref_log_probs, scores.values)]).all(0)  # fmt: skip
+    valid = responses.valid & finite
+    mask = responses.response_mask & valid.unsqueeze(1)
+    log_probs, ref_log_probs, values = (
+        torch.where(mask, tensor, 0.0) for tensor in (scores.log_probs, scores.ref_log_probs, scores.values)
+    )
+    shaped = shape_scores(
+        torch.where(valid, scores.scores, 0.0),
+        responses.finished,
+        score_mean=score_mean,
+        score_std=score_std,
+        reward_clip=ppo.reward_clip,
+        missing_eos_penalty=ppo.missing_eos_penalty,
+    )
+    penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
+    rewards = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
+    advantages, returns = gae(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
+    mean, variance = finish_moments(moments(advantages, mask))
+    used = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
+    return Rewarded(
+        experience=Experience(mask, log_probs, ref_log_probs, values, used, returns),
+        valid=valid,
+        sequence_rewards=shaped,
+        kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
+        kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
+        advantage_mean=mean.item(),
+        advantage_std=variance.sqrt().item(),
+    )
+
+
+def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor, Responses]]:
+    """Each micro-batch with its rows' places (n,) int64, and its rows cut to its shape. Waits for the device once."""
+    index = places(batches, responses.sequences.device)
+    for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
+        yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)

@@ -25,8 +25,6 @@ from pipeline.models.tokenizers import load_tokenizer
 from pipeline.run.run import Run
 from pipeline.training.inputs import prepare_tokenizer
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Responses
-from step3_ppo.micro_batches import MicroBatch
 
 log = logging.getLogger(__name__)
 
@@ -191,23 +189,6 @@ def make_reward(run: Run, config: PPOConfig, path: str, dtype: torch.dtype) -> F
     with partitioned_loading(ds_json):
         model = load_reward_model(path, dtype=dtype, attn_implementation=config.critic.attn_implementation)
     return FrozenEngine(model, ds_json, run.world.device, gather=config.deepspeed.zero3_gather)
-
-
-def log_probs_of(
-    policy: Any, responses: Responses, batch: MicroBatch, *, temperature: float, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(n, T) log-probabilities, and entropies where wanted, of the response tokens of a micro-batch."""
-    found = policy(
-        responses.sequences,
-        attention_mask=responses.attention_mask,
-        selected=responses.predicts_response,
-        num_selected=batch.num_response_tokens,
-        num_tokens=batch.num_packed_tokens,
-        temperature=temperature,
-        with_entropy=with_entropy,
-    )
-    entropy = None if found.entropy is None else responses.in_response_space(found.entropy)
-    return responses.in_response_space(found.log_probs), entropy
 
 
 def generation_options(config: PPOConfig) -> GenerationOptions:

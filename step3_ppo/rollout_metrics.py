@@ -8,9 +8,8 @@ import torch
 
 from pipeline.files import tolerated
 from pipeline.tensor_ops import masked_mean, moments
-from step3_ppo.experience import Responses, Scores
-from step3_ppo.ppo_math import explained_variance
-from step3_ppo.rollout import Rewarded
+from step3_ppo.estimators import explained_variance
+from step3_ppo.experience import Responses, Rewarded, Scores
 
 SAMPLES_SHOWN = 8
 

@@ -1,36 +1,63 @@
-"""What evolves in step 3 besides engines and moving average: counters, and the rollout that is being trained on."""
+"""Everything of step 3 that stays as it is (PPO) and that evolves (State, Collected): built, restored and saved."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.fingerprint import RunFingerprint, data_fingerprint, model_fingerprint
+from pipeline.checkpoints.model_folder import model_documents, save_model, saved_dtype
+from pipeline.configuration.resume_rules import defaults_of, values_by_rule
+from pipeline.data.batching import SFTBatch
+from pipeline.data.cache import StageData
+from pipeline.data.loader import StepLoader
+from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.moving_average import MovingAverage
+from pipeline.engine.start import start_deepspeed
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.models.reward_model import pad_id_for_pooling
+from pipeline.models.tokenizers import eos_ids
+from pipeline.run.run import Run
+from pipeline.training.flops import ForwardWork, forward_work
+from pipeline.training.micro_batches import MicroBatch
+from pipeline.training.steps import Counters, rate_factor
+from step3_ppo.config import PPOConfig, check_generation
 from step3_ppo.experience import Experience, Responses
+from step3_ppo.models import Models, generation_options, make_models, make_tokenizers
+from step3_ppo.rollout import Schedule, make_prompts, make_schedule, make_text
+from step3_ppo.updater import Updater
 
 
 @dataclass(slots=True)
-class State:
-    """Everything of step 3 that evolves, besides the engines and the moving average."""
+class State(Counters):
+    """Everything of step 3 that evolves, besides the engines and the moving average.
 
-    step: int = 0
+    rollout: rollouts that are done. update: minibatches of the current rollout that are done; 0: a new rollout has to
+    be sampled. first_ratio_error: of the current rollout's first update.
+    """
+
     rollout: int = 0
-    update: int = 0  # optimizer steps of the current rollout that are done; 0: the next one is to be sampled
-    evaluated: int = -1  # the step of the last evaluation
-    first_ratio_error: float = 0.0  # of the current rollout's first update
+    update: int = 0
+    first_ratio_error: float = 0.0
     kl_coef: float = 0.0
-    num_tokens: int = 0
-    skipped_updates: int = 0
-    bad_in_a_row: int = 0
+
+    def finish_rollout(self) -> None:
+        """Go on to the next rollout."""
+        self.rollout += 1
+        self.update = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A rollout ready for updates, with its metrics; the same on every rank."""
+    """A rollout that is ready for updates, with its metrics; the same on every rank."""
 
     responses: Responses
     experience: Experience
     metrics: dict[str, float]
+    minibatches: Sequence[Sequence[MicroBatch]]  # this rank's micro-batches of each optimizer step, all epochs
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps of it, besides the metrics."""
@@ -38,10 +65,208 @@ class Collected:
         return {f"{name}/{f.name}": getattr(part, f.name) for name, part in parts.items() for f in fields(part)}
 
     @classmethod
-    def restored(cls, tensors: Mapping[str, torch.Tensor], metrics: dict[str, float], device: torch.device) -> Self:
-        """From what `tensors` gave."""
+    def restored(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        metrics: dict[str, float],
+        device: torch.device,
+        *,
+        minibatches_of: Callable[[Responses], Sequence[Sequence[MicroBatch]]],
+    ) -> Self:
+        """Make a rollout of the `tensors` and metrics of a checkpoint."""
 
         def part(name: str, kind: Any) -> Any:
             return kind(**{f.name: tensors[f"{name}/{f.name}"].to(device) for f in fields(kind)})
 
-        return cls(part("responses", Responses), part("experience", Experience), metrics)
+        responses = part("responses", Responses)
+        return cls(responses, part("experience", Experience), metrics, minibatches_of(responses))
+
+
+@dataclass(frozen=True, slots=True)
+class PPO:
+    """Everything of step 3 that stays as it is while it trains.
+
+    actor_work, critic_work: matrix operations of their forward passes.
+    """
+
+    run: Run
+    config: PPOConfig
+    models: Models
+    prompts: StageData
+    text: StepLoader[SFTBatch] | None
+    schedule: Schedule
+    fingerprint: RunFingerprint
+    rate: Callable[[int], float]
+    average: MovingAverage | None
+    hybrid: HybridEngine
+    updater: Updater
+    actor_work: ForwardWork
+    critic_work: ForwardWork
+
+    @property
+    def engines(self) -> dict[str, TrainingEngine]:
+        """The models that are trained."""
+        return {"actor": self.models.actor, "critic": self.models.critic}
+
+    @property
+    def idle_optimizers(self) -> list[TrainingEngine]:
+        """The engines whose optimizer states leave the device while no step is taken."""
+        return list(self.engines.values()) if self.config.sampling.offload_optimizer_during_rollout else []
+
+    def minibatches(self, responses: Responses, state: State) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of each optimizer step on a rollout."""
+        return list(self.updater.minibatches(responses.lengths(packs=self.models.pack_rows), rollout=state.rollout))
+
+
+def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
+    """Everything that the loop works on, with the weights of the newest checkpoint; and the rest of that checkpoint."""
+    check_generation(config, run.world.size)
+    start_deepspeed(deterministic=config.run.deterministic)
+    tokenizers = make_tokenizers(config)
+    prompts = make_prompts(run, config, tokenizers.actor)
+    text = make_text(run, config, tokenizers.actor)
+    models = make_models(run, config, tokenizers)
+    schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
+    fingerprint = run_fingerprint(config, prompts, text, schedule)
+    engines = {"actor": models.actor, "critic": models.critic}
+    resumed = checkpoint.load(run, config.run.resume, engines, fingerprint, force=config.run.force_resume)
+    ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
+    return ppo, resumed
+
+
+def assemble(
+    run: Run,
+    config: PPOConfig,
+    models: Models,
+    *,
+    prompts: StageData,
+    text: StepLoader[SFTBatch] | None,
+    schedule: Schedule,
+    fingerprint: RunFingerprint,
+) -> PPO:
+    """Everything that is made of the models and the prompts, with the weights as they are now."""
+    return PPO(
+        run,
+        config,
+        models,
+        prompts,
+        text,
+        schedule,
+        fingerprint,
+        rate=rate_factor(config.optimizer, total_steps=schedule.total_steps),
+        # Its start: with --force_resume the checkpoint may hold no average.
+        average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
+        hybrid=make_hybrid(config, models),
+        updater=make_updater(run, config, models, schedule),
+        actor_work=forward_work(models.actor.module.model),
+        critic_work=forward_work(models.critic.module.model),
+    )
+
+
+def make_hybrid(config: PPOConfig, models: Models) -> HybridEngine:
+    """The actor as it is sampled from."""
+    ends = eos_ids(models.tokenizer, models.actor.module.model.generation_config)
+    pad_id, options = models.tokenizer.pad_token_id, generation_options(config)
+    return HybridEngine(models.actor, eos_ids=ends, pad_id=pad_id, options=options)
+
+
+def make_updater(run: Run, config: PPOConfig, models: Models, schedule: Schedule) -> Updater:
+    """Actor and critic as they are trained."""
+    return Updater(
+        actor=models.actor,
+        critic=models.critic,
+        world=run.world,
+        ppo=config.ppo,
+        temperature=config.sampling.temperature,
+        rows_per_step=schedule.rows_per_step,
+        micro_batch_size=config.optimizer.per_device_train_batch_size,
+        unsup_coef=config.data.unsup_coef,
+        seed=config.run.seed,
+    )
+
+
+def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
+    """The counters of a checkpoint, and the rollout that it holds where its updates were not done; else the start."""
+    if resumed is None:
+        return State(kl_coef=ppo.config.ppo.kl_coef), None
+    state = State(**resumed.state["ppo"])
+    if ppo.average is not None and "average" in resumed.fragments:
+        ppo.average.restore(resumed.fragments["average"])
+    if not state.update:
+        return state, None
+    rollout = Collected.restored(
+        resumed.tensors,
+        resumed.state["rollout"],
+        ppo.run.world.device,
+        minibatches_of=lambda responses: ppo.minibatches(responses, state),
+    )
+    return state, rollout
+
+
+def run_fingerprint(
+    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, schedule: Schedule
+) -> RunFingerprint:
+    """What a resumed run must share with the one that wrote its checkpoint."""
+    reward = config.reward_model_name_or_path or config.critic.model_name_or_path
+    paths = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path, "reward": reward}
+    hashes = {f"{name} model": model_fingerprint(path) for name, path in paths.items()}
+    hashes["prompts"] = data_fingerprint(prompts.train)
+    if text is not None:
+        hashes["ptx text"] = data_fingerprint(text.rows)
+    return RunFingerprint(
+        settings=values_by_rule(config, "same"),
+        hashes=hashes,
+        sizes={
+            "prompts of a rollout": schedule.prompts_per_rollout,
+            "rows of an optimizer step": schedule.rows_per_step,
+        },
+        layout=values_by_rule(config, "rounding"),
+        defaults=defaults_of(config),
+    )
+
+
+def save_models(ppo: PPO) -> None:
+    """Write the model folders. A collective."""
+    run, config, models, average = ppo.run, ppo.config, ppo.models, ppo.average
+    output = Path(config.run.output_dir)
+    save_actor(ppo, output / "actor", kind="PPO-tuned model")
+    if average is not None:
+        with average.swapped_in():
+            save_actor(ppo, output / "actor_ema", kind="Moving average of a PPO-tuned model")
+    critic = models.critic.module
+    save_model(
+        critic.model,
+        models.tokenizer,
+        output / "critic",
+        dtype=saved_dtype(run),
+        documents=model_documents(run, base=config.critic.model_name_or_path, kind="PPO critic"),
+        config_changes={
+            "num_labels": 1,
+            "pad_token_id": pad_id_for_pooling(models.tokenizer),
+            "score_mean": critic.score_mean,
+            "score_std": critic.score_std,
+        },
+    )
+
+
+def save_actor(ppo: PPO, folder: Path, *, kind: str) -> None:
+    """Write the actor's folder. A collective."""
+    save_model(
+        ppo.models.actor.module.model,
+        ppo.models.tokenizer,
+        folder,
+        dtype=saved_dtype(ppo.run),
+        documents=model_documents(ppo.run, base=ppo.config.actor.model_name_or_path, kind=kind),
+        merged=not ppo.config.deepspeed.save_adapter_only,
+    )
+
+
+def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> checkpoint.Content:
+    """What a checkpoint holds: everything that evolves, and the rollout where its updates are not all done."""
+    kept = rollout if state.update else None
+    return checkpoint.Content(
+        state={"ppo": asdict(state), "rollout": kept.metrics if kept else None},
+        engines=ppo.engines,
+        fragments={"average": ppo.average.fragments()} if ppo.average is not None else {},
+        tensors=kept.tensors() if kept else {},
+    )

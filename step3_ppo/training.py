@@ -1,28 +1,33 @@
-"""Step 3's loop: build, resume, then rollout -> rewards -> updates -> log -> save, readable from top to bottom."""
+"""Step 3's loop: sample, score, reward, update both models, adapt the KL coefficient; from build to finish.
+
+The functions below the loop are its steps, in order: each hands the settings of the run to the module that does it.
+"""
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+import math
+from dataclasses import dataclass
+from typing import Any
 
-from pipeline.checkpoints import checkpoint
-from pipeline.engine.moving_average import MovingAverage
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
-from pipeline.engine.start import start_deepspeed
+from pipeline.generation.rollouts import RandomKey, Sampling
 from pipeline.run.heartbeat import beat
-from pipeline.run.run import Run, write_done
-from pipeline.training.recorder import Recorder
-from pipeline.training.steps import Interrupted, Stopping, rate_factor
-from step3_ppo.config import PPOConfig, check_generation
-from step3_ppo.data import make_prompts, make_text
-from step3_ppo.models import make_models, make_tokenizers
-from step3_ppo.phases import Phases
-from step3_ppo.prompts import make_plan
-from step3_ppo.save import checkpoint_content, run_fingerprint, save_models
-from step3_ppo.state import Collected, State
+from pipeline.run.run import Run
+from pipeline.training.course import Course
+from pipeline.training.flops import training_mfu
+from pipeline.training.micro_batches import Lengths, MicroBatch, micro_batches, places, scoring_batches
+from pipeline.training.steps import note_skipped_step
+from step3_ppo.config import PPOConfig
+from step3_ppo.estimators import next_kl_coef
+from step3_ppo.experience import Responses, Rewarded, Scores, reward_responses
+from step3_ppo.rollout import Sampler
+from step3_ppo.rollout_metrics import append_samples, evaluation_metrics, rollout_metrics
+from step3_ppo.scoring import score_responses
+from step3_ppo.state import PPO, Collected, State, build, checkpoint_content, resume, save_models
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
+SHOWN = ("objective/scores", "objective/kl", "policy/approx_kl", "loss/value")
 
 
 def train(run: Run, config: PPOConfig) -> None:
@@ -32,102 +37,289 @@ def train(run: Run, config: PPOConfig) -> None:
         StoppedRun: asked to stop; the checkpoint is written.
         DivergedError: too many updates in a row were not finite.
     """
-    check_generation(config, run.world.size)
-    start_deepspeed(deterministic=config.run.deterministic)
-    tokenizers = make_tokenizers(config)
-    prompts = make_prompts(run, config, tokenizers.actor)
-    text = make_text(run, config, tokenizers.actor)
-    models = make_models(run, config, tokenizers)
-    plan = make_plan(config, num_prompts=len(prompts.train), world_size=run.world.size)
-    rate = rate_factor(
-        config.optimizer.lr_scheduler_type,
-        num_warmup_steps=config.optimizer.num_warmup_steps,
-        num_training_steps=plan.total_steps,
-        floor=config.optimizer.min_learning_rate_ratio,
-    )
-    fingerprint = run_fingerprint(config, prompts, text, plan)
-    state, collected = State(kl_coef=config.ppo.kl_coef), None
-    engines = {"actor": models.actor, "critic": models.critic}
-    resumed = checkpoint.load(run, config.run.resume, engines, fingerprint, force=config.run.force_resume)
-    if resumed:
-        state = State(**resumed.state["ppo"])
-        if state.update:
-            collected = Collected.restored(resumed.tensors, resumed.state["rollout"], run.world.device)
-    # Made of the weights as they are now: with --force_resume the checkpoint may hold no average.
-    average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
-    if resumed and average is not None and "average" in resumed.fragments:
-        average.restore(resumed.fragments["average"])
-    recorder = Recorder(
-        run,
-        config.run,
-        start_step=state.step if resumed else -1,
-        total_steps=plan.total_steps,
-        shown=("objective/scores", "objective/kl", "policy/approx_kl", "loss/value"),
-        models=models.named(),
-    )
-    phases = Phases(
-        run,
-        config,
-        models,
-        prompts=prompts,
-        text=text,
-        plan=plan,
-        rate=rate,
-        average=average,
-        recorder=recorder,
-        state=state,
-        stopping=Stopping(run),
+    ppo, resumed = build(run, config)
+    state, rollout = resume(ppo, resumed)  # rollout: None, or the one whose updates were interrupted
+    course = make_course(ppo, resumed_step=state.step if resumed else None)
+    with course.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
+        while not ppo.schedule.is_done(step=state.step, rollout=state.rollout):
+            if course.evaluation_is_due(state):
+                evaluate(ppo, state, course)
+            course.stop_if_asked()
+            if course.save_is_due(state):
+                course.save(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo))
+
+            if rollout is None:
+                with optimizer_states_on_host(ppo.idle_optimizers):
+                    responses = sample(ppo, state, course)  # 1. to the next prompts, the same on every rank
+                    scores = score(ppo, responses, state, course)  # 2. log-probabilities, values, scores
+                    rollout = reward(ppo, responses, scores, state, course)  # 3. KL penalty, GAE, whitening
+
+            update = step_actor_and_critic(ppo, rollout, state, course)  # 4. both models step, or none
+            if update is not None:
+                log_update(ppo, rollout, update, state, course)
+            state.update += 1
+            if state.update == len(rollout.minibatches) or moved_too_far(ppo, update):
+                adapt_kl(ppo, rollout, state)  # 5. the KL coefficient follows its target
+                state.finish_rollout()
+                rollout = None
+        evaluate(ppo, state, course)
+    course.finish(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo))
+
+
+def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
+    """Metrics, checkpoints and stops of this run."""
+    return Course(
+        ppo.run,
+        ppo.fingerprint,
+        resumed_step=resumed_step,
+        total_steps=ppo.schedule.total_steps,
+        engines=ppo.models.named(),
+        shown=SHOWN,
     )
 
-    saver = checkpoint.Saver(
-        run, fingerprint, keep=config.run.keep_checkpoints, background=config.run.save_in_background
+
+# --- the steps of the loop ------------------------------------------------------------------------------------------
+
+
+def sample(ppo: PPO, state: State, course: Course) -> Responses:
+    """Sample responses to the next prompts. A collective.
+
+    Raises:
+        Interrupted: the run is to stop; nothing of the rollout is kept.
+    """
+    course.begin("generate")
+    config = ppo.config
+    epoch, rows = ppo.schedule.prompts(seed=config.run.seed, rollout=state.rollout, num_prompts=len(ppo.prompts.train))
+    sampler = make_sampler(
+        ppo,
+        state,
+        ppo.prompts.train,
+        num_samples=config.sampling.num_samples_per_prompt,
+        batch_size=config.sampling.per_device_generation_batch_size,
+    )
+    return sampler.sample(rows, RandomKey(config.run.seed, "rollout", epoch))
+
+
+def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
+    """Run the four models over the responses. A collective.
+
+    The policy's pass has the very shapes of the first epoch's updates; none is made where the sampler's
+    log-probabilities serve.
+
+    Raises:
+        Interrupted: the run is to stop; nothing of the rollout is kept.
+    """
+    course.begin("score")
+    lengths = responses.lengths(packs=ppo.models.pack_rows)
+    steps = ppo.updater.minibatches_of_epoch(lengths, rollout=0, epoch=0)
+    batches = None if ppo.updater.old_log_probs_from_sampler else [batch for step in steps for batch in step]
+    return score_all(ppo, responses, lengths, batches, ppo.prompts.train, state=state, course=course)
+
+
+def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course: Course) -> Collected:
+    """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
+    rewarded = reward_all(ppo, responses, scores, state)
+    metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
+    if metrics["completions/empty_fraction"] > EMPTY_WARNING:
+        log.warning("step %d: most responses are an EOS alone: the policy answers nothing", state.step)
+    num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
+    generate_s = course.recorder.seconds("generate")
+    metrics |= {
+        "objective/kl_coef": state.kl_coef,
+        "time/generate_s": generate_s,
+        "time/score_s": course.recorder.seconds("score"),
+        "generate_tokens_per_s": int(responses.response_mask.sum()) / generate_s,
+        "epoch": (state.rollout + 1) / ppo.schedule.rollouts_per_epoch,
+        "num_tokens": state.num_tokens + num_tokens,
+    }
+    return Collected(responses, rewarded.experience, metrics, ppo.minibatches(responses, state))
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step: this rank's micro-batches, response tokens of all ranks that count, metrics; was it taken."""
+
+    batches: list[MicroBatch]
+    num_tokens: float
+    metrics: dict[str, float]
+    stepped: bool
+
+
+def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
+    """Take the optimizer step of the rollout's next minibatch; None where its rows are all padding. A collective.
+
+    Raises:
+        Interrupted: the run is to stop; the gradients are dropped.
+    """
+    beat("train", state.step)
+    batches = list(rollout.minibatches[state.update])
+    num_tokens, num_sampled = ppo.updater.num_tokens(rollout.responses, rollout.experience, batches)
+    if not num_sampled:
+        # Padding of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
+        return None
+    course.begin("train")
+    if not num_tokens:
+        return Update(batches, num_tokens, {}, False)
+    metrics, stepped = ppo.updater.update(
+        rollout.responses,
+        rollout.experience,
+        batches,
+        num_tokens=num_tokens,
+        kl_coef=state.kl_coef,
+        rate_factor=ppo.rate(state.step),
+        train_actor=state.step >= ppo.config.ppo.critic_warmup_steps,
+        text=ppo.text.step(state.step) if ppo.text else None,
+        stopping=course.stopping,
+    )
+    if stepped and ppo.average is not None:
+        ppo.average.update()
+    return Update(batches, num_tokens, metrics, stepped)
+
+
+def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, course: Course) -> None:
+    """Count an optimizer step and write its metrics; the first step of a rollout writes the rollout's too.
+
+    Raises:
+        DivergedError: too many steps in a row were not finite.
+    """
+    metrics, first = dict(update.metrics), state.update == 0
+    if first:
+        state.num_tokens = int(rollout.metrics["num_tokens"])
+        state.first_ratio_error = metrics.get("policy/first_ratio_error", state.first_ratio_error)
+        metrics |= rollout.metrics
+    state.count_step(stepped=update.stepped, engines=ppo.engines.values())
+    seconds = course.recorder.seconds("train")
+    metrics |= {
+        "policy/first_ratio_error": state.first_ratio_error,
+        "time/train_s": seconds,
+        "skipped_updates": state.skipped_updates,
+    }
+    rows = ppo.schedule.rows_per_step
+    num_tokens = int(rollout.responses.attention_mask.sum()) * rows // len(rollout.responses.order)
+    metrics |= update_mfu(ppo, num_tokens, int(update.num_tokens), seconds)
+    total = seconds + (metrics["time/generate_s"] + metrics["time/score_s"] if first else 0.0)
+    course.log(state, metrics, seconds=total, num_tokens=num_tokens, num_rows=rows)
+    if not update.stepped:
+        note_skipped(ppo, rollout, update, state)
+
+
+def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> None:
+    """Write down the prompts of a step that was skipped. Raises DivergedError after too many in a row."""
+    rows = rollout.responses.select(places(update.batches, ppo.run.world.device))
+    cause = "loss or gradient not finite" if update.num_tokens else "no finite reward"
+    prompts, ids = rows.row_index.tolist(), [rows.sequences]
+    note_skipped_step(ppo.run, state, rows=prompts, input_ids=ids, cause=cause, rate_flag="--actor_learning_rate")
+
+
+def moved_too_far(ppo: PPO, update: Update | None) -> bool:
+    """Tell whether the policy has moved further than `--approx_kl_stop` allows within one rollout."""
+    limit = ppo.config.ppo.approx_kl_stop
+    moved = update.metrics.get("policy/approx_kl", 0.0) if update else 0.0
+    return limit > 0 and math.isfinite(moved) and moved > limit
+
+
+def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
+    """Move the KL coefficient towards `--kl_target`, where there is one."""
+    settings, observed = ppo.config.ppo, rollout.metrics["objective/kl"]
+    if settings.kl_target and math.isfinite(observed):
+        state.kl_coef = next_kl_coef(
+            state.kl_coef,
+            observed,
+            target=settings.kl_target,
+            horizon=settings.kl_horizon,
+            num_sequences=len(rollout.responses.order),
+        )
+
+
+def evaluate(ppo: PPO, state: State, course: Course) -> None:
+    """Sample and score held-out prompts with the same random numbers each time, once a step. A collective.
+
+    Raises:
+        Interrupted: the run is to stop.
+    """
+    rows, limit = ppo.prompts.eval, ppo.config.run.eval_iters
+    count = min(len(rows), limit) if limit else len(rows)
+    if state.evaluated == state.step or not count:
+        return
+    size = ppo.config.optimizer.per_device_eval_batch_size
+    sampler = make_sampler(ppo, state, rows, num_samples=1, batch_size=size)
+    with optimizer_states_on_host(ppo.idle_optimizers):
+        responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
+        lengths, world = responses.lengths(packs=ppo.models.pack_rows), ppo.run.world
+        (batches,) = micro_batches(range(len(lengths)), lengths, rows_per_step=len(lengths), world=world, size=size)
+        scores = score_all(ppo, responses, lengths, batches, rows, state=state, course=course)
+        rewarded = reward_all(ppo, responses, scores, state)
+        metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
+        course.recorder.write(state.step, evaluation_metrics(metrics))
+        if world.is_main:
+            path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
+            append_samples(
+                path, step=state.step, responses=responses, scores=scores, rewarded=rewarded, tokenizer=tokenizer
+            )
+        ppo.models.release_gathered()
+    state.evaluated = state.step
+
+
+# --- what several of them use ---------------------------------------------------------------------------------------
+
+
+def make_sampler(ppo: PPO, state: State, rows: Any, *, num_samples: int, batch_size: int) -> Sampler:
+    """Sampling of responses to `rows`, as the flags say."""
+
+    def should_stop() -> bool:
+        beat("generate", state.step)
+        return ppo.run.stop.here()
+
+    sampling = ppo.config.sampling
+    return Sampler(
+        hybrid=ppo.hybrid,
+        rows=rows,
+        world=ppo.run.world,
+        sampling=Sampling(sampling.max_answer_seq_len, sampling.temperature, sampling.top_p, sampling.top_k),
+        num_samples=num_samples,
+        batch_size=batch_size,
+        max_prompt=ppo.config.data.max_prompt_seq_len,
+        should_stop=should_stop,
     )
 
-    def save_state() -> None:
-        recorder.sync()
-        content = checkpoint_content(models, state=state, collected=collected, average=average)
-        saver.save(content, step=state.step)
 
-    def save_everything() -> None:
-        beat("save", state.step)
-        checkpoint.attempt(save_state)
-        checkpoint.attempt(lambda: save_models(run, config, models, average))
+def score_all(
+    ppo: PPO,
+    responses: Responses,
+    lengths: Lengths,
+    policy_batches: list[MicroBatch] | None,
+    rows: Any,
+    *,
+    state: State,
+    course: Course,
+) -> Scores:
+    """Run the four models over the responses to `rows`. A collective; raises Interrupted."""
 
-    def at_rest(sampling: Callable[[], T]) -> T:
-        """No step is taken while responses are made: the optimizer states may be elsewhere."""
-        resting = config.sampling.offload_optimizer_during_rollout
-        with optimizer_states_on_host([models.actor, models.critic] if resting else []):
-            return sampling()
+    def between_batches() -> None:
+        beat("score", state.step)
+        course.stopping.within_step()
 
-    def one_rollout() -> Iterator[None]:
-        """Sample unless a checkpoint held the rollout; then an item for each optimizer step."""
-        nonlocal collected
-        collected = collected or at_rest(phases.collect)
-        yield from phases.updates(collected)
-        collected = None
+    beat("score", state.step)
+    return score_responses(
+        ppo.models,
+        responses,
+        scoring_batches(lengths, world=ppo.run.world),
+        policy_batches,
+        rows=rows,
+        temperature=ppo.config.sampling.temperature,
+        between=between_batches,
+    )
 
-    try:
-        if state.step % config.run.eval_interval == 0 if config.run.eval_interval else state.step == 0:
-            at_rest(phases.evaluate)  # once a step: a run that was stopped within an evaluation makes it now
-        while not plan.is_done(step=state.step, rollout=state.rollout):
-            for _ in one_rollout():
-                checkpoint.attempt(saver.poll)
-                if plan.is_done(step=state.step, rollout=state.rollout):
-                    break
-                if config.run.eval_interval and state.step % config.run.eval_interval == 0:
-                    at_rest(phases.evaluate)
-                if phases.stopping.after_step():
-                    raise Interrupted
-                if config.run.save_steps and state.step % config.run.save_steps == 0:
-                    save_everything()
-        at_rest(phases.evaluate)
-    except Interrupted:
-        beat("save", state.step)
-        save_state()
-        saver.finish()
-        raise run.stopped(state.step, plan.total_steps) from None
-    beat("save", state.step)
-    checkpoint.attempt(save_state)
-    checkpoint.attempt(saver.finish)
-    save_models(run, config, models, average)
-    write_done(run, steps=state.step)
+
+def reward_all(ppo: PPO, responses: Responses, scores: Scores, state: State) -> Rewarded:
+    """Rewards and advantages with the coefficients of the run."""
+    mean, std = ppo.models.score_mean, ppo.models.score_std
+    return reward_responses(responses, scores, ppo.config.ppo, kl_coef=state.kl_coef, score_mean=mean, score_std=std)
+
+
+def update_mfu(ppo: PPO, num_tokens: int, num_response_tokens: int, seconds: float) -> dict[str, float]:
+    """`mfu` of an optimizer step of both models."""
+    rows, world = ppo.schedule.rows_per_step, ppo.run.world
+    flops = ppo.actor_work.flops(num_tokens=num_tokens, num_rows=rows, num_head_tokens=num_response_tokens)
+    flops += ppo.critic_work.flops(num_tokens=num_tokens, num_rows=rows)
+    return training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device)

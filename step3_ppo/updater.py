@@ -1,6 +1,5 @@
-"""The update phase: experience -> optimizer steps of actor and critic, which step together or not at all."""
+"""One optimizer step of PPO: the gradients of actor and critic on a minibatch; both step, or none."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,12 +11,12 @@ from pipeline.data.loader import Step, to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.random_numbers import permutation
 from pipeline.tensor_ops import masked_sum
+from pipeline.training.micro_batches import Lengths, MicroBatch, micro_batches, places
 from pipeline.training.steps import Stopping, step_together
 from step3_ppo.config import PPOCoefficients
-from step3_ppo.experience import Experience, Responses
-from step3_ppo.micro_batches import Lengths, MicroBatch, cut, micro_batches, places
-from step3_ppo.models import log_probs_of
-from step3_ppo.ppo_math import kl_loss, policy_loss, value_loss
+from step3_ppo.experience import Experience, Responses, cut
+from step3_ppo.losses import kl_loss, policy_loss, value_loss
+from step3_ppo.scoring import log_probs_of
 
 # Over this rank's tokens in an update, in the order of `UpdateSums.sums` and `UpdateSums.maxima`.
 SUMS = ("policy", "ratio", "clipped", "approx_kl", "entropy", "value", "value_clipped", "ptx")
@@ -49,7 +48,7 @@ class UpdateSums:
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """How a rollout is turned into optimizer steps.
+    """The models, coefficients and batch sizes with which a rollout is turned into optimizer steps.
 
     rows_per_step: sequences of one optimizer step over all ranks. micro_batch_size: sequences of one forward pass.
     """
@@ -63,17 +62,21 @@ class Updater:
     micro_batch_size: int
     unsup_coef: float
     seed: int
-    stopping: Stopping
 
     @property
-    def without_old_pass(self) -> bool:
-        """Whether the only forward pass of the policy before its single step is that of the update itself."""
+    def old_log_probs_from_sampler(self) -> bool:
+        """True where the sampler's log-probabilities serve as the old ones, so that no pass is made for them."""
         return self.ppo.old_log_probs == "sampler"
 
-    def plan(self, lengths: Lengths, *, rollout: int, epoch: int) -> list[list[MicroBatch]]:
-        """This rank's micro-batches of each step.
+    def minibatches(self, lengths: Lengths, *, rollout: int) -> Iterator[list[MicroBatch]]:
+        """Yield this rank's micro-batches of every optimizer step of a rollout, all its epochs."""
+        for epoch in range(self.ppo.ppo_epochs):
+            yield from self.minibatches_of_epoch(lengths, rollout=rollout, epoch=epoch)
 
-        The first epoch deals the rollout's rows to steps in their order, later ones shuffle them before.
+    def minibatches_of_epoch(self, lengths: Lengths, *, rollout: int, epoch: int) -> list[list[MicroBatch]]:
+        """Cut one epoch over the rollout's rows into this rank's micro-batches of each step.
+
+        The first epoch deals the rows to steps in their order, later ones shuffle them before.
         """
         rows = list(range(len(lengths)))
         if epoch:
@@ -82,17 +85,12 @@ class Updater:
             rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=self.micro_batch_size
         )
 
-    def updates(self, lengths: Lengths, *, rollout: int) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of every optimizer step of a rollout, all its epochs."""
-        for epoch in range(self.ppo.ppo_epochs):
-            yield from self.plan(lengths, rollout=rollout, epoch=epoch)
-
     def num_tokens(
         self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]
     ) -> tuple[float, float]:
-        """Response tokens of an optimizer step over all ranks: (those that count, those sampled). A collective.
+        """Count the response tokens of a step over all ranks: (those that count, those sampled). A collective.
 
-        The second is 0 for a step of fillers; the first alone where no row of the step has a finite reward.
+        The second is 0 for a step of padding rows; only the first is, where no row of the step has a finite reward.
         """
         rows = places(batches, experience.response_mask.device)
         sums = [mask[rows].sum().double() for mask in (experience.response_mask, responses.response_mask)]
@@ -110,12 +108,17 @@ class Updater:
         rate_factor: float,
         train_actor: bool,
         text: Step[SFTBatch] | None,
+        stopping: Stopping,
     ) -> tuple[dict[str, float], bool]:
-        """One optimizer step of both models on rows of which some count; (metrics, whether it was taken). A collective.
-
-        Raises Interrupted where the run is to stop; the gradients are dropped then.
+        """Take one optimizer step of both models on rows of which some count. A collective.
 
         Losses are sums over response tokens divided by `num_tokens`, their number in the whole step on all ranks.
+
+        Returns:
+            The metrics, and whether the step was taken: not where a loss or gradient is not finite.
+
+        Raises:
+            Interrupted: the run is to stop; the gradients are dropped.
         """
         text = text if train_actor else None
         scale = self.world.size / num_tokens
@@ -124,13 +127,13 @@ class Updater:
         if not train_actor:
             self.actor.release_gathered()
         for number, (batch, rows, part) in enumerate(cut(responses, batches)):
-            self.stopping.check(engines)
-            wanted = experience.select(rows).narrowed(batch.width)
+            stopping.within_step(engines)
+            known = experience.select(rows).narrowed(batch.width)
             last = number + 1 == len(batches)
             if train_actor:
-                loss = self._policy_loss(batch, part, wanted, kl_coef, sums)
+                loss = self._policy_loss(batch, part, known, kl_coef, sums)
                 self.actor.backward(loss * scale, last=last and text is None)
-            self.critic.backward(self._value_loss(batch, part, wanted, sums) * scale, last=last)
+            self.critic.backward(self._value_loss(batch, part, known, sums) * scale, last=last)
         if text is not None:
             self._ptx_backward(text, sums)
         totals = sums.over_ranks()
@@ -138,30 +141,30 @@ class Updater:
         return self._metrics(totals, num_tokens, text, train_actor=train_actor), stepped
 
     def _policy_loss(
-        self, batch: MicroBatch, part: Responses, wanted: Experience, kl_coef: float, sums: UpdateSums
+        self, batch: MicroBatch, part: Responses, known: Experience, kl_coef: float, sums: UpdateSums
     ) -> torch.Tensor:
         log_probs, entropy = log_probs_of(
-            self.actor, part, batch, temperature=self.temperature, with_entropy=self.without_old_pass
+            self.actor, part, batch, temperature=self.temperature, with_entropy=self.old_log_probs_from_sampler
         )
-        mask = wanted.response_mask
+        mask = known.response_mask
         # Without a pass before the update, this one is that of the old policy: its ratio is 1, its gradient that of 1.
-        old = log_probs.detach() if self.without_old_pass else wanted.log_probs
-        loss, stats = policy_loss(log_probs, old, wanted.advantages, mask, policy_clip=self.ppo.policy_clip)
+        old = log_probs.detach() if self.old_log_probs_from_sampler else known.log_probs
+        loss, stats = policy_loss(log_probs, old, known.advantages, mask, policy_clip=self.ppo.policy_clip)
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
         drift = stats.abs_log_ratio_max
         if entropy is not None:
-            drift = torch.where(mask, log_probs.detach() - wanted.log_probs, 0).abs().max()
+            drift = torch.where(mask, log_probs.detach() - known.log_probs, 0).abs().max()
             sums.add(entropy=masked_sum(entropy, mask))
         sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
         if self.ppo.kl_in_loss:
-            loss = loss + kl_coef * kl_loss(log_probs, wanted.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
+            loss = loss + kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
         return loss
 
-    def _value_loss(self, batch: MicroBatch, part: Responses, wanted: Experience, sums: UpdateSums) -> torch.Tensor:
-        found = self.critic(part.sequences, part.attention_mask, num_tokens=batch.num_packed_tokens)
-        values = part.in_response_space(found)
+    def _value_loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: UpdateSums) -> torch.Tensor:
+        outputs = self.critic(part.sequences, part.attention_mask, num_tokens=batch.num_packed_tokens)
+        values = part.in_response_space(outputs)
         loss, clipped = value_loss(
-            values, wanted.values, wanted.returns, wanted.response_mask, value_clip=self.ppo.value_clip or None
+            values, known.values, known.returns, known.response_mask, value_clip=self.ppo.value_clip or None
         )
         sums.add(value=loss, value_clipped=clipped)
         return loss
@@ -172,29 +175,28 @@ class Updater:
         for number, cpu_batch in enumerate(text.micro_batches):
             batch = to_device(cpu_batch, self.world.device)
             trained = batch.trained_mask[:, 1:]
-            found = self.actor(
+            outputs = self.actor(
                 batch.input_ids,
                 attention_mask=batch.attention_mask,
                 selected=trained,
                 num_selected=int(cpu_batch.trained_mask[:, 1:].sum()),
                 position_ids=batch.position_ids,
             )
-            loss = -found.log_probs.sum()
+            loss = -outputs.log_probs.sum()
             sums.add(ptx=loss)
             self.actor.backward(loss * scale, last=number + 1 == len(text.micro_batches))
 
     def _metrics(
         self, totals: dict[str, float], num_tokens: float, text: Step[SFTBatch] | None, *, train_actor: bool
     ) -> dict[str, float]:
-        count = num_tokens
         metrics = {
-            "loss/policy": totals["policy"] / count,
-            "loss/value": totals["value"] / count,
-            "policy/ratio_mean": totals["ratio"] / count,
+            "loss/policy": totals["policy"] / num_tokens,
+            "loss/value": totals["value"] / num_tokens,
+            "policy/ratio_mean": totals["ratio"] / num_tokens,
             "policy/ratio_max": totals["ratio_max"],
-            "policy/clipfrac": totals["clipped"] / count,
-            "policy/approx_kl": totals["approx_kl"] / count,
-            "value/clipfrac": totals["value_clipped"] / count,
+            "policy/clipfrac": totals["clipped"] / num_tokens,
+            "policy/approx_kl": totals["approx_kl"] / num_tokens,
+            "value/clipfrac": totals["value_clipped"] / num_tokens,
             "actor/grad_norm": self.actor.last_gradient_norm,
             "critic/grad_norm": self.critic.last_gradient_norm,
             "actor/learning_rate": self.actor.learning_rate,
@@ -202,11 +204,9 @@ class Updater:
         }
         if text is not None:
             metrics["loss/ptx"] = totals["ptx"] / max(text.num_trained, 1)
-        if self.without_old_pass and train_actor:
-            metrics |= {"objective/entropy": totals["entropy"] / count, "policy/sampler_error": totals["log_ratio_max"]}
+        if self.old_log_probs_from_sampler and train_actor:
+            metrics |= {
+                "objective/entropy": totals["entropy"] / num_tokens,
+                "policy/sampler_error": totals["log_ratio_max"],
+            }
         return metrics | {"policy/first_ratio_error": totals["log_ratio_max"]}
-
-
-def should_stop_early(metrics: dict[str, float], limit: float) -> bool:
-    """Whether the policy has moved further than `--approx_kl_stop` allows within one update phase."""
-    return limit > 0 and math.isfinite(metrics["policy/approx_kl"]) and metrics["policy/approx_kl"] > limit

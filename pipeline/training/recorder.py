@@ -6,7 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.configuration.groups import RunConfig
+from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import Peaks, memory_table, model_memory
+from pipeline.run.run import Run
 from pipeline.training.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
@@ -17,19 +20,22 @@ class Recorder:
 
     def __init__(
         self,
-        run: Any,
-        config: Any,
+        run: Run,
+        config: RunConfig,
         *,
         start_step: int,
         total_steps: int,
         shown: Sequence[str] = ("loss",),
-        models: Mapping[str, Any] | None = None,
+        models: Mapping[str, TrainingEngine | FrozenEngine] | None = None,
     ) -> None:
         """`models`: the engines of the run, whose memory the log tells after the first step."""
         self.shown = shown
         self.device = run.world.device
         self._models = dict(models or {})
         self._peaks = Peaks(self.device)
+        self._phase = ""
+        self._begun: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
         self._writer: MetricsWriter | None = None
         if run.world.is_main:
             self._writer = MetricsWriter(
@@ -51,9 +57,16 @@ class Recorder:
             numbers = "  ".join(f"{name} {readable(value)}" for name, value in values.items())
             self._progress.note(f"[{self._writer.stage}] step {step}: {numbers}")
 
-    def begin(self, phase: str) -> float:
-        """A phase of the step (memory.PHASES) begins: its peak memory is told apart. The time, as time.monotonic()."""
-        return self._peaks.begin(phase)
+    def begin(self, phase: str) -> None:
+        """Begin a phase of the step (memory.PHASES), and end the one before: times and peak memory are told apart."""
+        now = self._peaks.begin(phase)
+        self._ended[self._phase] = now
+        self._begun[phase], self._phase = now, phase
+        self._ended.pop(phase, None)
+
+    def seconds(self, phase: str) -> float:
+        """Return how long `phase` took when it was last made; until now, where it has not ended."""
+        return self._ended.get(phase, time.monotonic()) - self._begun[phase]
 
     def write_training(
         self, step: int, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int

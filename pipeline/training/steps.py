@@ -1,20 +1,76 @@
-"""One optimizer step: its learning rate, its stop on request, and its update by all engines and ranks or by none."""
+"""One optimizer step: its learning rate, its update by all engines and ranks or by none, and its counters.
+
+The loops of all stages use it; what a loss is, the stages say.
+"""
 
 import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import get_scheduler
 
 from pipeline import dist
+from pipeline.configuration.groups import OptimizerConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import DivergedError
 from pipeline.files import tolerated
+from pipeline.run.run import Run
+
+log = logging.getLogger(__name__)
+
+# In steps that take longer, a stop is looked for between micro-batches too.
+LONG_STEP_S = 2.0
+ROWS_SHOWN = 16
+# Size of the file of skipped batches from which on it no longer grows.
+MAX_SKIPPED_BYTES = 1 << 24
+
+
+@dataclass(slots=True)
+class Counters:
+    """The counters that every stage keeps, besides its engines; a stage's own state adds to them.
+
+    step: optimizer steps, taken or skipped. evaluated: the step of the last evaluation, -1 before the first.
+    """
+
+    step: int = 0
+    num_tokens: int = 0
+    skipped_updates: int = 0
+    bad_in_a_row: int = 0
+    evaluated: int = -1
+
+    def count_step(self, *, stepped: bool, engines: Iterable[TrainingEngine]) -> None:
+        """Count a step; one that was skipped while an fp16 loss scale still settles is no sign of divergence."""
+        self.step += 1
+        self.skipped_updates += not stepped
+        settling = any(engine.loss_scale_can_fall for engine in engines)
+        self.bad_in_a_row = 0 if stepped or settling else self.bad_in_a_row + 1
+
+
+def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[int], float]:
+    """Return a function from the step (0 is the first) to the share of the peak learning rate.
+
+    After the warm-up it is never below `--min_learning_rate_ratio`. The shapes are transformers' own schedulers, which
+    are asked for their factor, not stepped: so a resumed run needs no scheduler state.
+    """
+    warmup = min(optimizer.num_warmup_steps, total_steps)
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = get_scheduler(
+        optimizer.lr_scheduler_type, unused, num_warmup_steps=warmup, num_training_steps=total_steps
+    )
+    shape, floor = scheduler.lr_lambdas[0], optimizer.min_learning_rate_ratio
+
+    def factor(step: int) -> float:
+        # Warm-up counts from 1: a first step at rate 0 would be a step lost.
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return floor + (1.0 - floor) * float(shape(step))
+
+    return factor
 
 
 def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: Tensor | float) -> bool:
@@ -40,34 +96,30 @@ def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss
     return True
 
 
-# Steps that take longer are looked into between their micro-batches, so that a stop does not wait for their end.
-LONG_STEP_S = 2.0
-
-
 class Interrupted(Exception):
     """The run is to stop, and what was half done is dropped: a rollout, or the gradients of a step."""
 
 
 class Stopping:
-    """When this run stops: asked after each step, and within steps that take long. All ranks get the same answer."""
+    """The request to stop this run: asked after each step, and within long steps. All ranks get the same answer."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._long = False
         self._last = time.monotonic()
 
-    def after_step(self) -> bool:
-        """Whether any rank was asked to stop. A collective."""
+    def between_steps(self) -> None:
+        """Raise Interrupted on all ranks where any rank was asked to stop. A collective."""
         now = time.monotonic()
         self._long = dist.max_over_ranks(now - self._last, self._run.world.device) > LONG_STEP_S
         self._last = now
-        return self._run.stop.anywhere(self._run.world)
+        if self._run.stop.anywhere(self._run.world):
+            raise Interrupted
 
-    def check(self, engines: Iterable[Any] = ()) -> None:
-        """Between two parts of a step; a collective where steps take long.
+    def within_step(self, engines: Iterable[TrainingEngine] = ()) -> None:
+        """Raise Interrupted between two parts of a step that takes long; a collective there.
 
-        Raises:
-            Interrupted: the run is to stop; what `engines` had accumulated is dropped.
+        What `engines` had accumulated is dropped.
         """
         if self._long and self._run.stop.anywhere(self._run.world):
             for engine in engines:
@@ -75,57 +127,35 @@ class Stopping:
             raise Interrupted
 
 
-log = logging.getLogger(__name__)
-
-
-ROWS_SHOWN = 16
-
-
-MOST_BYTES = 1 << 24  # of the file with the batches
-
-
-def note_bad_step(run: Any, *, step: int, rows: Sequence[int], input_ids: Iterable[torch.Tensor], cause: str) -> None:
+def note_skipped_step(
+    run: Run, state: Counters, *, rows: Sequence[int], input_ids: Iterable[Tensor], cause: str, rate_flag: str
+) -> None:
     """Log a skipped step, and append this rank's batch to <run_dir>/log/bad-steps-rank-<r>.jsonl.
 
     Args:
         rows: numbers of this rank's training rows, in the order of the tokenised data.
         input_ids: (B, S) token ids of each micro-batch.
+        rate_flag: the learning rate to lower.
+
+    Raises:
+        DivergedError: `--max_bad_steps` steps in a row were skipped.
     """
     file = run.folder / "log" / f"bad-steps-rank-{run.world.rank}.jsonl"
     shown = ", ".join(map(str, rows[:ROWS_SHOWN])) + (", ..." if len(rows) > ROWS_SHOWN else "")
-    log.warning("step %d skipped: %s; rank %d had rows %s (all: %s)", step, cause, run.world.rank, shown, file)
+    log.warning("step %d skipped: %s; rank %d had rows %s (all: %s)", state.step, cause, run.world.rank, shown, file)
     with tolerated("bad steps"):
-        if file.is_file() and file.stat().st_size > MOST_BYTES:
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        ids = [batch.tolist() for batch in input_ids]
-        with file.open("a", encoding="utf-8") as opened:
-            opened.write(json.dumps({"step": step, "cause": cause, "rows": list(rows), "input_ids": ids}) + "\n")
-
-
-def check_still_converging(run: Any, bad_in_a_row: int, *, limit: int, rate_flag: str) -> None:
-    """Raise DivergedError after too many skipped steps in a row."""
-    if bad_in_a_row >= limit:
+        if not file.is_file() or file.stat().st_size <= MAX_SKIPPED_BYTES:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            batch = {
+                "step": state.step,
+                "cause": cause,
+                "rows": list(rows),
+                "input_ids": [b.tolist() for b in input_ids],
+            }
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write(json.dumps(batch) + "\n")
+    if state.bad_in_a_row >= run.resolved.config.optimizer.max_bad_steps:
         raise DivergedError(
-            f"{bad_in_a_row} steps in a row were not finite; lower {rate_flag}, use --dtype bf16 instead of fp16, or "
-            f"look at the rows in {run.folder / 'log' / 'bad-steps-rank-*.jsonl'}"
+            f"{state.bad_in_a_row} steps in a row were not finite; lower {rate_flag}, "
+            f"use --dtype bf16 instead of fp16, or look at the rows in {run.folder / 'log' / 'bad-steps-rank-*.jsonl'}"
         )
-
-
-def rate_factor(name: str, *, num_warmup_steps: int, num_training_steps: int, floor: float) -> Callable[[int], float]:
-    """Step (0 is the first) -> share of the peak learning rate, never below `floor` after the warm-up.
-
-    The shapes are transformers' own schedulers; they are asked for their factor, not stepped.
-    """
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    warmup = min(num_warmup_steps, num_training_steps)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_training_steps)
-    shape = scheduler.lr_lambdas[0]
-
-    def factor(step: int) -> float:
-        # Warm-up counts from 1: a first step at rate 0 would be a step lost.
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return floor + (1.0 - floor) * float(shape(step))
-
-    return factor

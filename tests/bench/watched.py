@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Module, class, method -> the phase that it is. What is not there is left out.
+# Module, class (or none), function -> the phase that it is.
 WATCHED = {
-    ("step3_ppo.phases", "Sampler", "sample"): "generate",
-    ("step3_ppo.phases", "Phases", "assess"): "score",
-    ("step3_ppo.phases", "Updater", "update"): "train",
+    ("step3_ppo.rollout", "Sampler", "sample"): "generate",
+    ("step3_ppo.training", "", "score_all"): "score",
+    ("step3_ppo.updater", "Updater", "update"): "train",
 }
 
 
@@ -47,9 +47,9 @@ class Watch:
     def install(self) -> None:
         """Watch the phases of step 3; imports the stage."""
         for (module, owner, name), phase in WATCHED.items():
-            holder = getattr(importlib.import_module(module), owner, None)
-            if holder is not None and hasattr(holder, name):
-                setattr(holder, name, self.around(phase, getattr(holder, name)))
+            holder = importlib.import_module(module)
+            holder = getattr(holder, owner) if owner else holder
+            setattr(holder, name, self.around(phase, getattr(holder, name)))
 
 
 def set_cap(gib: float) -> None:

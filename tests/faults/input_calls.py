@@ -26,7 +26,7 @@ from step1_sft.main import main as sft_main
 from step2_reward import eval as reward_eval
 from step2_reward import training as reward_training
 from step2_reward.main import main as reward_main
-from step3_ppo import training as ppo_training
+from step3_ppo import state as ppo_state
 from step3_ppo.main import main as ppo_main
 
 EXIT_LOADED = 3
@@ -120,12 +120,12 @@ def stopped_at_the_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for owner, name in (
             (sft_training, "make_engine"),
             (reward_training, "make_engine"),
-            (ppo_training, "make_plan"),
+            (ppo_state, "make_schedule"),
             (AutoModelForCausalLM, "from_pretrained"),
             (AutoModelForSequenceClassification, "from_pretrained"),
         ):
             patches.setattr(owner, name, stop)
-        patches.setattr(ppo_training, "make_models", models_without_weights)
+        patches.setattr(ppo_state, "make_models", models_without_weights)
         yield
 
 

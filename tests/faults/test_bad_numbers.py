@@ -97,12 +97,12 @@ SKIPS: dict[str, tuple[str, Callable[[int], None]]] = {
     "reward gradient": ("reward", lambda n: spoil_gradient("step2_reward.training", times=n)),
     "ppo policy loss": ("ppo", lambda n: patch("step3_ppo.updater:policy_loss", in_tuple, times=n)),
     "ppo value loss": ("ppo", lambda n: patch("step3_ppo.updater:value_loss", in_tuple, times=n)),
-    "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.phases:score", all_rows("scores"), times=n)),
+    "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.training:score_responses", all_rows("scores"), times=n)),
 }
 MASKS: dict[str, Callable[[int], None]] = {
-    "reward nan": lambda n: patch("step3_ppo.phases:score", first_row("scores", math.nan), times=n),
-    "reward inf": lambda n: patch("step3_ppo.phases:score", first_row("scores", math.inf), times=n),
-    "values nan": lambda n: patch("step3_ppo.phases:score", first_row("values", math.nan), times=n),
+    "reward nan": lambda n: patch("step3_ppo.training:score_responses", first_row("scores", math.nan), times=n),
+    "reward inf": lambda n: patch("step3_ppo.training:score_responses", first_row("scores", math.inf), times=n),
+    "values nan": lambda n: patch("step3_ppo.training:score_responses", first_row("values", math.nan), times=n),
 }
 QUICK = ("sft loss alone", "ppo all rewards")
 PLACES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.faults) for name in SKIPS]

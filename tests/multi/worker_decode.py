@@ -124,7 +124,7 @@ def step_3(inputs: Path) -> dict[str, Any]:
     backend = ("--generation_engine", "eager") if size == 1 else ("--generation_engine", "fused")
     words = (*backend, "--inference_tp_size", size, "--max_answer_seq_len", 4)
     loop = setup(inputs, 2 // size, words)
-    return tensors_of(loop.phases.collect().responses)
+    return tensors_of(loop.collect().responses)
 
 
 def cases() -> dict[str, Any]:

@@ -1,31 +1,22 @@
 """Step 3 over ranks: what tests/multi/test_ranks_ppo.py compares."""
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from stages import current_world, make_run, watched_steps, weights
+from support.ppo_loop import PPOLoop, make_loop
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
-from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
-from pipeline.run.run import Run
-from pipeline.training.steps import Stopping
-from step3_ppo import updater as trainer
+from step3_ppo import training
+from step3_ppo import updater as updater_module
 from step3_ppo.config import PPOConfig
-from step3_ppo.data import make_prompts, make_text
-from step3_ppo.micro_batches import Lengths
-from step3_ppo.models import Models, make_models, make_tokenizers
-from step3_ppo.phases import Phases
-from step3_ppo.prompts import make_plan
-from step3_ppo.save import checkpoint_content, run_fingerprint, save_models
-from step3_ppo.state import Collected, State
+from step3_ppo.state import Collected, checkpoint_content, save_models
 
 Words = tuple[object, ...]
 
@@ -35,39 +26,7 @@ LOGGED = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "policy/r
           "value/clipfrac", "actor/grad_norm", "critic/grad_norm")  # fmt: skip
 
 
-@dataclass
-class Notes:
-    """Stands for the recorder: keeps the metrics of each step."""
-
-    steps: list[dict[str, float]] = field(default_factory=list)
-    scores: Any = None
-
-    def begin(self, phase: str) -> float:
-        return time.monotonic()
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.steps.append(dict(values))
-
-    def write_training(self, step: int, values: Mapping[str, float], **rates: float) -> None:
-        self.steps.append(dict(values))
-
-    def column(self, name: str) -> list[float]:
-        return [values[name] for values in self.steps if name in values]
-
-
-@dataclass
-class Loop:
-    """Everything of a run."""
-
-    run: Run
-    config: PPOConfig
-    models: Models
-    phases: Phases
-    average: MovingAverage | None
-    notes: Notes
-
-
-def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stage: int = 0) -> Loop:
+def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stage: int = 0) -> PPOLoop:
     """`micro` rows a micro-batch, ROWS_PER_STEP rows an update, PROMPTS_PER_ROLLOUT prompts a rollout, two epochs."""
     size = dist.world_size()
     run = make_run(
@@ -87,48 +46,21 @@ def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stag
             *words,
         ],
     )
-    config = run.resolved.config
-    return make_loop(run, config)
-
-
-def make_loop(run: Run, config: PPOConfig) -> Loop:
-    models = make_models(run, config, make_tokenizers(config))
-    prompts, text = make_prompts(run, config, models.tokenizer), make_text(run, config, models.tokenizer)
-    plan = make_plan(config, num_prompts=len(prompts.train), world_size=run.world.size)
-    average = MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None
-    notes, state = Notes(), State(kl_coef=config.ppo.kl_coef)
-    phases = Phases(
-        run, config, models, prompts=prompts, text=text, plan=plan, rate=lambda step: 1.0, average=average,
-        recorder=notes, state=state, stopping=Stopping(run),  # type: ignore[arg-type]
-    )  # fmt: skip
-    assess = phases.assess
-
-    def watched(*given: Any) -> Any:
-        found = assess(*given)
-        notes.scores = found[0]
-        return found
-
-    phases.assess = watched  # type: ignore[method-assign]
-    return Loop(run, config, models, phases, average, notes)
+    return make_loop(run, run.resolved.config)
 
 
 def tensors_of(rows: Any) -> dict[str, torch.Tensor]:
     return {f.name: getattr(rows, f.name) for f in fields(rows)}
 
 
-def rollout_findings(loop: Loop, collected: Collected) -> dict[str, Any]:
+def rollout_findings(loop: PPOLoop, collected: Collected) -> dict[str, Any]:
     return {
         "responses": tensors_of(collected.responses),
-        "scores": {name: tensor for name, tensor in tensors_of(loop.notes.scores).items() if tensor is not None},
+        "scores": {name: tensor for name, tensor in tensors_of(loop.scores).items() if tensor is not None},
         "experience": tensors_of(collected.experience),
         "kl": collected.metrics["objective/kl"],
         "sampler_error": collected.metrics.get("policy/sampler_error"),
     }
-
-
-def run_updates(phases: Phases, collected: Collected) -> None:
-    for _ in phases.updates(collected):
-        pass
 
 
 def rollouts(
@@ -136,19 +68,19 @@ def rollouts(
 ) -> dict[str, Any]:
     """Findings of `count` rollouts and all updates on them; gradients of the very first update."""
     loop = setup(inputs, micro, words, batches=batches, stage=stage)
-    loop.phases.state.rollout = first
+    loop.state.rollout = first
     seen: list[Any] = []
     found = []
-    with watched_steps(trainer, seen):
+    with watched_steps(updater_module, seen):
         for _ in range(count):
-            collected = loop.phases.collect()
+            collected = loop.collect()
             found.append(rollout_findings(loop, collected))
-            run_updates(loop.phases, collected)
-    state = loop.phases.state
+            loop.update(collected)
+    state = loop.state
     return {
         "rollouts": found,
-        "metrics": {name: loop.notes.column(name) for name in LOGGED},
-        "first_ratio_error": loop.notes.column("policy/first_ratio_error"),
+        "metrics": {name: loop.course.column(name) for name in LOGGED},
+        "first_ratio_error": loop.course.column("policy/first_ratio_error"),
         "actor": seen[0][0] if len(seen[0]) == 2 else {},
         "critic": seen[0][-1],
         "state": [state.step, state.rollout, state.kl_coef, state.num_tokens, state.skipped_updates],
@@ -158,7 +90,7 @@ def rollouts(
 def plain_scores(inputs: Path) -> dict[str, Any]:
     """What transformers alone says about the first rollout, row by row without padding; the first policy gradient."""
     loop = setup(inputs, 2 // dist.world_size())
-    collected = loop.phases.collect()
+    collected = loop.collect()
     responses, experience = collected.responses, collected.experience
     policy = AutoModelForCausalLM.from_pretrained(inputs / "base", dtype=torch.float32).eval()
     scorer = AutoModelForSequenceClassification.from_pretrained(inputs / "scorer", dtype=torch.float32).eval()
@@ -189,21 +121,17 @@ def plain_scores(inputs: Path) -> dict[str, Any]:
 def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> dict[str, Any]:
     """A NaN in one model's gradient on the last rank: neither model moves on any rank, and the next update is clean."""
     loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", *words), stage=stage)
-    models, phases = loop.models, loop.phases
-    collected = phases.collect()
-    batches, *_ = phases.updater.updates(Lengths.of(collected.responses), rollout=0)
+    models, state = loop.ppo.models, loop.state
+    collected = loop.collect()
     before = {"actor": weights(models.actor), "critic": weights(models.critic)}
-    assert loop.average is not None
-    average = {name: value.clone() for name, value in loop.average.averages.items()}
+    assert loop.ppo.average is not None
+    average = {name: value.clone() for name, value in loop.ppo.average.averages.items()}
 
     def update() -> tuple[dict[str, float], bool]:
-        metrics, stepped = phases.updater.update(
-            collected.responses, collected.experience, batches,
-            num_tokens=phases.updater.num_tokens(collected.responses, collected.experience, batches)[0],
-            kl_coef=0.1, rate_factor=1.0, train_actor=True, text=None,
-        )  # fmt: skip
-        phases._count(stepped)
-        return metrics, stepped
+        update = training.step_actor_and_critic(loop.ppo, collected, state, loop.course)
+        assert update is not None
+        state.count_step(stepped=update.stepped, engines=loop.ppo.engines.values())
+        return update.metrics, update.stepped
 
     poisoned = next(p for name, p in getattr(models, engine).module.named_parameters() if name.endswith("fc1.bias"))
     is_last = current_world().rank == dist.world_size() - 1
@@ -216,11 +144,10 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
         for name, module in (("actor", models.actor), ("critic", models.critic))
         for key, value in weights(module).items()
     )
-    drifted = max((loop.average.averages[name] - average[name]).abs().max().item() for name in average)
+    drifted = max((loop.ppo.average.averages[name] - average[name]).abs().max().item() for name in average)
     seen: list[Any] = []
-    with watched_steps(trainer, seen):
+    with watched_steps(updater_module, seen):
         metrics, stepped_again = update()
-    state = phases.state
     return {
         "moved": moved,
         "drifted": drifted,
@@ -237,14 +164,14 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
 def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     """The three folders after one rollout, as read from disk; and the live actor's weights after saving."""
     loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", "--ema_decay", 0.5, *words), stage=stage)
-    run_updates(loop.phases, loop.phases.collect())
-    assert loop.average is not None
-    with loop.average.swapped_in():
-        swapped = weights(loop.models.actor)
-    before = weights(loop.models.actor)
-    save_models(loop.run, loop.config, loop.models, loop.average)
-    after = weights(loop.models.actor)
-    folder = Path(loop.config.run.output_dir)
+    loop.update(loop.collect())
+    assert loop.ppo.average is not None
+    with loop.ppo.average.swapped_in():
+        swapped = weights(loop.ppo.models.actor)
+    before = weights(loop.ppo.models.actor)
+    save_models(loop.ppo)
+    after = weights(loop.ppo.models.actor)
+    folder = Path(loop.ppo.config.run.output_dir)
     found: dict[str, Any] = {
         "swapped": swapped,
         "moved": max((before[name] - after[name]).abs().max().item() for name in before),
@@ -267,55 +194,48 @@ def resumed(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     words = ("--enable_ema", "--unsupervised_data_path", inputs / "text.jsonl", *words)
     whole = setup(inputs, 2 // dist.world_size(), words, stage=stage)
     for _ in range(2):
-        run_updates(whole.phases, whole.phases.collect())
+        whole.iterate()
     first = setup(inputs, 2 // dist.world_size(), words, stage=stage)
-    run_updates(first.phases, first.phases.collect())
-    text, plan = first.phases.text, first.phases.plan
-    fingerprint = run_fingerprint(first.config, first.phases.prompts, text, plan)
-    content = checkpoint_content(first.models, state=first.phases.state, collected=None, average=first.average)
-    saver = checkpoint.Saver(first.run, fingerprint, keep=1, background=True)
-    saver.save(content, step=first.phases.state.step)
-    run_updates(first.phases, first.phases.collect())  # what is written is the state as it was
+    first.iterate()
+    run, fingerprint = first.ppo.run, first.ppo.fingerprint
+    saver = checkpoint.Saver(run, fingerprint, keep=1, background=True)
+    saver.save(checkpoint_content(first.ppo, first.state, None), step=first.state.step)
+    first.iterate()  # what is written is the state as it was
     saver.finish()
-    second = make_loop(first.run, first.config)
-    engines = {"actor": second.models.actor, "critic": second.models.critic}
-    found = checkpoint.load(first.run, "auto", engines, fingerprint, force=False)
-    assert found is not None and second.average is not None and whole.average is not None
-    second.average.restore(found.fragments["average"])
-    second.phases.state = State(**found.state["ppo"])
-    run_updates(second.phases, second.phases.collect())
-    steps = len(second.notes.steps)
+    second = make_loop(run, first.ppo.config)
+    second.iterate()
+    steps = len(second.course.steps)
     return {
-        "uninterrupted": [[values.get(name, 0.0) for name in LOGGED] for values in whole.notes.steps[-steps:]],
-        "resumed": [[values.get(name, 0.0) for name in LOGGED] for values in second.notes.steps],
-        "states": [whole.phases.state.kl_coef, second.phases.state.kl_coef],
-        "averages": [whole.average.averages, second.average.averages],
-        "weights": [weights(whole.models.actor), weights(second.models.actor)],
+        "uninterrupted": [[values.get(name, 0.0) for name in LOGGED] for _, values in whole.course.steps[-steps:]],
+        "resumed": [[values.get(name, 0.0) for name in LOGGED] for _, values in second.course.steps],
+        "states": [whole.state.kl_coef, second.state.kl_coef],
+        "averages": [whole.ppo.average.averages, second.ppo.average.averages],
+        "weights": [weights(whole.ppo.models.actor), weights(second.ppo.models.actor)],
     }
 
 
 def uneven(inputs: Path, stage: int) -> dict[str, Any]:
     """Ranks decode different numbers of tokens (under ZeRO-3 a hook that is still on would wait for ever)."""
     loop = setup(inputs, 2 // dist.world_size(), stage=stage)
-    hybrid, rows = loop.phases.hybrid, loop.phases.prompts.train
+    hybrid, rows = loop.ppo.hybrid, loop.ppo.prompts.train
     prompts = [Prompt(rows[n]["prompt_ids"], rows[n]["prompt_id"]) for n in range(4)]
     length = 3 if current_world().rank else 12
     with hybrid.generation():
         found = hybrid.generate(prompts, num_samples=1, sampling=Sampling(length), key=RandomKey(1234, "rollout"))
-    collected = loop.phases.collect()
-    run_updates(loop.phases, collected)
+    collected = loop.collect()
+    loop.update(collected)
     return {
         "longest": max(len(response) for response in found.responses),
         "first": torch.stack([response[0] for response in found.responses]),
-        "losses": loop.notes.column("loss/policy"),
+        "losses": loop.course.column("loss/policy"),
     }
 
 
 def evaluated(inputs: Path, stage: int) -> dict[str, Any]:
     """The metrics of held-out prompts, whose number does not divide."""
     loop = setup(inputs, 2 // dist.world_size(), stage=stage)
-    loop.phases.evaluate()
-    return loop.notes.steps[0]
+    loop.evaluate()
+    return loop.course.evaluations[0]
 
 
 def shape_cases(size: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Step 2 over ranks: what tests/multi/test_ranks_reward.py compares."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
 from pipeline import dist
+from pipeline.data.batching import PairBatch
+from pipeline.data.loader import Step
 from pipeline.partitions import gathered
-from pipeline.run.run import Run
-from pipeline.training.inputs import prepare_tokenizer
 from pipeline.training.steps import Stopping
 from step2_reward import training
 from step2_reward.config import RewardConfig
@@ -25,12 +26,16 @@ ROWS_PER_STEP = 8
 PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
 
 
-def take_step(run: Run, *given: Any, **further: Any) -> float:
-    return training.train_step(run, *given, **further, stopping=Stopping(run))
+def take_step(reward: training.Reward, step: Step[PairBatch], state: training.State) -> float:
+    """One pass of the loop's body; the loss of a pair."""
+    loss = training.accumulate_gradients(reward, step, state, Stopping(reward.run))
+    stepped = training.step_together([reward.engine], reward.rate(state.step), loss=loss)
+    state.count_step(stepped=stepped, engines=[reward.engine])
+    return loss / step.num_rows
 
 
-def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, Any, Any]:
-    """(run, configuration, loader, held-out batches, engine)."""
+def setup(inputs: Path, micro: int, words: Words = ()) -> training.Reward:
+    """Everything of a run at a constant rate."""
     accumulation = ROWS_PER_STEP // micro // dist.world_size()
     run = make_run(
         RewardConfig,
@@ -48,26 +53,23 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, A
             *words,
         ],
     )
-    config = run.resolved.config
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
-    loader, held_out = training.make_batches(run, config, tokenizer)
-    return run, config, loader, held_out, training.make_engine(run, config)
+    return replace(training.build(run, run.resolved.config), rate=lambda step: 1.0)
 
 
 def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count: int = 3) -> dict[str, Any]:
     """Evaluation before, losses and norms of some steps, all gradients of the first one, and the fresh head."""
-    run, config, loader, held_out, engine = setup(inputs, micro, words)
-    scores = score_pairs(engine, held_out, run.world.device)
+    reward = setup(inputs, micro, words)
+    scores = score_pairs(reward.engine, reward.held_out, reward.run.world.device)
     state = training.State(step=first)
     seen: list[Any] = []
     losses, norms = [], []
-    head = next(p for name, p in engine.module.named_parameters() if "score" in name and p.requires_grad)
+    head = next(p for name, p in reward.engine.module.named_parameters() if "score" in name and p.requires_grad)
     with gathered([head]):
         fresh_head = head.detach().clone()
     with watched_steps(training, seen):
         for _ in range(count):
-            losses.append(take_step(run, config, engine, loader.step(state.step), rate=1.0, state=state))
-            norms.append(engine.last_gradient_norm)
+            losses.append(take_step(reward, reward.loader.step(state.step), state))
+            norms.append(reward.engine.last_gradient_norm)
     return {
         "losses": losses,
         "norms": norms,
@@ -80,10 +82,10 @@ def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count:
 
 def exact(inputs: Path, step: int) -> dict[str, Any]:
     """The mean pair loss of a step by transformers alone, row by row, and its gradients."""
-    _, config, loader, _, engine = setup(inputs, ROWS_PER_STEP // dist.world_size())
+    reward = setup(inputs, ROWS_PER_STEP // dist.world_size())
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "base", dtype=torch.float32, num_labels=1)
-    model.eval().score.weight.data.copy_(engine.module.model.score.weight)
-    rows = training_rows(loader, step)
+    model.eval().score.weight.data.copy_(reward.engine.module.model.score.weight)
+    rows = training_rows(reward.loader, step)
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
         sides = [model(torch.tensor([row[name]])).logits[0, 0] for name in ("chosen_ids", "rejected_ids")]
@@ -96,13 +98,14 @@ def exact(inputs: Path, step: int) -> dict[str, Any]:
 
 def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     """What was written after one step, as read from disk."""
-    run, config, loader, held_out, engine = setup(inputs, micro, words)
+    reward = setup(inputs, micro, words)
     state = training.State()
-    take_step(run, config, engine, loader.step(0), rate=1.0, state=state)
-    state.score_mean, state.score_std = score_statistics(score_pairs(engine, held_out, run.world.device))
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
-    training.save(run, config, engine, tokenizer, state)
-    folder = Path(config.run.output_dir)
+    take_step(reward, reward.loader.step(0), state)
+    state.score_mean, state.score_std = score_statistics(
+        score_pairs(reward.engine, reward.held_out, reward.run.world.device)
+    )
+    training.save(reward, state)
+    folder = Path(reward.config.run.output_dir)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )

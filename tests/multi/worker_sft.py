@@ -1,6 +1,6 @@
 """Step 1 over ranks: what tests/multi/test_ranks_sft.py compares."""
 
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from stages import current_world, make_run, training_rows, watched_steps, weight
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
-from pipeline.run.run import Run
-from pipeline.training.inputs import prepare_tokenizer
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.fingerprint import run_fingerprint
+from pipeline.data.batching import SFTBatch
+from pipeline.data.loader import Step
 from pipeline.training.steps import Stopping
 from step1_sft import training
 from step1_sft.config import SFTConfig
@@ -23,12 +25,18 @@ ROWS_PER_STEP = 8
 PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
 
 
-def take_step(run: Run, *given: Any, **further: Any) -> float:
-    return training.train_step(run, *given, **further, stopping=Stopping(run))
+def take_step(sft: training.SFT, step: Step[SFTBatch], state: training.State) -> float:
+    """One pass of the loop's body; the loss of a trained token."""
+    loss = training.accumulate_gradients(sft, step, state, Stopping(sft.run))
+    stepped = training.step_together([sft.engine], sft.rate(state.step), loss=loss)
+    state.count_step(stepped=stepped, engines=[sft.engine])
+    if not stepped:
+        training.note_skipped(sft, step, state)
+    return loss / step.num_trained
 
 
-def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, Any]:
-    """(run, configuration, loader, engine) with `micro` rows a micro-batch and ROWS_PER_STEP rows a step."""
+def setup(inputs: Path, micro: int, words: Words = ()) -> training.SFT:
+    """Everything of a run at a constant rate, with `micro` rows a micro-batch and ROWS_PER_STEP rows a step."""
     accumulation = ROWS_PER_STEP // micro // dist.world_size()
     run = make_run(
         SFTConfig,
@@ -45,30 +53,27 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> tuple[Run, Any, Any, A
             *words,
         ],
     )
-    config = run.resolved.config
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
-    loader, _ = training.make_batches(run, config, tokenizer)
-    return run, config, loader, training.make_engine(run, config)
+    return replace(training.build(run, run.resolved.config), rate=lambda step: 1.0)
 
 
 def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count: int = 3) -> dict[str, Any]:
     """Losses and gradient norms of some steps, and all gradients of the first one."""
-    run, config, loader, engine = setup(inputs, micro, words)
+    sft = setup(inputs, micro, words)
     state = training.State(step=first)
     seen: list[Any] = []
     losses, norms = [], []
     with watched_steps(training, seen):
         for _ in range(count):
-            losses.append(take_step(run, config, engine, loader.step(state.step), rate=1.0, state=state))
-            norms.append(engine.last_gradient_norm)
+            losses.append(take_step(sft, sft.loader.step(state.step), state))
+            norms.append(sft.engine.last_gradient_norm)
     return {"losses": losses, "norms": norms, "gradients": seen[0][0], "skipped": state.skipped_updates}
 
 
 def exact(inputs: Path, step: int) -> dict[str, Any]:
     """The mean over a step's trained tokens by transformers alone, row by row, and its gradients."""
-    _, _, loader, _ = setup(inputs, ROWS_PER_STEP // dist.world_size())
+    sft = setup(inputs, ROWS_PER_STEP // dist.world_size())
     model = AutoModelForCausalLM.from_pretrained(inputs / "base", dtype=torch.float32).eval()
-    units = training_rows(loader, step)
+    units = training_rows(sft.loader, step)
     count = sum(sum(row["trained"]) for row in units)
     total = torch.zeros((), dtype=torch.float64)
     for row in units:
@@ -83,38 +88,37 @@ def exact(inputs: Path, step: int) -> dict[str, Any]:
 
 def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
     """A NaN in the last rank's gradient: nothing moves, it is counted, and the next step equals that of a clean run."""
-    run, config, loader, engine = setup(inputs, 2, words)
-    state, step = training.State(), loader.step(0)
-    before = weights(engine)
-    poisoned = next(p for name, p in engine.module.named_parameters() if name.endswith("fc1.bias"))
+    sft = setup(inputs, 2, words)
+    state, step = training.State(), sft.loader.step(0)
+    before = weights(sft.engine)
+    poisoned = next(p for name, p in sft.engine.module.named_parameters() if name.endswith("fc1.bias"))
     if current_world().rank == dist.world_size() - 1:
         hook = poisoned.register_hook(lambda grad: grad * float("nan"))
-    take_step(run, config, engine, step, rate=1.0, state=state)
+    take_step(sft, step, state)
     if current_world().rank == dist.world_size() - 1:
         hook.remove()
-    after = weights(engine)
+    after = weights(sft.engine)
     moved = max((before[name] - after[name]).abs().max().item() for name in before)
     skipped, bad = state.skipped_updates, state.bad_in_a_row
     seen: list[Any] = []
     with watched_steps(training, seen):
-        loss = take_step(run, config, engine, step, rate=1.0, state=state)
+        loss = take_step(sft, step, state)
     return {
         "moved": moved,
         "counts": [skipped, bad, state.skipped_updates, state.bad_in_a_row, state.step],
         "losses": [loss],
-        "norms": [engine.last_gradient_norm],
+        "norms": [sft.engine.last_gradient_norm],
         "gradients": seen[0][0],
-        "weights": weights(engine),
+        "weights": weights(sft.engine),
     }
 
 
 def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     """Weights in the folder written after one step, and its adapter, as read from disk on rank 0."""
-    run, config, loader, engine = setup(inputs, micro, words)
-    take_step(run, config, engine, loader.step(0), rate=1.0, state=training.State())
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
-    training.save(run, config, engine, tokenizer)
-    folder = Path(config.run.output_dir)
+    sft = setup(inputs, micro, words)
+    take_step(sft, sft.loader.step(0), training.State())
+    training.save(sft)
+    folder = Path(sft.config.run.output_dir)
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     adapter = folder / "adapter" / "adapter_model.safetensors"
     ids = torch.arange(3, 43).reshape(2, 20)
@@ -125,7 +129,7 @@ def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
         "adapter": load_file(adapter) if adapter.is_file() else {},
         "problems": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])),
         "logits": logits,
-        "trained_logits": live_logits(engine, ids),
+        "trained_logits": live_logits(sft.engine, ids),
     }
 
 
@@ -137,24 +141,21 @@ def live_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
     """Three steps; and two, a checkpoint, a new engine that loads it, and the third."""
-    from pipeline.checkpoints import checkpoint
-
     words = ("--zero_stage", stage)
     whole = steps(inputs, micro, words)
-    run, config, loader, engine = setup(inputs, micro, words)
+    sft = setup(inputs, micro, words)
     state = training.State()
     for _ in range(2):
-        take_step(run, config, engine, loader.step(state.step), rate=1.0, state=state)
-    fingerprint = training.run_fingerprint(config, loader)
-    content = checkpoint.Content(state=asdict(state), engines={"model": engine})
-    checkpoint.Saver(run, fingerprint, keep=1, background=False).save(content, step=state.step)
-    fresh = training.make_engine(run, config)
-    checkpoint.load(run, "auto", {"model": fresh}, fingerprint, force=False)
-    loss = take_step(run, config, fresh, loader.step(state.step), rate=1.0, state=state)
+        take_step(sft, sft.loader.step(state.step), state)
+    fingerprint = run_fingerprint(sft.config, sft.loader)
+    checkpoint.Saver(sft.run, fingerprint, keep=1, background=False).save(training.content(sft, state), step=state.step)
+    fresh = replace(sft, engine=training.make_engine(sft.run, sft.config))
+    checkpoint.load(sft.run, "auto", {"model": fresh.engine}, fingerprint, force=False)
+    loss = take_step(fresh, sft.loader.step(state.step), state)
     return {
         "uninterrupted": whole["losses"][2],
         "resumed": loss,
-        "norms": [whole["norms"][2], fresh.last_gradient_norm],
+        "norms": [whole["norms"][2], fresh.engine.last_gradient_norm],
     }
 
 

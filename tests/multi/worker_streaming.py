@@ -94,11 +94,12 @@ def step_3(inputs: Path) -> dict[str, Any]:
     """The responses of a rollout of step 3 with the flag."""
     words = ("--generation_engine", "fused", "--rollout_weights", "streamed", "--max_answer_seq_len", 2)
     loop = setup(inputs, 1, words, stage=3)
-    hybrid = loop.phases.hybrid
-    streamed = tensors_of(loop.phases.collect().responses)
+    hybrid = loop.ppo.hybrid
+    streamed = tensors_of(loop.collect().responses)
     groups = groups_of(hybrid)
-    loop.phases.hybrid = HybridEngine(hybrid.engine, eos_ids=hybrid.eos_ids, pad_id=hybrid.pad_id, options=WHOLE)
-    return {"streamed": streamed, "groups": groups, "whole": tensors_of(loop.phases.collect().responses)}
+    whole = HybridEngine(hybrid.engine, eos_ids=hybrid.eos_ids, pad_id=hybrid.pad_id, options=WHOLE)
+    loop.ppo = replace(loop.ppo, hybrid=whole)
+    return {"streamed": streamed, "groups": groups, "whole": tensors_of(loop.collect().responses)}
 
 
 def cases() -> dict[str, Any]:

@@ -7,7 +7,8 @@ from support.tiny_models import EOS, PAD
 from torch import Tensor
 
 from pipeline.generation.rollouts import Rollout
-from step3_ppo.experience import Experience, Responses, gather_responses, gather_scores, pack_responses
+from step3_ppo.experience import Experience, Responses, gather_responses, pack_responses
+from step3_ppo.scoring import gather_scores
 
 # Prompt and response lengths: ordinary, EOS only, the longest possible, one token of prompt.
 SIZES = [(3, 4), (5, 1), (6, 5), (1, 2)]

@@ -21,7 +21,7 @@ from step3_ppo.models import check_inputs
 def test_a_step_without_a_trained_token_is_an_error():
     empty = Step(micro_batches=[], rows=[], num_rows=4, num_tokens=20, num_trained=0)
     with pytest.raises(InputError, match="step 8: no trained token in 4 rows"):
-        training.train_step(None, SFTConfig(), None, empty, rate=1.0, state=training.State(step=7), stopping=None)
+        training.accumulate_gradients(None, empty, training.State(step=7), None)
 
 
 @pytest.mark.parametrize("model", ["actor", "critic"])

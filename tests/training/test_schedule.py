@@ -4,11 +4,16 @@ import math
 
 import pytest
 
+from pipeline.configuration.groups import OptimizerConfig
 from pipeline.training.steps import rate_factor
 
 
+def settings(name: str, warmup: int, floor: float = 0.0) -> OptimizerConfig:
+    return OptimizerConfig(lr_scheduler_type=name, num_warmup_steps=warmup, min_learning_rate_ratio=floor)
+
+
 def factors(name: str, *, warmup: int, total: int, floor: float = 0.0) -> list[float]:
-    factor = rate_factor(name, num_warmup_steps=warmup, num_training_steps=total, floor=floor)
+    factor = rate_factor(settings(name, warmup, floor), total_steps=total)
     return [factor(step) for step in range(total)]
 
 
@@ -47,6 +52,6 @@ def test_a_warm_up_longer_than_the_run_is_cut():
 
 
 def test_the_rate_is_a_function_of_the_step_alone():
-    factor = rate_factor("cosine", num_warmup_steps=2, num_training_steps=10, floor=0.0)
+    factor = rate_factor(settings("cosine", 2), total_steps=10)
     forwards = [factor(step) for step in range(10)]
     assert [factor(step) for step in reversed(range(10))] == forwards[::-1]

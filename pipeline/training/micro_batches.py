@@ -1,12 +1,12 @@
-"""Which rows pass through a model together: packed, or of similar length, so that little of a pass is padding.
+"""Which rows of a rollout pass through a model together: packed, or of similar length, so that little is padding.
 
-They follow from the lengths alone, which every rank knows of all rows: ranks get equally many micro-batches of equally
-many rows, and nearly equally many tokens. N rows of a rollout.
+The cuts follow from the lengths alone, which every rank knows of all rows: ranks get equally many micro-batches of
+equally many rows, and nearly equally many tokens. N rows of a rollout.
 """
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
@@ -16,8 +16,10 @@ import torch
 from pipeline import dist
 from pipeline.data.batching import balanced_slices
 from pipeline.tensor_ops import round_up
-from step3_ppo.experience import Responses, length_unit
 
+# Lengths of forward passes on a GPU are multiples of this: each new shape costs it some tenths of a second once, when
+# attention kernels are planned and memory is laid out.
+LENGTH_UNIT = 32
 # Tokens of a forward pass without gradients: enough to keep a device busy, and where rows are padded few enough that
 # those of much different lengths do not meet.
 SCORING_TOKENS = 16_384
@@ -27,6 +29,11 @@ PASS_TOKENS = 1_024
 PADDING_TO_PACK = 1 / 32
 # Hidden states come back to their places in padded rows: these may take so many times the tokens that pass.
 MOST_SPREAD = 4
+
+
+def length_unit(device: torch.device) -> int:
+    """What lengths of forward passes are rounded up to."""
+    return LENGTH_UNIT if device.type == "cuda" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +50,10 @@ class Lengths:
     packs: bool = False
 
     @classmethod
-    def of(cls, responses: Responses, *, packs: bool = False) -> Self:
-        """Waits for the device once."""
-        prompts, answers = torch.stack([responses.prompt_lengths, responses.response_lengths]).tolist()
-        return cls(prompts, answers, length_unit(responses.sequences.device), packs)
+    def of(cls, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, *, packs: bool = False) -> Self:
+        """Read (N,) int64 lengths from the device, which is waited for once."""
+        prompts, answers = torch.stack([prompt_lengths, response_lengths]).tolist()
+        return cls(prompts, answers, length_unit(prompt_lengths.device), packs)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -180,10 +187,3 @@ def scoring_batches(lengths: Lengths, *, world: dist.World) -> list[MicroBatch]:
 def places(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
     """(n,) int64: the rows of all micro-batches, one after another, in one transfer."""
     return torch.tensor([row for batch in batches for row in batch.rows], dtype=torch.int64, device=device)
-
-
-def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor, Responses]]:
-    """Each micro-batch with its rows' places (n,) int64, and its rows cut to its shape. Waits for the device once."""
-    index = places(batches, responses.sequences.device)
-    for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
-        yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)

@@ -1,24 +1,21 @@
-"""The mathematics of PPO for language models: pure functions of tensors, coefficients as keyword-only numbers.
+"""Estimates of PPO for language models: KL divergence, token rewards, advantages; pure functions of tensors.
 
-Shapes: B sequences, T response tokens, right-padded. Tensors are fp32, (B, T) per token or (B,) per sequence.
-`response_mask` (B, T) is True on the response's tokens, its EOS included, and nowhere after. What stands where it is
-False, NaN included, changes no result and no gradient; results are 0 there.
+B sequences, T response tokens, right-padded; tensors are fp32, (B, T) per token or (B,) per sequence. `response_mask`
+(B, T) is True on the response's tokens, its EOS included. Whatever the tensors hold elsewhere, NaN included, changes no
+result; results are 0 there. The losses are in losses.py.
 
-Losses and statistics are sums over tokens. The caller divides by the global count of response tokens, so that any
-number of ranks and any micro-batch size give the same gradient.
-
-Sources: Ziegler et al. 2019, arXiv 1909.08593; Schulman et al. 2016 (GAE), arXiv 1506.02438; Schulman et al. 2017
-(PPO), arXiv 1707.06347; Schulman 2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html.
+Sources: Ziegler et al. 2019, arXiv 1909.08593; Schulman et al. 2016 (GAE), arXiv 1506.02438; Schulman 2020,
+"Approximating KL Divergence", joschu.net/blog/kl-approx.html.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.tensor_ops import finish_moments, masked_sum
+from pipeline.tensor_ops import check_tokens, finish_moments, zero_outside
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -31,17 +28,6 @@ SUM_BLOCK = 256
 ADAPTIVE_KL_ERROR_LIMIT = 0.2
 
 
-class PolicyStats(NamedTuple):
-    """Sums over the response tokens of one batch, detached scalars: add them up over batches and ranks, but take the
-    maximum of the two `_max` fields."""
-
-    ratio_sum: Tensor  # of new probability / old probability
-    ratio_max: Tensor
-    abs_log_ratio_max: Tensor  # before any clamp; 0 on the first update of a rollout
-    clipped_count: Tensor  # tokens where the clipped objective is the smaller one: they have no gradient
-    approx_kl_sum: Tensor  # k3 estimate of KL(old policy || new policy): unbiased and never negative
-
-
 # --- KL divergence ---
 
 
@@ -51,7 +37,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstima
     With d = log_probs - ref_log_probs: k1 = d (unbiased, signed), k2 = d**2 / 2 (biased, low variance),
     k3 = exp(-d) - 1 + d (unbiased, never negative).
     """
-    _check_tokens(log_probs, ref_log_probs)
+    check_tokens(log_probs, ref_log_probs)
     difference = log_probs - ref_log_probs
     if estimator == "k1":
         return difference
@@ -62,25 +48,6 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstima
         negated = (-difference).clamp(max=LOG_RATIO_LIMIT)
         return torch.expm1(negated) - negated
     raise ValueError(f"unknown KL estimator {estimator!r}: use k1, k2 or k3")
-
-
-def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, *, estimator: KlEstimator) -> Tensor:
-    """KL(policy || ref) to minimise, summed over the response tokens; its gradient is that of k2 for k2 and for k3.
-
-    For tokens a drawn from the policy p, with d = log p(a) - log ref(a):
-        grad KL = sum_a p (d + 1) grad log p = E[d * grad log p] = E[grad k2], since E[grad log p] = 0.
-    k1 would give E[grad log p] = 0, pure noise, and is refused. k3 alone would give E[(1 - ref/p) grad log p], the
-    gradient of the opposite divergence KL(ref || p). So "k3" reports k3's value and passes k2's gradient.
-    """
-    if estimator == "k1":
-        raise ValueError("the KL estimator k1 has no gradient in expectation: use k2 or k3 in a loss")
-    _check_tokens(log_probs, ref_log_probs, mask=response_mask)
-    log_probs, ref_log_probs = _zero_outside(response_mask, log_probs, ref_log_probs)
-    k2 = kl_estimate(log_probs, ref_log_probs, estimator="k2")
-    if estimator == "k2":
-        return k2.sum()
-    value = kl_estimate(log_probs.detach(), ref_log_probs, estimator=estimator)
-    return (value + (k2 - k2.detach())).sum()
 
 
 def next_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: float, num_sequences: int) -> float:
@@ -137,7 +104,7 @@ def token_rewards(sequence_rewards: Tensor, kl: Tensor, response_mask: Tensor, *
     Ziegler et al. 2019, section 2.2, R = r - coef * log(policy / ref), spread over the tokens. A row without tokens,
     which only fills a batch, gets no reward.
     """
-    _check_tokens(kl, mask=response_mask)
+    check_tokens(kl, mask=response_mask)
     _check_sequences(sequence_rewards, num_sequences=len(kl))
     last_index = response_mask.sum(1, keepdim=True) - 1  # (B, 1)
     is_last = torch.arange(kl.shape[1], device=kl.device) == last_index  # (B, T)
@@ -157,8 +124,8 @@ def gae(
     V_t is the value before token t is chosen. After the last token, V = 0 and A = 0, also for a response that was cut
     off: such a response is penalised in its score, not continued by the critic's guess.
     """
-    _check_tokens(rewards, values, mask=response_mask)
-    rewards, values = _zero_outside(response_mask, rewards, values)
+    check_tokens(rewards, values, mask=response_mask)
+    rewards, values = zero_outside(response_mask, rewards, values)
     next_values = functional.pad(values[:, 1:], (0, 1))
     advantages = discounted_sums(rewards + gamma * next_values - values, gamma * gae_lambda)
     return advantages, advantages + values
@@ -192,70 +159,9 @@ def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
     return torch.where(return_variance > 0, 1 - error_variance / return_variance, torch.nan)
 
 
-# --- losses ---
-
-
-def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, policy_clip: float
-) -> tuple[Tensor, PolicyStats]:
-    """-sum_t min(ratio_t * A_t, clip(ratio_t, 1 - policy_clip, 1 + policy_clip) * A_t); Schulman et al. 2017, eq. 7.
-
-    ratio_t = exp(log_probs - old_log_probs), the difference clamped before exp so that one token cannot make it Inf.
-    """
-    _check_tokens(log_probs, old_log_probs, advantages, mask=response_mask)
-    log_probs, old_log_probs, advantages = _zero_outside(response_mask, log_probs, old_log_probs, advantages)
-    ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - policy_clip, 1 + policy_clip)
-    loss = masked_sum(torch.maximum(unclipped, clipped), response_mask)
-    return loss, _policy_stats(log_probs.detach(), old_log_probs, ratio.detach(), clipped > unclipped, response_mask)
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, *, value_clip: float | None
-) -> tuple[Tensor, Tensor]:
-    """sum_t 0.5 * max((V_t - R_t)**2, (clip(V_t, V_old_t - c, V_old_t + c) - R_t)**2) with c = `value_clip`.
-
-    After the code of Ziegler et al. 2019 (lm-human-preferences, train_policy.py). None turns the clip off. Returns
-    (loss, clipped count): the count is of the tokens whose clipped error is the larger one.
-    """
-    _check_tokens(values, old_values, returns, mask=response_mask)
-    values, old_values, returns = _zero_outside(response_mask, values, old_values, returns)
-    unclipped = (values - returns).square()
-    if value_clip is None:
-        return 0.5 * unclipped.sum(), values.new_zeros(())
-    # Not old + clamp(new - old): that is not exactly `new` inside the range, and rounding would count as clipping.
-    near_old = values.clamp(old_values - value_clip, old_values + value_clip)
-    clipped = (near_old - returns).square()
-    return 0.5 * torch.maximum(unclipped, clipped).sum(), (clipped > unclipped).float().sum()
-
-
-def _policy_stats(
-    log_probs: Tensor, old_log_probs: Tensor, ratio: Tensor, is_clipped: Tensor, response_mask: Tensor
-) -> PolicyStats:
-    return PolicyStats(
-        ratio_sum=masked_sum(ratio, response_mask),
-        ratio_max=torch.where(response_mask, ratio, 0).max(),
-        abs_log_ratio_max=(log_probs - old_log_probs).abs().max(),
-        clipped_count=masked_sum(is_clipped.float(), response_mask),
-        approx_kl_sum=kl_estimate(old_log_probs, log_probs, estimator="k3").sum(),
-    )
-
-
 # --- checks ---
-
-
-def _check_tokens(*tensors: Tensor, mask: Tensor | None = None) -> None:
-    shape = tensors[0].shape
-    assert len(shape) == 2, f"expected (B, T), got {tuple(shape)}"
-    assert all(t.shape == shape and t.dtype == torch.float32 for t in tensors), [(t.shape, t.dtype) for t in tensors]
-    assert mask is None or (mask.shape == shape and mask.dtype == torch.bool), (mask.shape, mask.dtype)
 
 
 def _check_sequences(tensor: Tensor, num_sequences: int | None = None) -> None:
     assert tensor.dim() == 1 and tensor.dtype == torch.float32, (tensor.shape, tensor.dtype)
     assert num_sequences is None or len(tensor) == num_sequences, (tensor.shape, num_sequences)
-
-
-def _zero_outside(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
-    return [torch.where(mask, tensor, 0) for tensor in tensors]

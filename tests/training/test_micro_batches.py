@@ -9,18 +9,17 @@ import torch
 from support.tiny_models import EOS
 
 from pipeline.dist import World
-from step3_ppo import micro_batches as module
-from step3_ppo.experience import Responses
-from step3_ppo.micro_batches import (
+from pipeline.training import micro_batches as module
+from pipeline.training.micro_batches import (
     Lengths,
     MicroBatch,
     best_cuts,
-    cut,
     dealt,
     even_parts,
     micro_batches,
     scoring_batches,
 )
+from step3_ppo.experience import Responses, cut
 
 CPU = torch.device("cpu")
 
@@ -202,7 +201,7 @@ def test_rows_are_cut_to_the_shape_of_their_micro_batch():
         finished=torch.ones(4, dtype=torch.bool), valid=torch.ones(4, dtype=torch.bool),
         row_index=torch.full((4,), EOS), order=torch.arange(4),
     )  # fmt: skip
-    lengths = Lengths.of(responses)
+    lengths = responses.lengths()
     assert lengths == Lengths([2, 4, 1, 3], [3, 6, 2, 1]) and len(lengths) == 4
     batches = [MicroBatch.of([3, 0], lengths), MicroBatch.of([2], lengths)]
     (_, places, first), (_, _, second) = cut(responses, batches)

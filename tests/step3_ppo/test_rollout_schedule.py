@@ -3,7 +3,7 @@
 import pytest
 
 from step3_ppo.config import PPOCoefficients, PPOConfig, PPOOptimizerConfig, SamplingConfig
-from step3_ppo.prompts import Plan, make_plan
+from step3_ppo.rollout import Schedule, make_schedule
 
 
 def config(*, generated=4, batches=1, samples=1, micro=2, accumulation=1, epochs=1, max_steps=0, train_epochs=1.0):
@@ -21,8 +21,8 @@ def config(*, generated=4, batches=1, samples=1, micro=2, accumulation=1, epochs
 def test_counts_by_hand():
     # 4 prompts x 2 batches x 2 ranks = 16 prompts, 48 rows; a step has 2 x 3 x 2 = 12; 4 steps x 2 epochs = 8.
     # 50 prompts: 4 rollouts an epoch, the last of 2 prompts.
-    found = make_plan(config(batches=2, samples=3, accumulation=3, epochs=2), num_prompts=50, world_size=2)
-    assert found == Plan(
+    found = make_schedule(config(batches=2, samples=3, accumulation=3, epochs=2), num_prompts=50, world_size=2)
+    assert found == Schedule(
         prompts_per_rollout=16,
         rows_per_step=12,
         steps_per_rollout=8,
@@ -33,19 +33,19 @@ def test_counts_by_hand():
 
 
 def test_max_steps_and_fractional_epochs():
-    assert make_plan(config(max_steps=5), num_prompts=50, world_size=1).total_steps == 5
-    assert make_plan(config(train_epochs=0.5), num_prompts=40, world_size=1).total_steps == 5 * 2
-    assert make_plan(config(train_epochs=0.01), num_prompts=40, world_size=1).total_steps == 2
+    assert make_schedule(config(max_steps=5), num_prompts=50, world_size=1).total_steps == 5
+    assert make_schedule(config(train_epochs=0.5), num_prompts=40, world_size=1).total_steps == 5 * 2
+    assert make_schedule(config(train_epochs=0.01), num_prompts=40, world_size=1).total_steps == 2
 
 
 def test_rows_that_do_not_divide_are_refused_with_a_number_that_does():
     with pytest.raises(ValueError, match="--per_device_generation_batch_size 12 is one"):
         config(generated=4, micro=3)
-    assert make_plan(config(generated=12, micro=3), num_prompts=50, world_size=1).total_steps
+    assert make_schedule(config(generated=12, micro=3), num_prompts=50, world_size=1).total_steps
 
 
 def test_an_epoch_visits_every_prompt_once_and_the_next_in_another_order():
-    found = make_plan(config(), num_prompts=10, world_size=1)
+    found = make_schedule(config(), num_prompts=10, world_size=1)
     assert found.rollouts_per_epoch == 3
     epochs = []
     for epoch in (0, 1):
@@ -59,9 +59,9 @@ def test_an_epoch_visits_every_prompt_once_and_the_next_in_another_order():
 
 
 def test_a_run_ends_after_its_epochs_even_if_updates_were_cut_short():
-    plan = make_plan(config(), num_prompts=50, world_size=2)
+    plan = make_schedule(config(), num_prompts=50, world_size=2)
     assert not plan.is_done(step=3, rollout=plan.num_rollouts - 1)
     assert plan.is_done(step=plan.num_rollouts, rollout=plan.num_rollouts)
-    limited = make_plan(config(max_steps=5), num_prompts=50, world_size=1)
+    limited = make_schedule(config(max_steps=5), num_prompts=50, world_size=1)
     assert not limited.is_done(step=4, rollout=1000)
     assert limited.is_done(step=5, rollout=1)

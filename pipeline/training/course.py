@@ -1,0 +1,103 @@
+"""The course of a run, beside the algorithm: what is due, logging, saving, stopping. It holds no loop, knows no model.
+
+A loop asks it once per optimizer step; what it says is the same on every rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from pipeline.checkpoints.checkpoint import Content, Saver, attempt
+from pipeline.checkpoints.fingerprint import RunFingerprint
+from pipeline.configuration.groups import RunConfig
+from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.run.heartbeat import beat
+from pipeline.run.run import Run, write_done
+from pipeline.training.recorder import Recorder
+from pipeline.training.steps import Counters, Interrupted, Stopping
+
+
+class Course:
+    """Intervals, metrics, checkpoints and the end of a run.
+
+    Args:
+        resumed_step: the step of the checkpoint that the run goes on from, or None.
+        shown: the metrics of the progress line.
+        engines: the models whose memory the log tells after the first step.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        fingerprint: RunFingerprint,
+        *,
+        resumed_step: int | None,
+        total_steps: int,
+        engines: Mapping[str, TrainingEngine | FrozenEngine],
+        shown: Sequence[str] = ("loss",),
+    ) -> None:
+        config: RunConfig = run.resolved.config.run
+        start = -1 if resumed_step is None else resumed_step
+        self.recorder = Recorder(run, config, start_step=start, total_steps=total_steps, shown=shown, models=engines)
+        self.stopping = Stopping(run)
+        self._run, self._config, self._total_steps = run, config, total_steps
+        self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)
+        self._saved_step = max(start, 0)  # there is nothing to save before the first step
+
+    def evaluation_is_due(self, state: Counters) -> bool:
+        """Tell whether `--eval_interval` asks for an evaluation at this step; without it, before the first step."""
+        interval = self._config.eval_interval
+        return state.evaluated != state.step and (state.step % interval == 0 if interval else state.step == 0)
+
+    def save_is_due(self, state: Counters) -> bool:
+        """Tell whether `--save_steps` asks for a checkpoint at this step, and there is none yet."""
+        every = self._config.save_steps
+        return every > 0 and state.step % every == 0 and state.step != self._saved_step
+
+    def stop_if_asked(self) -> None:
+        """Raise Interrupted on all ranks where any of them was asked to stop. A collective."""
+        self.stopping.between_steps()
+
+    def begin(self, phase: str) -> None:
+        """A phase of the step (engine.memory.PHASES) begins: its time and its peak memory are told apart."""
+        self.recorder.begin(phase)
+
+    def log(
+        self, state: Counters, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
+    ) -> None:
+        """Write the metrics of an optimizer step; complete a checkpoint that was written in the background."""
+        self.recorder.write_training(state.step, values, seconds=seconds, num_tokens=num_tokens, num_rows=num_rows)
+        attempt(self._saver.poll)
+
+    def save(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
+        """Write a checkpoint and the model folders; where the disk is full, this is logged and training goes on."""
+        beat("save", state.step)
+        self._saved_step = state.step
+        attempt(lambda: self._write(state, content))
+        attempt(save_models)
+
+    @contextmanager
+    def resumable(self, state: Counters, content: Callable[[], Content]) -> Iterator[None]:
+        """Inside, Interrupted ends in a checkpoint of the last whole step.
+
+        Raises:
+            StoppedRun: in place of Interrupted, with exit code 75.
+        """
+        try:
+            yield
+        except Interrupted:
+            beat("save", state.step)
+            self._write(state, content())
+            self._saver.finish()
+            raise self._run.stopped(state.step, self._total_steps) from None
+
+    def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
+        """Write the last checkpoint and the model folders, and mark the run as done."""
+        beat("save", state.step)
+        attempt(lambda: self._write(state, content))
+        attempt(self._saver.finish)
+        save_models()
+        write_done(self._run, steps=state.step)
+
+    def _write(self, state: Counters, content: Content) -> None:
+        self.recorder.sync()  # no line of metrics that the checkpoint counts on may be lost
+        self._saver.save(content, step=state.step)

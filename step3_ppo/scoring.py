@@ -1,0 +1,131 @@
+"""Forward passes of the four models over sampled responses: log-probabilities, values, scores.
+
+n rows of a micro-batch, N of the rollout, T response tokens. The updater uses the same pass of the policy, so that the
+first ratio of a rollout is 1 to the last bit.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline import dist
+from pipeline.data.templates import encode_conversation, end_token_ids
+from pipeline.data.turns import Message
+from pipeline.models.reward_model import last_token_scores
+from pipeline.tensor_ops import lengths_to_mask, pad_rows
+from pipeline.training.micro_batches import MicroBatch
+from step3_ppo.experience import Responses, Scores, cut
+from step3_ppo.models import Models
+
+
+def log_probs_of(
+    policy: Any, responses: Responses, batch: MicroBatch, *, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(n, T) log-probabilities, and entropies where wanted, of the response tokens of a micro-batch."""
+    found = policy(
+        responses.sequences,
+        attention_mask=responses.attention_mask,
+        selected=responses.predicts_response,
+        num_selected=batch.num_response_tokens,
+        num_tokens=batch.num_packed_tokens,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
+    entropy = None if found.entropy is None else responses.in_response_space(found.entropy)
+    return responses.in_response_space(found.log_probs), entropy
+
+
+@torch.no_grad()
+def score_responses(
+    models: Models,
+    responses: Responses,
+    batches: Sequence[MicroBatch],
+    policy_batches: Sequence[MicroBatch] | None,
+    *,
+    rows: Any,
+    temperature: float,
+    between: Callable[[], None] = lambda: None,
+) -> Scores:
+    """All four models on all responses, each rank its own micro-batches; the same on every rank. A collective.
+
+    Args:
+        batches: this rank's micro-batches of reference, critic and reward model.
+        policy_batches: those of the policy, in the very shapes of the first epoch's updates: in 16 bits a forward pass
+            depends on its batch shape, and the first ratio must be 1. None: the sampler's log-probabilities serve.
+        between: called before each of them; may raise.
+    """
+    width = responses.sampler_log_probs.shape[1]
+
+    def each(batches: Sequence[MicroBatch], compute: Callable[[Responses, MicroBatch], Any]) -> list[Tensor]:
+        parts, places = [], []
+        for batch, index, part in cut(responses, batches):
+            between()
+            parts.append(compute(part, batch))
+            places.append(index)
+        return gather_scores(parts, places, width=width)
+
+    log_probs, entropy = responses.sampler_log_probs, None
+    if policy_batches is not None:
+        log_probs, entropy = each(
+            policy_batches, lambda *part: log_probs_of(models.actor, *part, temperature=temperature, with_entropy=True)
+        )
+    ref_log_probs, values, scores = each(
+        batches, lambda *part: score_batch(models, *part, rows=rows, temperature=temperature)
+    )
+    models.release_gathered("reference", "reward")  # the others may be updated next
+    return Scores(log_probs, ref_log_probs, entropy, values, scores)
+
+
+def score_batch(
+    models: Models, responses: Responses, batch: MicroBatch, *, rows: Any, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(n, T') reference log-probabilities, (n, T') values and (n,) scores of one micro-batch, on this rank."""
+    with models.reference_policy() as reference:
+        ref_log_probs, _ = log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)
+    values = models.critic(responses.sequences, responses.attention_mask, num_tokens=batch.num_packed_tokens)
+    return ref_log_probs, responses.in_response_space(values), sequence_scores(models, responses, batch, rows)
+
+
+def sequence_scores(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> Tensor:
+    """(n,) raw scores of the reward model at the last real token; re-encoded where it has a tokenizer of its own."""
+    sequences, mask, num_packed = responses.sequences, responses.attention_mask, batch.num_packed_tokens
+    if models.reward_tokenizer is not None:
+        encoded = [torch.tensor(ids, device=sequences.device) for ids in reward_ids(models, responses, rows)]
+        lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
+        sequences = pad_rows(encoded, models.reward_tokenizer.pad_token_id or 0)
+        mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), sum(map(len, encoded))
+    return last_token_scores(models.reward(sequences, mask, num_tokens=num_packed), mask.sum(1))
+
+
+def reward_ids(models: Models, responses: Responses, rows: Any) -> list[list[int]]:
+    """Conversations in the reward model's own tokens and template, from text; without an end where there was none."""
+    found, ends = [], end_token_ids(models.reward_tokenizer)
+    for n in range(len(responses.sequences)):
+        start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])
+        text = models.tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True)
+        turns = [Message(**turn) for turn in json.loads(rows[int(responses.row_index[n])]["messages"])]
+        encoded = encode_conversation(models.reward_tokenizer, [*turns, Message("assistant", text.strip())], "last")
+        ids = list(encoded.ids)
+        while not responses.finished[n] and ids and ids[-1] in ends:
+            ids.pop()
+        found.append(ids)
+    return found
+
+
+def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, width: int) -> list[Tensor]:
+    """All rows of all ranks in the rollout's order, on every rank, column by column. A collective.
+
+    Args:
+        parts: of each micro-batch of this rank its columns, each (n, at most width) per token or (n,) per sequence.
+        rows: (n,) int64 of each, the rows' places in the rollout.
+    """
+    order = dist.gather_rows(torch.cat(list(rows))).argsort()
+    gathered = []
+    for column in zip(*parts, strict=True):
+        wide = [functional.pad(part, (0, width - part.shape[1])) if part.dim() == 2 else part for part in column]
+        gathered.append(dist.gather_rows(torch.cat(wide))[order])
+    return gathered

@@ -1,0 +1,66 @@
+"""The training loops read as their algorithms: short, flat, and in the order of the algorithm's steps."""
+
+import ast
+
+import pytest
+from support.source_tree import ROOT, STAGES, functions, tree_of
+
+MAX_TRAIN_LINES = 60
+MAX_LOOP_LINES = 40
+ALGORITHM = {
+    "step1_sft": ["accumulate_gradients", "step_together"],
+    "step2_reward": ["accumulate_gradients", "step_together"],
+    "step3_ppo": ["sample", "score", "reward", "step_actor_and_critic", "adapt_kl"],
+}
+
+
+def train_of(stage: str) -> ast.FunctionDef:
+    tree = tree_of(ROOT / stage / "training.py")
+    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train")
+
+
+def loop_of(stage: str) -> ast.While:
+    (loop,) = [node for node in ast.walk(train_of(stage)) if isinstance(node, ast.While | ast.For)]
+    return loop
+
+
+def called_in(node: ast.AST) -> list[str]:
+    """Names of functions called at `node` or below, in the order of the text."""
+    calls = [call for call in ast.walk(node) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)]
+    return [call.func.id for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_train_is_short_and_flat(stage):
+    train, loop = train_of(stage), loop_of(stage)
+    assert train.end_lineno - train.lineno + 1 <= MAX_TRAIN_LINES
+    assert loop.end_lineno - loop.lineno + 1 <= MAX_LOOP_LINES
+    assert list(functions(train)) == [train], "no function is defined inside"
+    forbidden = (ast.Yield, ast.YieldFrom, ast.Nonlocal, ast.Break, ast.Return)
+    assert not any(isinstance(node, forbidden) for node in ast.walk(train)), "one way out: the condition, or a stop"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_loop_names_the_steps_of_its_algorithm_in_order(stage):
+    steps = [name for name in called_in(loop_of(stage)) if name in ALGORITHM[stage]]
+    assert steps == ALGORITHM[stage]
+
+
+def test_three_files_lead_from_train_to_the_clipped_loss():
+    """train calls step_actor_and_critic in its own file, that calls Updater.update, and that calls policy_loss."""
+
+    def calls(file: str, function: str, name: str) -> bool:
+        (node,) = [node for node in functions(tree_of(ROOT / "step3_ppo" / file)) if node.name == function]
+        return any(ast.unparse(call.func).endswith(name) for call in ast.walk(node) if isinstance(call, ast.Call))
+
+    assert calls("training.py", "train", "step_actor_and_critic")
+    assert calls("training.py", "step_actor_and_critic", "updater.update")
+    assert calls("updater.py", "update", "_policy_loss") and calls("updater.py", "_policy_loss", "policy_loss")
+    assert "policy_loss" in {node.name for node in functions(tree_of(ROOT / "step3_ppo" / "losses.py"))}
+
+
+def test_the_course_of_a_run_holds_no_loop_and_knows_no_model():
+    tree = tree_of(ROOT / "pipeline/training/course.py")
+    loops = (ast.For, ast.While, ast.comprehension)
+    assert not any(isinstance(node, loops) for node in ast.walk(tree))
+    assert not any(isinstance(node, ast.Attribute) and node.attr in ("module", "backward") for node in ast.walk(tree))

@@ -1,0 +1,229 @@
+"""Step 3's loop on tiny models: ratios, restored rollouts, skipped steps, evaluations, LoRA."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from support.packed_rows import give_bounds, plain_kernel
+from support.ppo_loop import KeptMetrics, PPOLoop
+from support.ppo_settings import make_run, ppo_config
+from support.ppo_updates import MEAN, STD, equal_weights, never_stopping, weights
+from support.tiny_models import random_rows
+
+from pipeline.data.cache import StageData
+from pipeline.data.counts import Counts
+from pipeline.errors import DivergedError
+from step3_ppo import models
+from step3_ppo.config import PPOCoefficients, PPOConfig
+from step3_ppo.models import make_models, make_tokenizers
+from step3_ppo.rollout import make_schedule
+from step3_ppo.state import State, assemble
+from step3_ppo.training import Update, moved_too_far
+
+
+def make_loop(world, folder, config: PPOConfig, *, num_prompts: int = 4, num_eval: int = 3) -> PPOLoop:
+    def rows(seed: int, count: int) -> Dataset:
+        ids = [row.tolist() for row in random_rows(seed, (5, 2, 8, 1, 3, 4, 6, 7)[:count])]
+        turns = json.dumps([{"role": "user", "content": "tea"}])
+        return Dataset.from_list([{"prompt_ids": row, "prompt_id": n, "messages": turns} for n, row in enumerate(ids)])
+
+    run = make_run(world, folder, config)
+    schedule = replace(make_schedule(config, num_prompts=num_prompts, world_size=1), total_steps=100)
+    ppo = assemble(
+        run, config, make_models(run, config, make_tokenizers(config)),
+        prompts=StageData(rows(1, num_prompts), rows(2, num_eval), Counts()), text=None, schedule=schedule,
+        fingerprint=None,
+    )  # fmt: skip
+    ppo = replace(ppo, rate=lambda step: 1.0)
+    return PPOLoop(ppo, State(kl_coef=config.ppo.kl_coef), KeptMetrics(never_stopping(world)))
+
+
+def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_path):
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders, ppo_epochs=2))
+    for rollout in range(2):
+        steps = loop.iterate()
+        assert len(steps) == 4 and loop.state.rollout == rollout + 1
+        assert [values["policy/first_ratio_error"] for values in steps] == [0.0] * 4  # the rollout's first, on each
+        assert steps[0]["policy/ratio_mean"] == 1.0 and steps[-1]["policy/ratio_max"] > 1.0001
+        assert steps[0]["policy/sampler_error"] < 1e-4
+        assert "objective/kl" in steps[0] and "objective/kl" not in steps[1]
+    assert loop.state.step == 8 and loop.course.steps[-1][0] == 8
+
+
+def test_rollouts_of_packed_rows_score_and_train_as_padded_ones(world, trained_folders, tmp_path, monkeypatch):
+    config = ppo_config(trained_folders, accumulation=2)
+    padded = make_loop(world, tmp_path, config)
+    monkeypatch.setattr(models, "enable_packed_attention", give_bounds)
+    packed = make_loop(world, tmp_path, config)
+    assert packed.ppo.models.pack_rows and not padded.ppo.models.pack_rows
+    with plain_kernel() as kernel:
+        found = packed.iterate()
+    assert kernel.called
+    wanted = padded.iterate()
+    assert found[0]["policy/first_ratio_error"] == 0.0 and len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        for name, value in theirs.items():
+            if not name.startswith(("time/", "generate_")) and "per_s" not in name and math.isfinite(value):
+                assert mine[name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
+
+
+def watched_passes(loop: PPOLoop) -> list[bool]:
+    """Of each forward pass of the actor from now on, whether it keeps what a backward pass needs."""
+    seen: list[bool] = []
+    loop.ppo.models.actor.module.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    return seen
+
+
+SAMPLER = {"old_log_probs": "sampler", "accumulation": 2}
+
+
+def test_the_samplers_log_probs_spare_a_pass_over_each_rollout(world, trained_folders, tmp_path):
+    numbers = []
+    for settings in ({"accumulation": 2}, SAMPLER):
+        loop = make_loop(world, tmp_path, ppo_config(trained_folders, **settings))
+        seen = watched_passes(loop)
+        steps = [values for _ in range(2) for values in loop.iterate()]
+        assert len(steps) == 2 and loop.state.rollout == 2
+        before = [] if settings is SAMPLER else [False, False]
+        assert seen == 2 * [*before, True, True]
+        numbers.append(steps)
+    plain, spared = numbers
+    assert all(0 < values["policy/first_ratio_error"] < 1e-4 for values in spared)
+    for name, value in plain[0].items():
+        if not name.startswith(("time/", "policy/first_ratio", "generate_")) and math.isfinite(value):
+            assert spared[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_a_sampler_of_other_weights_is_found_out(world, trained_folders, tmp_path):
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders, **SAMPLER))
+    collected = loop.collect()
+    with torch.no_grad():
+        for parameter in loop.ppo.models.actor.module.parameters():
+            parameter.mul_(1.05)
+    loop.update(collected)
+    assert loop.course.steps[0][1]["policy/first_ratio_error"] > 1e-2
+
+
+def test_a_restored_rollout_trains_as_the_sampled_one(world, trained_folders, tmp_path):
+    kept, restored = (make_loop(world, tmp_path, ppo_config(trained_folders, **SAMPLER)) for _ in range(2))
+    collected = kept.collect()
+    kept.update(collected)
+    restored.update(restored.restored(collected))
+    assert equal_weights(weights(kept.ppo.models.actor), weights(restored.ppo.models.actor))
+    assert kept.state == restored.state
+    evaluations = []
+    for loop in (kept, restored):
+        loop.evaluate()
+        evaluations += loop.course.evaluations
+    assert evaluations[0] == evaluations[1] and "eval_objective/entropy" in evaluations[0]
+
+
+@pytest.mark.parametrize("settings", [{"accumulation": 1}, {"accumulation": 2, "ppo_epochs": 2}])
+def test_the_samplers_log_probs_are_refused_for_several_steps(trained_folders, settings):
+    """A second step needs the log-probabilities of the policy before the first."""
+    with pytest.raises(ValueError, match="old_log_probs: sampler needs one optimizer step per rollout, found 2"):
+        ppo_config(trained_folders, old_log_probs="sampler", **settings)
+
+
+def test_with_learning_rate_0_the_ratio_stays_one(world, trained_folders, tmp_path):
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders, ppo_epochs=2))
+    loop.ppo = replace(loop.ppo, rate=lambda step: 0.0)
+    found = [values for _ in range(2) for values in loop.iterate()]
+    assert max(abs(values["policy/ratio_max"] - 1) for values in found) < 1e-5  # other rows in a batch, other rounding
+    assert [values["policy/approx_kl"] for values in found] == pytest.approx([0.0] * 8, abs=1e-9)
+
+
+def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(world, trained_folders, tmp_path):
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders))
+    assert (loop.ppo.models.score_mean, loop.ppo.models.score_std) == (MEAN, STD)
+    collected = loop.collect()
+    assert abs(collected.metrics["objective/kl"]) < 1e-6
+    responses = collected.responses
+    values = loop.ppo.models.critic(responses.sequences, responses.attention_mask).detach()
+    last = responses.attention_mask.sum(1) - 1
+    raw = loop.scores.scores
+    torch.testing.assert_close(values[torch.arange(4), last], (raw - MEAN) / STD, rtol=1e-4, atol=1e-4)
+    plain = make_loop(world, tmp_path, ppo_config(trained_folders, normalise_scores=False))
+    assert (plain.ppo.models.critic.module.score_mean, plain.ppo.models.score_std) == (0.0, 1.0)
+
+
+def test_an_update_phase_stops_where_the_policy_has_moved_too_far(world, trained_folders, tmp_path):
+    far = {"actor_rate": 3e-2, "ppo_epochs": 4}
+    assert len(make_loop(world, tmp_path, ppo_config(trained_folders, **far)).iterate()) == 8
+    stopped = make_loop(world, tmp_path, ppo_config(trained_folders, **far, approx_kl_stop=1e-3)).iterate()
+    assert 1 < len(stopped) < 8
+    assert stopped[-1]["policy/approx_kl"] > 1e-3 >= max(values["policy/approx_kl"] for values in stopped[:-1])
+
+
+def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, trained_folders, tmp_path):
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders))
+    collected = loop.collect()
+    bad = torch.where(collected.experience.response_mask, math.nan, 0.0)
+    spoiled = replace(collected.experience, returns=bad)
+    before = weights(loop.ppo.models.actor)
+    with pytest.raises(DivergedError, match="2 steps in a row"):
+        loop.update(replace(collected, experience=spoiled))
+    assert (loop.state.step, loop.state.skipped_updates) == (2, 2)
+    assert loop.course.steps[0][1]["skipped_updates"] == 1
+    assert equal_weights(weights(loop.ppo.models.actor), before)
+    loop.state.update = 0
+    loop.iterate()
+    assert (loop.state.step, loop.state.skipped_updates, loop.state.bad_in_a_row) == (4, 2, 0)
+
+
+def test_the_first_steps_may_be_the_critics_alone(world, trained_folders, tmp_path):
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=2))
+    actor, critic = weights(loop.ppo.models.actor), weights(loop.ppo.models.critic)
+    loop.iterate()
+    assert equal_weights(weights(loop.ppo.models.actor), actor)
+    assert not equal_weights(weights(loop.ppo.models.critic), critic)
+    loop.iterate()
+    assert not equal_weights(weights(loop.ppo.models.actor), actor)
+
+
+def test_an_adaptive_coefficient_follows_the_kl(world, trained_folders, tmp_path):
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders, kl_target=5.0, kl_horizon=100))
+    loop.iterate()  # KL 0 against a target of 5: the error is clipped at -20 %, of 4 sequences in 100
+    assert loop.state.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))
+
+
+def test_evaluations_repeat_and_train_nothing(world, trained_folders, tmp_path):
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders))
+    before = weights(loop.ppo.models.actor)
+    loop.evaluate()
+    loop.evaluate()  # the same step: nothing to do
+    assert len(loop.course.evaluations) == 1
+    loop.state.evaluated = -1
+    loop.evaluate()
+    first, second = loop.course.evaluations
+    assert first == second and "eval_objective/scores" in first
+    assert equal_weights(weights(loop.ppo.models.actor), before)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 6 and samples[:3] == samples[3:] and set(samples[0]) >= {"prompt", "response", "score"}
+
+
+def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_folders, tmp_path):
+    actor = {"lora_dim": 4, "lora_learning_rate": 3e-2}
+    loop = make_loop(world, tmp_path, ppo_config(trained_folders, actor=actor))
+    assert loop.ppo.models.reference is None
+    start = loop.collect()
+    assert abs(start.metrics["objective/kl"]) < 1e-5  # the reference is scored in other batches: other rounding
+    before = weights(loop.ppo.models.actor)
+    loop.update(start)
+    after = weights(loop.ppo.models.actor)
+    assert {name for name in after if not after[name].equal(before[name])} <= {n for n in after if "lora_" in n}
+    assert abs(loop.collect().metrics["objective/kl"]) > 1e-4
+    assert loop.course.steps[0][1]["policy/first_ratio_error"] == 0.0
+
+
+def test_early_stop_by_hand():
+    def moved(approx_kl: float, limit: float) -> bool:
+        ppo = SimpleNamespace(config=SimpleNamespace(ppo=PPOCoefficients(approx_kl_stop=limit)))
+        return moved_too_far(ppo, Update([], 1.0, {"policy/approx_kl": approx_kl}, True))
+
+    assert moved(0.3, 0.2) and not moved(0.1, 0.2)
+    assert not moved(9.0, 0.0) and not moved(math.nan, 0.2)

@@ -1,0 +1,200 @@
+"""Rewards, advantages and the metrics of a rollout, worked by hand and by slow loops."""
+
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from step3_ppo.config import PPOCoefficients
+from step3_ppo.experience import Responses, Scores, reward_responses
+from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics
+
+
+def rows_of(lengths: list[int], finished: list[bool], valid: list[bool] | None = None) -> Responses:
+    """Responses with one prompt token each."""
+    count, width = len(lengths), max(lengths)
+    return Responses(
+        sequences=torch.full((count, width + 1), 7), prompt_lengths=torch.ones(count, dtype=torch.int64),
+        response_lengths=torch.tensor(lengths), sampler_log_probs=torch.zeros(count, width),
+        finished=torch.tensor(finished), valid=torch.tensor(valid or [True] * count),
+        row_index=torch.arange(count), order=torch.arange(count),
+    )  # fmt: skip
+
+
+def scores_by_hand(log_probs, ref_log_probs, values, scores) -> Scores:
+    made = [torch.tensor(part, dtype=torch.float32) for part in (log_probs, ref_log_probs, values, scores)]
+    return Scores(
+        log_probs=made[0], ref_log_probs=made[1], entropy=torch.ones_like(made[0]), values=made[2], scores=made[3]
+    )
+
+
+def rewarded(responses: Responses, scores: Scores, *, mean: float = 0.0, std: float = 1.0, kl_coef=0.5, **ppo):
+    settings = {"gae_lambda": 1.0, "gamma": 1.0, "whiten_advantages": False} | ppo
+    return reward_responses(
+        responses, scores, PPOCoefficients(**settings), kl_coef=kl_coef, score_mean=mean, score_std=std
+    )
+
+
+def test_the_reward_stands_at_the_last_token_by_hand():
+    # Row 0: three tokens, KL per token 0.2, 0, 0.4; score 3. With lambda = gamma = 1 and values 0, the return of a
+    # token is the sum of rewards from it on: rewards -0.1, 0, -0.2 + 3 -> 2.7, 2.8, 2.8.
+    # Row 1: an EOS alone; KL -0.6; score -1: reward 0.3 - 1 = -0.7. Nothing after it.
+    scores = scores_by_hand(
+        [[-1.0, -1, -1], [-1, 0, 0]], [[-1.2, -1, -1.4], [-0.4, 0, 0]], [[0.0, 0, 0], [0, 0, 0]], [3.0, -1.0]
+    )
+    found = rewarded(rows_of([3, 1], [True, True]), scores)
+    expected = torch.tensor([[2.7, 2.8, 2.8], [-0.7, 0, 0]])
+    torch.testing.assert_close(found.experience.returns, expected)
+    torch.testing.assert_close(found.experience.advantages, expected)
+    torch.testing.assert_close(found.kl.sum(1), torch.tensor([0.6, -0.6]))
+    assert found.sequence_rewards.tolist() == [3.0, -1.0]
+
+
+def test_normalise_clip_penalty_and_kl_come_in_this_order():
+    # (9 - 1) / 2 = 4, clipped to 3, cut off: 3 - 1.5 = 1.5; KL 0.2 * 0.5 = 0.1 off: 1.4.
+    # Any other order: clip first (3 - 1) / 2 = 1 - 1.5; penalty first (9 - 1.5 - 1) / 2 = 3.25 -> 3.
+    scores = scores_by_hand([[-1.0]], [[-1.2]], [[0.0]], [9.0])
+    found = rewarded(rows_of([1], [False]), scores, mean=1.0, std=2.0, reward_clip=3.0, missing_eos_penalty=1.5)
+    assert found.sequence_rewards.item() == pytest.approx(1.5)
+    assert found.experience.returns.item() == pytest.approx(1.4)
+
+
+def test_the_clip_does_not_touch_the_kl():
+    # Score 1 within the clip, KL of 20: the reward is 1 - 0.5 * 20 = -9, far outside of 5.
+    scores = scores_by_hand([[-1.0]], [[-21.0]], [[0.0]], [1.0])
+    assert rewarded(rows_of([1], [True]), scores).experience.returns.item() == pytest.approx(-9.0)
+
+
+def test_a_kl_in_the_loss_is_not_in_the_reward():
+    scores = scores_by_hand([[-1.0]], [[-1.2]], [[0.0]], [1.0])
+    found = rewarded(rows_of([1], [True]), scores, kl_in_loss=True, kl_estimator="k2")
+    assert found.experience.returns.item() == pytest.approx(1.0)
+    other = rewarded(rows_of([1], [True]), scores, kl_estimator="k2")
+    assert other.experience.returns.item() == pytest.approx(1.0 - 0.5 * 0.2**2 / 2)
+
+
+def random_scores(lengths: list[int], seed: int = 0) -> Scores:
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    parts = [torch.where(mask, torch.randn(len(lengths), width, generator=generator), 0) for _ in range(4)]
+    return Scores(*parts, torch.randn(len(lengths), generator=generator))
+
+
+LENGTHS = [3, 1, 5, 2, 4]
+
+
+def chosen(scores: Scores, rows: torch.Tensor) -> Scores:
+    """Some rows of scores for LENGTHS, as wide as the longest of them."""
+    width = max(LENGTHS[n] for n in rows)
+    columns = (getattr(scores, field.name)[rows] for field in fields(Scores))
+    return Scores(*(column[:, :width] if column.dim() == 2 else column for column in columns))
+
+
+def test_experience_equals_a_slow_loop():
+    responses, scores = rows_of(LENGTHS, [True, False, True, True, False]), random_scores(LENGTHS)
+    found = rewarded(
+        responses, scores, mean=0.3, std=1.7, kl_coef=0.2, gamma=0.9, gae_lambda=0.8, whiten_advantages=True,
+        reward_clip=0.7, missing_eos_penalty=0.4,
+    )  # fmt: skip
+    advantages, returns = [], []
+    for n, length in enumerate(LENGTHS):
+        shaped = float(np.clip((scores.scores[n].item() - 0.3) / 1.7, -0.7, 0.7)) - 0.4 * (not responses.finished[n])
+        kl = (scores.log_probs[n] - scores.ref_log_probs[n]).tolist()
+        values = [*scores.values[n, :length].tolist(), 0.0]
+        row: list[float] = []
+        following = 0.0
+        for t in reversed(range(length)):
+            r = -0.2 * kl[t] + (shaped if t == length - 1 else 0.0)
+            following = r + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * following
+            row.insert(0, following)
+        advantages.append(row)
+        returns.append([a + v for a, v in zip(row, values, strict=False)])
+    flat = np.concatenate(advantages)
+    for n, length in enumerate(LENGTHS):
+        wanted = (np.array(advantages[n]) - flat.mean()) / flat.std()
+        np.testing.assert_allclose(found.experience.advantages[n, :length], wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found.experience.returns[n, :length], returns[n], rtol=1e-4, atol=1e-5)
+        assert (found.experience.advantages[n, length:] == 0).all() and (
+            found.experience.returns[n, length:] == 0
+        ).all()
+    assert found.advantage_mean == pytest.approx(flat.mean(), rel=1e-4)
+    assert found.advantage_std == pytest.approx(flat.std(), rel=1e-4)
+
+
+def test_whitening_is_over_all_rows_and_their_tokens():
+    found = rewarded(rows_of(LENGTHS, [True] * 5), random_scores(LENGTHS), whiten_advantages=True)
+    tokens = found.experience.advantages[found.experience.response_mask]
+    assert len(tokens) == sum(LENGTHS)
+    assert tokens.mean().item() == pytest.approx(0, abs=1e-6)
+    assert tokens.std(correction=0).item() == pytest.approx(1, rel=1e-4)
+    per_row = found.experience.advantages[0, :3]
+    assert abs(per_row.mean().item()) > 0.01
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["scores", "log_probs", "ref_log_probs", "values"])
+def test_a_row_with_a_number_that_is_not_finite_is_masked_before_whitening(name, bad):
+    scores = random_scores(LENGTHS)
+    column = getattr(scores, name).clone()
+    column[2 if name == "scores" else (2, 1)] = bad
+    found = rewarded(rows_of(LENGTHS, [True] * 5), replace(scores, **{name: column}), whiten_advantages=True)
+    kept = torch.tensor([0, 1, 3, 4])
+    lengths = [LENGTHS[n] for n in kept]
+    without = rewarded(rows_of(lengths, [True] * 4), chosen(scores, kept), whiten_advantages=True)
+    assert found.valid.tolist() == [True, True, False, True, True]
+    assert not found.experience.response_mask[2].any() and (found.experience.advantages[2] == 0).all()
+    torch.testing.assert_close(found.experience.advantages[kept][:, :4], without.experience.advantages)
+    for tensor in (found.experience.returns, found.experience.values, found.experience.log_probs, found.kl):
+        assert tensor.isfinite().all()
+
+
+def test_a_row_that_only_fills_adds_nothing():
+    scores = random_scores(LENGTHS)
+    found = rewarded(rows_of(LENGTHS, [True] * 5, [True] * 4 + [False]), scores, whiten_advantages=True)
+    first = rewarded(rows_of(LENGTHS[:4], [True] * 4), chosen(scores, torch.arange(4)), whiten_advantages=True)
+    torch.testing.assert_close(found.experience.advantages[:4], first.experience.advantages)
+    assert not found.experience.response_mask[4].any()
+
+
+# --- metrics of a rollout ---
+
+
+def test_rollout_metrics_by_hand():
+    scores = scores_by_hand(
+        [[-1.0, -2.0], [-1, 0], [-5, -5]],
+        [[-1.5, -1.0], [-2, 0], [-5, -5]],
+        [[0.0, 1.0], [2, 0], [9, 9]],
+        [3.0, -1.0, 50.0],
+    )
+    responses = rows_of([2, 1, 2], [True, False, True], [True, True, False])
+    found = rewarded(responses, scores, kl_coef=0.5, missing_eos_penalty=1.0)
+    metrics = rollout_metrics(responses, scores, found, kl_coef=0.5)
+    # KL per sequence: 0.5 - 1 = -0.5 and 1; mean 0.25. Shaped 3 and -1 - 1 = -2; minus half the KL: 3.25 and -2.5.
+    assert metrics["objective/kl"] == pytest.approx(0.25)
+    assert metrics["objective/rlhf_reward"] == pytest.approx((3.25 - 2.5) / 2)
+    assert metrics["objective/scores"] == pytest.approx(1.0)
+    k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(1) - 1 - 1) + (math.exp(-1) - 1 + 1)
+    assert metrics["objective/kl_k3"] == pytest.approx(k3 / 2, rel=1e-5)
+    assert metrics["completions/mean_length"] == pytest.approx(1.5)
+    assert metrics["completions/eos_fraction"] == metrics["completions/truncated_fraction"] == 0.5
+    assert metrics["policy/sampler_error"] == pytest.approx(2.0)
+    assert metrics["objective/entropy"] == pytest.approx(1.0)
+    # Values 0, 1, 2; returns by the rewards tested above.
+    returns, values = found.experience.returns[found.experience.response_mask].numpy(), np.array([0.0, 1, 2])
+    assert metrics["value/explained_variance"] == pytest.approx(1 - (returns - values).var() / returns.var(), rel=1e-5)
+    assert metrics["rows_masked"] == 0
+    shown = evaluation_metrics(metrics)
+    assert shown["eval_objective/kl"] == metrics["objective/kl"] and "eval_policy/sampler_error" not in shown
+
+
+def test_masked_rows_are_counted_and_left_out_of_the_metrics():
+    scores = random_scores(LENGTHS)
+    bad = replace(scores, scores=torch.where(torch.arange(5) == 2, math.nan, scores.scores))
+    responses = rows_of(LENGTHS, [True] * 5)
+    metrics = rollout_metrics(responses, bad, rewarded(responses, bad), kl_coef=0.5)
+    assert metrics["rows_masked"] == 1
+    assert metrics["objective/scores"] == pytest.approx(scores.scores[[0, 1, 3, 4]].mean().item(), rel=1e-5)
+    assert all(math.isfinite(value) for value in metrics.values())

@@ -1,0 +1,94 @@
+"""PPO's loop taken apart for tests: one rollout, its updates, an evaluation; metrics are kept, nothing is written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline.run.run import Run
+from pipeline.training.metrics import check_name
+from pipeline.training.steps import Stopping
+from step3_ppo import training
+from step3_ppo.config import PPOConfig
+from step3_ppo.experience import Responses, Scores
+from step3_ppo.state import PPO, Collected, State, build, resume
+
+
+class KeptMetrics:
+    """Stands for a run's Course and its Recorder: keeps what they would write."""
+
+    def __init__(self, stopping: Stopping) -> None:
+        self.stopping = stopping
+        self.recorder = self
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.evaluations: list[dict[str, float]] = []
+
+    def begin(self, phase: str) -> None:
+        """Phases are not timed."""
+
+    def seconds(self, phase: str) -> float:
+        """A time that rates can be divided by."""
+        return 1.0
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.evaluations.append(dict(values))
+
+    def log(self, state: State, values: Mapping[str, float], **rates: float) -> None:
+        for name in values:
+            check_name(name)
+        self.steps.append((state.step, dict(values)))
+
+    def column(self, name: str) -> list[float]:
+        """A metric of the training steps that have it."""
+        return [values[name] for _, values in self.steps if name in values]
+
+
+@dataclass
+class PPOLoop:
+    """Step 3's loop, driven by a test. scores: of the last rollout."""
+
+    ppo: PPO
+    state: State
+    course: Any
+    scores: Scores = field(init=False)
+
+    def collect(self) -> Collected:
+        """Sample, score and reward a rollout."""
+        responses = training.sample(self.ppo, self.state, self.course)
+        self.scores = training.score(self.ppo, responses, self.state, self.course)
+        return training.reward(self.ppo, responses, self.scores, self.state, self.course)
+
+    def update(self, rollout: Collected) -> None:
+        """Take the steps that the rollout has left."""
+        while True:
+            update = training.step_actor_and_critic(self.ppo, rollout, self.state, self.course)
+            if update is not None:
+                training.log_update(self.ppo, rollout, update, self.state, self.course)
+            self.state.update += 1
+            if self.state.update == len(rollout.minibatches) or training.moved_too_far(self.ppo, update):
+                training.adapt_kl(self.ppo, rollout, self.state)
+                self.state.finish_rollout()
+                return
+
+    def iterate(self) -> list[dict[str, float]]:
+        """One rollout and its updates; the metrics of its steps."""
+        before = len(self.course.steps)
+        self.update(self.collect())
+        return [values for _, values in self.course.steps[before:]]
+
+    def evaluate(self) -> None:
+        training.evaluate(self.ppo, self.state, self.course)
+
+    def restored(self, rollout: Collected) -> Collected:
+        """The rollout as a checkpoint would give it back."""
+
+        def again(responses: Responses) -> Any:
+            return self.ppo.minibatches(responses, self.state)
+
+        return Collected.restored(rollout.tensors(), rollout.metrics, self.ppo.run.world.device, minibatches_of=again)
+
+
+def make_loop(run: Run, config: PPOConfig) -> PPOLoop:
+    """The loop of a run at a constant rate."""
+    ppo, resumed = build(run, config)
+    state, _ = resume(ppo, resumed)
+    return PPOLoop(replace(ppo, rate=lambda step: 1.0), state, KeptMetrics(Stopping(run)))
