@@ -1,6 +1,7 @@
-"""What a run can end with: exit codes and the errors that carry them."""
+"""Exit codes of a run, the errors that carry them, and their lines on stderr."""
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 EXIT_DONE = 0
@@ -46,6 +47,12 @@ class StoppedRun(RunError):
     """Stopped on request with everything saved; the same command resumes."""
 
     code = EXIT_STOPPED
+
+
+def print_error(error: RunError) -> int:
+    """Print an error to stderr, `error: ` before each of its lines. Returns its exit code."""
+    print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
+    return error.code
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import secrets
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -57,7 +57,7 @@ def run(argv: list[str], prog: str) -> None:
 
 
 def single_question(config: ChatConfig) -> str | None:
-    """The one question of --prompt or of a pipe; None where a person types."""
+    """Return the one question of --prompt or of a pipe; None if a person types."""
     if config.prompt:
         return config.prompt
     if sys.stdin.isatty():
@@ -79,13 +79,13 @@ def open_conversation(config: ChatConfig) -> "Conversation":
 
 
 def show(piece: str) -> None:
-    """Write a piece of a reply at once. What a model says is never sent to a terminal raw."""
+    """Write a piece of a reply at once. Control characters of a model never reach the terminal."""
     sys.stdout.write(printable(piece))
     sys.stdout.flush()
 
 
 class Shell:
-    """Reads questions and /commands from a terminal. Replies go to stdout, everything about them to stderr."""
+    """A terminal session of questions and /commands. Replies go to stdout, everything about them to stderr."""
 
     def __init__(self, conversation: "Conversation") -> None:
         from rich.console import Console
@@ -124,7 +124,7 @@ class Shell:
         self.console.print(Text(printable(text), style=style))
 
     def take(self, line: str) -> None:
-        """Do what one line asks for. Raises EOFError to leave."""
+        """Carry out one line. Raises EOFError to leave."""
         word, _, rest = line.strip().partition(" ")
         if not word:
             return
@@ -160,7 +160,7 @@ class Shell:
         self.note("a new conversation with this system prompt" if text else "a new conversation, no system prompt")
 
     def set(self, words: str) -> None:
-        """/set NAME VALUE: change a setting of the replies that follow."""
+        """Change a setting of the replies that follow: `/set NAME VALUE`."""
         name, _, value = words.replace("=", " ").partition(" ")
         names = list(ReplySettings.model_fields)
         if name not in names:
@@ -174,14 +174,14 @@ class Shell:
 
 
 def read_message() -> str:
-    """What the user types; lines that end in a backslash go on."""
+    """Read a message from the terminal; a line that ends in a backslash continues."""
     line = input("> ")
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input(". ")
     return line
 
 
-def changed(settings: ReplySettings, name: str, value: Any) -> ReplySettings:
+def changed(settings: ReplySettings, name: str, value: str) -> ReplySettings:
     try:
         return ReplySettings.model_validate({**settings.model_dump(), name: value})
     except ValidationError as error:
@@ -194,7 +194,7 @@ def settings_line(settings: ReplySettings) -> str:
 
 
 def banner(conversation: "Conversation") -> str:
-    """What is loaded, with which settings, and how to get help."""
+    """Return the first lines of a session: the model, the settings, and the way to help."""
     chat_model = conversation.chat_model
     model = chat_model.model
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -209,12 +209,12 @@ def banner(conversation: "Conversation") -> str:
 
 
 def summary(reply: "Reply", num_positions: int | None) -> str:
-    """One line about a reply: its size, speed, and what a reader could not guess."""
+    """Return a line about a reply: its size, speed, and the reason if it was cut off."""
     parts = [f"{reply.num_tokens} tokens, {reply.time_s:.1f} s"]
     if not reply.text:
         parts.append("an empty reply; the question is not kept")
     elif reply.ending == "stopped":
-        parts.append("stopped; what there is stays in the conversation")
+        parts.append("stopped; the conversation keeps this much")
     elif reply.ending == "limit":
         parts.append("cut off at the token limit")
     if reply.num_forgotten:

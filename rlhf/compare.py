@@ -1,4 +1,4 @@
-"""The same prompts through two or more models, side by side; with a reward model also scores and win rates."""
+"""Comparison of two or more models on the same prompts; with a reward model also scores and win rates."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf compare") -> int:
 
 
 def run(argv: list[str], prog: str) -> None:
-    """Check everything, answer, score, print, write."""
+    """Check the command line, then answer, score, print and write."""
     config = parse(CompareConfig, argv, section="compare", prog=prog).config
     paths = model_paths(config)
     for path in paths:
@@ -72,7 +72,7 @@ def run(argv: list[str], prog: str) -> None:
 
 
 def model_paths(config: CompareConfig) -> list[str]:
-    """The models in order. Raises InputError unless there are two or more, named in one of the two ways."""
+    """Return the models in order. Raises InputError unless there are two or more, named in one of the two ways."""
     pair = [config.model_name_or_path_baseline, config.model_name_or_path_finetune]
     if config.models and any(pair):
         raise InputError("--models: give this, or --model_name_or_path_baseline and --model_name_or_path_finetune")
@@ -83,7 +83,7 @@ def model_paths(config: CompareConfig) -> list[str]:
 
 
 def check_models(config: CompareConfig, paths: list[str], prompts: list[Turns]) -> None:
-    """Raise InputError for what would end the comparison later: before minutes of answers, no weight read."""
+    """Raise InputError for faults that would else end the comparison after minutes; reads no weight."""
     from pipeline.inference.answers import check_prompts
     from pipeline.models.loading import check_model
 
@@ -94,7 +94,7 @@ def check_models(config: CompareConfig, paths: list[str], prompts: list[Turns]) 
 
 
 def output_prefix(output: str) -> Path | None:
-    """Where the files go, in a folder that exists from now on; None for no files."""
+    """Return the prefix of the files to write, whose folder it makes; None to write none."""
     if not output:
         return None
     prefix = Path(output).expanduser()
@@ -107,7 +107,7 @@ def output_prefix(output: str) -> Path | None:
 
 
 def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns]) -> Contestant:
-    """One model's answers; the model is loaded for this and let go."""
+    """Answer all prompts with one model, which is loaded for this and freed."""
     from pipeline.inference.answers import load_chat_model, resolve_dtype
 
     start = time.perf_counter()
@@ -118,7 +118,7 @@ def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns])
 
 
 def answer_all(config: CompareConfig, chat_model: "ChatModel", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
-    """Every prompt's answers by one model, in the order of the prompts."""
+    """Return the answers of a loaded model, in the order of the prompts."""
     from pipeline.data.templates import encode_prompt
     from pipeline.inference.answers import generate_answers
 
@@ -132,7 +132,7 @@ def answer_all(config: CompareConfig, chat_model: "ChatModel", prompts: list[Tur
 
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
-    """The contestants with the reward model's score of every answer."""
+    """Return the contestants with the reward model's score of every answer."""
     from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
     from pipeline.inference.answers import resolve_dtype
 

@@ -1,6 +1,6 @@
-"""The command `rlhf SUBCOMMAND ...`: finds the program that was asked for and hands it the other words.
+"""The command `rlhf SUBCOMMAND ...`: finds the subcommand and passes the other words on to it.
 
-A program is imported when it is called, so that `rlhf --help` takes milliseconds.
+A subcommand is a module of this package, imported when it is called: `rlhf --help` takes milliseconds.
 """
 
 import importlib
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
 
 
 def help_text(prog: str) -> str:
-    """All subcommands, one per line."""
+    """Return the help: all subcommands, one per line."""
     lines = [f"usage: {prog} SUBCOMMAND [--FLAG VALUE ...]", ""]
     lines += [f"  {name:<9}{meaning}" for name, meaning in SUBCOMMANDS.items()]
     return "\n".join([*lines, "", f"Flags of a subcommand: {prog} SUBCOMMAND --help"])

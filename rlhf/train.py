@@ -1,6 +1,6 @@
-"""Run steps 1 (SFT), 2 (reward model) and 3 (PPO), each as one launch script, with output folders chained.
+"""Run steps 1 (SFT), 2 (reward model) and 3 (PPO), each by a launch script, each from the folders of those before.
 
-Every step's whole configuration is checked before the first one starts. Imports neither torch nor deepspeed.
+The whole configuration of every step is checked before the first one starts. Imports neither torch nor deepspeed.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Literal
 from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.launching.launcher import launch_file, run_script
 from pipeline.launching.machine import (
     DEFAULT_HOSTFILE,
@@ -39,7 +39,7 @@ STEPS = {
     3: StepKind("ppo", "PPO", PPOConfig),
 }
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
-GO_ON = ["--overwrite", "false", "--resume", "auto"]
+RESUME = ["--overwrite", "false", "--resume", "auto"]
 MEANING = {
     1: "a fault of ours",
     2: "bad input",
@@ -53,15 +53,15 @@ MEANING = {
 
 
 def command_of(stage: Stage, config: TrainConfig) -> list[str]:
-    """`bash launch/<deployment>.sh [launcher flags] STEP [stage flags]`, as words."""
-    given = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
-    launcher = [word for name, value in given if value for word in (f"--{name}", str(value))]
+    """Return the words of `bash launch/<deployment>.sh [launcher flags] STEP [stage flags]`."""
+    values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
+    launcher = [word for name, value in values if value for word in (f"--{name}", str(value))]
     script = path_from_here(launch_file(f"{config.deployment_type}.sh"))
     return ["bash", script, *launcher, str(stage.step), *stage.argv]
 
 
 def num_ranks(config: TrainConfig, gpus: int) -> int | None:
-    """Ranks of a run, or None where --include or --exclude decide."""
+    """Return the number of ranks of a run; None if --include or --exclude decide."""
     if config.include or config.exclude:
         return None
     if config.deployment_type == "single_gpu":
@@ -73,7 +73,7 @@ def num_ranks(config: TrainConfig, gpus: int) -> int | None:
 
 
 def check_machine(config: TrainConfig) -> None:
-    """Raises EnvironmentFault or InputError where the machine or the host file does not fit the flags."""
+    """Raise EnvironmentFault or InputError if the machine or the host file does not fit the flags."""
     if config.deployment_type == "multi_node":
         read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE))
         return
@@ -100,7 +100,7 @@ def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"
 
 
 def check_steps(plan: Plan) -> None:
-    """Raises InputError with a line for each step whose DeepSpeed settings do not go together."""
+    """Raise InputError with a line for each step whose DeepSpeed settings contradict each other."""
     ranks = num_ranks(plan.config, count_gpus())
     errors: list[str] = []
     for stage in plan.chosen:
@@ -113,7 +113,7 @@ def check_steps(plan: Plan) -> None:
 
 
 def check_inputs(stage: Stage, plan: Plan, argv: list[str], prog: str) -> None:
-    """Raises InputError where step 3 needs a model that no step of this run makes and that is not there."""
+    """Raise InputError if step 3 needs a model that does not exist and that no step of this run makes."""
     if stage.step != 3:
         return
     flags = {1: "actor_model_name_or_path", 2: "critic_model_name_or_path"}
@@ -134,7 +134,7 @@ def holds_model(folder: Path) -> bool:
 
 
 def is_finished(stage: Stage) -> bool:
-    """Whether the step came to its end, and --max_steps asks for no more than it did."""
+    """Return True if the step has finished, and --max_steps asks for no more steps than it did."""
     done = done_file(stage.run_dir)
     run = stage.resolved.config.run
     if run.overwrite or run.resume not in ("auto", "never") or not has_config(stage.model_dir) or not done.is_file():
@@ -146,7 +146,7 @@ def is_finished(stage: Stage) -> bool:
 
 
 def show_plan(plan: Plan) -> None:
-    """Commands, and every flag with its value and where that came from."""
+    """Print the commands, and every flag with its value and the origin of that."""
     for stage in plan.chosen:
         print(header(stage, plan.config))
         rows = [(name, str(value), stage.resolved.origins[name]) for name, value in flat_items(stage.resolved.config)]
@@ -160,14 +160,14 @@ def header(stage: Stage, config: TrainConfig) -> str:
 
 
 def notes(config: TrainConfig) -> Iterator[str]:
-    """What a user should know about models without a preset."""
+    """Yield a note for each model without a preset."""
     for flag, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
         if model_size(model) is None:
             yield f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing"
 
 
 def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str]) -> int:
-    """Start one step, up to --max-restarts times again after a fault; say how it went. Returns its exit code."""
+    """Run one step, again up to --max-restarts times after a fault; print its end. Returns its exit code."""
     print(header(stage, config), flush=True)
     start = time.monotonic()
     began = time.time()
@@ -176,8 +176,8 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
         if code != EXIT_FAULT or asked:
             break
         print(f"== step {stage.step}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
-        # --overwrite and --resume were for the first time: it goes on from what was saved since.
-        again = GO_ON if has_checkpoint_since(stage, began) else []
+        # --overwrite and --resume were for the first start: a restart resumes from what was saved since.
+        again = RESUME if has_checkpoint_since(stage, began) else []
         code, asked = run_script([*command_of(stage, config), *again], environment)
     took = duration(time.monotonic() - start)
     if code == EXIT_DONE:
@@ -193,13 +193,13 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
 
 
 def has_checkpoint_since(stage: Stage, began: float) -> bool:
-    """Whether the step has saved a checkpoint after `began`, in seconds since 1970."""
+    """Return True if the step has saved a checkpoint after `began`, in seconds since 1970."""
     saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
     return max(saved, default=0.0) > began
 
 
 def duration(seconds: float) -> str:
-    """`1h 02m`, `3m 05s` or `7s`."""
+    """Return a time in words: `1h 02m`, `3m 05s` or `7s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -227,7 +227,7 @@ def run(argv: list[str], prog: str) -> int:
     if plan.config.dry_run:
         show_plan(plan)
         return EXIT_DONE
-    # The launch scripts start the Python that runs here, whatever `python` means in their shell.
+    # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     for stage in plan.chosen:
         if is_finished(stage):
@@ -244,12 +244,10 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
     try:
         return run(words, prog)
     except KeyboardInterrupt:
-        # Outside a step, where nothing can be lost; inside, the launcher's handler takes the signal.
+        # Between two steps nothing can be lost; in a step the launcher's handler takes the signal.
         print("stopped between two steps; the same command goes on", file=sys.stderr)
         return EXIT_STOPPED
     except RunError as error:
         if "--debug" in words:
             raise
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return error.code
+        return print_error(error)

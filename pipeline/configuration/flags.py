@@ -176,7 +176,7 @@ def parse(
     """Resolve the configuration of a stage from its command line. `--help` prints the flags and exits with 0.
 
     Args:
-        section: the stage's section in YAML files: sft, reward, ppo, or train for train.py itself.
+        section: the stage's section in YAML files: sft, reward, ppo, or train for `rlhf train` itself.
 
     Raises:
         InputError: every wrong name and value of the command line and the files, one per line.

@@ -1,4 +1,4 @@
-"""How answers are chosen: the flags that chat.py and prompt_eval.py share. Imports no torch: --help is quick."""
+"""Sampling flags that `rlhf chat` and `rlhf compare` share. Imports no torch, so that --help is quick."""
 
 from typing import Self
 

@@ -1,7 +1,7 @@
 """Answers of a causal language model: prompts' token ids in, token ids and text out, every sampling setting explicit.
 
-For chat.py and prompt_eval.py, through transformers' own `generate`; rollouts of step 3 have a sampling loop of their
-own. B prompts, P positions of the longest one, T new positions.
+For `rlhf chat` and `rlhf compare`, through transformers' own `generate`; rollouts of step 3 have a sampling loop of
+their own. B prompts, P positions of the longest one, T new positions.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The prompts of prompt_eval.py: the bundled ones by language, or the user's own file."""
+"""Prompts of `rlhf compare`: the bundled ones by language, or the user's own file."""
 
 import json
 from importlib.resources import files

@@ -1,1 +1,1 @@
-"""What train.py stands on: its flags, the plan of steps, the machine, the launcher process. Imports no torch."""
+"""Launching of stages: the flags and the plan of `rlhf train`, the machine, the supervisor. Imports no torch."""

@@ -1,4 +1,7 @@
-"""One supervised job: the launcher in a session of its own, its ranks watched, stopped, ended and judged."""
+"""One supervised job: a launcher in a session of its own, whose ranks are watched, stopped, ended and judged.
+
+The state of the ranks is read by rank_watch.py; verdict.py makes the exit code of it.
+"""
 
 import ctypes
 import importlib
@@ -17,13 +20,13 @@ from pipeline.configuration.flags import Resolved, parse
 from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import check_port
 from pipeline.launching.rank_watch import RankState, RankWatch
-from pipeline.launching.verdict import Circumstances, Verdict, hang_verdict, judge
+from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.processes import free_memory, kill_session, num_oom_kills, send
 from pipeline.run.layout import run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import SUPERVISOR, check_nobody_left, clear_outcomes
 
-# The stages by name, since nothing in pipeline/ imports them: module -> configuration class, section.
+# By name, since nothing in pipeline/ imports a stage: module -> module and name of its configuration class, section.
 STAGES = {
     "step1_sft.main": ("step1_sft.config", "SFTConfig", "sft"),
     "step2_reward.main": ("step2_reward.config", "RewardConfig", "reward"),
@@ -31,8 +34,8 @@ STAGES = {
 }
 POLL_S = 0.2
 RANKS_PER_POLL = 64  # with more ranks the files are read less often
-SETTLE_S = 2.0  # after a rank's failure: for the others to say theirs
-LAUNCHER_S = 6.0  # for the launcher to say which signal a rank died of
+SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
+LAUNCHER_S = 6.0  # for the launcher to end with the signal that a rank died of
 ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop together, after the save
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -60,7 +63,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
 
 
 def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
-    """(checked configuration, section) of a stage. Raises InputError for wrong flags, and for any other module."""
+    """Return (checked configuration, section) of a stage. Raises InputError for wrong flags, and any other module."""
     if module not in STAGES:
         raise errors.InputError(f"{module}: not a stage; wanted one of {', '.join(STAGES)}")
     config_module, class_name, section = STAGES[module]
@@ -69,18 +72,18 @@ def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when the train.py that started this process dies; one started by hand may outlive its shell."""
+    """Get SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell."""
     if os.environ.get(PARENT) == str(os.getppid()):
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 
 def is_on_one_machine(command: Sequence[str]) -> bool:
-    """Whether the launcher is told to look for no host file (launch/_run.sh)."""
+    """Return True if the launcher is told to read no host file (launch/_run.sh)."""
     return ("--hostfile", "/dev/null") in zip(command, command[1:], strict=False)
 
 
 def check_local_port(command: Sequence[str]) -> None:
-    """Raises EnvironmentFault where the port of a run on this machine alone is taken."""
+    """Raise EnvironmentFault if the port of a run on only this machine is taken."""
     if is_on_one_machine(command) and "--master_port" in command:
         port = command[command.index("--master_port") + 1]
         if port.isdigit():
@@ -88,7 +91,7 @@ def check_local_port(command: Sequence[str]) -> None:
 
 
 class Job:
-    """A launcher that runs in a session of its own, and what is known of its ranks."""
+    """A launcher that runs in a session of its own, and the state of its ranks."""
 
     def __init__(self, run_dir: Path, command: Sequence[str], signals: Signals, *, rank_timeout_s: float) -> None:
         name = f"{os.getpid()}@{socket.gethostname()}"
@@ -101,14 +104,14 @@ class Job:
         self._run_dir = run_dir
         self._signals = signals
         self._timeout_s = rank_timeout_s
-        self._told: set[int] = set()  # pids that got SIGTERM from here
+        self._signalled: set[int] = set()  # pids that got SIGTERM; 0: the user was told to send it on other machines
         self._memory = ""
         self._ended_first: float | None = None
 
     def supervise(self) -> Verdict:
         """Watch until the job has ended or must be ended; processes may be left."""
         while True:
-            self._watch.look()
+            self._watch.poll()
             if not self._watch.has_failed():
                 self._memory = free_memory()  # afterwards it is free again
             if verdict := self.ending():
@@ -116,33 +119,33 @@ class Job:
             time.sleep(max(POLL_S, POLL_S * len(self._watch.ranks) / RANKS_PER_POLL))
 
     def ending(self) -> Verdict | None:
-        """The verdict if this is the end; passes a stop request on."""
+        """Return the verdict if the job is to end now; forwards a stop request."""
         if self._signals.second is not None:
             return Verdict(128 + self._signals.second, ["second signal: killed all processes of this step"])
-        if self._signals.first is not None and not self.pass_on():
-            return self.judged(None)
+        if self._signals.first is not None and not self.forward_stop():
+            return self.verdict(None)
         if self._watch.has_failed():
             return self.after_failure()
         if hung := self._watch.hung(self._timeout_s):
-            return hang_verdict(hung, self.circumstances(None))
-        if self._process.poll() is not None and not self._watch.running_here():
-            self._watch.look()
-            return self.judged(self._process.returncode)
-        return self.judged(None) if self.is_straggling() else None
+            return hang_verdict(hung, self.status(None))
+        if self._process.poll() is not None and not self._watch.running_locally():
+            self._watch.poll()
+            return self.verdict(self._process.returncode)
+        return self.verdict(None) if self.is_straggling() else None
 
-    def pass_on(self) -> bool:
-        """SIGTERM to each rank of this machine, once; False where no rank has started yet."""
+    def forward_stop(self) -> bool:
+        """Send SIGTERM to each rank of this machine, once; False if no rank has started yet."""
         if not self._watch.ranks:
             return False
-        running = self._watch.running_here()
-        if running and not self._told:
+        running = self._watch.running_locally()
+        if running and not self._signalled:
             say("stopping, with a checkpoint where training has begun; a second signal kills at once")
-        elif not self._told and (others := sorted({s.outcome.host for s in self.running()})):
+        elif not self._signalled and (others := sorted({s.outcome.host for s in self.running()})):
             say(f"the ranks run on {', '.join(others)}: send SIGTERM to one of them there; a second signal here kills")
-            self._told.add(0)
+            self._signalled.add(0)
         for state in running:
-            if state.outcome.pid not in self._told:
-                self._told.add(state.outcome.pid)
+            if state.outcome.pid not in self._signalled:
+                self._signalled.add(state.outcome.pid)
                 send(state.outcome.pid, signal.SIGTERM)
         return True
 
@@ -150,34 +153,34 @@ class Job:
         return [state for state in self._watch.ranks.values() if state.is_running]
 
     def after_failure(self) -> Verdict:
-        """Let the other ranks say what they met, end them, and ask the launcher which signal a rank died of."""
+        """Let the other ranks write their outcomes, end them, and wait for the launcher to tell a rank's signal."""
         end = time.monotonic() + SETTLE_S
-        while self._watch.running_here() and time.monotonic() < end:
+        while self._watch.running_locally() and time.monotonic() < end:
             time.sleep(POLL_S / 2)
-            self._watch.look()
+            self._watch.poll()
         known = list(self._watch.ranks.values())
-        for state in self._watch.running_here():
+        for state in self._watch.running_locally():
             send(state.outcome.pid, signal.SIGKILL)
-        died_here = any(state.died is not None for state in known)
-        if died_here:
+        died_locally = any(state.died_s is not None for state in known)
+        if died_locally:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(LAUNCHER_S)
-        return judge(known, self.circumstances(self._process.poll() if died_here else None))
+        return judge(known, self.status(self._process.poll() if died_locally else None))
 
     def is_straggling(self) -> bool:
-        """Whether some ranks have stopped for long, and others have not: they wait for these, and cannot hear us."""
+        """Return True if some ranks stopped long ago and others wait for them in a collective, deaf to signals."""
         codes = {state.outcome.code for state in self._watch.ranks.values()}
-        if errors.EXIT_STOPPED not in codes or not self._watch.running_here():
+        if errors.EXIT_STOPPED not in codes or not self._watch.running_locally():
             return False
         self._ended_first = self._ended_first or time.monotonic()
         return time.monotonic() - self._ended_first > ENDING_S
 
-    def judged(self, launcher_code: int | None) -> Verdict:
-        return judge(list(self._watch.ranks.values()), self.circumstances(launcher_code))
+    def verdict(self, launcher_code: int | None) -> Verdict:
+        return judge(list(self._watch.ranks.values()), self.status(launcher_code))
 
-    def circumstances(self, launcher_code: int | None) -> Circumstances:
-        """What besides the ranks decides."""
-        return Circumstances(
+    def status(self, launcher_code: int | None) -> JobStatus:
+        """Return the state of the job apart from its ranks."""
+        return JobStatus(
             self._run_dir,
             launcher_code,
             asked_to_stop=self._signals.first is not None,
@@ -191,7 +194,7 @@ class Job:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(LAUNCHER_S)
-        for state in self._watch.running_here():
+        for state in self._watch.running_locally():
             send(state.outcome.pid, signal.SIGKILL)  # ssh starts ranks in another session
         kill_session(self._process.pid)
         self._process.wait()

@@ -1,6 +1,6 @@
-"""One launch script as a child process of train.py: started, sent the signals that train.py gets, waited for.
+"""Launch scripts as child processes of `rlhf train`: found, started, sent its signals, waited for.
 
-What is to be known of its ranks, the script's supervisor knows (pipeline/launching/supervisor.py).
+The ranks are watched by the script's supervisor (pipeline/launching/supervisor.py), not here.
 """
 
 import os
@@ -16,7 +16,7 @@ from types import FrameType
 from pipeline.errors import EXIT_STOPPED
 from pipeline.processes import REPEAT_S
 
-# Process id of a train.py, without which the supervisor does not go on.
+# Process id of an `rlhf train`, at whose death the supervisor stops.
 PARENT = "RLHF_TRAIN_PID"
 
 
@@ -26,7 +26,7 @@ def launch_file(name: str) -> Path:
 
 
 def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, bool]:
-    """(exit code of `command`, whether this process was asked to stop meanwhile)."""
+    """Run `command` to its end. Returns its exit code, and True if this process was asked to stop meanwhile."""
     variables = {**environment, PARENT: str(os.getpid())}
     # A session of its own: Ctrl-C in a terminal reaches it once, through this process.
     process = subprocess.Popen(command, start_new_session=True, env=variables)
@@ -39,7 +39,7 @@ def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
 
 @contextmanager
 def signals_forwarded(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], bool]]:
-    """While it is open, SIGINT and SIGTERM to this process reach `process` as SIGTERM; gives whether one came."""
+    """Forward SIGINT and SIGTERM of this process to `process` as SIGTERM; yields a function: did one come?"""
     came = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -56,7 +56,7 @@ def signals_forwarded(process: subprocess.Popen[bytes]) -> Iterator[Callable[[],
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP to this process, kept until the job's loop asks."""
+    """The first and second SIGINT, SIGTERM or SIGHUP to this process, kept until the job's loop asks."""
 
     def __init__(self) -> None:
         self.first: float | None = None

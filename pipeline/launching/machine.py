@@ -1,4 +1,4 @@
-"""What this machine and the host file offer, found without torch, so that a run is refused before anything starts."""
+"""Devices of this machine, ports and the host file, read without torch so that a run is refused before it starts."""
 
 import os
 import re
@@ -16,7 +16,7 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that a process started here would see: those of CUDA_VISIBLE_DEVICES where it is set, else all."""
+    """Return the number of NVIDIA GPUs that a process sees: those of CUDA_VISIBLE_DEVICES if it is set, else all."""
     if not shutil.which("nvidia-smi"):
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
@@ -31,23 +31,23 @@ def count_gpus() -> int:
 
 
 def device_kind() -> Literal["cpu", "cuda"]:
-    """What torch will call the devices here; AMD's GPUs are cuda to it too."""
+    """Return torch's name for the devices of this machine; AMD's GPUs are cuda to it too."""
     return "cuda" if count_gpus() or Path("/dev/kfd").exists() else "cpu"
 
 
-def check_device_count(wanted: int) -> None:
-    """Raises EnvironmentFault for more ranks than GPUs; without GPUs, for more processes than cores."""
+def check_device_count(asked: int) -> None:
+    """Raise EnvironmentFault for more ranks than GPUs; without GPUs, for more processes than cores."""
     if gpus := count_gpus():
-        if wanted > gpus:
-            raise EnvironmentFault(f"--num-gpus: found {wanted}, but {gpus} GPUs are visible here; give at most {gpus}")
-    elif wanted > (cores := len(os.sched_getaffinity(0))):
+        if asked > gpus:
+            raise EnvironmentFault(f"--num-gpus: found {asked}, but {gpus} GPUs are visible here; give at most {gpus}")
+    elif asked > (cores := len(os.sched_getaffinity(0))):
         raise EnvironmentFault(
-            f"--num-gpus: found {wanted}, but this machine has no GPU and {cores} cores; give at most {cores} processes"
+            f"--num-gpus: found {asked}, but this machine has no GPU and {cores} cores; give at most {cores} processes"
         )
 
 
 def check_port(port: int) -> None:
-    """Raises EnvironmentFault where something listens on `port` of this machine."""
+    """Raise EnvironmentFault if something listens on `port` of this machine."""
     with socket.socket() as probe:
         # As torch's own store does: a port that only waits for its last packets is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +60,7 @@ def check_port(port: int) -> None:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Host -> slots from DeepSpeed's host file. Raises InputError naming the file and the line."""
+    """Return host -> slots from DeepSpeed's host file. Raises InputError naming the file and the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

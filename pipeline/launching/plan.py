@@ -1,6 +1,6 @@
-"""train.py's plan: for each step its words, its checked configuration and its folders, before anything starts.
+"""Plan of `rlhf train`: words, checked configuration and folders of each step, before anything starts.
 
-The caller says what the steps are, since nothing in pipeline/ imports a stage.
+The caller passes the steps, since nothing in pipeline/ imports a stage.
 """
 
 import os
@@ -18,7 +18,7 @@ from pipeline.run.layout import run_folder
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What a step number stands for; `section` is its name in YAML files, overrides and preset names."""
+    """The meaning of a step number; `section` is its name in YAML files, overrides and preset names."""
 
     section: str
     title: str
@@ -27,7 +27,7 @@ class StepKind:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step, ready to start: its configuration, its flags as words, and its folders."""
+    """A planned step: its configuration, its flags as words, and its folders."""
 
     step: int
     kind: StepKind
@@ -39,22 +39,22 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All three steps, also those that are not to run: later ones read what they wrote."""
+    """All three steps, also those that are not to run: later ones read their output."""
 
     config: TrainConfig
     stages: dict[int, Stage]
 
     @property
     def chosen(self) -> list[Stage]:
-        """The steps to run, in order."""
+        """Return the steps to run, in order."""
         return [self.stages[step] for step in sorted(set(self.config.step))]
 
 
 def make_plan(argv: list[str], kinds: Mapping[int, StepKind], *, prog: str) -> Plan:
-    """The plan of `rlhf train ARGV`, which its user calls as `prog`. Exits with 0 after `--help`.
+    """Return the plan of `rlhf train ARGV`, which its user calls as `prog`. Exits with 0 after `--help`.
 
     Raises:
-        InputError: every wrong flag of train.py and of the steps, one a line.
+        InputError: every wrong flag, of `rlhf train` itself and of the steps, one per line.
     """
     own, overrides = split_overrides(argv, [kind.section for kind in kinds.values()])
     config_file = "".join(dict(scan(own)).get("config", [])[-1:])
@@ -74,10 +74,10 @@ def make_plan(argv: list[str], kinds: Mapping[int, StepKind], *, prog: str) -> P
 
 
 def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, list[str]]:
-    """(train.py's configuration, error lines); the defaults where there are errors, so that the steps can be checked.
+    """Return (own configuration, error lines); the defaults if there are errors, so that the steps can be checked.
 
     Raises:
-        InputError: the --config file is not usable, which would be said again by each step.
+        InputError: the --config file is not usable, which each step would report again.
     """
     if config_file and not has_sections(config_file):
         own = without_flag(own, "config")
@@ -99,7 +99,7 @@ def has_sections(config_file: str) -> bool:
 
 
 def config_file_of(step: int, config: TrainConfig, config_file: str) -> str:
-    """The --config file as far as it is for `step`: one without sections is for the only step that runs."""
+    """Return the --config file if it is for `step`: one without sections is for the only step that runs."""
     if not config_file or has_sections(config_file):
         return config_file
     if len(set(config.step)) > 1:
@@ -108,7 +108,7 @@ def config_file_of(step: int, config: TrainConfig, config_file: str) -> str:
 
 
 def without_flag(argv: Iterable[str], name: str) -> list[str]:
-    """`argv` without the flag `name` and its values."""
+    """Return `argv` without the flag `name` and its values."""
     kept, skipping = [], False
     for word in argv:
         if word.startswith("--"):
@@ -127,13 +127,13 @@ def plan_stage(
     override: list[str],
     before: Mapping[int, Stage],
 ) -> Stage:
-    """One step's words and checked configuration; `before` are the steps whose output it may read."""
+    """Return one planned step; `before` are the steps whose output it may read."""
     argv = ["--preset", file] if (file := preset_file(step, kind, config)) else []
-    replaceable, fixed = chained_flags(step, config, before), given_flags(step, config)
+    replaceable, fixed = chained_flags(step, config, before), inherited_flags(step, config)
     if config_file:
         argv += ["--config", config_file]
-        said = read_yaml(config_file, kind.section)
-        replaceable = {name: value for name, value in replaceable.items() if name not in said}
+        from_file = read_yaml(config_file, kind.section)
+        replaceable = {name: value for name, value in replaceable.items() if name not in from_file}
     for name, value in (replaceable | fixed).items():
         argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
     argv += override
@@ -144,20 +144,20 @@ def plan_stage(
 
 
 def preset_file(step: int, kind: StepKind, config: TrainConfig) -> str:
-    """The preset of a step, as typed from this folder: by the reward model's size for step 2, else by the actor's."""
+    """Return the path of a step's preset, by the reward model's size for step 2, else the actor's; "" if none."""
     size = model_size(config.reward_model if step == 2 else config.actor_model)
     file = launch_file(f"presets/{size}.{kind.section}.yaml")
     return path_from_here(file) if size and file.is_file() else ""
 
 
 def path_from_here(path: Path) -> str:
-    """`path` as a user in this folder would type it."""
+    """Return `path` as a user in the working folder would type it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def chained_flags(step: int, config: TrainConfig, before: Mapping[int, Stage]) -> dict[str, str]:
-    """Folders that follow from the steps before; a --config file or an override may name others."""
+    """Return the folders that follow from the steps before; a --config file or an override may name others."""
     out = Path(config.output_dir)
     if step != 3:
         return {"output_dir": str(out / ("sft" if step == 1 else "reward"))}
@@ -169,8 +169,8 @@ def chained_flags(step: int, config: TrainConfig, before: Mapping[int, Stage]) -
     }
 
 
-def given_flags(step: int, config: TrainConfig) -> dict[str, str]:
-    """A step's flags that follow from train.py's own; only an override is stronger."""
+def inherited_flags(step: int, config: TrainConfig) -> dict[str, str]:
+    """Return a step's flags that follow from those of `rlhf train`; only an override is stronger."""
     actor, reward = config.actor_zero_stage, config.reward_zero_stage
     flags: dict[str, str] = {}
     if step == 3:
@@ -185,7 +185,7 @@ def given_flags(step: int, config: TrainConfig) -> dict[str, str]:
 
 
 def as_override(line: str, section: str) -> str:
-    """A step's error line with its flags named as train.py's user types them."""
+    """Return a step's error line with its flags as the user of `rlhf train` types them."""
     if not line.startswith("--"):
         return f"{section}: {line}"
     return f"--{section}.{line[2:]}".replace("did you mean --", f"did you mean --{section}.")

@@ -1,6 +1,6 @@
-"""What a supervisor knows of the ranks: their outcomes and beats in the run's folder, their processes on this machine.
+"""State of a job's ranks, polled by its supervisor: their outcomes and beats, their processes on this machine.
 
-Imports no torch.
+Ranks of other machines are seen through the run's folder only. Imports no torch.
 """
 
 import time
@@ -13,106 +13,106 @@ from pipeline.run.heartbeat import Beat, read_beat
 from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
 
 QUIET_PHASES = ("start", "save")  # reading and writing whole models has no steps that could beat
-WORKING_S = 1.0  # processor time within a timeout that counts as a sign of life in these
+WORKING_S = 1.0  # processor time within a timeout that counts as a sign of life in these phases
 
 
 @dataclass(slots=True)
 class RankState:
-    """A rank as last seen. `heard` is when its beat was last seen to change, `died` when it was seen gone.
+    """A rank as last seen. `alive_s` is when its beat was last seen to change, `died_s` when it was seen gone.
 
-    Both are of the monotonic clock; `died` is None while it lives, and where it said how it ended.
+    Both are seconds of the monotonic clock; `died_s` is None while it lives, and if it wrote how it ended.
     """
 
     outcome: Outcome
-    heard: float
+    alive_s: float
     beat: Beat = field(default_factory=lambda: Beat("start", 0, 0.0))
     process: Process | None = None
-    died: float | None = None
+    died_s: float | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended, as far as this machine can tell."""
-        return self.outcome.code is None and self.died is None
+        """True if it has not ended, as far as this machine can tell."""
+        return self.outcome.code is None and self.died_s is None
 
     @property
-    def runs_here(self) -> bool:
-        return self.is_running and self.outcome.is_here
+    def runs_locally(self) -> bool:
+        return self.is_running and self.outcome.is_local
 
     @property
     def has_failed(self) -> bool:
-        return self.outcome.has_failed or self.died is not None
+        return self.outcome.has_failed or self.died_s is not None
 
 
 class RankWatch:
-    """Looks at the ranks of one job; those of other machines are seen through the run's folder alone."""
+    """The ranks of one job, as the last poll saw them."""
 
     def __init__(self, run_dir: Path, supervisor: str, session: int) -> None:
-        """`session` is the launcher's, to which the ranks belong."""
+        """Watch the ranks that `supervisor` started; `session` is the launcher's, to which they belong."""
         self.ranks: dict[int, RankState] = {}
         self._run_dir = run_dir
         self._supervisor = supervisor
         self._session = session
-        self._worked_s = 0.0
+        self._cpu_s = 0.0
 
-    def look(self) -> None:
-        """Read all again."""
+    def poll(self) -> None:
+        """Read the outcome, beat and process of each rank."""
         for number in ranks_with_outcome(self._run_dir):
-            said = read_outcome(self._run_dir, number)
-            # A run by hand in this folder, which was refused, may have left its own.
-            if said and said.supervisor == self._supervisor:
-                state = self.ranks.setdefault(number, RankState(said, heard=time.monotonic()))
-                state.outcome = said
+            if outcome := self.own_outcome(number):
+                self.ranks.setdefault(number, RankState(outcome, alive_s=time.monotonic())).outcome = outcome
         for number, state in self.ranks.items():
-            self.look_at(number, state)
+            self.poll_rank(number, state)
 
-    def look_at(self, number: int, state: RankState) -> None:
-        """One rank's beat and process."""
+    def own_outcome(self, number: int) -> Outcome | None:
+        """Return the outcome of a rank of this job; a run by hand in this folder, which was refused, may leave one."""
+        outcome = read_outcome(self._run_dir, number)
+        return outcome if outcome and outcome.supervisor == self._supervisor else None
+
+    def poll_rank(self, number: int, state: RankState) -> None:
+        """Read one rank's beat and process."""
         beat = read_beat(self._run_dir, number)
         if beat and beat != state.beat:
-            state.beat, state.heard = beat, time.monotonic()
-        if not state.runs_here:
+            state.beat, state.alive_s = beat, time.monotonic()
+        if not state.runs_locally:
             return
         if process := read_process(state.outcome.pid):
             state.process = process
             return
-        # Gone: it may have said how since its outcome was read.
-        said = read_outcome(self._run_dir, number)
-        if said and said.supervisor == self._supervisor:
-            state.outcome = said
+        # Gone: it may have written its end since its outcome was read.
+        state.outcome = self.own_outcome(number) or state.outcome
         if state.outcome.code is None:
-            state.died = time.monotonic()
+            state.died_s = time.monotonic()
 
-    def running_here(self) -> list[RankState]:
-        """The ranks of this machine that have not ended; one that said how it ended may still take a moment to go."""
-        return [state for state in self.ranks.values() if state.runs_here]
+    def running_locally(self) -> list[RankState]:
+        """Return the ranks of this machine that have not ended; one with an outcome may still take a moment to go."""
+        return [state for state in self.ranks.values() if state.runs_locally]
 
     def has_failed(self) -> bool:
         return any(state.has_failed for state in self.ranks.values())
 
     def hung(self, timeout_s: float) -> RankState | None:
-        """The rank that keeps the others waiting, once one has given no sign of life for `timeout_s` (0: never).
+        """Return the rank that keeps the others waiting, once one has given no sign of life for `timeout_s` (0: never).
 
-        A rank whose process is stopped, else the one that is furthest behind, else the one heard of the longest ago.
+        It is a rank whose process is stopped, else the one at the earliest step, else the one silent for longest.
         """
         running = [state for state in self.ranks.values() if state.is_running]
-        if not timeout_s or not (silent := [s for s in running if time.monotonic() - s.heard > timeout_s]):
+        if not timeout_s or not (silent := [s for s in running if time.monotonic() - s.alive_s > timeout_s]):
             return None
         held = [state for state in running if state.process and state.process.is_stopped]
-        # The others wait for the one that is furthest behind: while it reads or writes, they need not be heard of.
-        if not held and min(running, key=progress).beat.phase in QUIET_PHASES and self.has_worked():
+        # The others wait for the one that is furthest behind: while that reads or writes, silence is no hang.
+        if not held and min(running, key=progress).beat.phase in QUIET_PHASES and self.used_processor():
             for state in running:
-                state.heard = time.monotonic()
+                state.alive_s = time.monotonic()
             return None
         return min(held or silent, key=progress)
 
-    def has_worked(self) -> bool:
-        """Whether the job's processes here used the processor since this was asked last, or have changed."""
-        before, self._worked_s = self._worked_s, sum(process.cpu_s for process in in_session(self._session))
-        return abs(self._worked_s - before) >= WORKING_S
+    def used_processor(self) -> bool:
+        """Return True if the job's processes on this machine used the processor since the last call, or changed."""
+        before, self._cpu_s = self._cpu_s, sum(process.cpu_s for process in in_session(self._session))
+        return abs(self._cpu_s - before) >= WORKING_S
 
 
 def progress(state: RankState) -> tuple[int, float]:
-    return state.beat.step, state.heard
+    return state.beat.step, state.alive_s
 
 
 def numbers_of(states: Iterable[RankState]) -> str:

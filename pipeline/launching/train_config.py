@@ -1,4 +1,4 @@
-"""train.py's own flags: their definition, their help on one screen, and what they rule out."""
+"""Own flags of `rlhf train`: definition, help on one screen, and sets of values that contradict each other."""
 
 import re
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ class TrainConfig(Group):
 
 
 def short_help(config_class: type[BaseModel], prog: str) -> str:
-    """Help on one screen: at most 25 lines of 80 columns."""
+    """Return help on one screen: at most 25 lines of 80 columns."""
     lines = [
         f"usage: {prog} [--FLAG VALUE ...]",
         (config_class.__doc__ or "").strip(),
@@ -74,7 +74,7 @@ def short_help(config_class: type[BaseModel], prog: str) -> str:
 
 
 def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(train.py's own words, section -> words of that step): `--sft.seed 1` gives `--seed 1` to section sft."""
+    """Split a command line into own words and section -> words of that step: `--sft.seed 1` is `--seed 1` of sft."""
     own: list[str] = []
     overrides: dict[str, list[str]] = {section: [] for section in sections}
     target = own
@@ -88,10 +88,10 @@ def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[
 
 
 def model_size(model: str) -> str | None:
-    """The size that a model's name stands for; None for a hub id or a folder.
+    """Return the size that a model's name means; None for a hub id or a folder.
 
     Raises:
-        InputError: what looks like a size is none that has presets.
+        InputError: the name looks like a size, but no preset is of that size.
     """
     name = model.removeprefix(OPT)
     if name in SIZES:
@@ -104,7 +104,7 @@ def model_size(model: str) -> str | None:
 
 
 def contradictions(config: TrainConfig) -> list[str]:
-    """A line for each set of train.py's flags that do not go together."""
+    """Return a line for each set of own flags that contradict each other."""
     errors = []
     if config.deployment_type == "single_gpu" and config.num_gpus > 1:
         errors.append(f"--num-gpus: found {config.num_gpus} with single_gpu; give --deployment-type single_node")

@@ -1,4 +1,7 @@
-"""What an earlier run left in the output folders: finished, to be continued, to be cleared, or not ours at all."""
+"""Run folders of earlier runs: nothing to do if finished, cleared for a run that starts afresh.
+
+The settings of an earlier run are compared in pipeline/configuration/resume_rules.py. Imports no torch.
+"""
 
 import json
 import logging
@@ -17,7 +20,7 @@ RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samp
 
 
 def model_folders(config: Any, stage: str) -> list[Path]:
-    """The model folders that a stage writes."""
+    """Return the model folders that a stage writes."""
     output = Path(config.run.output_dir)
     if stage != "ppo":
         return [output]
@@ -30,7 +33,7 @@ def starts_afresh(run: RunConfig) -> bool:
 
 
 def clear(run_folder: Path) -> None:
-    """Delete what an earlier run left, so that nothing of it can be mistaken for this run's."""
+    """Delete the files of an earlier run, so that none can be mistaken for this run's."""
     for name in RUN_FILES:
         path = run_folder / name
         if path.is_symlink() and path.is_dir():
@@ -43,7 +46,7 @@ def clear(run_folder: Path) -> None:
 
 
 def finished_steps(run_folder: Path, config: Any, stage: str) -> int | None:
-    """Steps of the finished run in these folders if nothing is to be done; None where the stage has to run.
+    """Return the steps of the finished run in these folders; None if the stage has work to do.
 
     Raises:
         InputError: the run folder belongs to another stage.

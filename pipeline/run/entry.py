@@ -1,38 +1,40 @@
-"""The way into a stage from the command line: flags first (in milliseconds), then torch, then the stage's loop."""
+"""Entry points: the begin and the end of a stage, and of a small command that is no stage.
+
+A stage reads its flags first, in milliseconds, then imports torch, then runs its loop. Imports no torch itself.
+"""
 
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from pipeline.configuration.flags import parse
-from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError
+from pipeline.configuration.flags import parse, stage_arguments
+from pipeline.configuration.groups import Group
+from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.run.layout import run_folder
 from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
 from pipeline.run.stop_request import StopRequest, quit_now
 
 EARLY = "stopped before the first step, with nothing to save; the same command starts again"
+EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
 
 _run_dir: Path | None = None  # of the stage that was entered last
 
 
-def enter(config_class: Any, stage: str, loop: str, argv: list[str] | None) -> int:
+def enter(config_class: type[Group], stage: str, loop: str, argv: list[str] | None) -> int:
     """Parse the flags of `stage` (sft, reward, ppo) and run `loop`, the name of a module with `train(run, config)`.
 
     Returns the exit code of design.md, section 3.
     """
     global _run_dir
-    words = list(sys.argv[1:] if argv is None else argv)
+    prog = f"python -m {loop.rpartition('.')[0]}.main"
     try:
-        resolved = parse(config_class, words, section=stage, prog=f"python -m {loop.rpartition('.')[0]}.main")
+        resolved = parse(config_class, stage_arguments(argv), section=stage, prog=prog)
     except InputError as error:
-        if own_rank() == 0:
-            print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
-        return error.code
+        return print_error(error) if own_rank() == 0 else error.code
     _run_dir = run_dir = run_folder(resolved.config.run, stage)
-    # Before torch, which takes seconds to import: signals count from here on, and a supervisor knows of this rank.
+    # Before torch, which takes seconds to import: signals count from now on, and a supervisor knows of this rank.
     stop = StopRequest(lambda: leave_early(run_dir))
     if supervisor_name() is not None:
         write_outcome(run_dir, own_rank(), None, "running")
@@ -50,23 +52,19 @@ def leave_early(run_dir: Path) -> None:
 
 
 def leave(code: int) -> None:
-    """End the process with `code`. Interpreter teardown is skipped: with process groups it aborts now and then."""
+    """End the process of a stage with `code`. Interpreter teardown is skipped: process groups sometimes abort in it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if _run_dir is None else exit_code(code, _run_dir))
 
 
-EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
-
-
 def run_command(work: Callable[[], None]) -> int:
-    """Do `work` and return the exit code. A fault of ours keeps its traceback."""
+    """Do the `work` of a small command and return its exit code. A fault of ours keeps its traceback."""
     try:
         work()
         sys.stdout.flush()
     except RunError as error:
-        print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
-        return error.code
+        return print_error(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

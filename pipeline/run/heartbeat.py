@@ -1,6 +1,6 @@
-"""A rank's sign of life: phase and step in a small file, from which the supervisor tells a rank that hangs.
+"""Heartbeat of a rank: phase and step in a small file, from which the supervisor recognises a rank that hangs.
 
-The loops call `beat`; outside a stage (in tests, in chat.py) it does nothing. Imports no torch.
+The loops call `beat`; outside a stage (in tests, in `rlhf chat`) it does nothing. Imports no torch.
 """
 
 import json
@@ -19,7 +19,7 @@ INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank was about when it last told; `time` is in seconds since 1970."""
+    """The phase and step of a rank when it last beat; `time` is in seconds since 1970."""
 
     phase: str
     step: int
@@ -28,7 +28,7 @@ class Beat:
 
 @dataclass(slots=True)
 class Heart:
-    """Where this process writes its beats, and the last of them."""
+    """The file that this process writes its beats to, and the last beat."""
 
     file: Path
     phase: Phase
@@ -40,7 +40,7 @@ _heart: Heart | None = None
 
 
 def start(run_dir: Path, rank: int) -> None:
-    """From now on `beat` writes for this rank; the first phase is "start": reading data and models."""
+    """Let `beat` write for this rank; the first phase is "start": reading data and models."""
     global _heart
     _heart = Heart(beat_file(run_dir, rank), "start", 0)
     with suppress(OSError):
@@ -49,7 +49,7 @@ def start(run_dir: Path, rank: int) -> None:
 
 
 def end() -> None:
-    """Tell the exact step at last; from now on `beat` does nothing."""
+    """Write the exact step of the last beat; from now on `beat` does nothing."""
     global _heart
     if _heart:
         write(_heart)
@@ -57,7 +57,7 @@ def end() -> None:
 
 
 def beat(phase: Phase, step: int) -> None:
-    """Say that this rank lives, in `phase` of `step`: at every call where the phase changes, else twice a second."""
+    """Say that this rank lives, in `phase` of `step`; written when the phase changes, else at most twice a second."""
     if _heart is None:
         return
     changed = phase != _heart.phase
@@ -71,14 +71,14 @@ def current_phase() -> Phase:
 
 
 def write(heart: Heart) -> None:
-    """A full disk must not end a run here: then the beat is lost, and the next one may be written."""
+    """Write a beat. A full disk must not end a run: then the beat is lost, and the next one may be written."""
     heart.written = time.monotonic()
     with suppress(OSError):
         replace_json(heart.file, asdict(Beat(heart.phase, heart.step, time.time())))
 
 
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
-    """The last sign of life of `rank`; None where there is none that can be read."""
+    """Return the last beat of `rank`; None if it has none that can be read."""
     with suppress(OSError, ValueError, KeyError):
         content = json.loads(beat_file(run_dir, rank).read_text(encoding="utf-8"))
         return Beat(content["phase"], content["step"], content["time"])

@@ -1,4 +1,4 @@
-"""Where a run keeps its files. Imports no torch, so that train.py knows the same places as the stages."""
+"""Layout of a run folder: the paths of its files, for the stages and for `rlhf train`. Imports no torch."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from pipeline.configuration.groups import RunConfig
 
 
 def run_folder(run: RunConfig, stage: str) -> Path:
-    """<run_dir>, or by design: <parent of output>/runs/<name> for steps 1 and 2, <output>/runs/ppo for step 3."""
+    """Return --run_dir, or else <parent of output>/runs/<name> for steps 1 and 2, <output>/runs/ppo for step 3."""
     if run.run_dir:
         return Path(run.run_dir)
     output = Path(run.output_dir)
@@ -14,12 +14,12 @@ def run_folder(run: RunConfig, stage: str) -> Path:
 
 
 def outcome_file(run_dir: Path, rank: int) -> Path:
-    """What a rank says about its end (pipeline/run/outcome.py)."""
+    """Return the file in which a rank says how it ended (pipeline/run/outcome.py)."""
     return run_dir / "outcome" / f"rank-{rank}.json"
 
 
 def beat_file(run_dir: Path, rank: int) -> Path:
-    """A rank's last sign of life (pipeline/run/heartbeat.py)."""
+    """Return the file of a rank's last beat (pipeline/run/heartbeat.py)."""
     return run_dir / "heartbeat" / f"rank-{rank}.json"
 
 
@@ -28,10 +28,10 @@ def rank_log_file(run_dir: Path, rank: int) -> Path:
 
 
 def lock_file(run_dir: Path) -> Path:
-    """Names the process that runs in this folder (pipeline/run/lock.py)."""
+    """Return the file that names the process that runs in this folder (pipeline/run/lock.py)."""
     return run_dir / "run.lock"
 
 
 def done_file(run_dir: Path) -> Path:
-    """Written last by a stage that came to its end."""
+    """Return the file that a stage writes last when it has finished."""
     return run_dir / "done.json"

@@ -1,4 +1,4 @@
-"""One run in a folder at a time: `run.lock` names the process that runs there. Imports no torch.
+"""Lock of a run folder: `run.lock` names the one process that may run there. Imports no torch.
 
 The kernel holds the lock (flock), so it ends with its process; the text in the file only says whose it is.
 """
@@ -31,7 +31,7 @@ class Holder:
 
     @property
     def may_live(self) -> bool:
-        """False only if it is known to have ended."""
+        """True unless it is known to have ended."""
         return self.host != socket.gethostname() or is_alive(self.pid)
 
 

@@ -1,4 +1,4 @@
-"""How a rank ends, told in a file: launchers carry neither exit codes nor causes. Imports no torch.
+"""Outcome of a rank, in a file, because launchers carry neither exit codes nor causes. Imports no torch.
 
 The reader is the supervisor (pipeline/launching/supervisor.py), which names itself in the environment of the ranks.
 """
@@ -25,7 +25,7 @@ OTHERS_FIRST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rank ended.
+    """The end of a rank: its exit code and the reason in words.
 
     `code` is None while it runs, and for good where it was killed. `secondary` errors follow from another rank's end.
     `time` is in seconds since 1970.
@@ -41,29 +41,29 @@ class Outcome:
     time: float
 
     @property
-    def is_here(self) -> bool:
-        """Whether its process is one of this machine."""
+    def is_local(self) -> bool:
+        """True if its process is one of this machine."""
         return self.host == socket.gethostname()
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended, and neither well nor on request."""
+        """True if it has ended, and neither well nor on request."""
         return self.code not in (None, EXIT_DONE, EXIT_STOPPED)
 
 
 def own_rank() -> int:
-    """This process's rank from the launcher's environment; 0 without one."""
+    """Return this process's rank from the launcher's environment; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def write_outcome(run_dir: Path, rank: int, code: int | None, message: str, *, secondary: bool = False) -> None:
-    """Say how this rank ended, or with None that it runs."""
-    said = Outcome(
+    """Write how this rank ended, or with `code` None that it runs."""
+    outcome = Outcome(
         rank, code, message, secondary, os.getpid(), socket.gethostname(), supervisor_name() or "", time.time()
     )
     file = outcome_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_json(file, asdict(said))
+    replace_json(file, asdict(outcome))
 
 
 def replace_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ def replace_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_outcome(run_dir: Path, rank: int) -> Outcome | None:
-    """What this rank said; None where it said nothing that can be read."""
+    """Return the outcome of `rank`; None if it wrote none that can be read."""
     with suppress(OSError, ValueError, KeyError):
         content = json.loads(outcome_file(run_dir, rank).read_text(encoding="utf-8"))
         return Outcome(**{field.name: content[field.name] for field in fields(Outcome)})
@@ -87,49 +87,49 @@ def ranks_with_outcome(run_dir: Path) -> list[int]:
 
 
 def check_nobody_left(run_dir: Path) -> None:
-    """Raise EnvironmentFault where ranks of an earlier run, whose supervisor is gone, live on and may be saving."""
+    """Raise EnvironmentFault if ranks of an earlier run, whose supervisor is gone, live on and may be saving."""
     for rank in ranks_with_outcome(run_dir):
-        said = read_outcome(run_dir, rank)
-        if said is None or said.code is not None or said.host != socket.gethostname() or said.pid == os.getpid():
+        outcome = read_outcome(run_dir, rank)
+        if outcome is None or outcome.code is not None or not outcome.is_local or outcome.pid == os.getpid():
             continue
-        if is_alive(said.pid) and started_before(said.pid, outcome_file(run_dir, rank).stat().st_mtime + 1.0):
+        if is_alive(outcome.pid) and started_before(outcome.pid, outcome_file(run_dir, rank).stat().st_mtime + 1.0):
             raise EnvironmentFault(
-                f"{run_dir}: rank {rank} of an earlier run still works here; wait for process {said.pid}, or kill it"
+                f"{run_dir}: rank {rank} of an earlier run still works here; wait for process {outcome.pid}, or kill it"
             )
 
 
 def clear_outcomes(run_dir: Path) -> None:
-    """Delete what an earlier run left, so that it is not read as this one's."""
+    """Delete outcomes and beats of an earlier run, so that they are not read as this run's."""
     for folder in (outcome_file(run_dir, 0).parent, beat_file(run_dir, 0).parent):
         for file in folder.iterdir() if folder.is_dir() else ():
             file.unlink(missing_ok=True)
 
 
 def supervisor_name() -> str | None:
-    """The name of the supervisor that this rank was started by, if any."""
+    """Return the name of the supervisor that started this rank; None without one."""
     return os.environ.get(SUPERVISOR)
 
 
-def supervisor_here() -> int | None:
-    """Process id of this rank's supervisor where it lives on this machine."""
+def local_supervisor() -> int | None:
+    """Return the process id of this rank's supervisor; None if none lives on this machine."""
     pid, _, host = (supervisor_name() or "").partition("@")
     return int(pid) if host == socket.gethostname() and is_alive(int(pid)) else None
 
 
 def exit_code(code: int, run_dir: Path) -> int:
-    """The code to end this process with: 0 where a supervisor reads the outcome file instead.
+    """Return the code to end this process with: 0 if a supervisor reads the outcome file instead.
 
     At any other code DeepSpeed's launcher ends the other ranks, which may be saving, and prints a line of its own.
     """
-    said = read_outcome(run_dir, own_rank())
-    heard = said is not None and said.pid == os.getpid() and said.code == code and supervisor_here() is not None
-    return 0 if heard else code
+    own = read_outcome(run_dir, own_rank())
+    is_told = own is not None and own.pid == os.getpid() and own.code == code and local_supervisor() is not None
+    return 0 if is_told else code
 
 
 def is_first_to_fail(run_dir: Path, *, secondary: bool) -> bool:
-    """Whether no other rank of a run without supervisor has reported an error; from now on this one has.
+    """Return True for the first rank of a run without supervisor that reports an error.
 
-    What follows from another rank's end waits a moment for that one.
+    An error that follows from another rank's end waits a moment for that one.
     """
     if secondary:
         time.sleep(OTHERS_FIRST_S)

@@ -1,4 +1,7 @@
-"""A run's folder and its end: logs, resolved configuration, environment, outcome of each rank, signals, exit codes."""
+"""One rank of a stage from its first log line to its exit code: logs, config.json, env.json, outcome file.
+
+The loops are in the stages; a supervisor, if there is one, judges all ranks (pipeline/launching/verdict.py).
+"""
 
 import logging
 import os
@@ -21,28 +24,26 @@ from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_ite
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import RunConfig
 from pipeline.configuration.redact import redacted
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun, print_error
 from pipeline.files import check_replaceable, refused_by_disk, write_json
 from pipeline.processes import GIB, read_process
 from pipeline.run import earlier_runs, heartbeat
-from pipeline.run.layout import done_file, outcome_file, rank_log_file, run_folder
+from pipeline.run.layout import done_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
     check_nobody_left,
     clear_outcomes,
     exit_code,
     is_first_to_fail,
+    local_supervisor,
     own_rank,
-    supervisor_here,
     supervisor_name,
     write_outcome,
 )
 from pipeline.run.stop_request import StopRequest, stop_without
 
-__all__ = ["Run", "StopRequest", "outcome_file", "run_folder", "run_stage", "write_done"]
-
 log = logging.getLogger(__name__)
-# For the files alone: what ends this rank may be the consequence of another rank's end, and is printed once.
+# Logs to files only: the console prints the first cause of all ranks, once (`report`).
 file_log = logging.getLogger("pipeline.end")
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
@@ -51,7 +52,7 @@ QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelo
 
 
 def start_logging(run_dir: Path, rank: int) -> None:
-    """Every rank logs to log/rank-<r>.txt; rank 0 also to log.txt and, without timestamps, to stderr."""
+    """Log to log/rank-<r>.txt; rank 0 also to log.txt and, without timestamps, to stderr."""
     import transformers
 
     own = rank_log_file(run_dir, rank)
@@ -74,7 +75,7 @@ def start_logging(run_dir: Path, rank: int) -> None:
 
 
 def describe_environment(world: dist.World) -> dict[str, Any]:
-    """Versions, hardware and commit, for env.json. No environment variables: they may hold secrets."""
+    """Return versions, hardware and commit, for env.json. No environment variables: they may hold secrets."""
     versions = {name: metadata.version(name) for name in PACKAGES}
     return {
         "python": platform.python_version(),
@@ -104,7 +105,7 @@ def git_commit() -> str | None:
 
 
 def write_run_files(run: "Run") -> None:
-    """config.json (value and origin of every flag) and env.json."""
+    """Write config.json (value and origin of every flag) and env.json."""
     resolved = run.resolved
     settings = {name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)}
     with refused_by_disk(run.folder):
@@ -113,8 +114,8 @@ def write_run_files(run: "Run") -> None:
 
 
 def check_writable(run_dir: Path, rank: int) -> None:
-    """Raise EnvironmentFault in one line where the run's folder cannot be written."""
-    probe = run_dir / f".probe-{rank}"  # one a rank: another's may be gone between two lines of this
+    """Raise EnvironmentFault if the run's folder cannot be written."""
+    probe = run_dir / f".probe-{rank}"  # one per rank: another rank's may vanish between two lines of this
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe.touch()
@@ -125,7 +126,7 @@ def check_writable(run_dir: Path, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a stage's loop knows of its surroundings."""
+    """A run as its loop sees it: ranks, folder, settings, stop request."""
 
     world: dist.World
     folder: Path
@@ -134,7 +135,7 @@ class Run:
     stop: StopRequest
 
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
-        """To be raised when the checkpoint of `step` is written."""
+        """Return the exception to raise when the checkpoint of `step` is written."""
         config = self.resolved.config.run
         how = "the same command resumes"
         if earlier_runs.starts_afresh(config):
@@ -155,7 +156,7 @@ def run_stage(
 ) -> int:
     """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file.
 
-    Nothing is written where another run holds the folder. A supervisor holds it for its ranks.
+    Nothing is written if another run holds the folder. A supervisor holds it for its ranks.
     """
     folder = run_folder(resolved.config.run, stage)
     alone = supervisor_name() is None and own_rank() == 0
@@ -168,8 +169,7 @@ def run_stage(
             heartbeat.start(folder, own_rank())
             return run_rank(folder, stop or StopRequest(), resolved, stage=stage, train=train)
     except EnvironmentFault as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
+        return print_error(error)
     finally:
         heartbeat.end()
 
@@ -182,12 +182,12 @@ def run_rank(
     stage: str,
     train: Callable[[], Callable[[Run, Any], None]],
 ) -> int:
-    """One rank from its first log line to its outcome file; returns the exit code."""
+    """Run one rank from its first log line to its outcome file; returns the exit code."""
     run_config: RunConfig = resolved.config.run
     rank = own_rank()
     code, message, secondary, trace = EXIT_DONE, "done", False, ""
     try:
-        if supervisor := supervisor_here():
+        if supervisor := local_supervisor():
             stop_without(supervisor)
         if rank == 0 or supervisor_name() is not None:
             write_outcome(folder, rank, None, "running")
@@ -207,9 +207,9 @@ def run_rank(
         file_log.exception("fault")
     if run_config.debug:
         sys.stderr.write(redacted(trace))
-    stop.here()  # from here on a signal must not end the process as if nothing had been done
+    stop.is_set()  # from now on a signal must not end the process as if nothing had been done
     heartbeat.end()
-    with suppress(OSError):  # of a full disk; then it is printed here
+    with suppress(OSError):  # a full disk; then the message is only printed
         write_outcome(folder, rank, code, message, secondary=secondary)
     report(folder, code, message, secondary=secondary)
     if code in (EXIT_DONE, EXIT_STOPPED):
@@ -219,18 +219,18 @@ def run_rank(
 
 
 def describe(error: Exception, resolved: Resolved) -> str:
-    """`ValueError: what it says`, with a hint where memory ran out."""
-    said = f"{type(error).__name__}: {error}".rstrip(": ")
-    if not isinstance(error, MemoryError) and not any(words in said for words in OUT_OF_MEMORY):
-        return said
+    """Return `ValueError: its message`, with a hint if memory ran out."""
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if not isinstance(error, MemoryError) and not any(words in text for words in OUT_OF_MEMORY):
+        return text
     own = read_process(os.getpid())
     held = f" (this rank held {own.rss_bytes / GIB:.1f} GiB of host memory)" if own else ""
     shard = " or ".join(f"--{name}" for name in flags_of_key(type(resolved.config), ZERO_STAGE))
-    return f"{said}; out of memory{held}: lower --per_device_train_batch_size or the lengths, or shard with {shard}"
+    return f"{text}; out of memory{held}: lower --per_device_train_batch_size or the lengths, or shard with {shard}"
 
 
 def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
-    """Start the loop unless the folder holds a finished run; record what is run and that it is done."""
+    """Start the loop unless the folder holds a finished run; record the settings first."""
     if dist.on_main(lambda: is_finished(run)):
         return
     dist.on_main(lambda: write_run_files(run))
@@ -241,7 +241,7 @@ def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether there is nothing to do; clears the run's folder where it is to start afresh."""
+    """Return True if there is nothing to do; clears the folder of a run that starts afresh."""
     config = run.resolved.config
     for folder in earlier_runs.model_folders(config, run.stage):
         check_replaceable(folder)
@@ -258,7 +258,7 @@ def write_done(run: Run, *, steps: int) -> None:
 
 
 def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:
-    """Print how a run ended that no supervisor reports: the first error of all ranks, once."""
+    """Print the end of a run that no supervisor reports: the first error of all ranks, once."""
     supervised = exit_code(code, folder) == EXIT_DONE
     if code == EXIT_DONE or supervised or not is_first_to_fail(folder, secondary=secondary):
         return

@@ -1,4 +1,7 @@
-"""Stopping on request: SIGTERM and SIGINT are remembered until a loop asks. Imports no torch before a loop asks."""
+"""Stop requests: SIGTERM and SIGINT are remembered until the loop asks, between two steps.
+
+Imports no torch until a loop asks, so that signals count before torch is imported.
+"""
 
 import os
 import signal
@@ -17,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class StopRequest:
-    """Remembers SIGTERM and SIGINT until the loop asks; a second signal after 2 s quits at once.
+    """A stop request by SIGTERM or SIGINT, kept until the loop asks; a second signal after 2 s ends the process.
 
-    Before a loop begins there is nothing to save, and the process ends at once: until a first question to this object
-    or a first beat (pipeline/run/heartbeat.py) of another phase than "start".
+    Before the loop begins there is nothing to save, and the first signal ends the process. The loop has begun with the
+    first call of `is_set`, or the first beat (pipeline/run/heartbeat.py) of another phase than "start".
     """
 
     def __init__(self, leave_early: Callable[[], None] | None = None) -> None:
-        """`leave_early` ends the process before the loop has begun; without it the loop is always waited for."""
+        """Install the handlers. `leave_early` ends the process before the loop has begun; None: the loop is awaited."""
         self._first: float | None = None
         self._asked = leave_early is None
         self._leave_early = leave_early
@@ -39,16 +42,16 @@ class StopRequest:
         if self._leave_early and not self._asked and heartbeat.current_phase() == "start":
             self._leave_early()
 
-    def here(self) -> bool:
-        """Whether this rank was asked to stop."""
+    def is_set(self) -> bool:
+        """Return True if this rank was asked to stop."""
         self._asked = True
         return self._first is not None
 
-    def anywhere(self, world: "World") -> bool:
-        """Whether any rank was asked to stop. A collective."""
+    def is_set_on_any_rank(self, world: "World") -> bool:
+        """Return True if any rank was asked to stop. A collective."""
         from pipeline import dist
 
-        return dist.max_over_ranks(float(self.here()), world.device) > 0
+        return dist.max_over_ranks(float(self.is_set()), world.device) > 0
 
 
 def quit_now(message: str, code: int) -> None:
@@ -59,7 +62,7 @@ def quit_now(message: str, code: int) -> None:
 
 
 def stop_without(supervisor: int) -> None:
-    """Ask this process to stop when its supervisor has died: nobody else would ever end it."""
+    """Ask this process to stop once its supervisor has died, because nobody else would ever end it."""
 
     def watch() -> None:
         while is_alive(supervisor):

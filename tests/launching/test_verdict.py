@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.launching.rank_watch import RankState
-from pipeline.launching.verdict import Circumstances, hang_verdict, judge, signal_of
+from pipeline.launching.verdict import JobStatus, hang_verdict, judge, signal_of
 from pipeline.processes import Process
 from pipeline.run.heartbeat import Beat
 from pipeline.run.outcome import Outcome
@@ -21,8 +21,8 @@ def rank(number, code=None, message="stub", *, at=0.0, secondary=False, died=Non
     return RankState(said, 0.0, Beat("train", 7, 0.0), Process(1, "sleeping", 1.0, 300 * MIB), died)
 
 
-def around(launcher_code=None, *, asked=False, memory="1.0 of 23.0 GiB were free", oom_kills=0):
-    return Circumstances(RUN, launcher_code, asked, memory, oom_kills)
+def status(launcher_code=None, *, asked=False, memory="1.0 of 23.0 GiB were free", oom_kills=0):
+    return JobStatus(RUN, launcher_code, asked, memory, oom_kills)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def around(launcher_code=None, *, asked=False, memory="1.0 of 23.0 GiB were free
     ],
 )
 def test_codes(ranks, asked, code):
-    assert judge(ranks, around(asked=asked)).code == code
+    assert judge(ranks, status(asked=asked)).code == code
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_codes(ranks, asked, code):
     ],
 )  # fmt: skip
 def test_the_first_cause_is_named_once(ranks, first):
-    lines = judge(ranks, around(247)).lines
+    lines = judge(ranks, status(247)).lines
     assert lines[0].startswith(f"error: {first}") and len(lines) == 2
     number = first.split()[1]
     assert lines[1] == f"error: its log: {RUN}/log/rank-{number}.txt"
@@ -68,8 +68,8 @@ def test_the_first_cause_is_named_once(ranks, first):
 
 def test_an_error_that_all_meet_is_not_one_ranks():
     both = [rank(0, 2, "--a: x\n--b: y", at=1.0), rank(1, 2, "--a: x\n--b: y", at=2.0)]
-    assert judge(both, around()).lines == ["error: --a: x", "error: --b: y"]
-    alone = judge([rank(0), rank(1, 3, "no device")], around())
+    assert judge(both, status()).lines == ["error: --a: x", "error: --b: y"]
+    alone = judge([rank(0), rank(1, 3, "no device")], status())
     assert alone.code == 3
     assert alone.lines == [
         "error: no device",
@@ -83,7 +83,7 @@ def test_what_killed_a_rank():
 
     def line(*args, **changes):
         return (
-            judge(dead, around(*args, **changes))
+            judge(dead, status(*args, **changes))
             .lines[0]
             .removeprefix("error: rank 1 on node-1, step 7, phase train: ")
         )
@@ -105,12 +105,12 @@ def test_signals_in_deepspeeds_exit_codes():
 
 
 def test_no_rank_got_far_enough():
-    assert judge([], around(3)).code == 3 and judge([], around(3)).lines == []
-    assert judge([], around(0)).code == 1 and "before any rank had started" in judge([], around(250)).lines[0]
-    assert judge([], around(1, asked=True)).code == 75
+    assert judge([], status(3)).code == 3 and judge([], status(3)).lines == []
+    assert judge([], status(0)).code == 1 and "before any rank had started" in judge([], status(250)).lines[0]
+    assert judge([], status(1, asked=True)).code == 75
 
 
 def test_a_hang():
-    verdict = hang_verdict(rank(1), around())
+    verdict = hang_verdict(rank(1), status())
     assert verdict.code == 1 and "no sign of life for" in verdict.lines[0] and "in phase train" in verdict.lines[0]
     assert "rank 1 on node-1, step 7" in verdict.lines[0]

@@ -120,7 +120,7 @@ def test_ranks_may_wait_for_one_that_reads_a_model(tmp_path, monkeypatch, behind
     reading, waiting = rank(0, heard_s_ago=9.9, phase=behind, step=0), rank(1, heard_s_ago=11, phase="train", step=1)
     found = watch(tmp_path, reading, waiting)
     assert (found.hung(10) is not None) == hangs
-    reading.heard -= 0.2  # a moment later, when nothing can have been worked
+    reading.alive_s -= 0.2  # a moment later, when nothing can have been worked
     assert (found.hung(10) is not None) == hangs, "all were heard of at the same time"
 
 

@@ -47,7 +47,7 @@ def test_before_the_loop_it_ends_at_once(number):
 @pytest.mark.parametrize(
     "setup",
     [
-        "stop.here()",
+        "stop.is_set()",
         "import tempfile, pathlib; heartbeat.start(pathlib.Path(tempfile.mkdtemp()), 0); heartbeat.beat('train', 0)",
     ],
 )
@@ -59,7 +59,7 @@ def test_in_the_loop_it_waits_until_asked(setup):
 
 
 def test_a_second_signal_counts_after_two_seconds():
-    process = program("stop.here()", "stop.here()", saving_s=20.0)
+    process = program("stop.is_set()", "stop.is_set()", saving_s=20.0)
     process.send_signal(signal.SIGTERM)
     for pause_s in (0.1, 1.0):
         time.sleep(pause_s)
@@ -74,7 +74,7 @@ def test_a_second_signal_counts_after_two_seconds():
 
 def test_a_rank_stops_when_its_supervisor_has_died():
     supervisor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    process = program(f"stop_without({supervisor.pid}); stop.here()", "stop.here()")
+    process = program(f"stop_without({supervisor.pid}); stop.is_set()", "stop.is_set()")
     time.sleep(1.2)
     assert process.poll() is None
     supervisor.kill()
