@@ -268,7 +268,7 @@ def make_sampler(ppo: PPO, state: State, rows: Any, *, num_samples: int, batch_s
 
     def should_stop() -> bool:
         beat("generate", state.step)
-        return ppo.run.stop.here()
+        return ppo.run.stop.is_set()
 
     sampling = ppo.config.sampling
     return Sampler(

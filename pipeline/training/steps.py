@@ -113,7 +113,7 @@ class Stopping:
         now = time.monotonic()
         self._long = dist.max_over_ranks(now - self._last, self._run.world.device) > LONG_STEP_S
         self._last = now
-        if self._run.stop.anywhere(self._run.world):
+        if self._run.stop.is_set_on_any_rank(self._run.world):
             raise Interrupted
 
     def within_step(self, engines: Iterable[TrainingEngine] = ()) -> None:
@@ -121,7 +121,7 @@ class Stopping:
 
         What `engines` had accumulated is dropped.
         """
-        if self._long and self._run.stop.anywhere(self._run.world):
+        if self._long and self._run.stop.is_set_on_any_rank(self._run.world):
             for engine in engines:
                 engine.drop_gradients()
             raise Interrupted
