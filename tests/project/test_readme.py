@@ -1,6 +1,7 @@
 """The documentation against the project: files, links, names, commands. And that every flag is read by some code."""
 
 import ast
+import itertools
 import re
 import runpy
 import shlex
@@ -127,6 +128,19 @@ def test_names_in_the_documentation_exist(page):
 def test_an_unknown_name_is_found():
     text = "`rlhf/train.py:run` `rlhf/train.py:walk` `nowhere.py:run` `pipeline/engine/engine.py:TrainingEngine.step`"
     assert unknown_names(text) == ["nowhere.py:run", "rlhf/train.py:walk"]
+
+
+def hops(table: str) -> int:
+    """Moves from one file to another along the first reference of each row of a walk."""
+    files = re.findall(r"^\| `([\w./]+\.(?:py|sh))", table, re.MULTILINE)
+    return sum(one != other for one, other in itertools.pairwise(files))
+
+
+def test_walks_say_how_many_hops_they_take():
+    page = (ROOT / "docs" / "data_walks.md").read_text(encoding="utf-8")
+    walks = re.findall(r"^## (.*?)$(.*?)^(\d+) hops\.$", page, re.MULTILINE | re.DOTALL)
+    assert len(walks) == len(re.findall(r"^## ", page, re.MULTILINE))
+    assert {title: int(count) for title, _, count in walks} == {title: hops(table) for title, table, _ in walks}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

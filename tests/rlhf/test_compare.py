@@ -1,4 +1,4 @@
-"""prompt_eval.py from its command line, with models whose answers are known, and its statistics by hand."""
+"""`rlhf compare` from its command line, with models whose answers are known, and its statistics by hand."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""chat.py from its command line, in process, with models whose replies are known."""
+"""`rlhf chat` from its command line, in process and in a real terminal, with models whose replies are known."""
 
 import io
 import json
