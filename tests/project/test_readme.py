@@ -5,6 +5,7 @@ import itertools
 import re
 import runpy
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,36 @@ def test_every_page_is_linked_from_the_readme():
     # Benchmark reports are linked from their own overview.
     reports = set((ROOT / "docs" / "benchmarks").rglob("*.md")) - {ROOT / "docs" / "benchmarks" / "README.md"}
     assert [page_id(page) for page in PAGES if page not in linked | reports | {ROOT / "README.md"}] == []
+
+
+def tracked_files() -> set[str]:
+    """Files that git tracks or would track; skipped where this is no checkout."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no git here")
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return {name for name in done.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+def test_the_list_of_files_is_up_to_date():
+    maker = ROOT / "docs" / "make_files.py"
+    assert (ROOT / "docs" / "files.md").read_text(encoding="utf-8") == runpy.run_path(str(maker))["list_of_files"](), (
+        f"run: python {maker}"
+    )
+
+
+def test_the_list_of_files_holds_every_python_file():
+    listed, folder = set(), ""
+    for line in (ROOT / "docs" / "files.md").read_text(encoding="utf-8").splitlines():
+        if heading := re.fullmatch(r"## (?:Programs|`(\S+)`)", line):
+            folder = heading[1] or ""
+        if item := re.match(r"- `(\S+\.py)`", line):
+            listed.add(folder + item[1])
+    packages = {name for name in tracked_files() if name.endswith("/__init__.py")}
+    assert {name for name in tracked_files() if name.endswith(".py")} - packages == listed
 
 
 def test_a_first_sentence_may_take_several_lines(tmp_path):
