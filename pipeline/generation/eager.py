@@ -89,11 +89,8 @@ class DrawnTokens:
         self.log_probs[rows, position] = log_probs
         self.lengths[rows] += 1
 
-    def responses(self) -> list[torch.Tensor]:
-        return [row[:length] for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
-
-    def ragged_log_probs(self) -> list[torch.Tensor]:
-        return [row[:length] for row, length in zip(self.log_probs, self.lengths.tolist(), strict=True)]
+    def ragged(self, values: torch.Tensor) -> list[torch.Tensor]:
+        return [row[:length] for row, length in zip(values, self.lengths.tolist(), strict=True)]
 
 
 @torch.no_grad()
@@ -128,7 +125,8 @@ def generate(
         decode_token(decoder, drawn, position, uniform[:, position], eos=eos, sampling=sampling)
         if not len(decoder.rows):
             break
-    return Rollout(rows, drawn.responses(), drawn.ragged_log_probs(), drawn.finished, prompt_ids, sample_index)
+    responses, log_probs = drawn.ragged(drawn.tokens), drawn.ragged(drawn.log_probs)
+    return Rollout(rows, responses, log_probs, drawn.finished, prompt_ids, sample_index)
 
 
 def decode_token(

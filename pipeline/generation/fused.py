@@ -27,11 +27,6 @@ class KeyValueCache:
     keys: Tensor
     values: Tensor
 
-    @classmethod
-    def empty(cls, shape: tuple[int, int, int, int, int], like: Tensor) -> "KeyValueCache":
-        # Zeros, not garbage: a masked score of NaN would stay NaN.
-        return cls(*(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2)))
-
 
 def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
     """Return x @ W.T + b, with the ReLU in the product's epilogue."""
@@ -103,7 +98,8 @@ class FusedForward:
     def new_cache(self, num_slots: int, cache_length: int) -> KeyValueCache:
         layout = self.layouts[0]
         shape = (len(self.layouts), num_slots, layout.num_kv_heads, cache_length, layout.head_dim)
-        return KeyValueCache.empty(shape, self._head)
+        # Zeros, not garbage: a masked score of NaN would stay NaN.
+        return KeyValueCache(self._head.new_zeros(shape), self._head.new_zeros(shape))
 
     def prefill(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache, *, slots: Tensor, source: Tensor) -> Tensor:
         """Compute prompts into the cache; return the logits (N, V) after each prompt's last token.

@@ -102,7 +102,7 @@ class Generator:
 
     def _buffers_for(self, request: GenerationRequest, cache_length: int) -> GenerationBuffers:
         """Return the buffers if they serve the request, else new ones; in lockstep, if any rank needs new ones."""
-        stale = self._buffers is None or not self._buffers.serve(request, cache_length)
+        stale = self._buffers is None or not self._buffers.can_serve(request, cache_length)
         # New buffers run forward passes, which are collectives: ranks in lockstep make theirs together.
         if any(self.lockstep.largest(stale)) or self._buffers is None:
             if self._buffers is not None:
@@ -115,11 +115,6 @@ class Generator:
             if any(self.lockstep.largest(num_slots == 0)):
                 raise no_slot_fits(self.forward, cache_length)
             self._buffers = GenerationBuffers(
-                self.forward,
-                request,
-                num_slots=num_slots,
-                cache_length=cache_length,
-                eos=self._eos,
-                pad_id=self.pad_id,
+                self.forward, request, num_slots=num_slots, cache_length=cache_length, eos=self._eos, pad_id=self.pad_id
             )
         return self._buffers

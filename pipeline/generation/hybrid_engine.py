@@ -35,12 +35,7 @@ class HybridEngine:
     """A sampler from the model that `engine` trains; enter `generation()`, then call `generate()`."""
 
     def __init__(
-        self,
-        engine: TrainingEngine,
-        *,
-        eos_ids: frozenset[int],
-        pad_id: int,
-        options: GenerationOptions | None = None,
+        self, engine: TrainingEngine, *, eos_ids: frozenset[int], pad_id: int, options: GenerationOptions | None = None
     ) -> None:
         options = options or GenerationOptions()
         self.engine, self.options, self.eos_ids, self.pad_id = engine, options, eos_ids, pad_id
@@ -98,7 +93,7 @@ class HybridEngine:
                     self._generator = None
 
     def _refresh(self) -> None:
-        """Let the generator read the weights as they are now; build it at first."""
+        """Let the generator read the weights as they are now, and build it the first time."""
         if self._generator is not None:
             self._generator.forward.refresh()
             return

@@ -201,7 +201,7 @@ class ContinuousBatching:
             free = self._poll_free_slots(deferred=more)
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:
-        """Return the slots known to be free, of the poll before where `deferred` and the device runs behind."""
+        """Return the slots known to be free, by the previous poll if `deferred` and on a GPU."""
         assigned = [slot for batch in self.prefilled for slot in batch.slots]
         if self.num_steps >= self.final_step:
             self.polls.clear()
@@ -231,7 +231,7 @@ class ContinuousBatching:
         return batches
 
     def _set_final_step(self) -> None:
-        """Note that responses start now: the longest of them ends after `max_new_tokens`, the first of a prefill."""
+        """Set when the responses that start now will have ended; their first token needs no decode step."""
         self.final_step = self.num_steps + self.buffers.request.sampling.max_new_tokens - 1
 
     def _prefill(self, responses: list[int], slots: list[int], stream: PrefillStream | None) -> None:

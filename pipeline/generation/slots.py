@@ -102,7 +102,7 @@ class GenerationBuffers:
         self._addresses = forward.addresses()
         self._graph = self._captured_graph() if device.type == "cuda" else None
 
-    def serve(self, request: GenerationRequest, cache_length: int) -> bool:
+    def can_serve(self, request: GenerationRequest, cache_length: int) -> bool:
         """Return True where these buffers are large enough, and the weights are where the graph reads them."""
         large_enough = self.request.covers(request) and self.cache_length >= cache_length
         return large_enough and self._addresses == self._forward.addresses()
@@ -174,7 +174,7 @@ def _draw(
     temperature, kept_temperature, width, num_blocks, max_new,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_EOS: tl.constexpr,
 ):  # fmt: skip
-    """Invert the cumulative distribution of `kept`, what top-k and top-p keep of `logits`; one program a row.
+    """Invert the cumulative distribution of `kept`, what top-k and top-p keep of `logits`; one program per row.
 
     The log-probability is that of `logits`, which are not truncated.
     """

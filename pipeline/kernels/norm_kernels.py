@@ -25,16 +25,16 @@ RELU_ROWS, RELU_COLUMNS = 32, 64
 
 @triton.jit
 def _norm_gradient(
-    gradient, x, weight, x_gradient, sums, eps, rows, share, width,
+    gradient, x, weight, x_gradient, sums, eps, rows, rows_each, width,
     WIDTH: tl.constexpr, RMS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WITH_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of x (rows, width), and sums (2, programs, width) for weight and bias; `share` rows each."""
+    """Compute the gradient of x (rows, width), and sums (2, programs, width) of those of weight and bias."""
     part, c = tl.program_id(0), tl.arange(0, WIDTH)
     inside = c < width
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32) if HAS_WEIGHT else tl.full([WIDTH], 1.0, tl.float32)
     weight_sum, bias_sum = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-    at = (part * share).to(tl.int64) * width + c
-    for _ in range(part * share, tl.minimum((part + 1) * share, rows)):
+    at = (part * rows_each).to(tl.int64) * width + c
+    for _ in range(part * rows_each, tl.minimum((part + 1) * rows_each, rows)):
         g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if not RMS:
@@ -80,17 +80,17 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        """Return the gradients of x, weight and bias for that of the output, (..., H)."""
+        """Return the gradients of x, weight and bias from the gradient of the output, (..., H)."""
         x, weight = ctx.saved_tensors
         with_weight, with_bias = ctx.needs_input_grad[1:3]
         gradient, x_gradient, width = gradient.contiguous(), torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
-        share = triton.cdiv(rows, max(1, NORM_PROGRAMS_TIMES_WIDTH // width)) or 1
-        parts = triton.cdiv(rows, share)
+        rows_each = triton.cdiv(rows, max(1, NORM_PROGRAMS_TIMES_WIDTH // width)) or 1
+        parts = triton.cdiv(rows, rows_each)
         sums = x.new_empty(2, parts, width, dtype=torch.float32) if with_weight or with_bias else None
         if rows:
             _norm_gradient[(parts,)](
-                gradient, x, weight, x_gradient, sums, ctx.kind.eps, rows, share, width,
+                gradient, x, weight, x_gradient, sums, ctx.kind.eps, rows, rows_each, width,
                 WIDTH=triton.next_power_of_2(width), RMS=ctx.kind.rms, HAS_WEIGHT=weight is not None,
                 WITH_SUMS=sums is not None, num_warps=num_warps(width),
             )  # fmt: skip
@@ -100,12 +100,12 @@ class FusedNorm(torch.autograd.Function):
 
 @triton.jit
 def _relu_gradient(
-    gradient, out, before, sums, rows, share, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    gradient, out, before, sums, rows, rows_each, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient where out > 0, else 0, all (rows, width), and the sums (programs, width) of its columns."""
     c, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(part * share, tl.minimum((part + 1) * share, rows), ROWS):
+    for start in range(part * rows_each, tl.minimum((part + 1) * rows_each, rows), ROWS):
         r = start + tl.arange(0, ROWS)
         inside = (r < rows)[:, None] & (c < width)[None, :]
         at = r[:, None].to(tl.int64) * width + c[None, :]
@@ -117,15 +117,15 @@ def _relu_gradient(
 
 
 def relu_gradient(gradient: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of y (T, H) for that of out = relu(y), (T, H), and its sum over tokens (H,), made in fp32."""
+    """Return the gradient of y (T, H) from that of out = relu(y), and its sum over tokens (H,), added up in fp32."""
     gradient, (rows, width) = gradient.contiguous(), out.shape
     before = torch.empty_like(out)
     columns = triton.cdiv(width, RELU_COLUMNS)
     parts = max(1, min(RELU_PROGRAMS // columns, triton.cdiv(rows, RELU_ROWS)))
-    share = triton.cdiv(triton.cdiv(rows, parts), RELU_ROWS) * RELU_ROWS
+    rows_each = triton.cdiv(triton.cdiv(rows, parts), RELU_ROWS) * RELU_ROWS
     sums = out.new_empty(parts, width, dtype=torch.float32)
     _relu_gradient[(columns, parts)](
-        gradient, out, before, sums, rows, share, width, ROWS=RELU_ROWS, COLUMNS=RELU_COLUMNS
+        gradient, out, before, sums, rows, rows_each, width, ROWS=RELU_ROWS, COLUMNS=RELU_COLUMNS
     )
     return before, sums.sum(0).to(out.dtype)
 
@@ -144,7 +144,7 @@ class FusedReluLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of x, weight and bias for that of the output, (T, F)."""
+        """Return the gradients of x, weight and bias from the gradient of the output, (T, F)."""
         x, weight, out = ctx.saved_tensors
         before, bias_gradient = relu_gradient(gradient, out)
         of_x, of_weight, of_bias = ctx.needs_input_grad
