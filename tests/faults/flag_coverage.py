@@ -126,7 +126,7 @@ ELSEWHERE: dict[str, str] = {
     "inference_tp_size": "multi/test_ranks_decode.py::test_inference_tp_size_changes_no_rollout_of_step_3",
     "json_output": "step2_reward/test_step2_eval.py::test_the_command_reports_on_held_out_pairs",
     "keep_best": "faults/test_resume_changed.py::test_a_best_model_that_is_gone_is_not_taken_for_saved",
-    "language": "rlhf/test_compare.py::test_bundled_prompts_are_eight_different_questions",
+    "language": "inference/test_comparison.py::test_bundled_prompts_are_eight_different_questions",
     "master_addr": "launching/test_launch.py::test_words_survive_pdsh",
     "master_port": "launching/test_launch.py::test_single_gpu",
     "max_bad_steps": "faults/test_bad_numbers.py::test_for_good_ends_with_4",

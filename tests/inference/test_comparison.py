@@ -1,0 +1,95 @@
+"""Prompts of a comparison, its statistics by hand, and its Markdown."""
+
+import json
+import math
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.inference.comparison import AnswerRow, Contestant, compare, mean_interval, summarise, wilson
+from pipeline.inference.comparison_report import fenced, markdown
+from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
+
+# ---- prompts ----
+
+
+@pytest.mark.parametrize("language", ["English", "Chinese", "Japanese"])
+def test_bundled_prompts_are_eight_different_questions(language):
+    assert len({shown_prompt(turns) for turns in bundled_prompts(language)}) == 8
+
+
+def test_prompt_files(tmp_path):
+    lines = tmp_path / "a.txt"
+    lines.write_text("\ufeffone\r\n\r\n two \n")
+    assert [shown_prompt(turns) for turns in read_prompts(str(lines))] == ["one", "two"]
+    rows = tmp_path / "a.jsonl"
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    values = ["plain", "\n\nHuman: hi\n\nAssistant: yes\n\nHuman: and?\n\nAssistant:", turns, "half \ud800"]
+    rows.write_text("".join(json.dumps({"prompt": value}) + "\n" for value in values))
+    assert [[turn.content for turn in turns] for turns in read_prompts(str(rows))] == [
+        ["plain"],
+        ["hi", "yes", "and?"],
+        ["s", "u"],
+        ["half ?"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "x"}, "a.jsonl:1: no `prompt` among the columns question"),
+        ({"prompt": 3}, "a.jsonl:1: prompt is no list of messages"),
+        ({"prompt": ""}, "a.jsonl:1: empty prompt"),
+        ({"prompt": "\n\nHuman: a\n\nAssistant: b"}, "a.jsonl:1: the prompt ends with an answer"),
+    ],
+)
+def test_bad_prompt_rows_are_named(row, message, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(InputError) as caught:
+        read_prompts(str(file))
+    assert message in str(caught.value)
+
+
+# ---- statistics, by hand ----
+
+
+def test_wilson_by_hand():
+    # 4 of 8, z = 2: centre (0.5 + 4/16) / (1 + 4/8) = 0.5; half = 2 sqrt(0.25/8 + 4/256) / 1.5 = 0.288675.
+    found = wilson(0.5, 8, z=2.0)
+    assert (found.low, found.high) == pytest.approx((0.5 - 0.288675, 0.5 + 0.288675), abs=1e-6)
+    # 10 of 10: centre (1 + 0.2) / 1.4, half = 2 sqrt(4/400) / 1.4: from 1 / 1.4 to 1.
+    found = wilson(1.0, 10, z=2.0)
+    assert (found.low, found.high) == pytest.approx((1 / 1.4, 1.0), abs=1e-12)
+
+
+def test_wins_are_averaged_within_a_prompt_first():
+    # Prompt 1: (1, 2) meets (2, 0): 2>1, 2=2, 0<1, 0<2 -> 1 win, 1 tie, 2 losses: (1 + 0.5) / 4 = 0.375.
+    # Prompt 2: (0, 0) meets (5, 5): 4 wins: 1. Rate 0.6875 over n = 2. Differences: 1 - 1.5 = -0.5 and 5: mean 2.25.
+    found = compare([[1, 2], [0, 0]], [[2, 0], [5, 5]])
+    assert (found.wins, found.ties, found.losses, found.num_prompts) == (5, 1, 2, 2)
+    assert found.win_rate == wilson(0.6875, 2)
+    assert found.difference is not None and found.difference.value == 2.25
+    # Standard deviation 5.5 / sqrt(2), so the error of the mean of two is 2.75.
+    assert found.difference.high == pytest.approx(2.25 + 1.959964 * 2.75, abs=1e-5)
+
+
+def test_one_prompt_has_no_interval_of_the_difference():
+    assert mean_interval([1.0]) is None
+    assert compare([[0.0]], [[1.0]]).difference is None
+
+
+def test_summaries():
+    rows = ((AnswerRow("a", 2, True, 1.0),), (AnswerRow("b", 5, False, 3.0),))
+    better = tuple((AnswerRow(row.text, 1, True, row.score + 1),) for (row,) in rows)
+    first, second = summarise([Contestant("A", "a", rows), Contestant("B", "b", better)])
+    assert (first.mean_tokens, first.finished_share, first.mean_score) == (3.5, 0.5, 2.0)
+    assert first.against is None and second.against is not None
+    assert (second.against.wins, second.against.win_rate.value, second.mean_score) == (2, 1.0, 3.0)
+    assert math.isclose(second.against.win_rate.low, 2 / (2 + 1.959963984540054**2))
+
+
+def test_a_fence_is_longer_than_the_backticks_in_the_text():
+    assert fenced("a ```` b")[0] == "`````text"
+    content = markdown(["q"], [Contestant("A", "a", ((AnswerRow("\x1b[0m", 1, True),),))], "none")
+    assert "\\x1b[0m" in content and "\x1b" not in content
