@@ -1,4 +1,4 @@
-"""The only file that imports torch.distributed: process group, ranks, and the few collectives that the loops use.
+"""Process group, ranks and the few collectives of the training loops: the only module that imports torch.distributed.
 
 Every function here is called the same number of times on every rank whatever the data (docs/design.md, section 8).
 """
@@ -20,7 +20,7 @@ from pipeline.errors import EnvironmentFault, RunError
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-# What gloo and nccl say, as plain RuntimeErrors, when another rank has gone or does not come.
+# Messages of gloo and nccl, in plain RuntimeErrors, when another rank has ended or does not join.
 PEER_GONE = re.compile(
     r"gloo/transport|closed by peer|Connection reset|Broken pipe|Timed out waiting|NCCL (error|communicator)|"
     r"Connection refused|timeout caused pair closure"
@@ -28,12 +28,12 @@ PEER_GONE = re.compile(
 
 
 class PeerError(RuntimeError):
-    """Raised on the other ranks where the work of rank 0 failed."""
+    """An error on the other ranks: the work of rank 0 failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where this process stands: global rank, number of ranks, rank on this node, and its device."""
+    """The position of this process: global rank, number of ranks, rank on this node, and its device."""
 
     rank: int
     size: int
@@ -46,14 +46,14 @@ class World:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
+    """Return a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def read_environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from the launcher's environment; a plain `python -m` run is a world of one."""
+    """Return (rank, world size, local rank) of the launcher's environment; else a world of one."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())
@@ -61,13 +61,13 @@ def read_environment() -> tuple[int, int, int]:
 
 
 def local_size() -> int:
-    """Ranks on this machine, as torchrun or DeepSpeed's launcher says; all of them where neither does."""
+    """Return the number of ranks on this machine by torchrun's or DeepSpeed's variables, else the number of ranks."""
     environ = os.environ
     return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ.get("WORLD_SIZE", "1"))
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """The rank's own CUDA device, or the CPU. Raises EnvironmentFault where there are fewer devices than ranks."""
+    """Return the rank's CUDA device, or the CPU. Raises EnvironmentFault where the machine has fewer devices."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
         return torch.device("cpu")
@@ -83,7 +83,7 @@ def start(*, timeout_s: int) -> World:
     """Join the process group (nccl on GPUs, gloo on CPUs) and share the CPU's cores among the ranks of this node.
 
     Raises:
-        EnvironmentFault: there are fewer devices than ranks, the port is taken, or rank 0 cannot be reached.
+        EnvironmentFault: fewer devices than ranks, the port is in use, or rank 0 cannot be reached.
     """
     # DeepSpeed calls collectives by their old names, thousands of times.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -97,29 +97,29 @@ def start(*, timeout_s: int) -> World:
 
 
 def join(device: torch.device, timeout: timedelta) -> None:
-    """Meet the other ranks; those of one machine over the loopback interface alone."""
+    """Join the other ranks; ranks of one machine use the loopback interface only."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        where = loopback_store(timeout) if on_loopback() else {}
+        store = loopback_store(timeout) if on_loopback() else {}
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
-            **where,
+            **store,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise EnvironmentFault(f"cannot join {address}: {str(error).splitlines()[0]}") from error
 
 
 def on_loopback() -> bool:
-    """Whether all ranks are on this machine, and none of them belongs to torchrun, which brings a store of its own."""
+    """Return whether all ranks are on this machine and not torchrun's, which has a store of its own."""
     address = os.environ["MASTER_ADDR"]
     local = address == "localhost" or address.startswith("127.")
     return local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def loopback_store(timeout: timedelta) -> dict[str, Any]:
-    """init_process_group's arguments for a store that listens on the loopback interface only; torch's own on all."""
+    """Return init_process_group's arguments for a store on the loopback interface; torch's own listens on all."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -138,7 +138,7 @@ def loopback_store(timeout: timedelta) -> dict[str, Any]:
 
 
 def listening_socket(port: int) -> socket.socket:
-    """A socket that listens on `port` of the loopback interface. Raises EnvironmentFault where something else does."""
+    """Return a socket that listens on `port` of the loopback interface. Raises EnvironmentFault: the port is in use."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -151,7 +151,7 @@ def listening_socket(port: int) -> socket.socket:
 
 
 def follows_from_another_rank(error: BaseException) -> bool:
-    """Whether `error` only says that another rank has failed or gone."""
+    """Return whether `error` only tells that another rank has failed or ended."""
     if isinstance(error, PeerError | dist.DistError):
         return True
     return world_size() > 1 and isinstance(error, RuntimeError) and bool(PEER_GONE.search(str(error)))
@@ -182,7 +182,7 @@ def barrier() -> None:
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum over ranks, as a new tensor of the same shape."""
+    """Return the element-wise sum over ranks, as a new tensor of the same shape."""
     total = values.clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -190,7 +190,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:
-    """The largest of the ranks' numbers."""
+    """Return the largest of the ranks' numbers."""
     largest = torch.tensor(value, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -198,7 +198,7 @@ def max_over_ranks(value: float, device: torch.device) -> float:
 
 
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """(n, ...) of every rank, equal shapes everywhere -> (ranks * n, ...) in rank order on every rank."""
+    """Gather (n, ...) of every rank, equal shapes everywhere, as (ranks * n, ...) in rank order on every rank."""
     if world_size() == 1:
         return rows
     # gloo and nccl do not gather booleans alike; bytes work on both.
@@ -209,7 +209,7 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 class RankGroup:
-    """The `size` neighbouring ranks that this one belongs to. Making one is a collective over all ranks."""
+    """A group of `size` neighbouring ranks that this one belongs to. Making one is a collective over all ranks."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, rank() % size
@@ -228,7 +228,7 @@ class RankGroup:
         dist.all_gather_into_tensor(whole, part, group=self._group)
 
     def any(self, value: bool, device: torch.device) -> bool:
-        """Whether any rank of the group says so."""
+        """Return whether `value` is true on any rank of the group."""
         if self.size == 1:
             return value
         flag = torch.tensor(float(value), device=device)
@@ -236,12 +236,12 @@ class RankGroup:
         return flag.item() > 0
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum over the group, as a new tensor; `values` themselves where it is one rank."""
+        """Return the element-wise maximum over the group, as a new tensor; `values` themselves for one rank."""
         if self.size == 1:
             return values
-        found = values.clone()
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        return found
+        largest = values.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return largest
 
     def check_same(self, values: torch.Tensor) -> None:
         """Raise RuntimeError on all ranks of the group unless they hold equal integers."""
@@ -249,7 +249,7 @@ class RankGroup:
             raise RuntimeError("the ranks that generate together have drawn different tokens")
 
     def least(self, value: int, device: torch.device) -> int:
-        """The smallest of the group's numbers."""
+        """Return the smallest of the group's numbers."""
         if self.size == 1:
             return value
         smallest = torch.tensor(value, device=device)
@@ -258,7 +258,7 @@ class RankGroup:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 alone; its result, or its error, reaches every rank.
+    """Run `work` on rank 0 only; its result, or its error, reaches every rank.
 
     Raises:
         RunError: what `work` raised, on every rank.

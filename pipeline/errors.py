@@ -1,4 +1,4 @@
-"""Exit codes of a run, the errors that carry them, and their lines on stderr."""
+"""Exit codes of a run and the errors that carry them."""
 
 import difflib
 import sys
@@ -20,31 +20,31 @@ class RunError(Exception):
 
 
 class InputError(RunError):
-    """Bad data, flags or files. The message names the file, row or flag, what was found, and what would be right."""
+    """Bad data, flags or files. The message names the file, row or flag, its value, and what would be right."""
 
     code = EXIT_INPUT
 
 
 class EnvironmentFault(RunError):
-    """The machine does not offer what was asked for: port, GPU count, disk space, host, network."""
+    """A machine that lacks what a run needs: port, GPUs, disk space, host, network, library version."""
 
     code = EXIT_ENVIRONMENT
 
 
 class DivergedError(RunError):
-    """Training produced non-finite numbers too many times in a row."""
+    """Non-finite losses or gradients too many times in a row."""
 
     code = EXIT_DIVERGED
 
 
 class CheckpointError(RunError):
-    """No usable checkpoint where one is needed."""
+    """A missing or unusable checkpoint where one is needed."""
 
     code = EXIT_NO_CHECKPOINT
 
 
 class StoppedRun(RunError):
-    """Stopped on request with everything saved; the same command resumes."""
+    """A stop on request with everything saved; the same command resumes."""
 
     code = EXIT_STOPPED
 
@@ -56,6 +56,6 @@ def print_error(error: RunError) -> int:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """`; did you mean X?` for the valid name that is nearest to `name`, or nothing."""
+    """Return `; did you mean X?` for the valid name that is nearest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,4 +1,7 @@
-"""Files that are whole or not there: written beside, flushed to disk, renamed into place."""
+"""Atomic writing of files and folders, hashes of files, and errors of the disk.
+
+A file or folder is written under a temporary name, flushed to disk and renamed, so that it is whole or missing.
+"""
 
 import hashlib
 import json
@@ -15,11 +18,11 @@ from pipeline.errors import EnvironmentFault, InputError
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-_said: set[str] = set()  # what `tolerated` has warned of
+_warned: set[str] = set()  # by `tolerated`
 
 
 def flush(path: Path) -> None:
-    """fsync a file or a folder."""
+    """Flush a file or a folder to disk by fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -28,29 +31,29 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """fsync all files below `folder`, and the folders that name them."""
+    """Flush all files and folders below `folder`, and `folder` itself, to disk."""
     for path in [*folder.rglob("*"), folder]:
         flush(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` beside `path` and rename it into place."""
-    beside = path.with_name(f".{path.name}.writing")
-    beside.write_text(text, encoding="utf-8")
-    flush(beside)
-    beside.replace(path)
+    """Write `text` to `path` atomically."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside `path` and rename it into place."""
+    """Write `value` as JSON to `path` atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a temporary folder beside `folder`, flush it to disk, rename it into place; nothing half-written stays.
+    """Write `folder` atomically: `fill` writes a temporary one, which is flushed to disk and renamed.
 
     Raises:
-        InputError: `folder` holds other files. EnvironmentFault: it cannot be written; what was there stays.
+        InputError: `folder` holds other files. EnvironmentFault: it cannot be written; an earlier one stays.
     """
     # A link to another disk stays a link.
     folder = folder.resolve()
@@ -71,7 +74,7 @@ def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
-    """Rename `fresh` to `folder`; what stood there goes last."""
+    """Rename `fresh` to `folder`; an earlier `folder` is deleted last."""
     old = folder.parent / f".{folder.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -83,18 +86,18 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 @contextmanager
 def tolerated(what: str) -> Iterator[None]:
-    """Inside, a disk that refuses ends nothing: what is written there is worth less than the run. Said once."""
+    """Log an OSError of the context once, and go on: the run is worth more than what is written here."""
     try:
         yield
     except OSError as error:
-        if what not in _said:
+        if what not in _warned:
             log.warning("%s cannot be written, training goes on: %s", what, error.strerror or error)
-        _said.add(what)
+        _warned.add(what)
 
 
 @contextmanager
 def refused_by_disk(path: Path) -> Iterator[None]:
-    """Inside, OSError becomes an EnvironmentFault that names `path`."""
+    """Raise an EnvironmentFault that names `path` for an OSError of the context."""
     try:
         yield
     except OSError as error:
@@ -102,19 +105,19 @@ def refused_by_disk(path: Path) -> Iterator[None]:
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Whether the file system refused: OSError, or safetensors' own error around one."""
+    """Return whether the file system refused: an OSError, or safetensors' error around one."""
     return isinstance(error, OSError) or (type(error).__name__ == "SafetensorError" and "os error" in str(error))
 
 
 def cannot_write(path: Path, error: BaseException | str, *, needed: int = 0) -> str:
-    """One line: where, why, what is needed and what is free."""
+    """Return a line that tells where and why writing failed, the bytes needed and the bytes free."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     sizes = f"needs {needed / GIB:.3g} GiB, " if needed else ""
     return f"{path}: cannot be written: {reason} ({sizes}{free_bytes(path) / GIB:.3g} GiB free)"
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes of the disk that `path` lies, or will lie, on."""
+    """Return the free bytes of the disk of `path`, which need not exist yet."""
     existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
     return shutil.disk_usage(existing).free
 
@@ -133,6 +136,6 @@ def check_replaceable(folder: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's content, as hex."""
+    """Return the SHA-256 of a file's content, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

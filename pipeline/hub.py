@@ -1,4 +1,4 @@
-"""Whether the hub can be reached, asked once: its client retries each file for half a minute, and says so each time."""
+"""Offline mode of the Hugging Face hub's client: without a network it would retry each file for half a minute."""
 
 import functools
 import os
@@ -11,7 +11,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 @functools.cache
 def go_offline_without_network() -> None:
-    """Where no connection to the hub can be made, switch its client to offline mode: the cache or an error at once."""
+    """Switch the hub's client to offline mode where the hub cannot be reached: it reads its cache or fails at once."""
     import datasets
     from huggingface_hub import constants
 

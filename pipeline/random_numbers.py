@@ -31,7 +31,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """Ten rounds of Philox on int64 tensors that hold words 0 <= w < 2**32; the counter words broadcast."""
+    """Run ten rounds of Philox on int64 tensors that hold words 0 <= w < 2**32; the counter words broadcast."""
     assert all(word.dtype == torch.int64 for word in counter), [word.dtype for word in counter]
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(PHILOX_ROUNDS):
@@ -46,7 +46,7 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
 def uniforms(
     *, seed: int, purpose: str, epoch: int, prompt_ids: Tensor, sample_index: Tensor, position: int | Tensor
 ) -> Tensor:
-    """Float64 numbers in the open interval (0, 1), one for each (prompt id, sample index, position).
+    """Return float64 numbers in the open interval (0, 1), one for each (prompt id, sample index, position).
 
     The three are int64 and broadcast: (N,) with an int position gives (N,); (N, 1) with positions (T,) gives (N, T),
     which draws a block of decode steps in one call. That is worth doing on a GPU, where the range check waits for the
@@ -65,7 +65,7 @@ def uniforms(
 
 
 def permutation(n: int, *, seed: int, purpose: str, epoch: int) -> Tensor:
-    """A random order of 0..n-1, (n,) int64 on the CPU: indices sorted by their uniform, ties by index.
+    """Return a random order of 0..n-1, (n,) int64 on the CPU: indices sorted by their uniform, ties by index.
 
     Index i takes the place of the prompt id, so a purpose of its own ("shuffle") keeps it apart from `uniforms`.
     """
@@ -76,12 +76,12 @@ def permutation(n: int, *, seed: int, purpose: str, epoch: int) -> Tensor:
 
 
 def derive_key(seed: int, purpose: str) -> int:
-    """The 64-bit Philox key of (seed, purpose); a hash, so that neighbouring seeds share nothing."""
+    """Return the 64-bit Philox key of (seed, purpose); a hash, so that neighbouring seeds share nothing."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=8).digest(), "little")
 
 
 def words_to_uniform(first: Tensor, second: Tensor) -> Tensor:
-    """52 random bits as a float64 in (0, 1), the centres of 2**52 equal cells; a 53rd bit would round up to 1."""
+    """Map 52 random bits to a float64 in (0, 1), the centre of one of 2**52 cells; a 53rd bit would round up to 1."""
     bits = (first >> 6 << 26) | (second >> 6)
     return (bits.double() + 0.5) * 2.0**-52
 
@@ -91,7 +91,7 @@ def _words(number: int) -> tuple[int, int]:
 
 
 def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of the 64-bit product; it wraps around in int64, the mask drops the shifted-in sign bits."""
+    """Return the words of the 64-bit product; it wraps around in int64, the mask drops the shifted-in sign bits."""
     product = word * multiplier
     return (product >> WORD_BITS) & WORD_MASK, product & WORD_MASK
 
@@ -104,5 +104,5 @@ def _check_range(name: str, number: Tensor, bits: int) -> None:
 
 
 def seed_dropout(seed: int, *, step: int, rank: int) -> None:
-    """Set torch's generators for the dropout of an optimizer step: a function of what it is for, as all else here."""
+    """Set torch's generators for the dropout of an optimizer step, as a function of seed, step and rank."""
     torch.manual_seed(derive_key(seed, f"dropout/{step}/{rank}"))

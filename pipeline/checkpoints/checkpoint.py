@@ -1,8 +1,8 @@
-"""Resume checkpoints: `<run_dir>/checkpoints/step-<n>/`, complete only when its manifest is there.
+"""Resume checkpoints, written to and read from `<run_dir>/checkpoints/step-<n>/`.
 
-A checkpoint is safetensors (fragments.py) and JSON, no pickle. Every rank writes its own files beside, flushed; rank 0
-adds the manifest (SHA-256 and size of every file) last and renames the folder into place. So a run that is killed at
-any moment leaves the checkpoints it had, and a file that is cut short or changed is found before anything is read.
+A checkpoint is safetensors (fragments.py) and JSON, no pickle. Every rank writes its own files to a temporary folder;
+rank 0 adds the manifest (SHA-256 and size of every file) last and renames the folder. So a run that is killed at any
+moment keeps its earlier checkpoints, and a file that is cut short or changed is detected before anything is read.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import dist
-from pipeline.checkpoints.checkpoint_files import FORMAT, MANIFEST, drop_older, find, sealed, set_aside_newer
+from pipeline.checkpoints.checkpoint_files import FORMAT, MANIFEST, delete_older, find, set_aside_newer, with_checksum
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.resume_rules import check_same_fingerprints, check_same_settings
 from pipeline.engine.engine import TrainingEngine
@@ -39,7 +39,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What evolves: counters as JSON, engines, further fragments of this rank, and tensors that every rank has."""
+    """The state of a run: counters as JSON, engines, further fragments of this rank, tensors equal on all ranks."""
 
     state: Mapping[str, Any]
     engines: Mapping[str, TrainingEngine]
@@ -49,7 +49,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What `load` found: the stage's counters, readers of further fragments, and tensors that every rank has."""
+    """A checkpoint's content besides engines: counters, readers of further fragments, tensors equal on all ranks."""
 
     state: dict[str, Any]
     fragments: dict[str, FragmentReader]
@@ -61,7 +61,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A checkpoint whose folder is being filled; `written` gives what `write_rank_files` gives."""
+    """A checkpoint that is being written; `written` is the result of `write_rank_files`."""
 
     step: int
     started: float
@@ -74,10 +74,10 @@ class Pending:
 
 
 class Saver:
-    """Writes a run's checkpoints; all methods are collectives.
+    """The writer of a run's checkpoints; all methods are collectives.
 
-    With `background`, training goes on while the files are written: what they hold is copied to host memory first, and
-    the manifest and the rename come at a later `poll`, when every rank has written its own.
+    With `background`, training goes on while files are written: their content is copied to host memory first, and a
+    later `poll` adds the manifest and renames the folder, when every rank has written its files.
     """
 
     def __init__(self, run: Run, fingerprint: RunFingerprint, *, keep: int, background: bool) -> None:
@@ -89,7 +89,7 @@ class Saver:
         """Write a checkpoint of `step` and delete all but the newest `keep` (0: write none).
 
         Raises:
-            EnvironmentFault: on every rank, where one could not write; the checkpoints that were there stay.
+            EnvironmentFault: on every rank, where one could not write; earlier checkpoints stay.
         """
         if self.keep == 0:
             return
@@ -112,7 +112,7 @@ class Saver:
 
     def poll(self) -> None:
         """Complete a checkpoint that is written in the background, if every rank is done. Raises EnvironmentFault."""
-        if self._pending and not self._somewhere(not self._pending.written.done()):
+        if self._pending and not self._on_any_rank(not self._pending.written.done()):
             self.finish()
 
     def finish(self) -> None:
@@ -122,21 +122,21 @@ class Saver:
             return
         entries, problem = pending.written.result()
         final = pending.fresh.with_name(f"step-{pending.step}")
-        if self._somewhere(bool(problem)):
+        if self._on_any_rank(bool(problem)):
             dist.on_main(lambda: shutil.rmtree(pending.fresh, ignore_errors=True))
             raise EnvironmentFault(problem or f"{final}: another rank could not write it; see its log")
         everywhere = dist.gather_rows(entries.to(self.run.world.device)).cpu()
         dist.on_main(lambda: commit(pending, final, everywhere))
-        dist.on_main(lambda: drop_older(final, self.keep))
+        dist.on_main(lambda: delete_older(final, self.keep))
         size, seconds = pending.num_bytes / GIB, time.monotonic() - pending.started
         log.info("checkpoint %s: %.3g GiB in %.1f s", final.name, size, seconds)
 
-    def _somewhere(self, here: bool) -> bool:
+    def _on_any_rank(self, here: bool) -> bool:
         return dist.max_over_ranks(float(here), self.run.world.device) > 0
 
 
 def attempt(write: Callable[[], None]) -> bool:
-    """Run `write`; where the disk refuses, say so and give False: what was saved before stays. A collective."""
+    """Run `write`; log a refusal of the disk and return False: earlier checkpoints stay. A collective."""
     try:
         write()
     except EnvironmentFault as error:
@@ -146,18 +146,18 @@ def attempt(write: Callable[[], None]) -> bool:
 
 
 def num_bytes(parts: Mapping[str, list[Fragment]], tensors: Mapping[str, torch.Tensor], device: torch.device) -> int:
-    """Bytes that all ranks will write. A collective."""
+    """Return the bytes that all ranks will write. A collective."""
     own = sum(fragment.values.nbytes for fragments in parts.values() for fragment in fragments)
     total = dist.sum_over_ranks(torch.tensor(float(own), dtype=torch.float64, device=device)).item()
     return int(total) + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def make_folder(fresh: Path, needed: int) -> None:
-    """An empty folder to write in, on a disk with room. Raises EnvironmentFault."""
+    """Make an empty folder on a disk with `needed` free bytes. Raises EnvironmentFault."""
     try:
         fresh.parent.mkdir(parents=True, exist_ok=True)
         for left in fresh.parent.glob(".step-*"):
-            # What a killed run left; .old ones may be the only copy of their step.
+            # Unfinished folders of a killed run; an .old one may be the only copy of its step.
             if not left.name.endswith(".old"):
                 shutil.rmtree(left, ignore_errors=True)
         fresh.mkdir()
@@ -173,7 +173,7 @@ def own_file(name: str, rank: int) -> str:
 
 
 def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[torch.Tensor, str]:
-    """This rank's files: ((files, 40) uint8 of SHA-256 and size, what went wrong or nothing)."""
+    """Write this rank's files; return ((files, 40) uint8 of SHA-256 and size, the problem or an empty string)."""
     entries = torch.zeros(len(parts), 40, dtype=torch.uint8)
     try:
         for row, (name, fragments) in enumerate(parts.items()):
@@ -192,10 +192,10 @@ def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[
 
 
 def commit(pending: Pending, final: Path, entries: torch.Tensor) -> None:
-    """Add what rank 0 alone writes, then the manifest, then rename. Raises EnvironmentFault.
+    """Write rank 0's files and the manifest, and rename the folder. Raises EnvironmentFault.
 
     Args:
-        entries: (ranks * files, 40) what `write_rank_files` gave on each rank.
+        entries: (ranks * files, 40) results of `write_rank_files` on all ranks.
     """
     fresh, names, files = pending.fresh, list(pending.parts), {}
     for row, packed in enumerate(entries):
@@ -211,7 +211,7 @@ def commit(pending: Pending, final: Path, entries: torch.Tensor) -> None:
         write_json(fresh / "state.json", pending.description)
         for path in sorted(path for path in fresh.iterdir() if path.name not in files):
             files[path.name] = {"sha256": digest(path), "bytes": path.stat().st_size}
-        write_json(fresh / MANIFEST, sealed({"format": FORMAT, "step": pending.step, "files": files}))
+        write_json(fresh / MANIFEST, with_checksum({"format": FORMAT, "step": pending.step, "files": files}))
         flush(fresh)
         if final.exists():
             old = final.with_name(f".{final.name}.old")
@@ -227,7 +227,7 @@ def commit(pending: Pending, final: Path, entries: torch.Tensor) -> None:
 
 
 def state_json(content: Content, fingerprint: RunFingerprint, step: int) -> dict[str, Any]:
-    """The content of state.json."""
+    """Return the content of state.json."""
     return {
         "step": step,
         "world_size": dist.world_size(),
@@ -236,7 +236,7 @@ def state_json(content: Content, fingerprint: RunFingerprint, step: int) -> dict
         "settings": fingerprint.settings,
         "fingerprints": fingerprint.hashes,
         "sizes": fingerprint.sizes,
-        "layout": fingerprint.layout,
+        "layout": fingerprint.rounding,
         "versions": {name: metadata.version(name) for name in PACKAGES},
         "time": time.time(),
     }
@@ -248,10 +248,11 @@ def state_json(content: Content, fingerprint: RunFingerprint, step: int) -> dict
 def load(
     run: Run, resume: str, engines: Mapping[str, TrainingEngine], fingerprint: RunFingerprint, *, force: bool
 ) -> Resumed | None:
-    """Restore the engines from the newest whole checkpoint (or the one named); None where there is none. A collective.
+    """Restore the engines from the newest whole checkpoint; return the rest of it, or None without any. A collective.
 
     Args:
-        force: go on although settings, data or start models are other ones.
+        resume: auto, never, or the folder of a checkpoint.
+        force: go on although settings, data or start models differ.
 
     Raises:
         CheckpointError: not usable. InputError: written by another run.
@@ -260,16 +261,16 @@ def load(
     if folder is None:
         return None
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    settings, layout, defaults = json.loads(
-        json.dumps([fingerprint.settings, fingerprint.layout, fingerprint.defaults])
+    settings, rounding, defaults = json.loads(
+        json.dumps([fingerprint.settings, fingerprint.rounding, fingerprint.defaults])
     )
     check_same_settings(folder, saved["settings"], settings, defaults=defaults, force=force)
     check_same_fingerprints(
         folder, saved["fingerprints"] | saved["sizes"], {**fingerprint.hashes, **fingerprint.sizes}, force=force
     )
-    if (held := ", ".join(sorted(saved["engines"]))) != (wanted := ", ".join(sorted(engines))):
-        raise InputError(f"{folder}: found the state of {held}, wanted that of {wanted}: it is of another step")
-    log_differences(folder, saved, layout, defaults)
+    if (found := ", ".join(sorted(saved["engines"]))) != (expected := ", ".join(sorted(engines))):
+        raise InputError(f"{folder}: found the state of {found}, expected that of {expected}: it is of another stage")
+    log_differences(folder, saved, rounding, defaults)
     if resume != "auto":
         dist.on_main(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
     for name, engine in engines.items():
@@ -281,11 +282,11 @@ def load(
     return Resumed(saved["state"], readers, shared)
 
 
-def log_differences(folder: Path, saved: Json, layout: Json, defaults: Json) -> None:
-    """Log what is resumed and, in a line each, why the rest may differ from an uninterrupted run by rounding."""
+def log_differences(folder: Path, saved: Json, rounding: Json, defaults: Json) -> None:
+    """Log the checkpoint and the differences that change the numbers of an uninterrupted run by rounding."""
     log.info("resuming from %s (--overwrite starts over)", folder)
-    now = {**layout, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
+    now = {**rounding, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
     then = {**defaults, **saved["settings"], **saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
     changed = [f"{name} {then.get(name)} -> {now[name]}" for name in sorted(now) if then.get(name) != now[name]]
     if changed:
-        log.warning("resumed under another layout: %s; numbers are equal up to rounding", ", ".join(changed))
+        log.warning("resumed with other settings: %s; numbers are equal up to rounding", ", ".join(changed))

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: which are there, which are whole, which go. Imports no torch."""
+"""Checkpoint folders on disk: listing, checking, choosing and deleting them. Their content is read elsewhere."""
 
 import hashlib
 import json
@@ -16,26 +16,26 @@ from pipeline.files import digest
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # raised when what is in the files changes its meaning
+FORMAT = 2  # raised when the content of the files changes its meaning
 HASHING_THREADS = 8
 NAME = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
 
 
-def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """`content` with the hash of itself, so that a changed manifest is found as well."""
+def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
+    """Return `content` with the hash of itself, so that a changed manifest is detected as well."""
     text = json.dumps(content, sort_keys=True)
     return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def drop_older(final: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints. One that is killed halfway through is deleted by the next save."""
+def delete_older(final: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints; the next save completes a deletion that was interrupted."""
     for number, folder in enumerate(candidates(final.parent)):
         if number >= keep or folder.name.endswith(".old"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> None:
-    """Rename checkpoints behind `step` that an earlier course of the run left, so that none is taken for this one's."""
+    """Rename checkpoints after `step`, which an earlier course of the run wrote, so that they are not resumed later."""
     for folder in candidates(checkpoints):
         if step_number(folder) > step:
             aside = folder.with_name(f"set-aside-{time.time_ns()}-{folder.name.strip('.')}")
@@ -48,30 +48,30 @@ def step_number(folder: Path) -> int:
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """Checkpoint folders, newest first; one that was about to be replaced comes behind its successor."""
+    """Return the checkpoint folders, newest first; one that is being replaced follows its successor."""
     paths = [*checkpoints.glob("step-*"), *checkpoints.glob(".step-*.old")]
-    found = [path for path in paths if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (step_number(path), path.name.startswith("step-")), reverse=True)
+    folders = [path for path in paths if NAME.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: (step_number(path), path.name.startswith("step-")), reverse=True)
 
 
 def problem_with(folder: Path) -> str | None:
-    """Why this checkpoint must not be read, naming the file; None where it is whole."""
+    """Return why this checkpoint must not be read, naming the file; None where it is whole."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        seal = manifest.pop("sha256")
-        if sealed(manifest)["sha256"] != seal:
+        checksum = manifest.pop("sha256")
+        if with_checksum(manifest)["sha256"] != checksum:
             return f"{folder / MANIFEST}: changed since it was written"
         if manifest["format"] != FORMAT:
             return f"{folder}: has format {manifest['format']}, this version reads {FORMAT}"
         entries = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return f"{folder / MANIFEST}: missing or unreadable"
-    # Readers take files by their names: none may be there that was not checked, and none is looked for elsewhere.
-    there = {path.name for path in folder.iterdir()} - {MANIFEST}
-    if odd := sorted(there.symmetric_difference(entries)):
+    # Readers open files by their names: each file of the folder must have been checked, and no other is opened.
+    present = {path.name for path in folder.iterdir()} - {MANIFEST}
+    if odd := sorted(present.symmetric_difference(entries)):
         return f"{folder / odd[0]}: missing, or not in the manifest"
 
-    def wrong(name: str) -> str | None:
+    def problem_of_file(name: str) -> str | None:
         path, (size, sha256) = folder / name, entries[name]
         try:
             whole = path.is_file() and path.stat().st_size == size and digest(path) == sha256
@@ -80,14 +80,14 @@ def problem_with(folder: Path) -> str | None:
         return None if whole else f"{path}: missing, cut short or changed since it was written"
 
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        return next((problem for problem in pool.map(wrong, entries) if problem), None)
+        return next((problem for problem in pool.map(problem_of_file, entries) if problem), None)
 
 
 def find(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint folder to continue from: `resume` is auto, never, or a folder.
+    """Return the checkpoint folder to resume from; `resume` is auto, never, or a folder.
 
     Raises:
-        CheckpointError: there are checkpoints, or one was named, and none is whole.
+        CheckpointError: checkpoints exist, or one was named, and none is whole.
         InputError: the named folder does not exist.
     """
     if resume == "never":
@@ -95,14 +95,14 @@ def find(run_dir: Path, resume: str) -> Path | None:
     if resume != "auto" and not Path(resume).is_dir():
         raise InputError(f"--resume {resume}: no such folder; wanted auto, never, or a checkpoint folder")
     for left in (run_dir / "checkpoints").glob(".step-*.writing"):
-        log.warning("checkpoint passed over: %s: was never finished", left)
+        log.warning("checkpoint skipped: %s: was never finished", left)
     problems = []
     for folder in candidates(run_dir / "checkpoints") if resume == "auto" else [Path(resume)]:
         problem = problem_with(folder)
         if problem is None:
             return folder
         problems.append(problem)
-        log.warning("checkpoint passed over: %s", problem)
+        log.warning("checkpoint skipped: %s", problem)
     if problems:
         raise CheckpointError(f"no usable checkpoint: {problems[0]}; --resume never starts afresh")
     return None

@@ -1,10 +1,12 @@
-"""Hashes that tell whether a resumed run reads the same data and starts from the same models."""
+"""Run fingerprints: settings, data and start models that a resumed run must share with its checkpoint."""
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from datasets import Dataset
 
 from pipeline.configuration.resume_rules import defaults_of, values_by_rule
 from pipeline.data.loader import StepLoader
@@ -13,13 +15,13 @@ from pipeline.files import digest
 EDGE_BYTES = 1 << 20
 
 
-def data_fingerprint(rows: Any) -> str:
-    """SHA-256 of the memory-mapped files of a `datasets.Dataset`: its samples in their order."""
+def data_fingerprint(rows: Dataset) -> str:
+    """Return the SHA-256 of the memory-mapped files of a dataset: its rows in their order."""
     return hashlib.sha256("".join(digest(Path(file["filename"])) for file in rows.cache_files).encode()).hexdigest()
 
 
 def model_fingerprint(name_or_path: str) -> str:
-    """Of a model folder: its config, and size, head and tail of each weights file; of a hub id: the id.
+    """Hash a model folder's config, and size, head and tail of each weights file; return a hub id as it is.
 
     Whole weights are not read: 7B parameters would take minutes on every start.
     """
@@ -38,21 +40,22 @@ def model_fingerprint(name_or_path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunFingerprint:
-    """What does not change while a run lasts and has to be the same when it is resumed.
+    """The properties of a run that do not change while it lasts, and are compared when it is resumed.
 
-    settings: flags that decide what is learnt. hashes: of data and start models. sizes: rows of an optimizer
-    step and the like, over all ranks. layout: ranks, flags that only cut the work. defaults: of flags that are new.
+    settings: flags that decide what is learnt. hashes: of data and start models. sizes: rows of an optimizer step and
+    the like, over all ranks. rounding: flags that change numbers by rounding only; other values are logged.
+    defaults: values assumed for flags that the checkpoint's version did not have.
     """
 
     settings: Mapping[str, Any]
     hashes: Mapping[str, str]
     sizes: Mapping[str, int]
-    layout: Mapping[str, Any]
+    rounding: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_fingerprint(config: Any, loader: StepLoader[Any]) -> RunFingerprint:
-    """What a resumed run of step 1 or 2 must share with the one that wrote its checkpoint."""
+    """Return the fingerprint of a run of SFT or reward training."""
     return RunFingerprint(
         settings=values_by_rule(config, "same"),
         hashes={
@@ -60,6 +63,6 @@ def run_fingerprint(config: Any, loader: StepLoader[Any]) -> RunFingerprint:
             "model": model_fingerprint(config.model.model_name_or_path),
         },
         sizes={"rows of an optimizer step": loader.rows_per_step},
-        layout=values_by_rule(config, "rounding"),
+        rounding=values_by_rule(config, "rounding"),
         defaults=defaults_of(config),
     )

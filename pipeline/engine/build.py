@@ -1,4 +1,4 @@
-"""Build a training engine from the configuration: compute type, LoRA, parameter groups, DeepSpeed."""
+"""Training engines, built from the configuration: compute type, placement, LoRA, and AdamW's parameter groups."""
 
 from typing import Any
 
@@ -11,11 +11,7 @@ from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Optimize
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.zero3 import Gather
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import (
-    base_model,
-    default_dtype,
-    use_gradient_checkpointing,
-)
+from pipeline.models.loading import base_model, default_dtype, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.run.run import Run
@@ -41,7 +37,7 @@ def placement(run: Run) -> Placement:
 
 
 def with_lora(model: Any, config: ModelConfig, settings: DeepSpeedConfig, *, task: str, seed: int) -> Any:
-    """`model` with LoRA layers where `lora_dim` asks for them."""
+    """Return `model` with LoRA layers if `lora_dim` is not 0."""
     if config.lora_dim == 0:
         return model
     return add_lora(
@@ -64,7 +60,7 @@ def training_engine(
     *,
     gather: Gather,
 ) -> TrainingEngine:
-    """`module` (a CausalLM or TokenValueModel) under DeepSpeed with its parameter groups."""
+    """Put `module` under DeepSpeed, with gradient checkpointing and parameter groups as configured."""
     if config.gradient_checkpointing:
         use_gradient_checkpointing(base_model(module.model))
     groups = parameter_groups(
@@ -77,22 +73,10 @@ def training_engine(
     return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
 
 
-def exempt_from_decay(model: nn.Module) -> set[str]:
-    """Names of parameters without weight decay: biases, norms, and embeddings (rare rows would only shrink).
-
-    Decided by module type and name: a ZeRO-3 parameter has lost its shape.
-    """
-    names = {name for name, _ in model.named_parameters() if name.endswith("bias")}
-    for module_name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower():
-            names |= {f"{module_name}.{name}" for name, _ in module.named_parameters(recurse=False)}
-    return names
-
-
 def parameter_groups(
     model: nn.Module, *, learning_rate: float, weight_decay: float, lora_learning_rate: float
 ) -> list[dict[str, Any]]:
-    """Groups `decay`, `no_decay` and `lora` of the trainable parameters for AdamW; empty ones are left out."""
+    """Return AdamW's groups `decay`, `no_decay` and `lora` of the trainable parameters, without empty ones."""
     exempt = exempt_from_decay(model)
     members: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "lora": []}
     for name, parameter in model.named_parameters():
@@ -106,3 +90,15 @@ def parameter_groups(
         for kind, params in members.items()
         if params
     ]
+
+
+def exempt_from_decay(model: nn.Module) -> set[str]:
+    """Return the names of parameters without weight decay: biases, norms, embeddings (rare rows would only shrink).
+
+    Decided by module type and name: a ZeRO-3 parameter has lost its shape.
+    """
+    names = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower():
+            names |= {f"{module_name}.{name}" for name, _ in module.named_parameters(recurse=False)}
+    return names

@@ -17,7 +17,7 @@ from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.engine import fragments
 
 OS_CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
-FINGERPRINT = RunFingerprint(settings={"seed": 1}, hashes={"data": "abc"}, sizes={"rows": 8}, layout={})
+FINGERPRINT = RunFingerprint(settings={"seed": 1}, hashes={"data": "abc"}, sizes={"rows": 8}, rounding={})
 
 
 def make_engine() -> Any:

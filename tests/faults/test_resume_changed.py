@@ -41,7 +41,7 @@ def go_on(folder: Path, *changes: object) -> tuple[int, str]:
 @pytest.mark.parametrize("changes", [(), ("--keep_checkpoints", 1), ("--save_in_background", "true")], ids=str)
 def test_what_may_change_changes_nothing(folder, changes):
     code, said = go_on(folder, *changes)
-    assert code == 0 and "resuming from" in said and "another layout" not in said
+    assert code == 0 and "resuming from" in said and "other settings" not in said
     steps = [line["step"] for line in metrics(folder / "run" / "runs" / "sft") if "skipped_updates" in line]
     assert steps == [1, 2, 3, 4]
 
@@ -56,7 +56,7 @@ def test_what_may_change_changes_nothing(folder, changes):
 )
 def test_another_layout_is_told(folder, changes, line):
     code, said = go_on(folder, *changes)
-    assert code == 0 and "resumed under another layout: " in said and line in said
+    assert code == 0 and "resumed with other settings: " in said and line in said
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_another_stage_is_refused(folder):
     checkpoint = folder / "run" / "runs" / "sft" / "checkpoints" / "step-1"
     story = Story("ppo", folder, steps=1, more=("--force_resume", "true", "--resume", str(checkpoint)))
     assert run(story, "other") == 2
-    assert "found the state of model, wanted that of actor, critic" in (folder / "other.ppo.log").read_text()
+    assert "found the state of model, expected that of actor, critic" in (folder / "other.ppo.log").read_text()
 
 
 def test_a_best_model_that_is_gone_is_not_taken_for_saved(folder):

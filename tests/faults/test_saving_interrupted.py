@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from saved_runs import FINGERPRINT, count_operations, make_engine, make_run, operations_watched, save
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint_files import candidates, find, problem_with, sealed
+from pipeline.checkpoints.checkpoint_files import candidates, find, problem_with, with_checksum
 from pipeline.errors import CheckpointError
 
 
@@ -215,7 +215,7 @@ def test_a_manifest_that_was_made_up_is_passed_over(two, tmp_path, spoil):
     manifest = json.loads(file.read_text())
     del manifest["sha256"]
     spoil(manifest["files"])
-    file.write_text(json.dumps(sealed(manifest)))
+    file.write_text(json.dumps(with_checksum(manifest)))
     assert step_of(find(tmp_path / "run", "auto")) == 1
 
 
