@@ -133,14 +133,6 @@ def test_the_saved_type_is_the_wanted_one(causal_folder, tmp_path):
     assert next(model.parameters()).dtype == torch.float32
 
 
-def test_other_weights_may_be_given(tiny_folders, bpe_folder, tmp_path):
-    other = save_tiny("llama", bpe_folder, tmp_path / "other", seed=9)
-    weights = state_dict(load_causal_lm(other, dtype=torch.float32), dtype=torch.float32)
-    model = load_causal_lm(tiny_folders["llama"], dtype=torch.float32)
-    folder = save(model, tiny_folders["llama"], tmp_path / "out", weights=weights)
-    assert logits(reloaded(AutoModelForCausalLM, folder)).equal(logits(load_causal_lm(other, dtype=torch.float32)))
-
-
 def test_averaged_weights_are_saved_while_swapped_in(tiny_folders, tmp_path):
     model = load_causal_lm(tiny_folders["opt"], dtype=torch.float32)
     average = MovingAverage(model, decay=0.75)
