@@ -1,4 +1,4 @@
-"""Exit codes of a run and the errors that carry them."""
+"""Exit codes of a run, the errors that carry them, and their lines on stderr."""
 
 import difflib
 import sys

@@ -116,7 +116,12 @@ def build(run: Run, config: SFTConfig) -> SFT:
 def resume(sft: SFT) -> tuple[State, Course]:
     """The state of the newest checkpoint, else that of the start; and the course of the run from there."""
     run, settings, engines = sft.run, sft.config.run, {"model": sft.engine}
-    fingerprint = run_fingerprint(sft.config, sft.loader)
+    fingerprint = run_fingerprint(
+        sft.config,
+        models={"model": sft.config.model.model_name_or_path},
+        data={"training rows": sft.loader.rows},
+        sizes={"rows of an optimizer step": sft.loader.rows_per_step},
+    )
     resumed = checkpoint.load(run, settings.resume, engines, fingerprint, force=settings.force_resume)
     state = State(**resumed.state) if resumed else State()
     resumed_step = state.step if resumed else None

@@ -113,7 +113,12 @@ def build(run: Run, config: RewardConfig) -> Reward:
 def resume(reward: Reward) -> tuple[State, Course]:
     """The state of the newest checkpoint, else that of the start; and the course of the run from there."""
     run, settings, engines = reward.run, reward.config.run, {"model": reward.engine}
-    fingerprint = run_fingerprint(reward.config, reward.loader)
+    fingerprint = run_fingerprint(
+        reward.config,
+        models={"model": reward.config.model.model_name_or_path},
+        data={"training rows": reward.loader.rows},
+        sizes={"rows of an optimizer step": reward.loader.rows_per_step},
+    )
     resumed = checkpoint.load(run, settings.resume, engines, fingerprint, force=settings.force_resume)
     state = State(**resumed.state) if resumed else State()
     resumed_step = state.step if resumed else None

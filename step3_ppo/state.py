@@ -8,9 +8,8 @@ from typing import Any, Self
 import torch
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.fingerprint import RunFingerprint, data_fingerprint, model_fingerprint
+from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
 from pipeline.checkpoints.model_folder import model_documents, save_model, saved_dtype
-from pipeline.configuration.resume_rules import defaults_of, values_by_rule
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
@@ -127,7 +126,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     text = make_text(run, config, tokenizers.actor)
     models = make_models(run, config, tokenizers)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
-    fingerprint = run_fingerprint(config, prompts, text, schedule)
+    fingerprint = fingerprint_of(config, prompts, text, schedule)
     engines = {"actor": models.actor, "critic": models.critic}
     resumed = checkpoint.load(run, config.run.resume, engines, fingerprint, force=config.run.force_resume)
     ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
@@ -203,25 +202,20 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
     return state, rollout
 
 
-def run_fingerprint(
+def fingerprint_of(
     config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, schedule: Schedule
 ) -> RunFingerprint:
-    """What a resumed run must share with the one that wrote its checkpoint."""
+    """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
     reward = config.reward_model_name_or_path or config.critic.model_name_or_path
-    paths = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path, "reward": reward}
-    hashes = {f"{name} model": model_fingerprint(path) for name, path in paths.items()}
-    hashes["prompts"] = data_fingerprint(prompts.train)
-    if text is not None:
-        hashes["ptx text"] = data_fingerprint(text.rows)
-    return RunFingerprint(
-        settings=values_by_rule(config, "same"),
-        hashes=hashes,
+    models = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path, "reward": reward}
+    return run_fingerprint(
+        config,
+        models={f"{name} model": path for name, path in models.items()},
+        data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
         sizes={
             "prompts of a rollout": schedule.prompts_per_rollout,
             "rows of an optimizer step": schedule.rows_per_step,
         },
-        layout=values_by_rule(config, "rounding"),
-        defaults=defaults_of(config),
     )
 
 

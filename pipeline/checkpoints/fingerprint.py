@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from pydantic import BaseModel
 
 from pipeline.configuration.resume_rules import defaults_of, values_by_rule
-from pipeline.data.loader import StepLoader
 from pipeline.files import digest
 
 EDGE_BYTES = 1 << 20
@@ -54,15 +54,21 @@ class RunFingerprint:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_fingerprint(config: Any, loader: StepLoader[Any]) -> RunFingerprint:
-    """Return the fingerprint of a run of SFT or reward training."""
+def run_fingerprint(
+    config: BaseModel, *, models: Mapping[str, str], data: Mapping[str, Dataset], sizes: Mapping[str, int]
+) -> RunFingerprint:
+    """Return the fingerprint of a run with this configuration.
+
+    Args:
+        models: name in error messages -> folder or hub id of a start model.
+        data: name in error messages -> training rows.
+        sizes: name in error messages -> rows of an optimizer step and the like, over all ranks.
+    """
+    hashes = {name: model_fingerprint(name_or_path) for name, name_or_path in models.items()}
     return RunFingerprint(
         settings=values_by_rule(config, "same"),
-        hashes={
-            "training rows": data_fingerprint(loader.rows),
-            "model": model_fingerprint(config.model.model_name_or_path),
-        },
-        sizes={"rows of an optimizer step": loader.rows_per_step},
+        hashes=hashes | {name: data_fingerprint(rows) for name, rows in data.items()},
+        sizes=sizes,
         rounding=values_by_rule(config, "rounding"),
         defaults=defaults_of(config),
     )

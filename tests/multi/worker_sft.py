@@ -147,7 +147,12 @@ def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
     state = training.State()
     for _ in range(2):
         take_step(sft, sft.loader.step(state.step), state)
-    fingerprint = run_fingerprint(sft.config, sft.loader)
+    fingerprint = run_fingerprint(
+        sft.config,
+        models={"model": sft.config.model.model_name_or_path},
+        data={"training rows": sft.loader.rows},
+        sizes={"rows of an optimizer step": sft.loader.rows_per_step},
+    )
     checkpoint.Saver(sft.run, fingerprint, keep=1, background=False).save(training.content(sft, state), step=state.step)
     fresh = replace(sft, engine=training.make_engine(sft.run, sft.config))
     checkpoint.load(sft.run, "auto", {"model": fresh.engine}, fingerprint, force=False)
