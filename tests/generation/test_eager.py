@@ -90,8 +90,10 @@ def nucleus(probabilities: torch.Tensor, top_p: float) -> list[int]:
 )
 def test_samples_follow_the_exact_softmax(settings, kept):
     num_samples = 4000
-    found = sampled(OneDistribution(), [Prompt([5], 9)], num_samples=num_samples, ends=(), max_new_tokens=1, **settings)
-    tokens = torch.cat(found.responses)
+    actual = sampled(
+        OneDistribution(), [Prompt([5], 9)], num_samples=num_samples, ends=(), max_new_tokens=1, **settings
+    )
+    tokens = torch.cat(actual.responses)
     scaled = LOGITS / settings.get("temperature", 1.0)
     kept = list(kept)
     expected = num_samples * scaled[kept].softmax(0)
@@ -100,7 +102,7 @@ def test_samples_follow_the_exact_softmax(settings, kept):
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum().item()
     assert chi_square < CHI_SQUARE_999[len(kept) - 1]
     # Log-probabilities are those of the untruncated distribution at the temperature: what PPO's ratio needs.
-    torch.testing.assert_close(torch.cat(found.log_probs), scaled.log_softmax(0)[tokens])
+    torch.testing.assert_close(torch.cat(actual.log_probs), scaled.log_softmax(0)[tokens])
 
 
 def test_the_nucleus_holds_the_token_that_reaches_it():
@@ -121,7 +123,7 @@ def test_draw_inverts_the_cumulative_distribution():
 def test_a_token_is_the_one_of_its_own_uniform():
     """Row n, position t draws with the uniform of (seed, purpose, epoch, prompt id, sample, t) and nothing else."""
     prompts = [Prompt([5], 70), Prompt([6, 7], 71)]
-    found = sampled(OneDistribution(), prompts, num_samples=3, ends=(), max_new_tokens=4)
+    actual = sampled(OneDistribution(), prompts, num_samples=3, ends=(), max_new_tokens=4)
     cumulative = LOGITS.double().softmax(0).cumsum(0)
     for n in range(6):
         for t in range(4):
@@ -129,7 +131,7 @@ def test_a_token_is_the_one_of_its_own_uniform():
                 seed=3, purpose="test", epoch=0, prompt_ids=torch.tensor([70 + n // 3]),
                 sample_index=torch.tensor([n % 3]), position=t,
             )  # fmt: skip
-            assert found.responses[n][t] == (cumulative < u).sum()
+            assert actual.responses[n][t] == (cumulative < u).sum()
 
 
 # --- independence ---
@@ -161,8 +163,8 @@ def test_another_key_is_another_rollout(llama, change):
 
 
 def test_equal_prompts_of_other_hashes_differ(llama):
-    found = sampled(llama, [Prompt([5, 6], 1), Prompt([5, 6], 2)])
-    assert not found.responses[0].equal(found.responses[1])
+    actual = sampled(llama, [Prompt([5, 6], 1), Prompt([5, 6], 2)])
+    assert not actual.responses[0].equal(actual.responses[1])
 
 
 @pytest.mark.parametrize("chosen", [[0], [4], [5, 4, 3, 2, 1, 0], [2, 0], [1, 3]])
@@ -191,34 +193,34 @@ def test_exact_ids_with_left_padding_and_early_ends(counting_model):
     length = len(chain)
     starts = [(5, 5, chain[length - 1]), (chain[0],), (5, chain[1]), (chain[length - 2],)]
     prompts = [Prompt(ids, n) for n, ids in enumerate(starts)]
-    found = sampled(model, prompts, max_new_tokens=length + 5, temperature=0.05)
+    actual = sampled(model, prompts, max_new_tokens=length + 5, temperature=0.05)
     expected = [[EOS], [*chain[1:], EOS], [*chain[2:], EOS], [chain[length - 1], EOS]]
-    assert [response.tolist() for response in found.responses] == expected
-    assert [prompt.tolist() for prompt in found.prompts] == [list(ids) for ids in starts]
-    assert found.finished.tolist() == [True] * 4
-    assert [len(row) for row in found.log_probs] == [len(row) for row in expected]
+    assert [response.tolist() for response in actual.responses] == expected
+    assert [prompt.tolist() for prompt in actual.prompts] == [list(ids) for ids in starts]
+    assert actual.finished.tolist() == [True] * 4
+    assert [len(row) for row in actual.log_probs] == [len(row) for row in expected]
 
 
 def test_a_response_is_cut_at_its_length_and_says_so(counting_model):
     model, chain = counting_model
-    found = sampled(model, [Prompt([chain[0]], 0), Prompt([chain[-1]], 1)], max_new_tokens=3, temperature=0.05)
-    assert [response.tolist() for response in found.responses] == [chain[1:4], [EOS]]
-    assert found.finished.tolist() == [False, True]
+    actual = sampled(model, [Prompt([chain[0]], 0), Prompt([chain[-1]], 1)], max_new_tokens=3, temperature=0.05)
+    assert [response.tolist() for response in actual.responses] == [chain[1:4], [EOS]]
+    assert actual.finished.tolist() == [False, True]
 
 
 def test_an_end_at_the_last_position_counts_as_an_end(counting_model):
     model, chain = counting_model
-    found = sampled(model, [Prompt([chain[-2]], 0)], max_new_tokens=2, temperature=0.05)
-    assert found.responses[0].tolist() == [chain[-1], EOS] and found.finished.item()
+    actual = sampled(model, [Prompt([chain[-2]], 0)], max_new_tokens=2, temperature=0.05)
+    assert actual.responses[0].tolist() == [chain[-1], EOS] and actual.finished.item()
 
 
 def test_any_of_several_end_tokens_ends(counting_model):
     model, chain = counting_model
-    found = generate(
+    actual = generate(
         model, [Prompt([chain[0]], 0)], num_samples=1, sampling=Sampling(9, 0.05), key=KEY,
         eos_ids=frozenset({chain[2], EOS}), pad_id=PAD,
     )  # fmt: skip
-    assert found.responses[0].tolist() == chain[1:3] and found.finished.item()
+    assert actual.responses[0].tolist() == chain[1:3] and actual.finished.item()
 
 
 def test_a_padding_id_that_is_the_eos_changes_nothing(llama):
@@ -251,17 +253,17 @@ def test_generation_stops_between_steps_when_asked(llama, after):
 def test_sampler_log_probs_are_the_trainers(causal_folder, temperature):
     """Rows finish at different times (many tokens end a response), so that rows leave the batch meanwhile."""
     model = load_causal_lm(causal_folder, dtype=torch.float32)
-    found = sampled(model, prompts_of(ROWS), num_samples=4, temperature=temperature, ends=range(2, 40))
-    lengths = torch.tensor([len(row) for row in found.responses])
+    actual = sampled(model, prompts_of(ROWS), num_samples=4, temperature=temperature, ends=range(2, 40))
+    lengths = torch.tensor([len(row) for row in actual.responses])
     assert len(set(lengths.tolist())) >= 4
-    starts = torch.tensor([len(row) for row in found.prompts])
-    rows = [torch.cat(pair) for pair in zip(found.prompts, found.responses, strict=True)]
+    starts = torch.tensor([len(row) for row in actual.prompts])
+    rows = [torch.cat(pair) for pair in zip(actual.prompts, actual.responses, strict=True)]
     ids = pad_rows(rows, PAD)
     columns = torch.arange(ids.shape[1])
     mask = columns < (starts + lengths).unsqueeze(1)
     selected = (columns[:-1] >= starts.unsqueeze(1) - 1) & (columns[:-1] < (starts + lengths).unsqueeze(1) - 1)
     forced = CausalLM(model)(ids, attention_mask=mask, selected=selected, temperature=temperature).log_probs
-    for n, row in enumerate(found.log_probs):
+    for n, row in enumerate(actual.log_probs):
         torch.testing.assert_close(forced[n][selected[n]], row, rtol=1e-4, atol=1e-4)
 
 

@@ -67,7 +67,7 @@ def run(function: CachedForward, case: Forced, cache: Any) -> list[torch.Tensor]
     slots, source = (torch.tensor(values, device=DEVICE) for values in (case.slots, case.source))
     starts = torch.tensor([len(ids) for ids in case.prompts], device=DEVICE)
     first = function.prefill(ids, starts, cache, slots=slots, source=source)
-    found = [[first[number]] for number in case.source]
+    actual = [[first[number]] for number in case.source]
     lengths = torch.zeros(case.num_slots, dtype=torch.int32, device=DEVICE)
     lengths[slots] = starts[source].int()
     for step in range(max(map(len, case.tokens))):
@@ -80,12 +80,12 @@ def run(function: CachedForward, case: Forced, cache: Any) -> list[torch.Tensor]
         lengths += active
         for row, slot in enumerate(case.slots):
             if active[slot]:
-                found[row].append(logits[slot])
-    return [torch.stack(row) for row in found]
+                actual[row].append(logits[slot])
+    return [torch.stack(row) for row in actual]
 
 
-def assert_equal_logits(model: Any, case: Forced, found: list[torch.Tensor]) -> None:
-    for row, logits in enumerate(found):
+def assert_equal_logits(model: Any, case: Forced, actual: list[torch.Tensor]) -> None:
+    for row, logits in enumerate(actual):
         expected = plain_logits(model, case.sequence(row))[case.start(row) - 1 :]
         torch.testing.assert_close(logits.float(), expected, **TOLERANCE)
 

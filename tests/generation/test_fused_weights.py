@@ -139,10 +139,10 @@ def test_what_is_not_adjacent_is_no_view(what, parts):
 def test_what_is_adjacent_is_one_view():
     buffer = torch.arange(60.0)
     parts = [buffer[8:20].view(3, 4), buffer[20:40].view(5, 4), buffer[40:44].view(1, 4)]
-    found = joined_view(parts)
-    assert found is not None and torch.equal(found, torch.cat(parts)) and found.data_ptr() == parts[0].data_ptr()
+    actual = joined_view(parts)
+    assert actual is not None and torch.equal(actual, torch.cat(parts)) and actual.data_ptr() == parts[0].data_ptr()
     buffer[30] = -1.0
-    assert torch.equal(found, torch.cat(parts))
+    assert torch.equal(actual, torch.cat(parts))
     vectors = joined_view([buffer[3:5], buffer[5:9]])
     assert vectors is not None and vectors.tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert torch.equal(joined_view(parts[:1]), parts[0])

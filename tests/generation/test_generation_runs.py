@@ -90,12 +90,12 @@ def assert_same_metrics(mine: list[dict[str, float]], theirs: list[dict[str, flo
 @pytest.fixture(scope="module")
 def eager(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
     """Metrics of the eager backend, without and with adapters."""
-    found = {}
+    actual = {}
     for name, settings in (("plain", {}), ("lora", LORA)):
         out = tmp_path_factory.mktemp(f"eager-{name}")
         assert run(folder, out / "model", generation_engine="eager", **settings) == 0
-        found[name] = lines(out)
-    return found
+        actual[name] = lines(out)
+    return actual
 
 
 @pytest.mark.parametrize("backend", ["fused", "static"])
@@ -139,5 +139,5 @@ REFUSED = {
 def test_what_cannot_be_had_is_refused(name, folder, tmp_path, capfd):
     flags, complaint = REFUSED[name]
     assert run(folder, tmp_path / "model", **flags) == 2
-    found = error_lines(capfd.readouterr().err)
-    assert len(found) == 1 and found[0].startswith(f"error: {complaint}"), found
+    actual = error_lines(capfd.readouterr().err)
+    assert len(actual) == 1 and actual[0].startswith(f"error: {complaint}"), actual

@@ -43,10 +43,10 @@ def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fused_backend_samples_what_the_eager_loop_does(make):
     """Six responses in three slots: later ones get the slots of those that ended."""
     model = make()
-    found, expected = rollouts(model, fused(model), PROMPTS, sampling=Sampling(5), num_samples=2, ends=ENDS)
-    assert_same(found, expected)
-    assert found.finished.any() and not found.finished.all()
-    assert len({len(row) for row in found.responses}) > 1
+    actual, expected = rollouts(model, fused(model), PROMPTS, sampling=Sampling(5), num_samples=2, ends=ENDS)
+    assert_same(actual, expected)
+    assert actual.finished.any() and not actual.finished.all()
+    assert len({len(row) for row in actual.responses}) > 1
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.6, "top_k": 9, "top_p": 0.7}, {"max_new_tokens": 1}])
@@ -157,14 +157,14 @@ def test_the_static_backend_samples_what_the_eager_loop_does(name):
     settings = SETTINGS[name]
     others = {name: settings[name] for name in ("num_slots", "num_samples", "ends") if name in settings}
     model = llama()
-    found, expected = rollouts(
+    actual, expected = rollouts(
         model, StaticCacheForward(model), PROMPTS, sampling=sampling_of(settings), **({"ends": ENDS} | others)
     )
-    assert_same(found, expected)
+    assert_same(actual, expected)
     if name == "every token is an end":
-        assert [len(row) for row in found.responses] == [1, 1, 1] and found.finished.all()
+        assert [len(row) for row in actual.responses] == [1, 1, 1] and actual.finished.all()
     if name == "no token is an end":
-        assert [len(row) for row in found.responses] == [7, 7, 7] and not found.finished.any()
+        assert [len(row) for row in actual.responses] == [7, 7, 7] and not actual.finished.any()
 
 
 @pytest.mark.parametrize("backend", FUNCTIONS)
@@ -183,14 +183,14 @@ def test_further_calls_take_the_same_buffers_and_other_numbers():
     model = opt()
     gen = generator_of(StaticCacheForward(model), ENDS)
     common = {"sampling": Sampling(5), "num_samples": 2, "ends": ENDS}
-    found = []
+    actual = []
     for key in (RandomKey(3, "rollout"), RandomKey(3, "rollout", 1), RandomKey(4, "rollout"), RandomKey(3, "rollout")):
         mine, expected = rollouts(model, gen, PROMPTS, key=key, **common)
         assert_same(mine, expected)
-        found.append(mine)
+        actual.append(mine)
         buffers = gen._buffers
     assert gen._buffers is buffers and buffers.num_slots == 3
-    tokens = [[row.tolist() for row in one.responses] for one in found]
+    tokens = [[row.tolist() for row in one.responses] for one in actual]
     assert tokens[0] == tokens[3] and len({str(one) for one in tokens}) == 3
 
 
@@ -258,10 +258,10 @@ def test_rows_that_ended_stay_where_they_are():
     """While others go on: their lengths must not exceed the cache."""
     model = llama()
     gen = generator_of(StaticCacheForward(model), ENDS)
-    found, expected = rollouts(model, gen, PROMPTS, sampling=Sampling(9), num_samples=2, num_slots=6, ends=ENDS)
-    assert_same(found, expected)
-    ends = [len(prompt) + len(response) - 1 for prompt, response in zip(found.prompts, found.responses, strict=True)]
-    assert gen._buffers.slots.lengths.tolist() == ends and len({len(row) for row in found.responses}) > 1
+    actual, expected = rollouts(model, gen, PROMPTS, sampling=Sampling(9), num_samples=2, num_slots=6, ends=ENDS)
+    assert_same(actual, expected)
+    ends = [len(prompt) + len(response) - 1 for prompt, response in zip(actual.prompts, actual.responses, strict=True)]
+    assert gen._buffers.slots.lengths.tolist() == ends and len({len(row) for row in actual.responses}) > 1
 
 
 def test_a_slightly_longer_prompt_fits_in_the_same_buffers():

@@ -194,8 +194,8 @@ def test_prompts_at_once_are_slots():
     for options in (FUSED, GenerationOptions(backend=BackendSettings(requested="static"))):
         hybrid = hybrid_of(engine, options)
         with hybrid.generation():
-            found = hybrid.generate(PROMPTS, **(SETTINGS | {"num_samples": 2}), batch_size=1)
-        assert hybrid._generator._buffers.num_slots == 2 and len(found.responses) == 4
+            actual = hybrid.generate(PROMPTS, **(SETTINGS | {"num_samples": 2}), batch_size=1)
+        assert hybrid._generator._buffers.num_slots == 2 and len(actual.responses) == 4
 
 
 def test_ranks_that_do_not_divide_are_refused():

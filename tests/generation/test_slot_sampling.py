@@ -45,13 +45,13 @@ def drawn(
     slots.active.fill_(1)
     slots.response.copy_(torch.arange(rows))
     responses = ResponseBuffers.empty((rows, 1), pad_id=PAD, device=DEVICE)
-    found = Drawn(slots, responses)
+    actual = Drawn(slots, responses)
     uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE).reshape(rows, 1)
     draw_tokens(
         logits.to(DEVICE).contiguous(), torch.arange(rows, device=DEVICE), slots, responses, uniforms=uniforms,
         eos=padded_eos(frozenset(ends), DEVICE), sampling=Sampling(1, **given),
     )  # fmt: skip
-    return found
+    return actual
 
 
 def keyed_uniforms(count: int, seed: int) -> torch.Tensor:
@@ -89,10 +89,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_draws_follow_the_exact_distribution_and_no_other(small_blocks):
-    found = counts({}, 200)
-    assert p_value(found, expected({})) > MOST_LIKELY_BY_CHANCE
+    actual = counts({}, 200)
+    assert p_value(actual, expected({})) > MOST_LIKELY_BY_CHANCE
     for settings in ({"temperature": 0.6}, {"temperature": 2.5}, {"top_p": 0.9}, {"top_k": 8}):
-        assert p_value(found, expected(settings)) < MOST_LIKELY_BY_CHANCE, settings
+        assert p_value(actual, expected(settings)) < MOST_LIKELY_BY_CHANCE, settings
 
 
 def test_truncated_draws_follow_the_exact_distribution(small_blocks):
@@ -130,28 +130,28 @@ def test_tokens_and_log_probs_at_odd_sizes(width, dtype):
     generator = torch.Generator().manual_seed(width)
     logits = (3 * torch.randn(6, width, generator=generator)).to(dtype)
     uniforms = torch.rand(6, generator=generator, dtype=torch.float64)
-    found = drawn(logits, uniforms, temperature=0.9)
+    actual = drawn(logits, uniforms, temperature=0.9)
     expected = by_the_book(logits, uniforms, 0.9)
-    assert found.tokens.tolist() == expected.tolist()
+    assert actual.tokens.tolist() == expected.tolist()
     log_probs = (logits.double() / 0.9).log_softmax(-1).gather(1, expected[:, None])[:, 0]
-    torch.testing.assert_close(found.log_probs.cpu().double(), log_probs, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(actual.log_probs.cpu().double(), log_probs, rtol=0.0, atol=1e-5)
 
 
 def test_equal_logits_are_equally_likely():
     """The token is floor(u V), also where u falls into another block."""
     width = 5000
     uniforms = [NEAR_0, 0.25, 2047.5 / width, 2048.5 / width, 0.9, NEAR_1]
-    found = drawn(torch.full((6, width), -7.25), uniforms)
-    assert found.tokens.tolist() == [0, 1250, 2047, 2048, 4500, 4999]
-    torch.testing.assert_close(found.log_probs.cpu(), torch.full((6,), 1 / width).log(), rtol=0.0, atol=1e-5)
+    actual = drawn(torch.full((6, width), -7.25), uniforms)
+    assert actual.tokens.tolist() == [0, 1250, 2047, 2048, 4500, 4999]
+    torch.testing.assert_close(actual.log_probs.cpu(), torch.full((6,), 1 / width).log(), rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("place", [0, 2047, 2048, 4999])
 def test_the_only_possible_token_is_drawn(place):
     logits = torch.full((3, 5000), -float("inf"))
     logits[:, place] = 3.0
-    found = drawn(logits, [NEAR_0, 0.5, NEAR_1])
-    assert found.tokens.tolist() == [place] * 3 and found.log_probs.tolist() == [0.0] * 3
+    actual = drawn(logits, [NEAR_0, 0.5, NEAR_1])
+    assert actual.tokens.tolist() == [place] * 3 and actual.log_probs.tolist() == [0.0] * 3
 
 
 def test_blocks_without_any_mass_are_skipped():
@@ -180,19 +180,19 @@ def test_rounding_never_leads_past_the_last_token(width):
 def test_truncated_draws_keep_the_whole_distributions_log_probs(settings):
     """PPO's ratio needs log-probabilities at the temperature, over all tokens."""
     logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, -1.0]]).repeat(5, 1)
-    found = drawn(logits, [NEAR_0, 0.3, 0.6, 0.9, NEAR_1], **settings)
+    actual = drawn(logits, [NEAR_0, 0.3, 0.6, 0.9, NEAR_1], **settings)
     kept = exact_probabilities(logits[0], **(EVERYTHING_KEPT | settings))
-    assert kept[found.tokens.cpu()].min() > 0
-    assert found.tokens[-1] == kept.nonzero().max(), "u near 1 gives the last token that is kept"
-    expected = (logits[0] / settings.get("temperature", 1.0)).log_softmax(0)[found.tokens.cpu()]
-    torch.testing.assert_close(found.log_probs.cpu(), expected, rtol=0.0, atol=1e-5)
+    assert kept[actual.tokens.cpu()].min() > 0
+    assert actual.tokens[-1] == kept.nonzero().max(), "u near 1 gives the last token that is kept"
+    expected = (logits[0] / settings.get("temperature", 1.0)).log_softmax(0)[actual.tokens.cpu()]
+    torch.testing.assert_close(actual.log_probs.cpu(), expected, rtol=0.0, atol=1e-5)
 
 
 def test_rows_of_equal_logits_differ_by_their_uniforms():
-    found = drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 2))
-    assert len(set(found.tokens.tolist())) > 4
-    assert found.tokens.tolist() == drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 2)).tokens.tolist()
-    assert found.tokens.tolist() != drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 3)).tokens.tolist()
+    actual = drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 2))
+    assert len(set(actual.tokens.tolist())) > 4
+    assert actual.tokens.tolist() == drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 2)).tokens.tolist()
+    assert actual.tokens.tolist() != drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 3)).tokens.tolist()
 
 
 # --- the state of rows ---

@@ -88,7 +88,7 @@ def test_tensors_do_not_overlap_in_equal_slices(ranks):
     layers = [layer(1, 4), layer(3), layer(2, 2)]
     for group in group_layers(layers, ranks, 8 * ALIGNMENT):
         specs = [spec for number in group.layers for spec in layers[number]]
-        starts = [start for found in group.starts for start in found]
+        starts = [start for actual in group.starts for start in actual]
         ends = [start + spec.num_bytes for start, spec in zip(starts, specs, strict=True)]
         assert all(start % ALIGNMENT == 0 for start in starts)
         assert all(end <= start for end, start in zip(ends, [*starts[1:], group.num_bytes], strict=True))
@@ -332,7 +332,7 @@ def test_weights_stay_whole_where_they_fit_or_must(weights, monkeypatch):
         hybrid: Any = SimpleNamespace(
             options=GenerationOptions(weights=weights),
             _device=DEVICE,
-            _why_not_streamed=lambda found=reason: found,
+            _why_not_streamed=lambda actual=reason: actual,
         )
         function = SimpleNamespace(bytes_per_token=1, weights=SimpleNamespace(num_bytes_to_copy=1))
         assert HybridEngine._must_stream(hybrid, function) == expected
@@ -368,5 +368,5 @@ def test_streamed_weights_that_cannot_be_had_are_refused(name, folder, tmp_path,
     ]
     with undone_afterwards():
         assert main([str(word) for word in words]) == 2
-    found = [line for line in error_lines(capfd.readouterr().err) if not line.startswith("generation: ")]
-    assert found == [f"error: --rollout_weights streamed: {complaint}"]
+    actual = [line for line in error_lines(capfd.readouterr().err) if not line.startswith("generation: ")]
+    assert actual == [f"error: --rollout_weights streamed: {complaint}"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_run import TIMEOUT_S, environment
+from support.command_run import TIMEOUT_S
+from support.forks import environment
 from support.tiny_run import make_folder, read_metrics
 
 pytestmark = [

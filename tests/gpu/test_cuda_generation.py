@@ -66,12 +66,12 @@ def forced(function: Any, prompts: list[list[int]], tokens: list[list[int]]) -> 
     everywhere = torch.arange(len(prompts), device=DEVICE)
     lengths = torch.tensor([len(ids) for ids in prompts], device=DEVICE)
     ids = pad_rows([torch.tensor(row) for row in prompts], PAD).to(DEVICE)
-    found = [function.prefill(ids, lengths, cache, slots=everywhere, source=everywhere)]
+    actual = [function.prefill(ids, lengths, cache, slots=everywhere, source=everywhere)]
     active = torch.ones(len(prompts), dtype=torch.int32, device=DEVICE)
     for step in range(len(tokens[0])):
         given = torch.tensor([row[step] for row in tokens], device=DEVICE)
-        found.append(function.decode_step(given, (lengths + step).int(), active, cache))
-    return torch.stack(found, 1).float()
+        actual.append(function.decode_step(given, (lengths + step).int(), active, cache))
+    return torch.stack(actual, 1).float()
 
 
 @torch.no_grad()
@@ -104,11 +104,11 @@ def test_logits_in_bf16_are_within_the_noise_of_two_batch_shapes(model, make, co
     model.bfloat16()
     alone = plain(model, prompts, tokens, together=False)
     together = plain(model, prompts, tokens, together=True)
-    found = forced(make(model), prompts, tokens)
+    actual = forced(make(model), prompts, tokens)
     own = max((part - exact).square().mean().sqrt().item() for part in (alone, together))
-    assert (found - exact).square().mean().sqrt().item() < 1.5 * own
+    assert (actual - exact).square().mean().sqrt().item() < 1.5 * own
     largest = max((alone - together).abs().max().item(), (alone - exact).abs().max().item())
-    assert (found - alone).abs().max().item() < 3 * largest
+    assert (actual - alone).abs().max().item() < 3 * largest
 
 
 @pytest.mark.parametrize("make", [fused, StaticCacheForward])
@@ -118,9 +118,11 @@ def test_logits_in_bf16_are_within_the_noise_of_two_batch_shapes(model, make, co
 def test_rollouts_are_those_of_the_eager_loop(model, make, settings):
     """Early ends, and eight responses in three slots of a graph."""
     sampling = Sampling(20, **settings)
-    found, expected = rollouts(model, make(model), random_prompts(LENGTHS), sampling=sampling, num_samples=2, ends=ENDS)
-    assert_same(found, expected, tolerance=1e-4)
-    assert settings or len({len(row) for row in found.responses}) > 2
+    actual, expected = rollouts(
+        model, make(model), random_prompts(LENGTHS), sampling=sampling, num_samples=2, ends=ENDS
+    )
+    assert_same(actual, expected, tolerance=1e-4)
+    assert settings or len({len(row) for row in actual.responses}) > 2
 
 
 @pytest.mark.parametrize("make", [fused, StaticCacheForward])
@@ -129,12 +131,12 @@ def test_a_replayed_graph_is_the_step_itself(model, make, monkeypatch):
     settings = {"num_samples": 2, "num_slots": 3, "sampling": Sampling(20), "key": KEY}
     prompts = random_prompts(LENGTHS)
     graphed = generator_of(make(model), ENDS)
-    found = [graphed.generate(prompts, **settings) for _ in range(2)]
+    actual = [graphed.generate(prompts, **settings) for _ in range(2)]
     assert graphed._buffers._graph is not None
     monkeypatch.setattr("pipeline.generation.slots.GenerationBuffers._captured_graph", lambda buffers: None)
-    found.append(generator_of(make(model), ENDS).generate(prompts, **settings))
-    for other in found[1:]:
-        assert_same(found[0], other, tolerance=0.0)
+    actual.append(generator_of(make(model), ENDS).generate(prompts, **settings))
+    for other in actual[1:]:
+        assert_same(actual[0], other, tolerance=0.0)
 
 
 @pytest.mark.parametrize("make", [fused, StaticCacheForward])
@@ -164,8 +166,8 @@ def test_weights_that_move_get_another_graph():
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.05
     function.weights.refresh()
-    found, expected = rollouts(model, gen, random_prompts(LENGTHS), sampling=Sampling(8), ends=ENDS)
-    assert_same(found, expected, tolerance=1e-4)
+    actual, expected = rollouts(model, gen, random_prompts(LENGTHS), sampling=Sampling(8), ends=ENDS)
+    assert_same(actual, expected, tolerance=1e-4)
     assert gen._buffers is not buffers
 
 

@@ -28,9 +28,9 @@ def gradients_of(compute, tensors: list[torch.Tensor], weights: torch.Tensor, dt
     return list(torch.autograd.grad((compute(*leaves) * weights).sum(), leaves))
 
 
-def assert_as_near(found: torch.Tensor, usual: torch.Tensor, right: torch.Tensor, what: object) -> None:
+def assert_as_near(actual: torch.Tensor, usual: torch.Tensor, right: torch.Tensor, what: object) -> None:
     """`found` errs from `right` no more than torch's `usual` does; a twentieth more is noise."""
-    error, allowed = ((one.float() - right).norm() / right.norm() for one in (found, usual))
+    error, allowed = ((one.float() - right).norm() / right.norm() for one in (actual, usual))
     assert error <= 1.05 * allowed + 1e-4, (what, error, allowed)
 
 
@@ -93,7 +93,7 @@ def test_a_step_without_gradients_is_captured_in_a_graph():
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = model(input_ids=ids, use_cache=False).logits
-        found.zero_()
+            actual = model(input_ids=ids, use_cache=False).logits
+        actual.zero_()
         graph.replay()
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)

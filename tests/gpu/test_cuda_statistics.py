@@ -19,15 +19,15 @@ def test_compiled_kernels_equal_torch(num_tokens, dtype):
     targets = torch.randint(num_tokens, (300,), device="cuda")
     weights = torch.randn(300, device="cuda")
     scaling = LogitScaling(temperature=0.7)
-    found, gradients = [], []
+    actual, gradients = [], []
     for compute in (token_statistics, plain_statistics):
         leaf = given.clone().requires_grad_()
         logits = leaf * 1.0  # the backward kernel writes over it
         log_probs, entropy = compute(logits, targets, scaling, with_entropy=True)
         (log_probs * weights).sum().backward()
-        found.append((log_probs.detach(), entropy))
+        actual.append((log_probs.detach(), entropy))
         gradients.append(leaf.grad.float())
-    for mine, theirs in zip(*found, strict=True):
+    for mine, theirs in zip(*actual, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     error = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
     assert error < {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]

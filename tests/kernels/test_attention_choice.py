@@ -12,11 +12,11 @@ from pipeline.kernels.attention_choice import PASSES_BEFORE_CUDNN, choose_attent
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record whether cuDNN's kernel was allowed, call by call, as on a machine with a GPU."""
-    found: list[bool] = []
+    actual: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", found.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", actual.append)
     attention_choice._passes.clear()
-    return found
+    return actual
 
 
 def test_cudnn_is_used_once_a_shape_has_recurred_often_enough(cudnn: list[bool]) -> None:

@@ -40,14 +40,14 @@ def plain_attention(
         heads_of(qkv, offset, layout.num_kv_heads, layout).double() for offset in (layout.k_offset, layout.v_offset)
     )
     group = layout.num_heads // layout.num_kv_heads
-    found = torch.zeros_like(q)
+    actual = torch.zeros_like(q)
     for m, length in enumerate(lengths):
         for head in range(layout.num_heads):
             shared = head // group
             all_keys = torch.cat([keys[m, shared, :length].double(), k[m, shared : shared + 1]])
             all_values = torch.cat([values[m, shared, :length].double(), v[m, shared : shared + 1]])
-            found[m, head] = (all_keys @ q[m, head] * layout.scale).softmax(0) @ all_values
-    return found.flatten(1)
+            actual[m, head] = (all_keys @ q[m, head] * layout.scale).softmax(0) @ all_values
+    return actual.flatten(1)
 
 
 def run(
@@ -55,8 +55,8 @@ def run(
     layout: HeadLayout, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Twice, as two layers of one step would: the second must find nothing of the first."""
-    found = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
-    schedule = split_kv_schedule(*found, layout=layout, cache_length=keys.shape[2])
+    actual = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
+    schedule = split_kv_schedule(*actual, layout=layout, cache_length=keys.shape[2])
     attend(qkv, keys, values, schedule=schedule, layout=layout, out=torch.empty_like(out))
     attend(qkv, keys, values, schedule=schedule, layout=layout, out=out)
 
@@ -73,19 +73,19 @@ def check(
     for m, length in enumerate(lengths):
         keys[m, :, length:], values[m, :, length:] = float("nan"), float("nan")
     expected = plain_attention(qkv, keys, values, lengths, layout)
-    wanted = [keys.clone(), values.clone()]
+    caches = [keys.clone(), values.clone()]
     for m, length in enumerate(lengths):
         if active[m]:
-            wanted[0][m, :, length] = heads_of(qkv, layout.k_offset, heads[1], layout)[m]
-            wanted[1][m, :, length] = heads_of(qkv, layout.v_offset, heads[1], layout)[m]
+            caches[0][m, :, length] = heads_of(qkv, layout.k_offset, heads[1], layout)[m]
+            caches[1][m, :, length] = heads_of(qkv, layout.v_offset, heads[1], layout)[m]
     out = torch.full((rows, heads[0] * head_dim), 99.0, dtype=dtype, device=DEVICE)
     before = qkv.clone()
     run(qkv, keys, values, lengths, active, layout=layout, out=out)
     mask = torch.tensor(active, dtype=torch.bool, device=DEVICE)
     torch.testing.assert_close(out[mask].double(), expected[mask], **TOLERANCE[dtype])
     assert (out[~mask] == 99.0).all() and torch.equal(qkv, before)
-    for found, exact in ((keys, wanted[0]), (values, wanted[1])):
-        torch.testing.assert_close(found, exact, rtol=0.0, atol=0.0, equal_nan=True)
+    for actual, exact in ((keys, caches[0]), (values, caches[1])):
+        torch.testing.assert_close(actual, exact, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 # (query heads, key heads), channels a head: each kernel, powers of two and not.
@@ -141,8 +141,8 @@ def test_programs_of_finished_rows_take_splits_of_the_others(heads, active):
 
 def assignments_of(lengths: list[int], active: list[int], *, cache_length: int, warps: int = 1) -> list[list[int]]:
     """Return (row, split, splits, keys) of each program that has something to do, for two heads."""
-    found = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
-    schedule = SplitKVSchedule.create(*found, heads=2, cache_length=cache_length, block=(1, 16), warps=warps)
+    actual = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
+    schedule = SplitKVSchedule.create(*actual, heads=2, cache_length=cache_length, block=(1, 16), warps=warps)
     assert schedule.num_active.item() == sum(active) and not schedule.num_done.any()
     return [assignment for assignment in schedule.assignments.tolist() if assignment[2]]
 

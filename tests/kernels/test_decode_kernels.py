@@ -182,7 +182,7 @@ def test_split_products_of_more_rows_err_as_plain_ones(rows, outputs, inner, cou
     parts = summands_of(x, weight)
     assert len(parts) == count and parts.dtype == torch.bfloat16
     exact = x.double() @ weight.double().T
-    error, plain = ((found.double() - exact).norm() for found in (parts.float().sum(0), x @ weight.T))
+    error, plain = ((actual.double() - exact).norm() for actual in (parts.float().sum(0), x @ weight.T))
     assert error <= 1.1 * plain
 
 

@@ -48,9 +48,9 @@ def gradients_of(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor
     return torch.autograd.grad((out * random(*out.shape, seed=9)).sum(), inputs)
 
 
-def assert_close(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
-    assert len(found) == len(wanted)
-    for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+def assert_close(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    assert len(actual) == len(expected)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, **TOLERANCE, msg=lambda text, index=index: f"{index}: {text}")
 
@@ -65,12 +65,12 @@ def test_layer_norm_is_torchs(shape, affine, small_runs):
     weight = None if affine == "neither" else (1 + random(shape[-1], seed=1)).requires_grad_()
     bias = random(shape[-1], seed=2).requires_grad_() if affine == "weight and bias" else None
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    out, wanted = (
+    out, expected = (
         FusedNorm.apply(x, weight, bias, NormKind(EPS)),
         functional.layer_norm(x, x.shape[-1:], weight, bias, EPS),
     )
-    torch.testing.assert_close(out, wanted, **TOLERANCE)
-    assert_close(gradients_of(out, *inputs), gradients_of(wanted, *inputs))
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+    assert_close(gradients_of(out, *inputs), gradients_of(expected, *inputs))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 37), (1, 37), (11, 64)])
@@ -78,17 +78,17 @@ def test_rms_norm_is_transformers(shape, small_runs):
     norm = LlamaRMSNorm(shape[-1], eps=EPS).to(DEVICE)
     norm.weight.data += random(shape[-1], seed=1)
     x = (random(*shape) + 0.7).requires_grad_()
-    out, wanted = FusedNorm.apply(x, norm.weight, None, NormKind(EPS, rms=True)), norm(x)
-    torch.testing.assert_close(out, wanted, **TOLERANCE)
-    assert_close(gradients_of(out, x, norm.weight), gradients_of(wanted, x, norm.weight))
+    out, expected = FusedNorm.apply(x, norm.weight, None, NormKind(EPS, rms=True)), norm(x)
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+    assert_close(gradients_of(out, x, norm.weight), gradients_of(expected, x, norm.weight))
 
 
 def test_norm_of_frozen_weights_and_of_no_row():
     x, weight, bias = random(3, 8).requires_grad_(), random(8, seed=1), random(8, seed=2)
     out = FusedNorm.apply(x, weight, bias, NormKind(EPS))
-    (found,) = gradients_of(out, x)
-    (wanted,) = gradients_of(functional.layer_norm(x, (8,), weight, bias, EPS), x)
-    torch.testing.assert_close(found, wanted, **TOLERANCE)
+    (actual,) = gradients_of(out, x)
+    (expected,) = gradients_of(functional.layer_norm(x, (8,), weight, bias, EPS), x)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
     nothing = torch.zeros(0, 8, device=DEVICE, requires_grad=True)
     weight.requires_grad_()
     of_nothing = gradients_of(FusedNorm.apply(nothing, weight, bias, NormKind(EPS)), nothing, weight)
@@ -98,8 +98,8 @@ def test_norm_of_frozen_weights_and_of_no_row():
 def test_norm_of_a_view_that_is_not_contiguous():
     x = random(8, 6, seed=3).requires_grad_()
     out = FusedNorm.apply(x.t(), None, None, NormKind(EPS))
-    wanted = functional.layer_norm(x.t(), (8,), None, None, EPS)
-    assert_close(gradients_of(out, x), gradients_of(wanted, x))
+    expected = functional.layer_norm(x.t(), (8,), None, None, EPS)
+    assert_close(gradients_of(out, x), gradients_of(expected, x))
 
 
 # --- linear layers with a ReLU ---
@@ -109,9 +109,9 @@ def test_norm_of_a_view_that_is_not_contiguous():
 def test_relu_linear_is_torchs(rows, width, small_runs):
     x, weight, bias = random(rows, 12), random(width, 12, seed=1), random(width, seed=2)
     inputs = [tensor.requires_grad_() for tensor in (x, weight, bias)]
-    out, wanted = FusedReluLinear.apply(*inputs), functional.relu(functional.linear(*inputs))
-    torch.testing.assert_close(out, wanted, **TOLERANCE)
-    assert_close(gradients_of(out, *inputs), gradients_of(wanted, *inputs))
+    out, expected = FusedReluLinear.apply(*inputs), functional.relu(functional.linear(*inputs))
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+    assert_close(gradients_of(out, *inputs), gradients_of(expected, *inputs))
 
 
 def test_relu_passes_no_gradient_at_zero():
@@ -168,10 +168,10 @@ def assert_same_training(make, number: int, *, change=lambda model: model) -> No
     fused.load_state_dict(plain.state_dict())
     assert fuse_layers(fused, CUDA) == number
     assert list(fused.state_dict()) == list(plain.state_dict())
-    (loss, gradients), (wanted_loss, wanted) = loss_and_gradients(fused), loss_and_gradients(plain)
-    torch.testing.assert_close(loss, wanted_loss, **TOLERANCE)
-    assert gradients.keys() == wanted.keys() and len(wanted) >= 2
-    for name, gradient in wanted.items():
+    (loss, gradients), (expected_loss, expected) = loss_and_gradients(fused), loss_and_gradients(plain)
+    torch.testing.assert_close(loss, expected_loss, **TOLERANCE)
+    assert gradients.keys() == expected.keys() and len(expected) >= 2
+    for name, gradient in expected.items():
         torch.testing.assert_close(
             gradients[name], gradient, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
         )

@@ -86,14 +86,14 @@ def by_torch(case: dict) -> dict[str, torch.Tensor | None]:
     return {"log_probs": log_probs.detach(), "entropies": entropies, "gradients": logits.grad}
 
 
-def assert_close(found: dict, case: dict) -> None:
+def assert_close(actual: dict, case: dict) -> None:
     expected = exact(case)
-    assert found["log_probs"].dtype == found["entropies"].dtype == torch.float32
-    assert found["gradients"].dtype == case["logits"].dtype and not found["entropies"].requires_grad
+    assert actual["log_probs"].dtype == actual["entropies"].dtype == torch.float32
+    assert actual["gradients"].dtype == case["logits"].dtype and not actual["entropies"].requires_grad
     for name in ("log_probs", "entropies"):
-        torch.testing.assert_close(found[name].double(), expected[name], **TOLERANCE)
+        torch.testing.assert_close(actual[name].double(), expected[name], **TOLERANCE)
     rounding = {"rtol": 1e-2, "atol": 1e-5} if case["logits"].dtype == torch.bfloat16 else TOLERANCE
-    torch.testing.assert_close(found["gradients"].double(), expected["gradients"], **rounding)
+    torch.testing.assert_close(actual["gradients"].double(), expected["gradients"], **rounding)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -110,31 +110,31 @@ def test_tokens_that_are_impossible_add_nothing(by_kernels):
     case = CASES["impossible"]
     kept = [*range(5), *range(300, case["logits"].shape[1])]
     expected = exact(case | {"logits": case["logits"][:, kept]})
-    for found in (by_torch(case), by_kernels["impossible"]):
-        torch.testing.assert_close(found["log_probs"].double(), expected["log_probs"], **TOLERANCE)
-        torch.testing.assert_close(found["entropies"].double(), expected["entropies"], **TOLERANCE)
-        torch.testing.assert_close(found["gradients"][:, kept].double(), expected["gradients"], **TOLERANCE)
-        assert (found["gradients"][:, 5:300] == 0).all()
+    for actual in (by_torch(case), by_kernels["impossible"]):
+        torch.testing.assert_close(actual["log_probs"].double(), expected["log_probs"], **TOLERANCE)
+        torch.testing.assert_close(actual["entropies"].double(), expected["entropies"], **TOLERANCE)
+        torch.testing.assert_close(actual["gradients"][:, kept].double(), expected["gradients"], **TOLERANCE)
+        assert (actual["gradients"][:, 5:300] == 0).all()
 
 
 def test_a_number_that_is_not_finite_spoils_its_own_token_alone(by_kernels):
-    for found in (by_torch(CASES["broken"]), by_kernels["broken"]):
-        assert found["log_probs"].isfinite().tolist() == [True, True, False, True, True, True, True]
+    for actual in (by_torch(CASES["broken"]), by_kernels["broken"]):
+        assert actual["log_probs"].isfinite().tolist() == [True, True, False, True, True, True, True]
 
 
 def test_no_entropy_unless_asked_for(by_kernels):
-    for found in (by_torch(CASES["no entropy"]), by_kernels["no entropy"]):
-        assert found["entropies"] is None
-        torch.testing.assert_close(found["log_probs"], by_kernels["odd"]["log_probs"])
+    for actual in (by_torch(CASES["no entropy"]), by_kernels["no entropy"]):
+        assert actual["entropies"] is None
+        torch.testing.assert_close(actual["log_probs"], by_kernels["odd"]["log_probs"])
 
 
 def test_scale_and_cap_come_before_the_temperature():
     case = make_case("odd")
     logits = case["logits"] + 40
-    found, _ = plain_statistics(logits, case["targets"], LogitScaling(0.7, scale=0.3, cap=2.0), with_entropy=False)
+    actual, _ = plain_statistics(logits, case["targets"], LogitScaling(0.7, scale=0.3, cap=2.0), with_entropy=False)
     expected = (torch.tanh(logits.double() * 0.3 / 2) * 2 / 0.7).log_softmax(-1)
     expected = expected.gather(1, case["targets"].unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(found.double(), expected, **TOLERANCE)
+    torch.testing.assert_close(actual.double(), expected, **TOLERANCE)
 
 
 def test_a_cpu_needs_no_triton():

@@ -67,11 +67,11 @@ def sampled(hybrid: HybridEngine, length: int = 4, **more: Any) -> Rollout:
         return hybrid.generate(PROMPTS, num_samples=2, sampling=Sampling(length), key=KEY, batch_size=2, **more)
 
 
-def findings(found: Rollout) -> dict[str, Any]:
+def findings(results: Rollout) -> dict[str, Any]:
     return {
-        "responses": [row.tolist() for row in found.responses],
-        "log_probs": torch.cat(found.log_probs),
-        "finished": found.finished.tolist(),
+        "responses": [row.tolist() for row in results.responses],
+        "log_probs": torch.cat(results.log_probs),
+        "finished": results.finished.tolist(),
     }
 
 
@@ -129,11 +129,11 @@ def step_3(inputs: Path) -> dict[str, Any]:
 
 def cases() -> dict[str, Any]:
     scheduler.POLL_INTERVAL, scheduler.POLL_INTERVAL_WHILE_WAITING = 2, 1
-    found: dict[str, Any] = {f"shared {name}": partial(shared, name=name) for name in MAKERS}
+    results: dict[str, Any] = {f"shared {name}": partial(shared, name=name) for name in MAKERS}
     if dist.read_environment()[1] > 1:
-        found["shared llama z3"] = partial(shared, name="llama", stage=3)
-        found["whole llama z3"] = partial(shared, name="llama", stage=3, size=1)
-        found["uneven z3"] = uneven
-        found["stopped"] = stopped
-    found["step 3"] = step_3
-    return found
+        results["shared llama z3"] = partial(shared, name="llama", stage=3)
+        results["whole llama z3"] = partial(shared, name="llama", stage=3, size=1)
+        results["uneven z3"] = uneven
+        results["stopped"] = stopped
+    results["step 3"] = step_3
+    return results

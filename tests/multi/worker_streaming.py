@@ -81,13 +81,13 @@ def stopped(inputs: Path) -> dict[str, Any]:
 def decided(inputs: Path) -> dict[str, Any]:
     """Weights that do not fit on rank 1 alone are streamed on both."""
     engine = engine_of(MAKERS["opt"](), 3)
-    found = {}
+    results = {}
     for what, fit in {"does not fit": current_world().rank == 0, "fits": True}.items():
         hybrid_engine.whole_weights_fit = lambda *_, fit=fit: fit
         hybrid = hybrid_of(engine, FUSED)
         with hybrid.generation():
-            found[what] = groups_of(hybrid)
-    return found
+            results[what] = groups_of(hybrid)
+    return results
 
 
 def step_3(inputs: Path) -> dict[str, Any]:
@@ -107,5 +107,5 @@ def cases() -> dict[str, Any]:
     # Prompts of six tokens at once, padding counted: slots are filled by several prefills, fewer on one rank.
     scheduler.MAX_PREFILL_TOKENS = 6
     streaming.GROUP_BYTES = 1  # each layer is a group
-    found: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}
-    return found | {"stopped": stopped, "decided": decided, "step 3": step_3}
+    results: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}
+    return results | {"stopped": stopped, "decided": decided, "step 3": step_3}
