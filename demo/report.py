@@ -1,4 +1,4 @@
-"""What the demo's models learned, measured against the rule on prompts that no step has seen."""
+"""Measure what the demo's models learned against the rule, on prompts that no stage has seen."""
 
 import json
 import math

@@ -14,7 +14,7 @@ SEEDS = (1, 2, 3, 4, 5)
 
 
 def claims(found: dict[str, Any]) -> dict[str, bool]:
-    """What the demo must show in every seed."""
+    """Return what the demo must show in every seed."""
     return {
         "SFT rate in 0.3 .. 0.6": 0.3 <= found["sft_rate"] <= 0.6,
         "PPO at least 20 points higher": found["ppo_rate"] >= found["sft_rate"] + 0.2,

@@ -1,1 +1,1 @@
-"""Answers of finished models: chat, and the same prompts through several models."""
+"""Inference with finished models: chat, and comparison of several models on the same prompts."""

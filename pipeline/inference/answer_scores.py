@@ -1,6 +1,7 @@
-"""Scores of a reward model for answers that are given as text, whichever model they come from.
+"""Score answers, given as text, by a reward model, whichever model generated them.
 
-Each answer is encoded afresh with the reward model's own tokenizer and template, as in its training. B rows, S tokens.
+Each answer is encoded with the reward model's own tokenizer and template, as in its training. B rows, S tokens. Scoring
+of PPO's responses, which are token ids, is in `step3_ppo`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message, Turns
-from pipeline.models.loading import check_model, check_vocabulary, default_device
+from pipeline.models.loading import check_model, check_vocabulary, default_device, num_positions
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
@@ -27,11 +28,11 @@ class Judge:
 
     @property
     def num_positions(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return num_positions(self.model.config)
 
 
 def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
-    """Load a reward model onto the default device. Raises InputError where `path` holds none."""
+    """Load a reward model onto the default device. Raises InputError if `path` contains none."""
     check_model(path, "--reward_model")
     tokenizer = load_tokenizer(path)
     check_vocabulary(path, tokenizer)
@@ -41,9 +42,9 @@ def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
 
 
 def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:
-    """Prompt and answer as the reward model reads them; only an answer that its model ended has an end token.
+    """Encode prompt and answer for the reward model, with an end token only for a finished answer.
 
-    What exceeds the positions is cut off on the left, as in training: the answer's end is what is scored.
+    Ids beyond the model's positions are cut off on the left, as in training: the answer's end is scored.
     """
     ids = encode_conversation(judge.tokenizer, [*prompt, Message("assistant", text)], "last").ids
     ids = ids if finished else ids[:-1]
@@ -52,7 +53,7 @@ def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> 
 
 @torch.inference_mode()
 def score_rows(judge: Judge, rows: Sequence[Sequence[int]], *, batch_size: int) -> list[float]:
-    """The raw score of each row of ids, read at its last token."""
+    """Return the raw score of each row of ids, read at its last token."""
     device = default_device()
     scores: list[float] = []
     for start in range(0, len(rows), batch_size):

@@ -1,4 +1,4 @@
-"""Sampling flags that `rlhf chat` and `rlhf compare` share. Imports no torch, so that --help is quick."""
+"""Sampling settings that `rlhf chat` and `rlhf compare` share. Imports no torch, so that --help is quick."""
 
 from typing import Self
 

@@ -1,7 +1,7 @@
-"""Answers of a causal language model: prompts' token ids in, token ids and text out, every sampling setting explicit.
+"""Generate answers of a causal language model from prompts' token ids, with every sampling setting explicit.
 
-For `rlhf chat` and `rlhf compare`, through transformers' own `generate`; rollouts of step 3 have a sampling loop of
-their own. B prompts, P positions of the longest one, T new positions.
+For `rlhf chat` and `rlhf compare`, through transformers' `generate`; PPO's rollouts are sampled by
+`pipeline.generation`. B prompts, P positions of the longest one, T new positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from pipeline.data.templates import encode_prompt, set_template
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
-from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
+from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.loading import (
     DTYPES,
     adapter_base,
@@ -35,7 +35,7 @@ from pipeline.tensor_ops import pad_rows
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """A model that answers, with its own tokenizer, padding id and the ids that end an answer."""
+    """A language model with its tokenizer, its padding id and the ids that end an answer."""
 
     path: str
     model: PreTrainedModel
@@ -45,19 +45,19 @@ class ChatModel:
 
     @property
     def num_positions(self) -> int | None:
-        """How many tokens prompt and answer may have together; None where the architecture has no limit (BLOOM)."""
+        """The number of tokens that prompt and answer may have together; None if there is no limit (BLOOM)."""
         return num_positions(self.model.config)
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the vocabulary in the model; with padding there are more of them than the tokenizer has tokens."""
+        """The number of rows of the embedding, which a padded vocabulary makes larger than the tokenizer's."""
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. ids: as sampled, with the end token if there is one; finished: the model ended it itself."""
+    """An answer. ids: as sampled, with the end token if there is one; finished: True if the model ended it."""
 
     ids: tuple[int, ...]
     text: str
@@ -71,7 +71,7 @@ def resolve_dtype(name: str) -> torch.dtype:
 def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     """Load a model (hub id, folder or adapter folder) onto the default device, with its tokenizer.
 
-    The chat template is the tokenizer's, which our training saved there; a tokenizer without one gets Human/Assistant.
+    The chat template is the one that training saved with the tokenizer; a tokenizer without one gets Human/Assistant.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -79,13 +79,13 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     tokenizer = load_chat_tokenizer(path)
     model = load_causal_lm(path, dtype=dtype).to(default_device()).eval()  # type: ignore[arg-type]
     end_ids = eos_ids(tokenizer, model.generation_config)
-    # generate() fills every setting that is not given from here: models come with temperatures and top_k of their own.
+    # generate() takes settings that are not passed from here: published models set temperatures and top_k of their own.
     model.generation_config = GenerationConfig()
     return ChatModel(path, model, tokenizer, choose_padding_token(tokenizer).pad_id, end_ids)
 
 
 def load_chat_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model at `path` with its template, both found to fit together. No weight is read."""
+    """Load the tokenizer of the model at `path` with its template, and check that they fit. Reads no weight."""
     check_model(path)
     tokenizer = load_tokenizer(tokenizer_path(path))
     check_vocabulary(path, tokenizer)
@@ -94,7 +94,7 @@ def load_chat_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> None:
-    """Raise InputError where the model at `path` cannot be given one of the prompts. No weight is read."""
+    """Raise InputError if one of the prompts does not fit into the model at `path`. Reads no weight."""
     tokenizer = load_chat_tokenizer(path)
     config = load_config(path)
     for turns in prompts:
@@ -103,7 +103,7 @@ def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> N
 
 
 def tokenizer_path(path: str) -> str:
-    """Where a model's tokenizer is: an adapter without one lies in its merged model's folder, or takes its base's."""
+    """Return the path of a model's tokenizer; an adapter without one uses its merged model's, else its base's."""
     base = adapter_base(path)
     if base is None:
         return path
@@ -120,19 +120,20 @@ def generate_answers(
     seed: int,
     streamer: "AnswerStreamer | None" = None,
 ) -> list[list[Answer]]:
-    """Answers to each prompt, num_return_sequences of them (1 for ReplySettings).
+    """Return num_return_sequences answers (1 for ReplySettings) to each prompt.
 
-    The global generators are left as they were. Sampled answers are a function of the seed and the prompts of this
-    call together; greedy ones, up to rounding, of their prompt alone.
+    The global random generators are left unchanged. Sampled answers are a function of the seed and all prompts of this
+    call; greedy ones, up to rounding, only of their prompt.
 
     Args:
-        streamer: gets the tokens of a single prompt's single answer while they are made.
+        streamer: receives the tokens of a single prompt's single answer as they are generated.
 
     Raises:
-        InputError: a prompt with ids that the model does not have, or too long for its positions.
+        InputError: a prompt has ids that the model does not have, or is too long for its positions.
     """
+    sizes = {"num_positions": chat_model.num_positions, "num_embeddings": chat_model.num_embeddings}
     for prompt in prompts:
-        check_prompt(chat_model, prompt, settings.max_new_tokens)
+        check_ids(chat_model.path, prompt, settings.max_new_tokens, **sizes)
     device = chat_model.model.device
     rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
     input_ids = pad_rows(rows, chat_model.pad_id, side="left").to(device)  # (B, P)
@@ -147,16 +148,10 @@ def generate_answers(
     return [responses[start : start + each] for start in range(0, len(responses), each)]
 
 
-def check_prompt(chat_model: ChatModel, prompt: Sequence[int], max_new_tokens: int) -> None:
-    """Raise InputError for a prompt that this model cannot be given."""
-    rooms = {"num_positions": chat_model.num_positions, "num_embeddings": chat_model.num_embeddings}
-    check_ids(chat_model.path, prompt, max_new_tokens, **rooms)
-
-
 def check_ids(
     path: str, prompt: Sequence[int], max_new_tokens: int, *, num_positions: int | None, num_embeddings: int | None
 ) -> None:
-    """Raise InputError for prompt ids that a model of these sizes (None: not known, or no limit) cannot be given."""
+    """Raise InputError for prompt ids that do not fit into a model of these sizes (None: unknown, or no limit)."""
     if not prompt:
         raise InputError(f"{path}: its template turns this prompt into no token at all")
     if num_embeddings is not None and max(prompt) >= num_embeddings:
@@ -164,22 +159,21 @@ def check_ids(
             f"{path}: its tokenizer gives id {max(prompt)}, but the model's vocabulary has "
             f"{num_embeddings} entries: tokenizer and model do not belong together"
         )
-    room = num_positions
-    if room is not None and len(prompt) + max_new_tokens > room:
+    if num_positions is not None and len(prompt) + max_new_tokens > num_positions:
         raise InputError(
             f"{path}: a prompt of {len(prompt)} tokens and --max_new_tokens {max_new_tokens} do not fit into "
-            f"the model's {room} positions; at most {max(room - len(prompt), 0)} new tokens are left for it"
+            f"the model's {num_positions} positions; at most {max(num_positions - len(prompt), 0)} new tokens are left"
         )
 
 
 def generation_config(chat_model: ChatModel, settings: ReplySettings) -> GenerationConfig:
-    """Every setting that changes what is generated; at temperature 0 the most likely token each time."""
+    """Build the settings of `generate`, all explicit; temperature 0 is greedy decoding."""
     is_sampled = settings.temperature > 0
-    how = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k} if is_sampled else {}
-    many = {}
-    if isinstance(settings, AnswerSettings):
-        many = {"num_beams": settings.num_beams, "num_return_sequences": settings.num_return_sequences}
-    # Rows of a padded vocabulary stand for no token; their logits are whatever the padding left there.
+    sampling = (
+        {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k} if is_sampled else {}
+    )
+    counts = settings.model_dump(include={"num_beams", "num_return_sequences"})  # none in plain ReplySettings
+    # Rows that pad a vocabulary belong to no token, and their logits are arbitrary.
     unused = list(range(max(chat_model.tokenizer.get_vocab().values()) + 1, chat_model.num_embeddings))
     return GenerationConfig(
         do_sample=is_sampled,
@@ -188,13 +182,13 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
         pad_token_id=chat_model.pad_id,
         eos_token_id=sorted(chat_model.end_ids),
         suppress_tokens=unused or None,
-        **how,
-        **many,
+        **sampling,
+        **counts,
     )
 
 
 def finished_answer(chat_model: ChatModel, ids: Sequence[int]) -> Answer:
-    """The answer in a row of new ids (T,): up to its first end token, without the padding behind it."""
+    """Cut an answer out of a row of new ids (T,): up to its first end token, without padding."""
     end = next((position for position, token in enumerate(ids) if token in chat_model.end_ids), None)
     kept = tuple(ids if end is None else ids[: end + 1])
     return Answer(kept, decode(chat_model.tokenizer, ids[:end]).strip(), finished=end is not None)
@@ -205,10 +199,10 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 class AnswerStreamer(BaseStreamer):
-    """Hands on the text of one answer piece by piece, each as soon as its characters are complete.
+    """A streamer that emits the text of one answer piece by piece, each as soon as its characters are complete.
 
-    A token may hold a part of a character only, and a decoder may treat the first token apart: so what is decoded
-    is a short window of tokens, and what is handed on is its growth.
+    A token may be only a part of a character, and decoders may treat a first token specially. So a short window of
+    tokens is decoded, and the growth of its text is emitted.
     """
 
     def __init__(self, chat_model: ChatModel, emit: Callable[[str], None]) -> None:
@@ -216,12 +210,12 @@ class AnswerStreamer(BaseStreamer):
         self.finished = False
         self._chat_model = chat_model
         self._emit = emit
-        self._window = 0  # where the decoded window starts
-        self._shown = 0  # tokens whose text was handed on
+        self._window = 0  # first token of the decoded window
+        self._emitted = 0  # tokens whose text was emitted
         self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the next token (1,). The first call of `generate` brings the prompt instead."""
+        """Take the next token (1,), or the prompt in the first call by `generate`."""
         if not self._has_prompt:
             self._has_prompt = True
             return
@@ -229,16 +223,16 @@ class AnswerStreamer(BaseStreamer):
         self.finished = self.finished or token in self._chat_model.end_ids
         if not self.finished:
             self.ids.append(token)
-            self._hand_on(may_wait=True)
+            self._emit_growth(may_wait=True)
 
     def end(self) -> None:
-        """Hand on what still waited for the rest of a character."""
-        self._hand_on(may_wait=False)
+        """Emit the tokens that still waited for the rest of a character."""
+        self._emit_growth(may_wait=False)
 
-    def _hand_on(self, *, may_wait: bool) -> None:
-        before = decode(self._chat_model.tokenizer, self.ids[self._window : self._shown])
+    def _emit_growth(self, *, may_wait: bool) -> None:
+        before = decode(self._chat_model.tokenizer, self.ids[self._window : self._emitted])
         text = decode(self._chat_model.tokenizer, self.ids[self._window :])
         if len(text) <= len(before) or (may_wait and text.endswith("\ufffd")):
             return
         self._emit(text[len(before) :])
-        self._window, self._shown = self._shown, len(self.ids)
+        self._window, self._emitted = self._emitted, len(self.ids)

@@ -1,8 +1,8 @@
-"""A conversation with a model: its turns, what of them fits into the model, and one reply at a time.
+"""Hold a conversation with a model: keep its turns, fit them into the model's positions, generate one reply at a time.
 
-Every reply starts from the whole conversation rendered by the tokenizer's template and encoded afresh. Sampled ids of
-earlier replies are not kept: where they equal the encoded text nothing would change, and where they differ (a reply
-that was cut off has no end token; text that the tokenizer would split otherwise) training has seen the encoded text.
+For every reply the whole conversation is rendered by the tokenizer's template and encoded again. Sampled ids of earlier
+replies are not reused: where they differ from the encoded text (a reply that was cut off has no end token; tokenizers
+may split a text otherwise), training has seen the encoded text. The terminal is in `rlhf/chat.py`.
 """
 
 import time
@@ -23,7 +23,7 @@ Ending = Literal["end", "limit", "stopped"]  # the model's end token, the token 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A finished reply; num_forgotten: the oldest turns that were left out for it from now on."""
+    """A finished reply; num_forgotten: how many of the oldest turns were dropped to make it fit."""
 
     text: str
     num_tokens: int
@@ -33,7 +33,7 @@ class Reply:
 
 
 class Conversation:
-    """The turns so far. Raises InputError at once if the model's template takes no system turn but one is given."""
+    """A conversation. Raises InputError at once for a system prompt that the model's template does not accept."""
 
     def __init__(self, chat_model: ChatModel, settings: ReplySettings, *, system: str = "", seed: int = 0) -> None:
         self.chat_model = chat_model
@@ -62,13 +62,13 @@ class Conversation:
         return question
 
     def say(self, text: str, emit: Emit) -> Reply:
-        """The model's reply to `text`, handed to `emit` in pieces while it is made.
+        """Generate the reply to `text`, calling `emit` with pieces of it as they are complete.
 
-        A KeyboardInterrupt stops the reply and keeps what there is. An empty reply leaves no turns behind: templates
-        and training know no empty turns. The n-th reply is drawn with the seed + n, so that a second try differs.
+        A KeyboardInterrupt stops the reply and keeps its text so far. An empty reply adds no turns: templates and
+        training have no empty turns. The n-th reply is drawn with the seed + n, so that a second try differs.
         """
         turns = [*self.turns, Message("user", valid_unicode(text).strip())]
-        prompt, num_forgotten = self._fitting(turns)
+        prompt, num_forgotten = self._fitting_prompt(turns)
         start = time.perf_counter()
         ids, ending = self._stream(prompt, without_leading_space(emit))
         time_s = time.perf_counter() - start
@@ -78,7 +78,7 @@ class Conversation:
         return Reply(answer, len(ids), ending, num_forgotten, time_s)
 
     def _stream(self, prompt: Sequence[int], emit: Emit) -> tuple[list[int], Ending]:
-        """The reply's ids without the end token, and what ended it."""
+        """Generate the reply; returns its ids without the end token, and what ended it."""
         streamer = AnswerStreamer(self.chat_model, emit)
         settings = self.settings.model_copy(update={"max_new_tokens": self._limit(prompt)})
         self._num_replies += 1
@@ -90,11 +90,11 @@ class Conversation:
             return streamer.ids, "stopped"
         return streamer.ids, "end" if streamer.finished else "limit"
 
-    def _fitting(self, turns: Sequence[Message]) -> tuple[list[int], int]:
-        """The prompt's ids, and how many of the oldest turns had to be left out for it.
+    def _fitting_prompt(self, turns: Sequence[Message]) -> tuple[list[int], int]:
+        """Encode the prompt; returns its ids and how many of the oldest turns had to be dropped.
 
-        Questions go together with their replies; the system prompt stays. Kept free for the reply are max_new_tokens,
-        but at most half of the positions; the last question alone may take more.
+        Questions are dropped together with their replies; the system prompt stays. max_new_tokens positions are kept
+        free for the reply, but at most half of all; the last question may use them too.
         """
         positions = self.chat_model.num_positions
         reserved = 0 if positions is None else min(self.settings.max_new_tokens, positions // 2)
@@ -108,12 +108,12 @@ class Conversation:
 
     def _limit(self, prompt: Sequence[int]) -> int:
         positions = self.chat_model.num_positions
-        wanted = self.settings.max_new_tokens
-        return wanted if positions is None else min(wanted, positions - len(prompt))
+        most = self.settings.max_new_tokens
+        return most if positions is None else min(most, positions - len(prompt))
 
 
 def without_leading_space(emit: Emit) -> Emit:
-    """`emit`, not called before the first character that is no white space."""
+    """Wrap `emit` so that white space before the first other character is dropped."""
     started = False
 
     def trimmed(piece: str) -> None:

@@ -1,7 +1,7 @@
-"""Answers of several models to the same prompts, and what their scores say: pure, no torch.
+"""Compare answers of several models to the same prompts: mean scores, win rates and their intervals. Imports no torch.
 
-The first model is the one that the others are compared with. The unit of every interval is the prompt: several answers
-to one prompt depend on each other, so they are averaged before anything is counted.
+The first model is the baseline. The unit of every interval is the prompt: several answers to one prompt depend on each
+other, so they are averaged first. Tables are in `comparison_report.py`.
 """
 
 import math
@@ -16,7 +16,7 @@ Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 
 @dataclass(frozen=True, slots=True)
 class AnswerRow:
-    """One answer; num_tokens counts its end token; score is None without a reward model."""
+    """An answer in a comparison; num_tokens includes its end token; score is None without a reward model."""
 
     text: str
     num_tokens: int
@@ -26,7 +26,7 @@ class AnswerRow:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A model's answers: answers[i] are those to prompt i, equally many for each prompt and model."""
+    """A model in a comparison; answers[i] are those to prompt i, equally many for each prompt and model."""
 
     label: str
     path: str
@@ -43,8 +43,8 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Against:
-    """A model against the first one over `num_prompts` prompts: pairs of answers, win rate, difference of scores."""
+class HeadToHead:
+    """A model against the baseline over `num_prompts` prompts: pairs of answers, win rate, score difference."""
 
     num_prompts: int
     wins: int
@@ -56,16 +56,16 @@ class Against:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One model's figures; mean_score and against are None without a reward model, against also for the first model."""
+    """A model's figures; mean_score and against are None without a reward model, against also for the baseline."""
 
     mean_tokens: float
     finished_share: float
     mean_score: float | None
-    against: Against | None
+    against: HeadToHead | None
 
 
 def wilson(rate: float, count: int, *, z: float = Z_95) -> Interval:
-    """Wilson's score interval (1927) of a rate over `count` trials; a tie may have counted as half a success."""
+    """Return Wilson's score interval (1927) of a rate over `count` trials; ties may count as half a success."""
     if count < 1 or not 0 <= rate <= 1:
         raise ValueError(f"a rate of {rate} over {count} trials")
     scale = 1 + z * z / count
@@ -75,7 +75,7 @@ def wilson(rate: float, count: int, *, z: float = Z_95) -> Interval:
 
 
 def mean_interval(values: Sequence[float], *, z: float = Z_95) -> Interval | None:
-    """Mean and its normal interval, with the sample variance; None for fewer than two values."""
+    """Return the mean and its normal interval, from the sample variance; None for fewer than two values."""
     if len(values) < 2:
         return None
     mean = statistics.fmean(values)
@@ -84,20 +84,20 @@ def mean_interval(values: Sequence[float], *, z: float = Z_95) -> Interval | Non
 
 
 def scores(contestant: Contestant) -> list[list[float]]:
-    """[prompt][answer]; empty where nothing was scored."""
+    """Return a model's scores as [prompt][answer], empty if its answers have none."""
     rows = [[row.score for row in answers if row.score is not None] for answers in contestant.answers]
     return rows if all(rows) else []
 
 
-def compare(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> Against:
-    """`other` against `first`, scores [prompt][answer]: within a prompt every answer meets every answer."""
+def compare(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> HeadToHead:
+    """Compare `other` with `first`, scores [prompt][answer]; within a prompt every answer meets every answer."""
     meetings = [
         [(theirs > ours) - (theirs < ours) for ours, theirs in product(a, b)] for a, b in zip(first, other, strict=True)
     ]
     rate = statistics.fmean(0.5 + 0.5 * statistics.fmean(results) for results in meetings)
     every = [result for results in meetings for result in results]
     differences = [statistics.fmean(b) - statistics.fmean(a) for a, b in zip(first, other, strict=True)]
-    return Against(
+    return HeadToHead(
         num_prompts=len(meetings),
         wins=every.count(1),
         ties=every.count(0),
@@ -108,12 +108,12 @@ def compare(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) 
 
 
 def summarise(contestants: Sequence[Contestant]) -> list[Summary]:
-    """One summary a model, in order."""
+    """Summarise every model, in order."""
     return [summary(contestant, None if index == 0 else contestants[0]) for index, contestant in enumerate(contestants)]
 
 
 def summary(contestant: Contestant, first: Contestant | None) -> Summary:
-    """One model's averages, and its wins against `first`."""
+    """Return a model's averages, and its wins against `first`."""
     rows = [row for answers in contestant.answers for row in answers]
     own = scores(contestant)
     return Summary(
@@ -125,10 +125,10 @@ def summary(contestant: Contestant, first: Contestant | None) -> Summary:
 
 
 def to_json(prompts: Sequence[str], contestants: Sequence[Contestant], settings: dict[str, Any]) -> dict[str, Any]:
-    """Everything of a comparison as one JSON object."""
+    """Return a whole comparison as one JSON object."""
     models = [
-        {"label": contestant.label, "path": contestant.path, **asdict(found)}
-        for contestant, found in zip(contestants, summarise(contestants), strict=True)
+        {"label": contestant.label, "path": contestant.path, **asdict(figures)}
+        for contestant, figures in zip(contestants, summarise(contestants), strict=True)
     ]
     answers = [
         {contestant.label: [asdict(row) for row in contestant.answers[index]] for contestant in contestants}

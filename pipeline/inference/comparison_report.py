@@ -1,22 +1,25 @@
-"""A comparison for people: tables for the terminal and a Markdown file. Texts of models and files are never markup."""
+"""Render a comparison as tables for the terminal and as a Markdown file.
+
+Texts of models and files are never interpreted as markup. The figures are computed in `comparison.py`.
+"""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.inference.comparison import Against, AnswerRow, Contestant, Interval, Summary, summarise
+from pipeline.inference.comparison import AnswerRow, Contestant, HeadToHead, Interval, Summary, summarise
 from pipeline.inference.terminal_text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-MIN_COLUMN = 36  # characters of an answer's column below which answers are stacked
+MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
 HEADINGS = ("", "tokens", "ended", "score", "win rate", "score difference")
 
 
 def print_comparison(console: "Console", prompts: Sequence[str], contestants: Sequence[Contestant]) -> None:
-    """Every prompt with its answers, side by side where the width allows it, then the figures of each model."""
+    """Print every prompt with its answers, side by side if the width allows it, then the figures of each model."""
     from rich.text import Text
 
     is_wide = console.width >= MIN_COLUMN * len(contestants)
@@ -32,7 +35,7 @@ def print_comparison(console: "Console", prompts: Sequence[str], contestants: Se
 
 
 def columns(contestants: Sequence[Contestant], index: int) -> list["RenderableType"]:
-    """The answers to one prompt as one table."""
+    """Lay out the answers to one prompt as a table with one column per model."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -47,12 +50,12 @@ def columns(contestants: Sequence[Contestant], index: int) -> list["RenderableTy
 
 
 def heading(contestant: Contestant) -> str:
-    """'A  output/sft': the label and the end of the path."""
+    """Return a model's label and the end of its path: 'A  output/sft'."""
     return f"{contestant.label}  {printable('/'.join(Path(contestant.path).parts[-2:]))}"
 
 
 def stacked(contestants: Sequence[Contestant], index: int) -> list["RenderableType"]:
-    """The answers to one prompt one below the other."""
+    """Lay out the answers to one prompt one below the other."""
     from rich.text import Text
 
     return [
@@ -63,13 +66,13 @@ def stacked(contestants: Sequence[Contestant], index: int) -> list["RenderableTy
 
 
 def remark(row: AnswerRow) -> str:
-    """What stands below an answer: '(12 tokens, score 1.24)'."""
+    """Return the line below an answer: '(12 tokens, score 1.24)'."""
     score = "" if row.score is None else f", score {row.score:.4g}"
     return f"({row.num_tokens} tokens{'' if row.finished else ', cut off'}{score})"
 
 
 def figures(summaries: Sequence[Summary], labels: Sequence[str]) -> list["RenderableType"]:
-    """The table of figures and the lines that explain them."""
+    """Lay out the table of figures and the lines that explain them."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -84,17 +87,17 @@ def figures(summaries: Sequence[Summary], labels: Sequence[str]) -> list["Render
 
 
 def figure_rows(summaries: Sequence[Summary], labels: Sequence[str]) -> list[list[str]]:
-    """Headings and one row a model; the columns of scores only where there are scores."""
+    """Return the headings and one row per model, without the columns of scores if there are none."""
     is_scored = summaries[0].mean_score is not None
     rows = [list(HEADINGS)]
-    for label, found in zip(labels, summaries, strict=True):
-        score = "" if found.mean_score is None else f"{found.mean_score:.4g}"
-        rate, difference = ("-", "-") if found.against is None else compared(found.against)
-        rows.append([label, f"{found.mean_tokens:.1f}", f"{found.finished_share:.0%}", score, rate, difference])
+    for label, one in zip(labels, summaries, strict=True):
+        score = "" if one.mean_score is None else f"{one.mean_score:.4g}"
+        rate, difference = ("-", "-") if one.against is None else compared(one.against)
+        rows.append([label, f"{one.mean_tokens:.1f}", f"{one.finished_share:.0%}", score, rate, difference])
     return rows if is_scored else [row[:3] for row in rows]
 
 
-def compared(against: Against) -> tuple[str, str]:
+def compared(against: HeadToHead) -> tuple[str, str]:
     difference = "-" if against.difference is None else shown(against.difference, "+.3g")
     return shown(against.win_rate, ".2f"), difference
 
@@ -104,9 +107,9 @@ def shown(interval: Interval, form: str) -> str:
 
 
 def legend(summaries: Sequence[Summary], labels: Sequence[str]) -> list[str]:
-    """How the figures are to be read."""
+    """Return the lines that explain the figures."""
     lines = ["tokens: mean length of an answer. ended: share that the model ended itself."]
-    pairs = [(label, found.against) for label, found in zip(labels, summaries, strict=True) if found.against]
+    pairs = [(label, one.against) for label, one in zip(labels, summaries, strict=True) if one.against]
     if not pairs:
         return lines
     counts = "; ".join(f"{label} {one.wins}/{one.ties}/{one.losses}" for label, one in pairs)
@@ -120,7 +123,7 @@ def legend(summaries: Sequence[Summary], labels: Sequence[str]) -> list[str]:
 
 
 def markdown(prompts: Sequence[str], contestants: Sequence[Contestant], settings_line: str) -> str:
-    """The whole comparison as a Markdown document."""
+    """Render the whole comparison as a Markdown document."""
     labels = [contestant.label for contestant in contestants]
     summaries = summarise(contestants)
     head, *rows = (f"| {' | '.join(row)} |" for row in figure_rows(summaries, labels))
@@ -135,7 +138,7 @@ def markdown(prompts: Sequence[str], contestants: Sequence[Contestant], settings
 
 
 def fenced(text: str) -> list[str]:
-    """`text` as a block of code, whose fence is longer than any row of backticks in it: nothing in it is markup."""
+    """Render `text` as a code block with a fence longer than any run of backticks in it, so that nothing is markup."""
     safe = printable(text)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", safe)), default=0))
     return [f"{fence}text", safe, fence, ""]

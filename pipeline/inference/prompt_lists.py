@@ -1,4 +1,4 @@
-"""Prompts of `rlhf compare`: the bundled ones by language, or the user's own file."""
+"""Read the prompts of `rlhf compare`: the bundled ones by language, or the user's own file."""
 
 import json
 from importlib.resources import files
@@ -14,14 +14,14 @@ SUFFIXES = (".txt", ".json", ".jsonl")
 
 
 def bundled_prompts(language: str) -> list[Turns]:
-    """The eight questions of one language."""
+    """Return the eight bundled questions of a language."""
     return [(Message("user", text),) for text in json.loads(BUNDLED.read_text(encoding="utf-8"))[language]]
 
 
 def read_prompts(path: str) -> list[Turns]:
-    """The prompts of a .txt file, one a line, or of the `prompt` column of a .json or .jsonl file.
+    """Read prompts from a .txt file, one per line, or from the `prompt` column of a .json or .jsonl file.
 
-    A prompt is a text, a Human/Assistant transcript or a list of messages. Raises InputError that names file and row.
+    A prompt is a text, a Human/Assistant transcript or a list of messages. Raises InputError with file and row.
     """
     file = Path(path).expanduser()
     suffix = file.suffix.lower() if file.suffix.lower() == ".txt" else data_suffix(file)
@@ -37,7 +37,7 @@ def read_prompts(path: str) -> list[Turns]:
 
 
 def text_lines(file: Path) -> list[tuple[int, object]]:
-    """(line number, line) of the lines that are not empty."""
+    """Return (line number, line) for the lines that are not empty."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -46,7 +46,7 @@ def text_lines(file: Path) -> list[tuple[int, object]]:
 
 
 def prompt_column(file: Path) -> list[tuple[int, object]]:
-    """(row number, prompt) of a file of rows."""
+    """Return (row number, prompt) for the rows of a file."""
     rows = []
     for number, values in read_file(file):
         if "prompt" not in values:
@@ -57,7 +57,7 @@ def prompt_column(file: Path) -> list[tuple[int, object]]:
 
 
 def prompt_turns(value: object, where: str) -> Turns:
-    """A prompt as turns that end with the user's."""
+    """Parse a prompt into turns that end with a user turn."""
     try:
         if not isinstance(value, str):
             turns = parse_turns(value, "prompt")
@@ -74,7 +74,7 @@ def prompt_turns(value: object, where: str) -> Turns:
 
 
 def shown_prompt(turns: Turns) -> str:
-    """The prompt as a person reads it: the question alone, or every turn with its role."""
+    """Render a prompt for people: only the text of a single question, else every turn with its role."""
     if len(turns) == 1:
         return turns[0].content
     return "\n".join(f"{turn.role}: {turn.content}" for turn in turns)

@@ -1,24 +1,24 @@
-"""Text from models, files and keyboards made safe: to show on a terminal, which it cannot steer, and to encode."""
+"""Make text from models, files and keyboards safe to print on a terminal and to encode as UTF-8."""
 
 import unicodedata
 
 KEPT = frozenset("\n\t")
-# Format characters that turn the direction of the text after them: they can make a line read as another one.
+# Characters that change the direction of the text after them: they can make a line read as another one.
 DIRECTION = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def printable(text: str) -> str:
-    """`text` with every control character but newline and tab written as \\xNN or \\uNNNN.
+    """Escape every control character but newline and tab in `text` as \\xNN or \\uNNNN.
 
-    Every other character comes through as it is, so pieces of a stream can be treated one by one.
+    Other characters are unchanged, so pieces of a stream can be escaped one by one.
     """
-    return "".join(_escaped(character) if _steers(character) else character for character in text)
+    return "".join(_escaped(character) if _is_control(character) else character for character in text)
 
 
-def _steers(character: str) -> bool:
+def _is_control(character: str) -> bool:
     if character in KEPT:
         return False
-    # Cc: C0, DEL and C1 controls; Cs: lone surrogates, which no UTF-8 terminal can be sent.
+    # Cc: C0, DEL and C1 controls; Cs: lone surrogates, which UTF-8 cannot encode.
     return unicodedata.category(character) in ("Cc", "Cs") or character in DIRECTION
 
 
@@ -28,5 +28,5 @@ def _escaped(character: str) -> str:
 
 
 def valid_unicode(text: str) -> str:
-    """`text` with '?' for every lone surrogate: keyboards and JSON files can bring them, tokenizers refuse them."""
+    """Replace every lone surrogate in `text` by '?': keyboards and JSON files may have them, tokenizers refuse them."""
     return text.encode("utf-8", "replace").decode("utf-8")

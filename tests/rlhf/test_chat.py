@@ -147,7 +147,7 @@ def test_later_turns_are_rendered_like_training_data(speaking):
     talk.say("two", nothing)
     answer = Message("assistant", TEXT.strip())
     assert talk.turns == [Message("user", "one"), answer, Message("user", "two"), answer]
-    prompt, _ = talk._fitting([*talk.turns, Message("user", "three")])
+    prompt, _ = talk._fitting_prompt([*talk.turns, Message("user", "three")])
     text = f"\n\nHuman: one\n\nAssistant: {TEXT.strip()}</s>\n\nHuman: two\n\nAssistant: {TEXT.strip()}</s>"
     tokenizer = talk.chat_model.tokenizer
     assert tokenizer.decode(prompt) == text + "\n\nHuman: three\n\nAssistant:"
@@ -157,7 +157,7 @@ def test_the_system_prompt_comes_first_and_stays(speaking):
     talk = conversation(speaking)
     talk.start_afresh("Be brief.")
     talk.say("one", nothing)
-    prompt, _ = talk._fitting([Message("user", "two")])
+    prompt, _ = talk._fitting_prompt([Message("user", "two")])
     assert talk.chat_model.tokenizer.decode(prompt).startswith("Be brief.\n\nHuman: two")
 
 
@@ -167,7 +167,7 @@ def test_old_turns_are_left_out_whole_when_positions_run_out(bpe_folder, tmp_pat
     forgotten = [talk.say(f"question number {n}", nothing).num_forgotten for n in range(6)]
     assert forgotten[0] == 0 and max(forgotten) == 2 and all(count % 2 == 0 for count in forgotten)
     assert talk.turns[0].role == "user" and talk.turns[-2].content == "question number 5"
-    prompt, _ = talk._fitting(talk.turns[:-1])
+    prompt, _ = talk._fitting_prompt(talk.turns[:-1])
     assert len(prompt) + 16 <= 64
 
 

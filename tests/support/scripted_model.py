@@ -1,4 +1,4 @@
-"""Tiny models for tests of programs that talk: a random one, and one that says a given text whatever it is asked."""
+"""Tiny models for tests of chat: a random one, and one that answers a given text to every question."""
 
 from pathlib import Path
 
