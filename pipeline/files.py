@@ -139,3 +139,14 @@ def digest(path: Path) -> str:
     """Return the SHA-256 of a file's content, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+CONFIG_FILES = ("config.json", "adapter_config.json")
+
+
+def has_config(folder: Path) -> bool:
+    """Return True for a model's folder, False also for one that may not be read."""
+    try:
+        return any((folder / name).is_file() for name in CONFIG_FILES)
+    except OSError:
+        return False

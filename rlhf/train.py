@@ -16,6 +16,7 @@ from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
+from pipeline.files import has_config
 from pipeline.launching.launcher import launch_file, run_script
 from pipeline.launching.machine import (
     DEFAULT_HOSTFILE,
@@ -27,7 +28,6 @@ from pipeline.launching.machine import (
 )
 from pipeline.launching.plan import Plan, Stage, StepKind, make_plan, path_from_here, without_flag
 from pipeline.launching.train_config import TrainConfig, model_size
-from pipeline.models.paths import has_config
 from pipeline.run.layout import done_file
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig

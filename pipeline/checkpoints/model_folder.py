@@ -15,11 +15,10 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.engine.build import compute_dtype
-from pipeline.files import with_new_folder
+from pipeline.files import has_config, with_new_folder
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import is_lora, merged_weight
-from pipeline.models.paths import has_config
-from pipeline.partitions import gathered
+from pipeline.models.partitions import gathered
 from pipeline.run.run import Run
 
 SHARD_SIZE = "5GB"

@@ -20,7 +20,7 @@ from pipeline.engine.memory import gradient_bytes
 from pipeline.engine.state import loss_scaler
 from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
 from pipeline.kernels.fused_layers import fuse_layers
-from pipeline.partitions import gathered
+from pipeline.models.partitions import gathered
 from pipeline.tensor_ops import tensor_norms
 
 

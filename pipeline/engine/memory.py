@@ -12,7 +12,7 @@ import torch
 
 from pipeline.engine.state import MOMENTS, Engine, masters
 from pipeline.files import GIB
-from pipeline.partitions import is_partitioned, local_share
+from pipeline.models.partitions import is_partitioned, local_share
 
 PHASES = ("generate", "score", "train")
 # Memory of a phase besides weights and optimizer.

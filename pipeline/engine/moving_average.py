@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.engine.fragments import Fragment, FragmentReader
-from pipeline.partitions import drop_whole_copy, is_partitioned, local_range, local_share
+from pipeline.models.partitions import drop_whole_copy, is_partitioned, local_range, local_share
 
 
 class MovingAverage:

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.engine.fragments import Fragment, FragmentReader
-from pipeline.partitions import local_range
+from pipeline.models.partitions import local_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Counters of a DeepSpeed loss scaler, and of the DeepSpeed engine.

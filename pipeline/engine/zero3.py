@@ -19,7 +19,7 @@ from pipeline import dist
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.models.loading import base_model
-from pipeline.partitions import whole_numel
+from pipeline.models.partitions import whole_numel
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pipeline.kernels.decode_attention import HeadLayout
 from pipeline.kernels.decode_layers import NormWeights
 from pipeline.models.architecture import Architecture, Block, linear_of, norm_kind
 from pipeline.models.lora import merged_weight
-from pipeline.partitions import gathered, is_partitioned, whole_numel
+from pipeline.models.partitions import gathered, is_partitioned, whole_numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pipeline.generation.backends import free_bytes
 from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, WeightTensor
 from pipeline.generation.scheduler import Lockstep
 from pipeline.models.architecture import Architecture
-from pipeline.partitions import whole_shape
+from pipeline.models.partitions import whole_shape
 from pipeline.tensor_ops import round_up
 
 # Bytes of the layers that are gathered at a time: larger groups are gathered at a higher rate and take more memory. A

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EnvironmentFault, InputError, RunError
+from pipeline.files import CONFIG_FILES, has_config
 
-CONFIG_FILES = ("config.json", "adapter_config.json")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models
 MAX_REASON = 300  # characters of a library's error that are quoted
@@ -82,14 +82,6 @@ def _read_object(file: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise InputError(f"{file}: found a JSON {type(content).__name__}, wanted an object")
     return content
-
-
-def has_config(folder: Path) -> bool:
-    """Return True for a model's folder, False also for one that may not be read."""
-    try:
-        return any((folder / name).is_file() for name in CONFIG_FILES)
-    except OSError:
-        return False
 
 
 def may_be_hub_id(path: str) -> bool:

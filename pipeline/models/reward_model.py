@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification
 from pipeline.errors import InputError
 from pipeline.models.hidden_states import hidden_states
 from pipeline.models.loading import base_model, load_config, load_pretrained
+from pipeline.models.partitions import gathered
 from pipeline.models.paths import check_reward_model
 from pipeline.models.tokenizers import choose_padding_token
-from pipeline.partitions import gathered
 
 
 class FloatLinear(nn.Linear):

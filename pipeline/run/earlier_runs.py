@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.configuration.groups import RunConfig
 from pipeline.errors import InputError
-from pipeline.models.paths import has_config
+from pipeline.files import has_config
 from pipeline.run.layout import done_file
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.models.loading import base_model
-from pipeline.partitions import whole_numel
+from pipeline.models.partitions import whole_numel
 
 # Dense bf16 TFLOP/s of a device, by a part of its name (vendors' data sheets; H200: measured on real matrices).
 PEAK_TFLOPS = {"H200": 790.0, "H100": 790.0, "A100": 312.0, "A6000": 155.0, "L40": 181.0, "V100": 125.0}

@@ -22,7 +22,7 @@ TREES = {relative(path): tree_of(path) for path in source_files()}
 AROUND_DEEPSPEED = {
     file: tree
     for file, tree in TREES.items()
-    if file == "pipeline/partitions.py"
+    if file == "pipeline/models/partitions.py"
     or (file.startswith("pipeline/engine/") and file != "pipeline/engine/private_names.py")
 }
 LISTED = {name for names in DEEPSPEED.values() for name in names.split()}
@@ -63,7 +63,7 @@ def test_every_private_name_of_deepspeed_is_listed_and_no_other():
 def test_other_packages_read_partitioned_parameters_through_partitions():
     of_parameters = set(DEEPSPEED["runtime.zero.partition_parameters.Init"].split()) - set(dir(str)) - {"all_gather"}
     elsewhere = {file: names_used(tree) & of_parameters for file, tree in TREES.items() if "engine/" not in file}
-    assert {file for file, names in elsewhere.items() if names} == {"pipeline/partitions.py"}
+    assert {file for file, names in elsewhere.items() if names} == {"pipeline/models/partitions.py"}
 
 
 def test_every_private_name_of_torch_is_listed_and_no_other():

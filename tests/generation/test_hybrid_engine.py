@@ -22,7 +22,7 @@ from pipeline.generation.options import BackendSettings, GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, merged_weight
-from pipeline.partitions import gathered
+from pipeline.models.partitions import gathered
 from pipeline.training.steps import step_together
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import generation_options

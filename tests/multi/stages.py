@@ -14,7 +14,7 @@ from pipeline import dist
 from pipeline.configuration.flags import parse
 from pipeline.data.batching import rows_of_step
 from pipeline.engine.engine import TrainingEngine
-from pipeline.partitions import gathered
+from pipeline.models.partitions import gathered
 from pipeline.run.run import Run, StopRequest
 from pipeline.training.steps import step_together
 

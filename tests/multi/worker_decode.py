@@ -21,7 +21,7 @@ from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import BackendSettings, GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
-from pipeline.partitions import gathered
+from pipeline.models.partitions import gathered
 from pipeline.training.steps import step_together
 
 FUSED, EAGER = (GenerationOptions(backend=BackendSettings(requested=backend)) for backend in ("fused", "eager"))

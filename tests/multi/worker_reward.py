@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from pipeline import dist
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step
-from pipeline.partitions import gathered
+from pipeline.models.partitions import gathered
 from pipeline.training.steps import Stopping
 from step2_reward import training
 from step2_reward.config import RewardConfig

@@ -87,7 +87,7 @@ def test_a_model_against_itself_ties_everywhere(plain, judge_path, capsys, tmp_p
     assert "0.50 [0.22, 0.78]" in shown and "n = 8 prompts" in shown and "B 0/8/0" in shown
 
 
-def test_models_of_different_vocabularies_and_architectures(plain, padded, questions, capsys, tmp_path):
+def test_models_of_other_vocabularies_and_architectures(plain, padded, questions, capsys, tmp_path):
     flags = ("--model_name_or_path_baseline", plain, "--model_name_or_path_finetune", padded)
     argv = ("--prompts", questions, "--temperature", "1.5", "--max_new_tokens", "30")
     result = compared(capsys, tmp_path, *flags, *argv)
