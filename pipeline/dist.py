@@ -202,9 +202,9 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     if world_size() == 1:
         return rows
     # gloo and nccl do not gather booleans alike; bytes work on both.
-    sent = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
-    parts = [torch.empty_like(sent) for _ in range(world_size())]
-    dist.all_gather(parts, sent.contiguous())
+    numbers = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+    parts = [torch.empty_like(numbers) for _ in range(world_size())]
+    dist.all_gather(parts, numbers.contiguous())
     return torch.cat(parts).to(rows.dtype)
 
 
