@@ -160,7 +160,7 @@ class Loop:
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> list[tuple[Tensor, ...]]:
-        """For each micro-batch: ids, mask, log-probs (m, L), reference log-probs (m, L), scores (m,), values (m, L)."""
+        """Score micro-batches: ids, mask, log-probs (m, L), reference log-probs (m, L), scores (m,), values (m, L)."""
         found = []
         for part in ids.split(self.options.micro_batch):
             mask = part != self.pad

@@ -33,7 +33,7 @@ class Figures:
 
 
 def holds(value: float, target: str) -> bool:
-    """Whether `value` satisfies ">= 3.0" or "<= 1.3"."""
+    """Return True if `value` satisfies ">= 3.0" or "<= 1.3"."""
     relation, bound = target.split()
     return value >= float(bound) if relation == ">=" else value <= float(bound)
 

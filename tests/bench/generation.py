@@ -16,7 +16,7 @@ BATCHES: dict[str, Any] = {}
 
 
 def measure(run: Any, config: Any) -> None:
-    """In place of step 3's loop: sample `repeats` rollouts a batch size, and print what they took."""
+    """Replace the loop of PPO: sample `repeats` rollouts per batch size, and print their seconds."""
     import torch
 
     from pipeline.engine.build import compute_dtype

@@ -85,7 +85,7 @@ class Jobs:
         return done.stdout
 
     def worker(self, name: str, module: str, words: Sequence[object], *, gpus: int = 1) -> dict[str, Any]:
-        """What a module of this folder printed as its last line of JSON; {} where it failed."""
+        """Run a module of this folder and return its last line of JSON; {} if it failed."""
         try:
             found = json.loads(last_json(self.run(name, launched(module, words, gpus=gpus))))
         except BenchError as error:

@@ -15,7 +15,7 @@ PHASES = tuple(dict.fromkeys(WATCHED.values()))
 
 
 def shapes(jobs: Jobs) -> tuple[Shape, Shape]:
-    """Of the actor and the critic."""
+    """Return the shapes of the actor and the critic."""
     return shape_of(config_of(jobs.options.actor)), shape_of(config_of(jobs.options.critic))
 
 
@@ -245,7 +245,7 @@ def memory(jobs: Jobs, figures: Figures) -> None:
 
 
 def start(jobs: Jobs, figures: Figures) -> None:
-    """From the end of the imports to the first step, data prepared and files in the page cache."""
+    """Measure the time from the end of the imports to the first step, data prepared and files in the page cache."""
     jobs.make_models()
     watch(jobs, "first", "--max_steps", 1)
     again = watch(jobs, "again", "--max_steps", 1)

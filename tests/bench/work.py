@@ -1,4 +1,4 @@
-"""What a transformer costs: bytes that decoding must read, and matrix operations of its passes.
+"""Compute what a transformer costs: bytes that decoding must read, and matrix operations of its passes.
 
 Counted: linear layers, attention over causal rows, and the head where its outputs are used. Not counted: biases, norms,
 embedding look-ups, recomputation. A multiplication and its addition are two operations; weights are in 16 bits.
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """What one decode step reads, whatever the batch."""
+        """Return the bytes of weights that one decode step reads, whatever the batch."""
         return BYTES * (self.layer_weights + self.head_weights)
 
     @property

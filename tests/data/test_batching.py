@@ -38,7 +38,7 @@ def test_sft_batch_by_hand():
 
 
 def test_masks_do_not_come_from_ids():
-    """With pad = EOS the real EOS must stay a real, trained token."""
+    """The real EOS must, with pad = EOS, stay a real, trained token."""
     batch = sft_batch([{"ids": [4, PAD], "trained": [False, True]}, LONG], pad_id=PAD)
     assert batch.attention_mask[0].tolist() == [True, True, False]
     assert batch.trained_mask[0].tolist() == [False, True, False]

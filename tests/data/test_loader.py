@@ -62,7 +62,7 @@ def test_micro_batches_are_trimmed_to_rows_of_like_length():
 
 
 def test_rows_may_be_grouped_by_lengths_that_are_given():
-    """As pairs are: the shorter the row here, the earlier it comes."""
+    """Pairs are grouped so: the shorter the row here, the earlier it comes."""
     step = loader(lengths=[-size for size in SIZES]).step(0)
     sizes = [SIZES[row] for row in rows_of(step)]
     assert sizes == sorted(sizes)

@@ -1,4 +1,4 @@
-"""What is rendered, what is trained, and that a prompt's tokens are a prefix of its conversation's."""
+"""Templates: the rendered text, the trained tokens, and prompts that are token prefixes of their conversations."""
 
 import itertools
 

@@ -68,7 +68,7 @@ def test_hidden_states_without_a_mask_equal_those_with_one(causal_folder, monkey
 
 
 def test_rows_padded_on_the_left_are_refused(causal_folder):
-    """Without a mask their tokens would see the padding."""
+    """Their tokens would attend to the padding, because no mask is passed."""
     ids, mask = padded(random_rows(0), side="left", extra=0)
     with pytest.raises(ValueError, match="padded on the right"):
         loaded(causal_folder)(ids, attention_mask=mask, selected=every_next_token(mask))

@@ -56,7 +56,7 @@ def test_a_pad_token_that_ends_texts_is_not_used(bpe_tokenizer):
 
 
 def test_published_tokenizers(real_tokenizer):
-    """What stands in the published files: OPT pads with 1; GPT-2 has one token for everything; Mistral has only unk."""
+    """The published files say: OPT pads with 1; GPT-2 has one token for everything; Mistral has only unk."""
     expected = {50257: (50256, "eos"), 50265: (1, "tokenizer"), 32000: (0, "unk"), 50570: (4, "reserved")}
     size = len(real_tokenizer)
     policy = choose_padding_token(real_tokenizer)

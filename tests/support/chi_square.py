@@ -4,7 +4,7 @@ import torch
 
 
 def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """How likely counts (K,) at least as far from `probabilities` (K,) are by chance; 0 where an impossible one came.
+    """Return the p-value of counts (K,) under `probabilities` (K,); 0 if an impossible one was counted.
 
     Fewer than 5 expected draws of an outcome make the approximation poor: such outcomes count as one.
     """

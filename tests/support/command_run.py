@@ -19,7 +19,7 @@ TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended, and what it printed."""
+    """A finished command: its exit code and its output."""
 
     code: int
     stdout: str

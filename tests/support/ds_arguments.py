@@ -1,4 +1,4 @@
-"""What the tests of the DeepSpeed JSON, and of engines that take one, share."""
+"""Arguments shared by the tests of the DeepSpeed JSON and of engines that take one."""
 
 import json
 import tempfile

@@ -51,7 +51,7 @@ def group_of_one() -> Iterator[Any]:
 
 
 def error_lines(stderr: str) -> list[str]:
-    """What a user reads, without the counts of rows, and the linker's words, which DeepSpeed hides outside pytest."""
+    """Return the lines that a user reads, without row counts and the linker's words."""
     noise = r"(sft|reward|ppo|text) rows: |  rows: |/usr/bin/ld: |collect2: "
     return [line for line in stderr.splitlines() if not re.match(noise, line)]
 

@@ -26,7 +26,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def pip(python: str | Path, *words: str | Path) -> str:
-    """What `python -m pip WORDS` prints."""
+    """Return the output of `python -m pip WORDS`."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,7 +34,7 @@ def pip(python: str | Path, *words: str | Path) -> str:
 
 
 def call(command: list[str | Path], folder: Path, **variables: str) -> str:
-    """What a command prints that is run in `folder`, where no checkout, no launcher and no other Python is found."""
+    """Return the output of a command run in `folder`, where no checkout, launcher or other Python is found."""
     wrong = write_program(folder / "bin" / "python", "#!/bin/sh\nexit 9\n").parent
     hidden = ("PYTHON", "PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}

@@ -29,7 +29,7 @@ def every_token(num_rows: int, length: int) -> torch.Tensor:
 
 
 def sequences(mask: torch.Tensor, *tensors: torch.Tensor) -> Iterator[list[np.ndarray]]:
-    """For each sequence, its real tokens of every tensor as float64 numpy."""
+    """Return each sequence's real tokens of every tensor as float64 numpy."""
     for row in range(len(mask)):
         yield [tensor[row][mask[row]].double().numpy() for tensor in tensors]
 
