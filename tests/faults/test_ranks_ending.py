@@ -61,14 +61,15 @@ def test_a_killed_rank(run: Start) -> None:
     job = run()
     ended = disturb(job, 1, signal.SIGKILL)
     assert_named(job, ended, "killed by SIGKILL", "out of memory?", " MiB", "GiB were free")
-    assert ended.took_s < 10.0
+    assert ended.took_s < 30.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises(run: Start) -> None:
     job = run()
     ended = disturb(job, 1, signal.SIGUSR1)
     assert_named(job, ended, "ValueError: on purpose")
-    assert ended.took_s < 10.0
+    assert ended.took_s < 30.0
     assert "step 0," not in ended.last_lines, "a rank that can still speak says its exact step"
     assert "ValueError: on purpose" in (job.run_dir / "log" / "rank-1.txt").read_text()
 
@@ -77,7 +78,7 @@ def test_a_rank_that_hangs(run: Start) -> None:
     job = run(rank_timeout_s=5)
     ended = disturb(job, 1, signal.SIGSTOP)
     assert_named(job, ended, "no sign of life for 5 s in phase train", "its process is stopped (SIGSTOP)")
-    assert 4.0 < ended.took_s < 15.0
+    assert 4.0 < ended.took_s < 40.0
 
 
 @dataclass(frozen=True)

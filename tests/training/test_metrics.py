@@ -10,12 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from pipeline.configuration.groups import RunConfig
 from pipeline.dist import World
 from pipeline.training import metrics
 from pipeline.training.metrics import DEFINITIONS, MetricsWriter, check_name, finite
 from pipeline.training.recorder import Progress, Recorder, duration
+
+
+@pytest.fixture(autouse=True)
+def files_in_the_order_of_their_names(monkeypatch):
+    """TensorBoard's files of one second and process are told apart by a count, which sorts as text: 9 after 10."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def writer(folder, *, start_step=-1, tensorboard=False, csv_file=False, wandb=False) -> MetricsWriter:
