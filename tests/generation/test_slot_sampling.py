@@ -97,7 +97,7 @@ def test_draws_follow_the_exact_distribution_and_no_other(small_blocks):
 
 def test_truncated_draws_follow_the_exact_distribution(small_blocks):
     settings = CHI_SQUARES["all"]
-    assert p_value(counts(settings, 200), expected(settings)) > MOST_LIKELY_BY_CHANCE
+    assert p_value(counts(settings, 100), expected(settings)) > MOST_LIKELY_BY_CHANCE
 
 
 @pytest.mark.slow
@@ -189,10 +189,10 @@ def test_truncated_draws_keep_the_whole_distributions_log_probs(settings):
 
 
 def test_rows_of_equal_logits_differ_by_their_uniforms():
-    actual = drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 2))
+    actual = drawn(LOGITS.expand(16, -1), keyed_uniforms(16, 2))
     assert len(set(actual.tokens.tolist())) > 4
-    assert actual.tokens.tolist() == drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 2)).tokens.tolist()
-    assert actual.tokens.tolist() != drawn(LOGITS.expand(40, -1), keyed_uniforms(40, 3)).tokens.tolist()
+    assert actual.tokens.tolist() == drawn(LOGITS.expand(16, -1), keyed_uniforms(16, 2)).tokens.tolist()
+    assert actual.tokens.tolist() != drawn(LOGITS.expand(16, -1), keyed_uniforms(16, 3)).tokens.tolist()
 
 
 # --- the state of rows ---
