@@ -111,7 +111,7 @@ if [[ $deployment == multi_node && ${backend,,} == pdsh ]]; then
     set -- ${words[@]+"${words[@]}"}
 fi
 
-# The rank comes from the environment, so the stage gets exactly the flags that stand here.
+# The rank comes from the environment, so the stage gets exactly these flags.
 # Of DeepSpeed's own words only exceptions are printed: the supervisor says what became of the ranks.
 exec "$PYTHON" "${supervisor[@]}" "$PYTHON" -m deepspeed.launcher.runner --log_level critical \
     ${launcher[@]+"${launcher[@]}"} --no_local_rank --module "$module" "$@"

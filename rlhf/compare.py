@@ -33,7 +33,9 @@ class CompareConfig(Group):
     model_name_or_path_baseline: str = flag("", "DeepSpeed-Chat's name for the first of two --models")
     model_name_or_path_finetune: str = flag("", "DeepSpeed-Chat's name for the second of two --models")
     reward_model: str = flag("", "Folder of a reward model that scores all answers; none: no scores", kind="path")
-    prompts: str = flag("", "File of prompts: .txt, one a line; .json or .jsonl, `prompt`; none: bundled", kind="path")
+    prompts: str = flag(
+        "", "File of prompts: .txt, one per line; .json or .jsonl, `prompt`; none: bundled", kind="path"
+    )
     language: Literal["English", "Chinese", "Japanese"] = flag("English", "Which bundled prompts to use")
     output: str = flag("", "Write <output>.json and <output>.md; none: print only", kind="path")
     batch_size: int = flag(8, "Prompts that are answered, and answers that are scored, at once", ge=1)

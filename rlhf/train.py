@@ -68,8 +68,8 @@ def num_ranks(config: TrainConfig, gpus: int) -> int | None:
         return 1
     if config.deployment_type == "single_node":
         return config.num_gpus or gpus or 1
-    slots = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE)).values()
-    return sum(config.num_gpus or here for here in slots)
+    hosts = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE))
+    return sum(config.num_gpus or slots for slots in hosts.values())
 
 
 def check_machine(config: TrainConfig) -> None:
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
         return run(words, prog)
     except KeyboardInterrupt:
         # Between two steps nothing can be lost; in a step the launcher's handler takes the signal.
-        print("stopped between two steps; the same command goes on", file=sys.stderr)
+        print("stopped between two steps; the same command continues", file=sys.stderr)
         return EXIT_STOPPED
     except RunError as error:
         if "--debug" in words:

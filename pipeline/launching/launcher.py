@@ -1,6 +1,6 @@
-"""Launch scripts as child processes of `rlhf train`: found, started, sent its signals, waited for.
+"""Launch scripts as child processes of `rlhf train`: their paths, their start, its signals, their exit codes.
 
-The ranks are watched by the script's supervisor (pipeline/launching/supervisor.py), not here.
+The ranks are watched by the script's supervisor (pipeline/launching/supervisor.py).
 """
 
 import os

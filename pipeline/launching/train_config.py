@@ -117,7 +117,7 @@ def contradictions(config: TrainConfig) -> list[str]:
     if config.include and config.exclude:
         errors.append("--include and --exclude: give one of them")
     if config.num_gpus and (config.include or config.exclude):
-        errors.append("--num-gpus: the launcher takes it alone or --include / --exclude alone")
+        errors.append("--num-gpus: give this or --include / --exclude, not both")
     if config.resume not in ("auto", "never") and len(set(config.step)) > 1:
         errors.append(f"--resume: {config.resume}: a checkpoint is one step's; give one --step, or --SECTION.resume")
     for name, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):

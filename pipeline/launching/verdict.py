@@ -10,7 +10,7 @@ from pipeline import errors
 from pipeline.launching.rank_watch import RankState, numbers_of
 from pipeline.run.layout import rank_log_file
 
-# The most specific first; 1 stands for every other error.
+# The most specific first; 1 means every other error.
 INFORMATIVE = (errors.EXIT_INPUT, errors.EXIT_ENVIRONMENT, errors.EXIT_DIVERGED, errors.EXIT_NO_CHECKPOINT)
 LAUNCHER_CODES = (*INFORMATIVE, errors.EXIT_STOPPED)
 MIB = 2**20
@@ -86,7 +86,7 @@ def error_verdict(failed: Sequence[RankState], ranks: Collection[RankState], job
         return Verdict(code, rank_lines(first, message, job))
     lines = [f"error: {line}" for line in message.splitlines()]
     if any(state.outcome.message != message for state in ranks):
-        lines += rank_lines(first, "met this alone", job)
+        lines += rank_lines(first, "only this rank met it", job)
     return Verdict(code, lines)
 
 

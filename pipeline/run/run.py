@@ -159,11 +159,11 @@ def run_stage(
     Nothing is written if another run holds the folder. A supervisor holds it for its ranks.
     """
     folder = run_folder(resolved.config.run, stage)
-    alone = supervisor_name() is None and own_rank() == 0
+    owns_folder = supervisor_name() is None and own_rank() == 0
     try:
         check_writable(folder, own_rank())
-        with locked(folder) if alone else nullcontext():
-            if alone:
+        with locked(folder) if owns_folder else nullcontext():
+            if owns_folder:
                 check_nobody_left(folder)
                 clear_outcomes(folder)
             heartbeat.start(folder, own_rank())

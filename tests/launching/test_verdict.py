@@ -73,7 +73,7 @@ def test_an_error_that_all_meet_is_not_one_ranks():
     assert alone.code == 3
     assert alone.lines == [
         "error: no device",
-        "error: rank 1 on node-1, step 7, phase train: met this alone",
+        "error: rank 1 on node-1, step 7, phase train: only this rank met it",
         f"error: its log: {RUN}/log/rank-1.txt",
     ]
 
