@@ -2,20 +2,18 @@
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.fingerprint import run_fingerprint
 from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
 from pipeline.configuration.ds_config import training_json
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
-from pipeline.data.loader import PrefetchedSteps, Step, StepLoader, each, evaluation_batches, to_device
+from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
 from pipeline.engine.build import compute_dtype, placement, training_engine, with_lora
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.start import partitioned_loading, start_deepspeed
@@ -28,9 +26,9 @@ from pipeline.random_numbers import seed_dropout
 from pipeline.run.heartbeat import beat
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.flops import ForwardWork, forward_work, training_mfu
 from pipeline.training.inputs import prepare_data, prepare_tokenizer
-from pipeline.training.steps import Counters, Stopping, note_skipped_step, rate_factor, step_together
+from pipeline.training.steps import Counters, Stopping, step_together
+from pipeline.training.supervised import Supervised, assemble
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, forward_log_probs
 from step1_sft.loss import token_sum_loss
@@ -45,19 +43,7 @@ class State(Counters):
     best_eval_loss: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SFT:
-    """Everything of step 1 that stays as it is while it trains."""
-
-    run: Run
-    config: SFTConfig
-    tokenizer: Any
-    loader: StepLoader[SFTBatch]
-    held_out: list[Callable[[], SFTBatch]]
-    engine: TrainingEngine
-    work: ForwardWork
-    total_steps: int
-    rate: Callable[[int], float]
+SFT = Supervised[SFTConfig, SFTBatch]
 
 
 def train(run: Run, config: SFTConfig) -> None:
@@ -68,15 +54,15 @@ def train(run: Run, config: SFTConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     sft = build(run, config)
-    state, course = resume(sft)
+    state, course = sft.resume(State)
     steps = PrefetchedSteps(sft.loader, end=sft.total_steps, device=run.world.device)
-    with course.resumable(state, lambda: content(sft, state)), steps:
+    with course.resumable(state, lambda: sft.content(state)), steps:
         while state.step < sft.total_steps:
             if course.evaluation_is_due(state):
                 evaluate_held_out(sft, state, course)
             course.stop_if_asked()
             if course.save_is_due(state):
-                course.save(state, content(sft, state), lambda: save_unless_best(sft, state))
+                course.save(state, sft.content(state), lambda: save_unless_best(sft, state))
 
             course.begin("train")
             step = steps.step(state.step)
@@ -85,60 +71,21 @@ def train(run: Run, config: SFTConfig) -> None:
             state.num_tokens += step.num_tokens
             state.count_step(stepped=stepped, engines=[sft.engine])
             if not stepped:
-                note_skipped(sft, step, state)
-            log_step(sft, step, state, course, loss=loss / step.num_trained)
+                sft.note_skipped(step, state)
+            flops = sft.work.flops(num_tokens=step.num_tokens, num_rows=step.num_rows, num_head_tokens=step.num_trained)
+            sft.log_step(step, state, course, loss=loss / step.num_trained, flops=flops)
         evaluate_held_out(sft, state, course)
-    course.finish(state, content(sft, state), lambda: save_unless_best(sft, state))
+    course.finish(state, sft.content(state), lambda: save_unless_best(sft, state))
 
 
 def build(run: Run, config: SFTConfig) -> SFT:
-    """Everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
+    """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
     check_language_model(config.model.model_name_or_path, "--model_name_or_path")
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
-    check_positions(config.model.model_name_or_path, config.data.max_seq_len, "--max_seq_len")
-    loader, held_out = make_batches(run, config, tokenizer)
-    engine = make_engine(run, config)
-    total_steps = loader.total_steps(config.run.num_train_epochs, config.run.max_steps)
-    return SFT(
-        run,
-        config,
-        tokenizer,
-        loader,
-        held_out,
-        engine,
-        work=forward_work(engine.module.model),
-        total_steps=total_steps,
-        rate=rate_factor(config.optimizer, total_steps=total_steps),
-    )
-
-
-def resume(sft: SFT) -> tuple[State, Course]:
-    """The state of the newest checkpoint, else that of the start; and the course of the run from there."""
-    run, settings, engines = sft.run, sft.config.run, {"model": sft.engine}
-    fingerprint = run_fingerprint(
-        sft.config,
-        models={"model": sft.config.model.model_name_or_path},
-        data={"training rows": sft.loader.rows},
-        sizes={"rows of an optimizer step": sft.loader.rows_per_step},
-    )
-    resumed = checkpoint.load(run, settings.resume, engines, fingerprint, force=settings.force_resume)
-    state = State(**resumed.state) if resumed else State()
-    resumed_step = state.step if resumed else None
-    return state, Course(run, fingerprint, resumed_step=resumed_step, total_steps=sft.total_steps, engines=engines)
-
-
-def content(sft: SFT, state: State) -> checkpoint.Content:
-    """What a checkpoint holds."""
-    return checkpoint.Content(state=asdict(state), engines={"model": sft.engine})
-
-
-def make_batches(
-    run: Run, config: SFTConfig, tokenizer: Any
-) -> tuple[StepLoader[SFTBatch], list[Callable[[], SFTBatch]]]:
-    """Training steps, and evaluation batches, of this rank."""
-    data, optimizer, world = config.data, config.optimizer, run.world
-    built = prepare_data(
+    data = config.data
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
+    check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
+    rows = prepare_data(
         "sft",
         data,
         tokenizer=tokenizer,
@@ -147,31 +94,9 @@ def make_batches(
         train_turns=data.train_turns,
         sft_only_data_path=tuple(data.sft_only_data_path),
     )
-    pad_id = tokenizer.pad_token_id
-    units = (
-        pack_rows(built.train["num_tokens"], data.max_seq_len)
-        if data.packing
-        else [[i] for i in range(len(built.train))]
-    )
-    loader = StepLoader(
-        built.train,
-        units,
-        lambda packs: packed_sft_batch(packs, pad_id=pad_id),
-        micro_batch_size=optimizer.per_device_train_batch_size,
-        accumulation=optimizer.gradient_accumulation_steps,
-        world_size=world.size,
-        rank=world.rank,
-        seed=config.run.seed,
-    )
-    held_out = evaluation_batches(
-        built.eval,
-        lambda packs: packed_sft_batch(packs, pad_id=pad_id),
-        batch_size=optimizer.per_device_eval_batch_size,
-        world_size=world.size,
-        rank=world.rank,
-        max_batches=config.run.eval_iters,
-    )
-    return loader, held_out
+    collate = partial(packed_sft_batch, pad_id=tokenizer.pad_token_id)
+    units = pack_rows(rows.train["num_tokens"], data.max_seq_len) if data.packing else None
+    return assemble(run, config, tokenizer, rows, make_engine(run, config), collate, units=units)
 
 
 def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
@@ -214,28 +139,6 @@ def accumulate_gradients(sft: SFT, step: Step[SFTBatch], state: State, stopping:
         loss_sum += loss.detach()
     # Read before the update is launched: the host then writes its metrics while the device updates the weights.
     return dist.sum_over_ranks(loss_sum).item()
-
-
-def log_step(sft: SFT, step: Step[SFTBatch], state: State, course: Course, *, loss: float) -> None:
-    """Write the metrics of an optimizer step; `loss` is that of a trained token."""
-    seconds, world = course.recorder.seconds("train"), sft.run.world
-    flops = sft.work.flops(num_tokens=step.num_tokens, num_rows=step.num_rows, num_head_tokens=step.num_trained)
-    values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
-        "loss": loss,
-        "grad_norm": sft.engine.last_gradient_norm,
-        "learning_rate": sft.engine.learning_rate,
-        "epoch": sft.loader.epoch_of(state.step),
-        "num_tokens": state.num_tokens,
-        "skipped_updates": state.skipped_updates,
-    }
-    course.log(state, values, seconds=seconds, num_tokens=step.num_tokens, num_rows=step.num_rows)
-
-
-def note_skipped(sft: SFT, step: Step[SFTBatch], state: State) -> None:
-    """Write down the rows of a step that was skipped. Raises DivergedError after too many in a row."""
-    ids = [batch.input_ids for batch in step.micro_batches]
-    cause = "loss or gradient not finite"
-    note_skipped_step(sft.run, state, rows=step.rows, input_ids=ids, cause=cause, rate_flag="--learning_rate")
 
 
 def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:

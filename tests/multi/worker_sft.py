@@ -11,8 +11,6 @@ from stages import current_world, make_run, training_rows, watched_steps, weight
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
-from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.fingerprint import run_fingerprint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step
 from pipeline.training.steps import Stopping
@@ -31,7 +29,7 @@ def take_step(sft: training.SFT, step: Step[SFTBatch], state: training.State) ->
     stepped = training.step_together([sft.engine], sft.rate(state.step), loss=loss)
     state.count_step(stepped=stepped, engines=[sft.engine])
     if not stepped:
-        training.note_skipped(sft, step, state)
+        sft.note_skipped(step, state)
     return loss / step.num_trained
 
 
@@ -147,16 +145,11 @@ def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
     state = training.State()
     for _ in range(2):
         take_step(sft, sft.loader.step(state.step), state)
-    fingerprint = run_fingerprint(
-        sft.config,
-        models={"model": sft.config.model.model_name_or_path},
-        data={"training rows": sft.loader.rows},
-        sizes={"rows of an optimizer step": sft.loader.rows_per_step},
-    )
-    checkpoint.Saver(sft.run, fingerprint, keep=1, background=False).save(training.content(sft, state), step=state.step)
+    _, course = sft.resume(training.State)
+    course.save(state, sft.content(state), lambda: None)
     fresh = replace(sft, engine=training.make_engine(sft.run, sft.config))
-    checkpoint.load(sft.run, "auto", {"model": fresh.engine}, fingerprint, force=False)
-    loss = take_step(fresh, sft.loader.step(state.step), state)
+    resumed, _ = fresh.resume(training.State)
+    loss = take_step(fresh, sft.loader.step(resumed.step), resumed)
     return {
         "uninterrupted": whole["losses"][2],
         "resumed": loss,
