@@ -26,7 +26,7 @@ from step2_reward.statistics import accuracy, accuracy_by_length, calibration, m
 
 @dataclass(frozen=True, slots=True)
 class PairScores:
-    """Of N held-out pairs in order: raw scores (N,) fp32 of both sides, and response lengths (N,) in tokens."""
+    """The raw scores (N,) fp32 of both sides of N held-out pairs in order, and response lengths (N,) in tokens."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -36,7 +36,7 @@ class PairScores:
 
 
 def batch_loss(values: torch.Tensor, batch: PairBatch, *, per_token: bool, centering_coef: float) -> torch.Tensor:
-    """Sum over the batch's pairs of the loss: (2B, S) fp32 values, chosen rows first -> scalar."""
+    """Sum the loss over the batch's pairs: (2B, S) fp32 values, chosen rows first -> scalar."""
     chosen_lengths, rejected_lengths = batch.lengths.chunk(2)
     if per_token:
         chosen_values, rejected_values = values.chunk(2)
@@ -78,7 +78,7 @@ def score_pairs(
 
 
 def summary(scores: PairScores) -> dict[str, float]:
-    """The metrics of an evaluation; {} where nothing is held out."""
+    """Return the metrics of an evaluation; {} where nothing is held out."""
     if not len(scores.chosen):
         return {}
     difference = scores.chosen - scores.rejected
@@ -92,7 +92,7 @@ def summary(scores: PairScores) -> dict[str, float]:
 
 
 def score_statistics(scores: PairScores) -> tuple[float, float]:
-    """(mean, population standard deviation) of all scores of the evaluation set, which normalise them in step 3."""
+    """Return (mean, population standard deviation) of all evaluated scores, which normalise them in step 3."""
     both = torch.cat([scores.chosen, scores.rejected]).double()
     std = both.std(correction=0).item() if len(both) else 0.0
     return (both.mean().item(), std) if std > 0 else (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""What the scores of a set of pairs say about a reward model: pure functions on numbers and texts, no torch.
+"""Statistics of a reward model's scores on pairs of answers: pure functions on numbers and texts, no torch.
 
 `chosen` and `rejected` are the scores of the two answers of each pair, in the same order. A pair whose scores are equal
 counts as half a success everywhere.
@@ -105,7 +105,7 @@ def calibration_bin(index: int, num_bins: int, points: Sequence[tuple[float, int
 
 
 def length_bucket(chosen_length: int, rejected_length: int, similar: float = SIMILAR_LENGTH) -> str:
-    """Which of LENGTH_BUCKETS a pair belongs to: by whether people preferred its shorter or its longer answer."""
+    """Return the LENGTH_BUCKET of a pair: did people prefer its shorter or its longer answer?"""
     difference = chosen_length - rejected_length
     if abs(difference) <= similar * max(chosen_length, rejected_length):
         return "similar"

@@ -1,4 +1,4 @@
-"""What PPO knows of a set of sampled responses, from the sampler's output to the numbers of a minibatch.
+"""The data of a PPO rollout, from the sampler's output to the tensors of a minibatch.
 
     Rollout     a rank's responses as a generation backend returns them, ragged
     Responses   the same as padded rows, gathered: every rank has all rows
@@ -30,7 +30,7 @@ class Rows:
     """Frozen dataclasses whose tensors all have one row a sequence."""
 
     def select(self, index: Tensor) -> Self:
-        """The rows of `index` (n,) int64, in its order."""
+        """Return the rows of `index` (n,) int64, in its order."""
         return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})  # type: ignore[arg-type]
 
 
@@ -42,7 +42,7 @@ class Responses(Rows):
     prompt_lengths, response_lengths: (N,) int64; a response includes its EOS.
     sampler_log_probs: (N, T) fp32, as the sampler saw them.
     finished: (N,) bool, True = ended with an EOS.
-    valid: (N,) bool, True = counts; False fills the last batch of an epoch, or had a number that is not finite.
+    valid: (N,) bool, True = counts; False is padding of an epoch's last rollout, or had a number that is not finite.
     row_index: (N,) int64, the prompt's row in the data set.
     order: (N,) int64, the row's place in the rollout, whatever the number of ranks.
     """
@@ -90,7 +90,7 @@ class Responses(Rows):
         return replace(self, sequences=self.sequences[:, :length], sampler_log_probs=self.sampler_log_probs[:, :width])
 
     def trimmed(self) -> "Responses":
-        """Without the columns that are padding in every row, but for those up to a whole unit. Waits for the device."""
+        """Drop the columns that are padding in every row, up to a whole unit of lengths. Waits for the device."""
         both = torch.stack([self.prompt_lengths + self.response_lengths, self.response_lengths])
         length, width = both.amax(1).tolist()
         return self.narrowed(round_up(length, length_unit(self.sequences.device)), width)
@@ -98,7 +98,7 @@ class Responses(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the four models say about `Responses`, raw: no penalty, no normalisation.
+    """The outputs of the four models for `Responses`, raw: no penalty, no normalisation.
 
     log_probs, ref_log_probs, entropy, values: (N, T) fp32, 0 after the end; log_probs are those of the policy before
     the update ("old"), the trainer's or the sampler's; entropy is None with the latter. values are on the normalised
@@ -115,7 +115,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Experience(Rows):
-    """What a minibatch needs: (N, T) fp32 tensors in response space, 0 where response_mask is False."""
+    """The tensors that an optimizer step reads: (N, T) fp32 in response space, 0 where response_mask is False."""
 
     response_mask: Tensor
     log_probs: Tensor
@@ -139,7 +139,7 @@ def pack_responses(
     row_index: Tensor,
     order: Tensor,
 ) -> Responses:
-    """One rank's rollout as rows of fixed width, so that ranks can exchange them."""
+    """Put one rank's rollout into rows of fixed width, so that ranks can exchange them."""
     pairs = zip(rollout.prompts, rollout.responses, strict=True)
     device = rollout.finished.device
     return Responses(
@@ -155,7 +155,7 @@ def pack_responses(
 
 
 def gather_responses(parts: Sequence[Responses]) -> Responses:
-    """All rows of all ranks in the rollout's order, on every rank. A collective."""
+    """Gather all rows of all ranks in the rollout's order, on every rank. A collective."""
     joined = [torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Responses)]
     everywhere = Responses(*(dist.gather_rows(tensor) for tensor in joined))
     return everywhere.select(everywhere.order.argsort()).trimmed()
@@ -213,7 +213,7 @@ def reward_responses(
 
 
 def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor, Responses]]:
-    """Each micro-batch with its rows' places (n,) int64, and its rows cut to its shape. Waits for the device once."""
+    """Yield each micro-batch with its rows' places (n,) int64, and its rows cut to its shape. Waits for the device."""
     index = places(batches, responses.sequences.device)
     for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
         yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)

@@ -54,18 +54,18 @@ class Models:
 
     @property
     def pack_rows(self) -> bool:
-        """Whether all models take the rows of a forward pass without their padding."""
+        """True where all models take the rows of a forward pass without their padding."""
         return all(uses_packed_attention(base_model(engine.module.model).config) for engine in self.named().values())
 
     def release_gathered(self, *names: str) -> None:
-        """A phase that read these models (all where none is named) is over: what ZeRO-3 gathered of them goes."""
+        """Release what ZeRO-3 gathered of these models (all where none is named), after a phase that read them."""
         for name, engine in self.named().items():
             if not names or name in names:
                 engine.release_gathered()
 
     @contextmanager
     def reference_policy(self) -> Iterator[Any]:
-        """What gives reference log-probabilities: a model of its own, or the actor with its adapters off."""
+        """Open the model of reference log-probabilities: one of its own, or the actor with its adapters off."""
         if self.reference is not None:
             yield self.reference
         else:
@@ -74,7 +74,7 @@ class Models:
 
 
 def same_tokens(first: Any, second: Any) -> bool:
-    """Whether two tokenizers map text to the same ids."""
+    """Tell whether two tokenizers map text to the same ids."""
     return first.get_vocab() == second.get_vocab()
 
 
@@ -192,12 +192,12 @@ def make_reward(run: Run, config: PPOConfig, path: str, dtype: torch.dtype) -> F
 
 
 def generation_options(config: PPOConfig) -> GenerationOptions:
-    """What the flags say."""
+    """Collect what the flags say of generation."""
     sampling = config.sampling
     positions = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     return GenerationOptions(
         backend=BackendSettings(sampling.generation_engine, sampling.merge_lora_for_generation, positions),
-        # Optimizer states that come back for the update need the room that the cache had.
+        # Optimizer states that come back for the update need the memory that the cache had.
         release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         tensor_parallel_size=sampling.inference_tp_size,
         weights=sampling.rollout_weights,

@@ -1,4 +1,4 @@
-"""From prompts to responses: the prompts of a run, those that a rollout takes, and sampling on all ranks."""
+"""The prompts of a run, those that each rollout takes, and the sampling of responses on all ranks."""
 
 import math
 from collections.abc import Callable, Sequence

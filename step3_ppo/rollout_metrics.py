@@ -15,7 +15,7 @@ SAMPLES_SHOWN = 8
 
 
 def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *, kl_coef: float) -> dict[str, float]:
-    """Objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows)."""
+    """Compute the objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows)."""
     valid, mask = rewarded.valid, rewarded.experience.response_mask
     kl, kl_k3 = (torch.where(mask, kl, 0.0).sum(1) for kl in (rewarded.kl, rewarded.kl_k3))
     finished = responses.finished.float()
@@ -39,7 +39,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
 
 
 def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor) -> dict[str, float]:
-    """What the trainer's own pass over the rollout says; {} where there was none, and the update's pass says it."""
+    """Return the metrics of the trainer's pass over the rollout; {} where it is left to the update's own pass."""
     if scores.entropy is None:
         return {}
     sampler_error = torch.where(mask, (responses.sampler_log_probs - scores.log_probs).abs(), 0.0).max()
@@ -50,7 +50,7 @@ def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor) -> 
 
 
 def evaluation_metrics(found: dict[str, float]) -> dict[str, float]:
-    """The metrics that describe a policy on held-out prompts, with the prefix `eval_`."""
+    """Keep the metrics that describe a policy on held-out prompts, with the prefix `eval_`."""
     kept = ("objective/kl", "objective/kl_k3", "objective/entropy", "objective/scores", "objective/rlhf_reward")
     return {f"eval_{name}": found[name] for name in found if name in kept or name.startswith("completions/")}
 

@@ -50,7 +50,7 @@ def score_responses(
     temperature: float,
     between: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """All four models on all responses, each rank its own micro-batches; the same on every rank. A collective.
+    """Run all four models over all responses, each rank its own micro-batches; all ranks get all. A collective.
 
     Args:
         batches: this rank's micro-batches of reference, critic and reward model.
@@ -117,7 +117,7 @@ def reward_ids(models: Models, responses: Responses, rows: Any) -> list[list[int
 
 
 def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, width: int) -> list[Tensor]:
-    """All rows of all ranks in the rollout's order, on every rank, column by column. A collective.
+    """Gather all rows of all ranks in the rollout's order, on every rank, column by column. A collective.
 
     Args:
         parts: of each micro-batch of this rank its columns, each (n, at most width) per token or (n,) per sequence.

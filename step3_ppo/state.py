@@ -59,7 +59,7 @@ class Collected:
     minibatches: Sequence[Sequence[MicroBatch]]  # this rank's micro-batches of each optimizer step, all epochs
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of it, besides the metrics."""
+        """Return what a checkpoint keeps of it, besides the metrics."""
         parts: dict[str, Any] = {"responses": self.responses, "experience": self.experience}
         return {f"{name}/{f.name}": getattr(part, f.name) for name, part in parts.items() for f in fields(part)}
 
@@ -256,7 +256,7 @@ def save_actor(ppo: PPO, folder: Path, *, kind: str) -> None:
 
 
 def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> checkpoint.Content:
-    """What a checkpoint holds: everything that evolves, and the rollout where its updates are not all done."""
+    """Collect what a checkpoint holds: everything that evolves, and the rollout until all its updates are done."""
     kept = rollout if state.update else None
     return checkpoint.Content(
         state={"ppo": asdict(state), "rollout": kept.metrics if kept else None},

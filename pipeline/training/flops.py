@@ -17,7 +17,7 @@ PEAK_TFLOPS = {"H200": 790.0, "H100": 790.0, "A100": 312.0, "A6000": 155.0, "L40
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Matrix operations a second of a CUDA device in 16 bits, or None where they are not known."""
+    """Return the matrix operations per second of a CUDA device in 16 bits, or None where they are not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -26,14 +26,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ForwardWork:
-    """What a forward pass costs: the configuration, the weights of the linear layers but the head, the head's width."""
+    """The size of a forward pass: configuration, weights of the linear layers but the head, the head's width."""
 
     config: Any
     parameters: int
     head_width: int
 
     def flops(self, *, num_tokens: int, num_rows: int, num_head_tokens: int = 0) -> float:
-        """Operations of a forward pass over causal rows of `num_tokens` tokens in all, the head at `num_head_tokens`.
+        """Count the operations of a forward pass over causal rows of `num_tokens` tokens, the head at some of them.
 
         2 per weight and token; attention 2 * hidden * length per layer and token; the head where it is computed.
         """
@@ -43,7 +43,7 @@ class ForwardWork:
 
 
 def forward_work(model: Any) -> ForwardWork:
-    """Of a transformers or peft model; ZeRO-3's partitioned weights are counted whole."""
+    """Measure a transformers or peft model; ZeRO-3's partitioned weights are counted whole."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [
         module

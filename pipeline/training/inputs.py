@@ -1,4 +1,4 @@
-"""From configuration to the things a loop works on: tokenizer, rows, models under DeepSpeed."""
+"""The tokenizer and the tokenised rows of a run, made from its configuration."""
 
 import logging
 from typing import Any
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def prepare_tokenizer(path: str, template: str) -> Any:
-    """The tokenizer with the chat template of the run and a padding token that exists (the vocabulary never grows).
+    """Load the tokenizer, with the run's chat template and a padding token that exists (the vocabulary never grows).
 
-    The model's files are looked at first, and that tokenizer and model belong together: rows are tokenised for minutes
+    The model's files are checked first, and that tokenizer and model belong together: rows are tokenised for minutes
     before weights are read. Raises InputError, EnvironmentFault.
     """
     check_model(path)
@@ -32,7 +32,7 @@ def prepare_tokenizer(path: str, template: str) -> Any:
 
 
 def prepare_data(stage: Stage, data: DataConfig, *, tokenizer: Any, **limits: Any) -> StageData:
-    """Tokenised rows of a stage; drops and repairs are reported once, by rank 0.
+    """Tokenise the rows of a stage, or read them from the cache; drops and repairs are reported once, by rank 0.
 
     Args:
         limits: further fields of DataOptions (lengths and what happens to longer rows).

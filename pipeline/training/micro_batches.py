@@ -1,4 +1,4 @@
-"""Which rows of a rollout pass through a model together: packed, or of similar length, so that little is padding.
+"""Micro-batches of a rollout: rows that pass through a model together, packed or of similar length.
 
 The cuts follow from the lengths alone, which every rank knows of all rows: ranks get equally many micro-batches of
 equally many rows, and nearly equally many tokens. N rows of a rollout.
@@ -32,13 +32,13 @@ MOST_SPREAD = 4
 
 
 def length_unit(device: torch.device) -> int:
-    """What lengths of forward passes are rounded up to."""
+    """Return the multiple to which lengths of forward passes are rounded up."""
     return LENGTH_UNIT if device.type == "cuda" else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of N prompts and N responses, on the host.
+    """The numbers of tokens of N prompts and N responses, on the host.
 
     unit: what the length of a forward pass over padded rows is a multiple of. packs: whether the models take rows
     without their padding.
@@ -66,7 +66,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward pass, and its shape.
+    """The rows of one forward pass, and its shape.
 
     rows: places in the rollout. length: tokens of its longest sequence, rounded up. width: of its longest response.
     num_response_tokens: of all its rows together, those that only fill included. num_packed_tokens: of its sequences,
@@ -81,7 +81,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, rows: Iterable[int], lengths: Lengths) -> Self:
-        """With the shape that follows from the rows' lengths."""
+        """Make the micro-batch of these rows, with the shape that follows from their lengths."""
         rows = tuple(rows)
         responses = [lengths.responses[row] for row in rows]
         whole = [lengths.prompts[row] + lengths.responses[row] for row in rows]
@@ -98,18 +98,18 @@ class MicroBatch:
 def micro_batches(
     rows: Sequence[int], lengths: Lengths, *, rows_per_step: int, world: dist.World, size: int
 ) -> list[list[MicroBatch]]:
-    """This rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
+    """Cut this rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
 
-    A step holds the next `rows_per_step` rows, whatever their lengths. A micro-batch takes at most the room of `size`
-    rows of the step's longest length: then work follows the tokens, and short rows make fewer passes. The longest row
-    is in the first.
+    A step holds the next `rows_per_step` rows, whatever their lengths. A micro-batch takes at most as many tokens as
+    `size` rows of the step's longest length: then work follows the tokens, and short rows make fewer passes. The
+    longest row is in the first.
     """
     steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
     return [by_tokens(step, lengths, world, longest_rows=size) for step in steps]
 
 
 def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longest_rows: int = 0) -> list[MicroBatch]:
-    """This rank's share of `rows` in micro-batches whose tokens stay within a limit; padding counts where it passes.
+    """Cut this rank's share of `rows` into micro-batches of at most so many tokens, padding counted where it passes.
 
     longest_rows: the limit is that many of the longest rows; 0: SCORING_TOKENS, or one row. Packed rows that are nearly
     of one length may go beyond it by the little padding that PADDING_TO_PACK lets them have.
@@ -129,7 +129,7 @@ def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longe
 
 
 def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Places of N falling lengths in few parts of nearly equal sums, each at most `limit`, or the longest length.
+    """Divide the places of N falling lengths into few parts of nearly even sums, at most `limit` or the longest length.
 
     Each length goes to the part that is least full (Graham 1969, "longest processing time first"); there are about as
     many parts as that needs. No part as padded rows takes more than MOST_SPREAD times the limit.
@@ -151,7 +151,7 @@ def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:
-    """Where to cut N falling lengths so that padding and passes cost least: [0, ..., N].
+    """Return the cuts [0, ..., N] of N falling lengths at which padding and forward passes cost least.
 
     A part of n rows from row i on costs n * lengths[i], at most `limit` unless n is 1, and PASS_TOKENS. Found by
     dynamic programming over the ends of parts; among equals the cut that makes the last parts shortest.

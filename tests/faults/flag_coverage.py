@@ -140,7 +140,7 @@ ELSEWHERE: dict[str, str] = {
     "num_gpus": "launching/test_launch.py::test_single_gpu",
     "num_return_sequences": "rlhf/test_compare.py::test_several_answers_to_a_prompt",
     "offload": "configuration/test_ds_config.py::test_stage_3_with_everything_offloaded",
-    "offload_optimizer_during_rollout": "test_engine_memory.py::test_a_run_goes_the_same_way_with_and_without",
+    "offload_optimizer_during_rollout": "engine/test_engine_memory.py::test_a_run_goes_the_same_way_with_and_without",
     "zero3_gather": "engine/test_zero3_gather.py::test_layer_by_layer_remembers_no_values",
     "offload_parameters": "configuration/test_ds_config.py::test_stage_3_with_everything_offloaded",
     "output": "rlhf/test_compare.py::test_a_model_against_itself_ties_everywhere",
