@@ -22,7 +22,7 @@ YAML file (`--config`), command line. `config.json` in the run's folder holds ev
 `python train.py --dry-run` prints the same. Both `-` and `_` work in flag names. A value that starts with `--` is
 written `--flag=--value`. `true|false` flags need no value to be true. `...` means one or more values.
 
-A YAML file holds `flag: value` lines for one step, or sections:
+A YAML file holds `flag: value` lines for one stage, or sections:
 
 ```yaml
 train: {actor_model: 1.3b, deployment_type: single_node}
@@ -42,9 +42,9 @@ ppo: {kl_coef: 0.05, data_path: [my.jsonl:0.7, Dahoas/rm-static:0.3]}
 """
 PARTS = (
     ("`train.py`", TrainConfig),
-    ("Step 1, section `sft`", SFTConfig),
-    ("Step 2, section `reward`", RewardConfig),
-    ("Step 3, section `ppo`", PPOConfig),
+    ("Stage 1, section `sft`", SFTConfig),
+    ("Stage 2, section `reward`", RewardConfig),
+    ("Stage 3, section `ppo`", PPOConfig),
 )
 
 

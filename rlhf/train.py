@@ -1,6 +1,6 @@
-"""Run steps 1 (SFT), 2 (reward model) and 3 (PPO), each by a launch script, each from the folders of those before.
+"""Run stages 1 (SFT), 2 (reward model) and 3 (PPO), each by a launch script, each from the folders of those before.
 
-The whole configuration of every step is checked before the first one starts. Imports neither torch nor deepspeed.
+The whole configuration of every stage is checked before the first one starts. Imports neither torch nor deepspeed.
 """
 
 import json
@@ -26,17 +26,17 @@ from pipeline.launching.machine import (
     device_kind,
     read_hostfile,
 )
-from pipeline.launching.plan import Plan, Stage, StepKind, make_plan, path_from_here, without_flag
+from pipeline.launching.plan import Plan, Stage, StageKind, make_plan, path_from_here, without_flag
 from pipeline.launching.train_config import TrainConfig, model_size
 from pipeline.run.layout import done_file
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig, check_generation
 
-STEPS = {
-    1: StepKind("sft", "supervised fine-tuning", SFTConfig),
-    2: StepKind("reward", "reward model", RewardConfig),
-    3: StepKind("ppo", "PPO", PPOConfig),
+STAGES = {
+    1: StageKind("sft", "supervised fine-tuning", SFTConfig),
+    2: StageKind("reward", "reward model", RewardConfig),
+    3: StageKind("ppo", "PPO", PPOConfig),
 }
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
 RESUME = ["--overwrite", "false", "--resume", "auto"]
@@ -57,7 +57,7 @@ def command_of(stage: Stage, config: TrainConfig) -> list[str]:
     values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
     launcher = [word for name, value in values if value for word in (f"--{name}", str(value))]
     script = path_from_here(launch_file(f"{config.deployment_type}.sh"))
-    return ["bash", script, *launcher, str(stage.step), *stage.argv]
+    return ["bash", script, *launcher, str(stage.number), *stage.argv]
 
 
 def num_ranks(config: TrainConfig, gpus: int) -> int | None:
@@ -89,7 +89,7 @@ def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"
     asked = config.deepspeed.dtype
     dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if asked == "auto" else asked
     placement = Placement(device=device, dtype=dtype, ranks=ranks, run_dir=stage.run_dir)
-    if stage.step != 3:
+    if stage.number != 3:
         training_json(resolved, config.model, placement)
         return
     check_generation(config, ranks)
@@ -99,8 +99,8 @@ def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"
     training_json(resolved, config.critic, placement)
 
 
-def check_steps(plan: Plan) -> None:
-    """Raise InputError with a line for each step whose DeepSpeed settings contradict each other."""
+def check_stages(plan: Plan) -> None:
+    """Raise InputError with a line for each stage whose DeepSpeed settings contradict each other."""
     ranks = num_ranks(plan.config, count_gpus())
     errors: list[str] = []
     for stage in plan.chosen:
@@ -113,17 +113,17 @@ def check_steps(plan: Plan) -> None:
 
 
 def check_inputs(stage: Stage, plan: Plan, argv: list[str], prog: str) -> None:
-    """Raise InputError if step 3 needs a model that does not exist and that no step of this run makes."""
-    if stage.step != 3:
+    """Raise InputError if stage 3 needs a model that does not exist and that no stage of this run makes."""
+    if stage.number != 3:
         return
     flags = {1: "actor_model_name_or_path", 2: "critic_model_name_or_path"}
     values, errors = dict(flat_items(stage.resolved.config)), []
-    for step, flag in flags.items():
-        folder = plan.stages[step].model_dir
-        if values[flag] != str(folder) or step in plan.config.step or holds_model(folder):
+    for number, flag in flags.items():
+        folder = plan.stages[number].model_dir
+        if values[flag] != str(folder) or number in plan.config.step or holds_model(folder):
             continue
         rest = without_flag(without_flag(argv, "step"), "dry_run")
-        make = shlex.join([*prog.split(), "--step", str(step), *rest])
+        make = shlex.join([*prog.split(), "--step", str(number), *rest])
         errors.append(f"--ppo.{flag}: {folder}: found no config.json and *.safetensors; make them: {make}")
     if errors:
         raise InputError("\n".join(errors))
@@ -134,7 +134,7 @@ def holds_model(folder: Path) -> bool:
 
 
 def is_finished(stage: Stage) -> bool:
-    """Return True if the step has finished, and --max_steps asks for no more steps than it did."""
+    """Return True if the stage has finished, and --max_steps asks for no more steps than it took."""
     done = done_file(stage.run_dir)
     run = stage.resolved.config.run
     if run.overwrite or run.resume not in ("auto", "never") or not has_config(stage.model_dir) or not done.is_file():
@@ -156,7 +156,7 @@ def show_plan(plan: Plan) -> None:
 
 
 def header(stage: Stage, config: TrainConfig) -> str:
-    return f"== step {stage.step}: {stage.kind.title}\n$ {shlex.join(command_of(stage, config))}"
+    return f"== stage {stage.number}: {stage.kind.title}\n$ {shlex.join(command_of(stage, config))}"
 
 
 def notes(config: TrainConfig) -> Iterator[str]:
@@ -167,7 +167,7 @@ def notes(config: TrainConfig) -> Iterator[str]:
 
 
 def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str]) -> int:
-    """Run one step, again up to --max-restarts times after a fault; print its end. Returns its exit code."""
+    """Run one stage, again up to --max-restarts times after a fault; print its end. Returns its exit code."""
     print(header(stage, config), flush=True)
     start = time.monotonic()
     began = time.time()
@@ -175,25 +175,25 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
     for restart in range(1, config.max_restarts + 1):
         if code != EXIT_FAULT or asked:
             break
-        print(f"== step {stage.step}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
+        print(f"== stage {stage.number}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
         # --overwrite and --resume were for the first start: a restart resumes from what was saved since.
         again = RESUME if has_checkpoint_since(stage, began) else []
         code, asked = run_script([*command_of(stage, config), *again], environment)
     took = duration(time.monotonic() - start)
     if code == EXIT_DONE:
-        print(f"== step {stage.step}: done in {took}; model: {stage.model_dir}", flush=True)
+        print(f"== stage {stage.number}: done in {took}; model: {stage.model_dir}", flush=True)
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
         where = f"log: {stage.run_dir / 'log.txt'}"
         print(
-            f"{kind}: step {stage.step} ended with {code} ({MEANING.get(code, 'killed')}) after {took}; {where}",
+            f"{kind}: stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}; {where}",
             file=sys.stderr,
         )
     return code
 
 
 def has_checkpoint_since(stage: Stage, began: float) -> bool:
-    """Return True if the step has saved a checkpoint after `began`, in seconds since 1970."""
+    """Return True if the stage has saved a checkpoint after `began`, in seconds since 1970."""
     saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
     return max(saved, default=0.0) > began
 
@@ -208,17 +208,17 @@ def duration(seconds: float) -> str:
 
 
 def next_command(last: Stage, prog: str) -> str:
-    """Return the command that a user runs after the last step of this run."""
-    if last.step == 2:
+    """Return the command that a user runs after the last stage of this run."""
+    if last.number == 2:
         return f"{prog} --step 3"
     # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
     return f"{prog.replace('train', 'chat')} --path {shlex.quote(str(last.model_dir))}"
 
 
 def run(argv: list[str], prog: str) -> int:
-    """Run the steps that `argv` asks for. Returns the exit code; raises RunError for errors before a step starts."""
-    plan = make_plan(argv, STEPS, prog=prog)
-    check_steps(plan)
+    """Run the stages that `argv` asks for. Returns the exit code; raises RunError for errors before a stage starts."""
+    plan = make_plan(argv, STAGES, prog=prog)
+    check_stages(plan)
     for stage in plan.chosen:
         check_inputs(stage, plan, argv, prog)
     check_machine(plan.config)
@@ -231,7 +231,7 @@ def run(argv: list[str], prog: str) -> int:
     environment = {"PYTHON": sys.executable, **os.environ}
     for stage in plan.chosen:
         if is_finished(stage):
-            print(f"== step {stage.step}: finished already ({stage.model_dir}); --overwrite runs it again")
+            print(f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again")
         elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
             return code
     print(f"next: {next_command(plan.chosen[-1], prog)}")
@@ -239,13 +239,13 @@ def run(argv: list[str], prog: str) -> int:
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
-    """Run the steps; returns the exit code. `prog` is how a user calls this program, for its messages."""
+    """Run the stages; returns the exit code. `prog` is how a user calls this program, for its messages."""
     words = stage_arguments(argv)
     try:
         return run(words, prog)
     except KeyboardInterrupt:
-        # Between two steps nothing can be lost; in a step the launcher's handler takes the signal.
-        print("stopped between two steps; the same command continues", file=sys.stderr)
+        # Between two stages nothing can be lost; in a stage the launcher's handler takes the signal.
+        print("stopped between two stages; the same command continues", file=sys.stderr)
         return EXIT_STOPPED
     except RunError as error:
         if "--debug" in words:

@@ -1,1 +1,1 @@
-"""Step 1: supervised fine-tuning."""
+"""Stage 1: supervised fine-tuning."""

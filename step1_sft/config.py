@@ -1,4 +1,4 @@
-"""The flags of step 1, supervised fine-tuning; shared groups are defined in pipeline/configuration/groups.py."""
+"""The flags of stage 1, supervised fine-tuning; shared groups are defined in pipeline/configuration/groups.py."""
 
 from typing import Literal, Self
 
@@ -15,11 +15,11 @@ class SFTDataConfig(DataConfig):
     train_on_prompt: bool = flag(False, "Train on prompt tokens too, as DeepSpeed-Chat does")
     train_turns: Literal["all", "last"] = flag("all", "Assistant turns that are trained in a conversation")
     packing: bool = flag(False, "Put several rows into one sequence; they do not see each other")
-    sft_only_data_path: list[str] = flag([], "Further sources of step 1, taken whole", kind="path", on_resume="content")
+    sft_only_data_path: list[str] = flag([], "Further sources, taken whole", kind="path", on_resume="content")
 
 
 class SFTConfig(Group):
-    """Step 1: supervised fine-tuning of a causal language model."""
+    """Stage 1: supervised fine-tuning of a causal language model."""
 
     model: ModelConfig = ModelConfig(learning_rate=1e-5)
     data: SFTDataConfig = SFTDataConfig()

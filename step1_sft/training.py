@@ -96,7 +96,9 @@ def build(run: Run, config: SFTConfig) -> SFT:
     )
     collate = partial(packed_sft_batch, pad_id=tokenizer.pad_token_id)
     units = pack_rows(rows.train["num_tokens"], data.max_seq_len) if data.packing else None
-    return assemble(run, config, tokenizer, rows, make_engine(run, config), collate, units=units)
+    return assemble(
+        run, config, tokenizer=tokenizer, data=rows, engine=make_engine(run, config), collate=collate, units=units
+    )
 
 
 def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:

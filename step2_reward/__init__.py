@@ -1,1 +1,1 @@
-"""Step 2: the reward model."""
+"""Stage 2: the reward model."""

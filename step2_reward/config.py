@@ -1,4 +1,4 @@
-"""The flags of step 2, the reward model, and of its evaluation."""
+"""The flags of stage 2, the reward model, and of its evaluation."""
 
 from typing import Literal, Self
 
@@ -18,7 +18,7 @@ class PairDataConfig(DataConfig):
 
 
 class RewardConfig(Group):
-    """Step 2: a reward model from pairs of responses."""
+    """Stage 2: a reward model from pairs of responses."""
 
     model: ModelConfig = ModelConfig(learning_rate=5e-5, weight_decay=0.1)
     data: PairDataConfig = PairDataConfig()
@@ -43,7 +43,7 @@ class RewardConfig(Group):
 class RewardEvalConfig(Group):
     """Evaluate a reward model on held-out pairs: accuracy, margins, calibration, and what trivial rules reach."""
 
-    path: str = flag("output/reward", "Reward model: the output of step 2", kind="path")
+    path: str = flag("output/reward", "Reward model: the output of stage 2", kind="path")
     data_path: list[str] = flag(..., "Pairs; the held-out rows are scored", min_length=1, kind="path")
     eval_fraction: float = flag(0.1, "Share held out where a source has no test split", gt=0, lt=1)
     max_seq_len: int = flag(512, "Tokens; longer pairs lose the left of their prompt", ge=8)

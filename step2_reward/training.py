@@ -83,7 +83,8 @@ def build(run: Run, config: RewardConfig) -> Reward:
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
     pairs = prepare_data("reward", data, tokenizer=tokenizer, max_seq_len=data.max_seq_len, long_pairs=data.long_pairs)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
-    return assemble(run, config, tokenizer, pairs, make_engine(run, config), collate, lengths=lengths)
+    engine = make_engine(run, config)
+    return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)
 
 
 def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:

@@ -1,1 +1,1 @@
-"""Step 3: PPO with a hybrid engine."""
+"""Stage 3: PPO with a hybrid engine."""

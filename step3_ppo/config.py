@@ -1,4 +1,4 @@
-"""The flags of step 3, PPO, and the checks of generation that need no model."""
+"""The flags of stage 3, PPO, and the checks of generation that need no model."""
 
 import math
 from typing import Literal, Self
@@ -82,7 +82,7 @@ class PPOCoefficients(Group):
     approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase above this KL; 0: never", ge=0)
     reward_clip: float = flag(5.0, "Normalised scores are cut to plus and minus this", gt=0)
     missing_eos_penalty: float = flag(1.0, "Subtracted from the reward of a response without EOS", ge=0)
-    normalise_scores: bool = flag(True, "Use the mean and std of scores stored by step 2")
+    normalise_scores: bool = flag(True, "Use the mean and std of scores stored by stage 2")
     critic_warmup_steps: int = flag(0, "First steps in which only the critic learns", ge=0)
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor (actor_ema/)")
     ema_decay: float = flag(0.992, "Decay of that average per optimizer step", ge=0, lt=1)
@@ -95,7 +95,7 @@ class PPOCoefficients(Group):
 
 
 class PPOConfig(Group):
-    """Step 3: PPO of an actor against a reward model."""
+    """Stage 3: PPO of an actor against a reward model."""
 
     actor: ModelConfig = ModelConfig(learning_rate=1e-6)
     critic: ModelConfig = ModelConfig(learning_rate=5e-6)
@@ -121,7 +121,7 @@ class PPOConfig(Group):
         # The ratio of the first update must be 1: forward passes have to be the same each time.
         for name, model in (("actor", self.actor), ("critic", self.critic)):
             if model.lora_dropout:
-                raise ValueError(f"{name}_lora_dropout: found {model.lora_dropout}; step 3 has no dropout, wanted 0")
+                raise ValueError(f"{name}_lora_dropout: found {model.lora_dropout}; stage 3 has no dropout, wanted 0")
         return self
 
     @model_validator(mode="after")

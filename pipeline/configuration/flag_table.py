@@ -130,7 +130,7 @@ def group_flags(name: str, info: FieldInfo, *, prefixed: bool) -> dict[str, Flag
 
 
 def flags_of_key(config_class: type[BaseModel], key: str) -> list[str]:
-    """Return the flags that set `key` of a DeepSpeed JSON; step 3 has one for each of its two models."""
+    """Return the flags that set `key` of a DeepSpeed JSON; stage 3 has one for each of its two models."""
     return [name for name, flag in flag_table(config_class).items() if key in flag.deepspeed]
 
 

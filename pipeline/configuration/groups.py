@@ -31,7 +31,7 @@ class RunConfig(Group):
     """Run"""
 
     output_dir: str = flag(
-        "output", "Folder of the finished model (step 3: of actor/, critic/)", kind="written path", on_resume="free"
+        "output", "Folder of the finished model (stage 3: of actor/, critic/)", kind="written path", on_resume="free"
     )
     run_dir: str = flag(
         "", "Folder of metrics, logs, checkpoints; empty: <parent>/runs/<stage>", kind="written path", on_resume="free"
@@ -53,7 +53,7 @@ class RunConfig(Group):
     save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="free")
     print_steps: int = flag(1, "Steps between progress lines", ge=1, on_resume="free")
     eval_interval: int = flag(0, "Steps between evaluations; 0: only before and after training", ge=0, on_resume="free")
-    eval_iters: int = flag(0, "Batches (step 3: prompts) per evaluation; 0: all rows", ge=0, on_resume="free")
+    eval_iters: int = flag(0, "Batches (stage 3: prompts) per evaluation; 0: all rows", ge=0, on_resume="free")
     enable_tensorboard: bool = flag(True, "Write TensorBoard curves to <run_dir>/tensorboard", on_resume="free")
     enable_csv: bool = flag(False, "Write <run_dir>/metrics.csv", on_resume="free")
     enable_wandb: bool = flag(False, "Log to Weights & Biases (needs the wandb package)", on_resume="free")
@@ -81,7 +81,7 @@ class DataConfig(Group):
         kind="path",
         on_resume="content",
     )
-    data_split: str = flag("2,4,4", "Shares of the rows for steps 1, 2, 3; none: every step uses all rows")
+    data_split: str = flag("2,4,4", "Shares of the rows for stages 1, 2, 3; none: every stage uses all rows")
     data_seed: int = flag(1234, "Seed of the split; the same in all steps keeps prompts apart", ge=0)
     eval_data_path: list[str] = flag(
         [], "Evaluation rows; empty: the source's test split or a share of it", kind="path", on_resume="content"

@@ -26,14 +26,14 @@ def check_hosts(value: str) -> str:
 
 
 HostNames = Annotated[str, AfterValidator(check_hosts)]
-Step = Annotated[int, Field(ge=1, le=3)]
+StageNumber = Annotated[int, Field(ge=1, le=3)]
 ZeroStage = Literal["auto", "0", "1", "2", "3"]
 
 
 class TrainConfig(Group):
     """Make a chat model: fine-tune (1), train a reward model (2), PPO (3)."""
 
-    step: list[Step] = flag([1, 2, 3], "which of 1 2 3 to run", min_length=1)
+    step: list[StageNumber] = flag([1, 2, 3], "which of 1 2 3 to run", min_length=1)
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
         "single_gpu", "or single_node, multi_node"
     )
@@ -49,8 +49,8 @@ class TrainConfig(Group):
     master_addr: HostNames = flag("", "address of the first machine")
     master_port: int = flag(0, "0: a free one is picked", ge=0, le=65535)
     resume: str = flag("auto", "auto, never, or a checkpoint folder", kind="path")
-    overwrite: bool = flag(False, "run finished steps again")
-    max_restarts: int = flag(0, "resume a step after a fault, killed or hung", ge=0)
+    overwrite: bool = flag(False, "run finished stages again")
+    max_restarts: int = flag(0, "resume a stage after a fault, killed or hung", ge=0)
     dry_run: bool = flag(False, "check and show all, start nothing")
     debug: bool = flag(False, "show tracebacks")
 
@@ -67,14 +67,14 @@ def short_help(config_class: type[BaseModel], prog: str) -> str:
         lines.append(f"  --{name.replace('_', '-'):<18}{row.info.description} [{row.shown_default}]")
     lines += [
         "  --config FILE       YAML with sections train, sft, reward, ppo",
-        "  --sft.FLAG VALUE    any flag of a step; also --reward.FLAG, --ppo.FLAG",
-        "All flags of a step: python -m step1_sft.main --help; step2_reward, step3_ppo",
+        "  --sft.FLAG VALUE    any flag of a stage; also --reward.FLAG, --ppo.FLAG",
+        "All flags of a stage: python -m step1_sft.main --help; step2_reward, step3_ppo",
     ]
     return "\n".join(lines)
 
 
 def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Split a command line into own words and section -> words of that step: `--sft.seed 1` is `--seed 1` of sft."""
+    """Split a command line into own words and section -> words of that stage: `--sft.seed 1` is `--seed 1` of sft."""
     own: list[str] = []
     overrides: dict[str, list[str]] = {section: [] for section in sections}
     target = own
@@ -119,7 +119,7 @@ def contradictions(config: TrainConfig) -> list[str]:
     if config.num_gpus and (config.include or config.exclude):
         errors.append("--num-gpus: give this or --include / --exclude, not both")
     if config.resume not in ("auto", "never") and len(set(config.step)) > 1:
-        errors.append(f"--resume: {config.resume}: a checkpoint is one step's; give one --step, or --SECTION.resume")
+        errors.append(f"--resume: {config.resume}: a checkpoint is one stage's; give one --step, or --SECTION.resume")
     for name, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
         try:
             if model_size(model) is None:

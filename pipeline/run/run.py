@@ -48,7 +48,7 @@ file_log = logging.getLogger("pipeline.end")
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
 OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc")
-QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock", "matplotlib")
+QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock")
 
 
 def start_logging(run_dir: Path, rank: int) -> None:

@@ -96,11 +96,11 @@ class Supervised(Generic[C, B]):
 def assemble(
     run: Run,
     config: C,
+    *,
     tokenizer: Any,
     data: StageData,
     engine: TrainingEngine,
     collate: Callable[[list[Any]], B],
-    *,
     units: Sequence[Sequence[int]] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Supervised[C, B]:

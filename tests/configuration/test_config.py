@@ -103,17 +103,6 @@ def test_reference_is_up_to_date():
     assert (ROOT / "docs" / "configuration.md").read_text() == text, f"run: python {maker}"
 
 
-def test_run_folders_are_those_of_the_stages():
-    """train.py looks for outcomes where the stages write them."""
-    from pipeline.configuration.groups import RunConfig
-    from pipeline.run import layout, run
-
-    for stage, config in (("sft", RunConfig(output_dir="o/sft")), ("ppo", RunConfig(output_dir="o"))):
-        assert run.run_folder(config, stage) == layout.run_folder(config, stage)
-    folder = Path("x")
-    assert run.outcome_file(folder, 3) == layout.outcome_file(folder, 3)
-
-
 def ppo_config(**sampling):
     config = PPOConfig()
     actor = {"zero_stage": sampling.pop("stage", 0), "lora_dim": sampling.pop("lora", 0)}

@@ -14,7 +14,7 @@ from pipeline.configuration.help import help_text, reference
 from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.launching.plan import make_plan
-from rlhf.train import STEPS
+from rlhf.train import STAGES
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -69,7 +69,7 @@ def test_it_is_read_from_the_command_line_and_from_yaml(tmp_path):
 
 def test_train_py_takes_it_as_an_override(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stages = STEPS | {1: dataclasses.replace(STEPS[1], config_class=MadeUp)}
+    stages = STAGES | {1: dataclasses.replace(STAGES[1], config_class=MadeUp)}
     plan = make_plan(["--step", "1", "--actor-model", "tiny", "--sft.made_up", "z"], stages, prog="train.py")
     assert plan.stages[1].resolved.config.model.made_up == "z" and plan.stages[1].argv[-2:] == ["--made_up", "z"]
     with pytest.raises(InputError, match="--reward.made_up: unknown flag"):

@@ -228,10 +228,10 @@ def test_a_taken_port_is_found_at_once(tmp_path):
 def test_the_supervisor_knows_the_stages(tmp_path):
     """It names them, since nothing in pipeline/ imports them."""
     from pipeline.launching.job import STAGES, stage_flags
-    from rlhf.train import STEPS
+    from rlhf.train import STAGES as KINDS
 
     assert list(STAGES) == list(MODULES.values())
-    for module, kind in zip(STAGES, STEPS.values(), strict=True):
+    for module, kind in zip(STAGES, KINDS.values(), strict=True):
         resolved, section = stage_flags(module, [])
         assert type(resolved.config) is kind.config_class and section == kind.section
     with pytest.raises(InputError, match="os: not a stage"):

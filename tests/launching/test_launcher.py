@@ -36,7 +36,7 @@ def test_exit_code_is_derived_from_the_ranks(tmp_path, outcomes, launcher_code, 
     done = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES=outcomes, STUB_CODE=launcher_code)
     assert done.returncode == code
     if code:
-        assert f"step 1 ended with {code} (" in done.stderr and "output/runs/sft/log.txt" in done.stderr
+        assert f"stage 1 ended with {code} (" in done.stderr and "output/runs/sft/log.txt" in done.stderr
 
 
 def test_a_failed_step_ends_the_run(tmp_path):
@@ -56,7 +56,7 @@ def test_old_outcomes_are_not_read(tmp_path):
 def test_finished_steps_are_skipped(tmp_path):
     assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
     again = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0")
-    assert again.returncode == 0 and "step 1: finished already (output/sft)" in again.stdout
+    assert again.returncode == 0 and "stage 1: finished already (output/sft)" in again.stdout
     assert len(started(tmp_path)) == 1
     train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "10", STUB_OUTCOMES="0")
     assert len(started(tmp_path)) == 1, "the stub's run had 10 steps"
@@ -109,7 +109,7 @@ def test_restarts(tmp_path, outcomes, starts):
     assert done.returncode == (1 if outcomes == "null" else int(outcomes))
     assert len(started(tmp_path)) == starts
     said = [line for line in done.stdout.splitlines() if "restart" in line]
-    assert said == [f"== step 1: restart {n} of 2, after a fault" for n in range(1, starts)]
+    assert said == [f"== stage 1: restart {n} of 2, after a fault" for n in range(1, starts)]
 
 
 def test_no_restart_without_the_flag_or_after_success(tmp_path):

@@ -8,7 +8,7 @@ from support.launch_stub import ROOT, TINY, fastest_run_s, make_model, started, 
 
 from pipeline.errors import InputError
 from pipeline.launching.train_config import model_size, split_overrides
-from rlhf.train import STEPS, duration
+from rlhf.train import STAGES, duration
 
 PRESETS = ROOT / "launch" / "presets"
 
@@ -28,7 +28,7 @@ def test_three_steps_in_order_with_chained_folders(tmp_path):
          "--output_dir", "my out"],
     ]  # fmt: skip
     assert done.stdout.splitlines()[-1] == "next: python chat.py --path 'my out/actor'"
-    assert "== step 2: reward model" in done.stdout and "== step 3: done in" in done.stdout
+    assert "== stage 2: reward model" in done.stdout and "== stage 3: done in" in done.stdout
 
 
 def test_flags_reach_their_step(tmp_path):
@@ -106,14 +106,14 @@ def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, siz
     (tmp_path / "hosts").write_text("a slots=8\n")
     hostfile = ["--hostfile", "hosts"] if deployment == "multi_node" else []
     words = ["--deployment-type", deployment, "--actor-model", size, "--reward-model", size, *hostfile]
-    plan = make_plan(words, STEPS, prog="python train.py")
+    plan = make_plan(words, STAGES, prog="python train.py")
     for stage in plan.chosen:
         check_engines(stage, 8, "cuda")
         command = command_of(stage, plan.config)
         assert command[:2] == ["bash", str(ROOT / "launch" / f"{deployment}.sh")]
         at = 2 + len(hostfile)
         assert command[2:at] == hostfile
-        assert command[at : at + 3] == [str(stage.step), "--preset", f"{PRESETS}/{size}.{stage.kind.section}.yaml"]
+        assert command[at : at + 3] == [str(stage.number), "--preset", f"{PRESETS}/{size}.{stage.kind.section}.yaml"]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

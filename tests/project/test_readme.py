@@ -237,7 +237,7 @@ def check_command(words: list[str]) -> None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(rest) <= set(targets), rest
     elif program == "python" and rest[0] == "train.py":
-        train.check_steps(make_plan(rest[1:], train.STEPS, prog="python train.py"))
+        train.check_stages(make_plan(rest[1:], train.STAGES, prog="python train.py"))
     elif program == "rlhf":
         check_command(["python", SUBCOMMANDS[rest[0]], *rest[1:]])
     elif program == "python" and rest[0] in PROGRAMS:
@@ -305,10 +305,12 @@ NO_CONFIGS = {"self", "torch", "dist", "world", "run.world", "deepspeed", "trans
 
 
 def attributes_read() -> set[str]:
-    """Names read as `something.name` in the project's code. A field's definition is no such access."""
-    nodes = [node for path in source_files() for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
-    reads = [node for node in nodes if isinstance(node.ctx, ast.Load)]
-    return {node.attr for node in reads if ast.unparse(node.value) not in NO_CONFIGS}
+    """Names read as `something.name` or by `model_dump(include={"name"})`. A field's definition is no such access."""
+    nodes = [node for path in source_files() for node in ast.walk(tree_of(path))]
+    reads = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+    included = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "include"]
+    names = {node.attr for node in reads if ast.unparse(node.value) not in NO_CONFIGS}
+    return names | {name for value in included for name in ast.literal_eval(value)}
 
 
 def dead_flags(leaves: set[str]) -> list[str]:

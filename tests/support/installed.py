@@ -53,7 +53,7 @@ def tiny_step(program: list[str | Path], folder: Path, **variables: str) -> None
     sizes = "--sft.max_steps 1 --sft.per_device_train_batch_size 2 --sft.max_seq_len 64".split()
     words = ["train", "--step", "1", "--actor-model", "data/base", "--sft.data_path", "data/train.jsonl", *sizes]
     printed = call([*program, *words], folder, **variables)
-    assert "== step 1: done in" in printed
+    assert "== stage 1: done in" in printed
     assert "next: rlhf chat --path output/sft" in printed or "next: python -m rlhf chat" in printed
     assert len(read_metrics(folder / "output" / "runs" / "sft")) >= 1
     assert (folder / "output" / "sft" / "config.json").is_file()
