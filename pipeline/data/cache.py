@@ -85,7 +85,7 @@ def cache_key(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenize
         "version": FORMAT_VERSION,
         # Users are invited to edit the converters, which changes rows.
         "converters": hashlib.sha256(Path(known_sets.__file__).read_bytes()).hexdigest(),
-        "sources": [fingerprint(parse_path(path).path) for path in paths],
+        "sources": [fingerprint(parse_path(path)[0]) for path in paths],
         "tokenizer": tokenizer_content(tokenizer),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -10,7 +10,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -58,18 +58,13 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_jsonl(stream: IO[bytes], path: Path) -> NumberedRows:
-    for number, line in _text_lines(stream, path):
+    for number, line in _lines(stream, path):
         if line.strip():
-            yield number, _json_object(line, f"{path}:{number}")
+            text, where = line.rstrip("\r\n"), f"{path}:{number}"
+            yield number, _checked_object(_parsed_json(text, where, "one object on each line"), where)
 
 
-def _text_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, line without its line end); a BOM at the head and CRLF are tolerated."""
-    for number, line in _decoded_lines(stream, path):
-        yield number, line.rstrip("\r\n")
-
-
-def _decoded_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
+def _lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number, line with its line end), without a BOM at the head."""
     for number, raw in enumerate(stream, start=1):
         try:
@@ -80,12 +75,11 @@ def _decoded_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
         yield number, line
 
 
-def _json_object(text: str, where: str) -> Values:
+def _parsed_json(text: str, where: str, right: str) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: broken JSON ({error}); one object on each line is right") from error
-    return _checked_object(value, where)
+        raise InputError(f"{where}: broken JSON ({error}); {right} is right") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Values:
@@ -105,37 +99,30 @@ def _checked_object(value: Any, where: str) -> Values:
 
 def _read_json(stream: IO[bytes], path: Path) -> NumberedRows:
     """Read an array of objects; a file with one object per line is read as JSON lines."""
-    content = "\n".join(line for _, line in _text_lines(stream, path))
+    content = "\n".join(line.rstrip("\r\n") for _, line in _lines(stream, path))
     if not content.lstrip().startswith("["):
         yield from _read_jsonl(io.BytesIO(content.encode()), path)
         return
-    try:
-        items = json.loads(content, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: broken JSON ({error}); an array of objects is right") from error
-    for number, item in enumerate(items, start=1):
+    for number, item in enumerate(_parsed_json(content, str(path), "an array of objects"), start=1):
         yield number, _checked_object(item, f"{path}: row {number}")
 
 
 def _read_csv(stream: IO[bytes], path: Path) -> NumberedRows:
     # csv refuses cells above 128 KiB by default; long documents are legitimate here.
     csv.field_size_limit(sys.maxsize)
-    reader = csv.DictReader((line for _, line in _decoded_lines(stream, path)), strict=True)
+    reader = csv.DictReader((line for _, line in _lines(stream, path)), strict=True)
     try:
-        _check_header(reader.fieldnames or (), path)
+        names = list(reader.fieldnames or ())
+        # csv would silently keep the last of two columns with one name.
+        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+            raise InputError(f"{path}:1: the column {twice[0]!r} is repeated in the header")
         for row in reader:
             if None in row or None in row.values():
-                columns = len(reader.fieldnames or ())
-                raise InputError(f"{path}:{reader.line_num}: the header names {columns} columns, this row has others")
+                where = f"{path}:{reader.line_num}"
+                raise InputError(f"{where}: the header names {len(names)} columns, this row has others")
             yield reader.line_num, dict(row)
     except csv.Error as error:
         raise InputError(f"{path}:{reader.line_num + 1}: not a CSV row ({error})") from error
-
-
-def _check_header(names: Sequence[str], path: Path) -> None:
-    """Raise InputError for a repeated column, of which csv would silently keep the last."""
-    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise InputError(f"{path}:1: the column {twice[0]!r} is repeated in the header")
 
 
 def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
@@ -144,12 +131,9 @@ def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
 
     # Parquet is read from its end, and a gzip stream cannot seek cheaply.
     source: Any = io.BytesIO(stream.read()) if path.name.lower().endswith(".gz") else stream
-    number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(source).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        batches = pyarrow.parquet.ParquetFile(source).iter_batches()
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: broken parquet file ({error})") from error
 
@@ -157,10 +141,10 @@ def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
 def _read_text(stream: IO[bytes], path: Path) -> NumberedRows:
     block: list[str] = []
     first = 1
-    for number, line in _text_lines(stream, path):
+    for number, line in _lines(stream, path):
         if line.strip():
             first = first if block else number
-            block.append(line)
+            block.append(line.rstrip("\r\n"))
         elif block:
             yield first, {"text": "\n".join(block)}
             block = []

@@ -4,11 +4,13 @@ Every choice is a hash of (seed, prompt), so that no prompt is in two stages or 
 the order of the files. Tokenising the chosen records is in `tokenization.py`.
 """
 
+import bisect
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record, read_records
@@ -43,8 +45,7 @@ class DataOptions(TokenizationOptions):
     cache_dir: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
+class Selected(NamedTuple):
     """Records to train on and records to evaluate on; no prompt is in both."""
 
     train: list[Record]
@@ -95,12 +96,15 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
     for text in options.eval_data_path:
         records = _kept_records(text, options, counts)
         evaluation += [record for record in records if record.split == "test"] or records
-    train = _without_prompts_of(evaluation, train, counts)
+    evaluated = {record.prompt_id for record in evaluation}
+    for record in train:
+        if record.prompt_id in evaluated:
+            counts.add("prompt is also an evaluation prompt", record.origin)
+    train = [record for record in train if record.prompt_id not in evaluated]
     if not train:
         raise InputError(
-            f"stage {stage}: data_split {options.data_split} leaves no training row "
-            f"of {', '.join(options.data_path)} ({len(evaluation)} evaluation rows); a larger share or more rows "
-            "are right"
+            f"stage {stage}: data_split {options.data_split} leaves no training row of {', '.join(options.data_path)} "
+            f"({len(evaluation)} evaluation rows); a larger share or more rows are right"
         )
     if stage != "ppo":  # there every prompt is taken once, and its repetitions are counted
         _count_repeated(train, counts)
@@ -115,31 +119,18 @@ def _divided(text: str, options: DataOptions, counts: Counts) -> Selected:
             if record.split == "test":
                 counts.add("test row left out (eval_data_path is given)", record.origin)
         return Selected([record for record in records if record.split != "test"], [])
-    if any(record.split == "test" for record in records):
-        is_held_out = [record.split == "test" for record in records]
-    else:
-        is_held_out = [is_eval(record.prompt_id, options.seed, options.eval_fraction) for record in records]
+    has_split = any(record.split == "test" for record in records)
     divided = Selected([], [])
-    for record, held_out in zip(records, is_held_out, strict=True):
-        (divided.eval if held_out else divided.train).append(record)
+    for record in records:
+        by_hash = uniform("eval", options.seed, record.prompt_id) < options.eval_fraction
+        (divided.eval if (record.split == "test" if has_split else by_hash) else divided.train).append(record)
     return divided
 
 
 def _kept_records(text: str, options: DataOptions, counts: Counts) -> list[Record]:
-    source = parse_path(text)
-    records = read_records(read_rows(source.path), counts, column_map=options.column_map)
-    return [record for record in records if is_kept(record.prompt_id, options.seed, source.weight)]
-
-
-def _without_prompts_of(evaluation: Iterable[Record], train: Iterable[Record], counts: Counts) -> list[Record]:
-    evaluated = {record.prompt_id for record in evaluation}
-    kept = []
-    for record in train:
-        if record.prompt_id in evaluated:
-            counts.add("prompt is also an evaluation prompt", record.origin)
-        else:
-            kept.append(record)
-    return kept
+    path, weight = parse_path(text)
+    records = read_records(read_rows(path), counts, column_map=options.column_map)
+    return [record for record in records if uniform("weight", options.seed, record.prompt_id) < weight]
 
 
 def _count_repeated(records: Iterable[Record], counts: Counts) -> None:
@@ -154,26 +145,13 @@ def _count_repeated(records: Iterable[Record], counts: Counts) -> None:
 
 def share_of(prompt_id: int, seed: int, shares: Shares) -> int:
     """Return the index (0, 1 or 2) of the one share that this prompt belongs to, never one of size 0."""
-    position = _uniform("step", seed, prompt_id)  # "step" is part of the hash: another word would move every prompt
+    position = uniform("step", seed, prompt_id)  # "step" is part of the hash: another word would move every prompt
     last = max(index for index, share in enumerate(shares) if share > 0)
-    for index in range(last):
-        if position < sum(shares[: index + 1]):
-            return index
     # The last share takes what rounding leaves of the interval.
-    return last
+    return min(bisect.bisect_right(list(itertools.accumulate(shares)), position), last)
 
 
-def is_eval(prompt_id: int, seed: int, fraction: float) -> bool:
-    """Return True if the prompt is held out for evaluation, as about `fraction` of all prompts are."""
-    return _uniform("eval", seed, prompt_id) < fraction
-
-
-def is_kept(prompt_id: int, seed: int, weight: float) -> bool:
-    """Return True if a source of this weight keeps the prompt; weight 1 keeps all."""
-    return _uniform("weight", seed, prompt_id) < weight
-
-
-def _uniform(purpose: str, seed: int, prompt_id: int) -> float:
+def uniform(purpose: str, seed: int, prompt_id: int) -> float:
     """Return a float64 in [0, 1) with 53 random bits, from a hash of the arguments."""
     digest = hashlib.blake2b(f"{purpose}:{seed}:{prompt_id}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53

@@ -6,27 +6,19 @@ Files are read by `readers.py`; columns get their meaning in `formats.py`.
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.data.counts import Origin
-from pipeline.data.known_sets import KNOWN_SETS, KnownSet
+from pipeline.data.known_sets import KNOWN_SETS
 from pipeline.data.readers import READERS, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
 from pipeline.hub import go_offline_without_network
 
 Split = Literal["train", "test"]
 EVAL_NAMES = ("test", "validation", "valid", "val", "eval", "evaluation", "dev")
-
-
-@dataclass(frozen=True, slots=True)
-class DataPath:
-    """A data path and the share of its rows to keep, 0 < weight <= 1."""
-
-    path: str
-    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +30,14 @@ class Row:
     split: Split | None
 
 
-def parse_path(text: str) -> DataPath:
-    """Parse 'a.jsonl:0.7' to DataPath('a.jsonl', 0.7); no weight means 1. InputError for a weight outside (0, 1]."""
+def parse_path(text: str) -> tuple[str, float]:
+    """Parse 'a.jsonl:0.7' to a path and the share of its rows to keep, 1 if it names none.
+
+    Raises InputError for a weight outside (0, 1].
+    """
     path, colon, tail = text.rpartition(":")
     if not colon or Path(text).expanduser().exists():
-        return DataPath(text)
+        return text, 1.0
     try:
         weight = float(tail)
     except ValueError:
@@ -51,7 +46,7 @@ def parse_path(text: str) -> DataPath:
         raise InputError(
             f"data path {text!r}: {tail!r} is no weight; a share above 0 up to 1 is right, like {path}:0.5"
         )
-    return DataPath(path, weight)
+    return path, weight
 
 
 def split_of(name: object) -> Split | None:
@@ -72,7 +67,7 @@ def read_rows(path: str) -> Iterator[Row]:
     if local is None:
         yield from _hub_rows(path)
     elif _is_saved_dataset(local):
-        yield from _dataset_rows(_load_saved(local), str(local), eval_split=None)
+        yield from _dataset_rows(_load_saved(local), str(local))
     else:
         for file in _data_files(local):
             split = split_of(file.name) if local.is_dir() else None
@@ -90,16 +85,15 @@ def fingerprint(path: str) -> str:
         files = sorted(file for file in local.rglob("*") if file.is_file())
     else:
         files = _data_files(local)
-    return _digest(f"{file.relative_to(local)}={_file_digest(file)}" for file in files)
+    parts = []
+    for file in files:
+        with file.open("rb") as stream:
+            parts.append(f"{file.relative_to(local)}={hashlib.file_digest(stream, 'sha256').hexdigest()}")
+    return _digest(parts)
 
 
-def _digest(parts: Iterator[str]) -> str:
+def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _local_path(path: str) -> Path | None:
@@ -160,17 +154,13 @@ def _load_saved(local: Path) -> dict[str, Any]:
 
 def _hub_rows(path: str) -> Iterator[Row]:
     known = KNOWN_SETS.get(path)
-    rows = _dataset_rows(_load_hub(path), path, eval_split=known.eval_split if known else None)
-    for row in rows:
-        yield _converted(row, known) if known else row
-
-
-def _converted(row: Row, known: KnownSet) -> Row:
-    try:
-        return replace(row, values=known.convert(row.values))
-    except (KeyError, TypeError, AttributeError) as error:
-        columns = ", ".join(row.values)
-        raise InputError(f"{row.origin}: not the columns known for this set ({columns}); see known_sets.py") from error
+    for row in _dataset_rows(_load_hub(path), path, known.eval_split if known else None):
+        try:
+            yield replace(row, values=known.convert(row.values)) if known else row
+        except (KeyError, TypeError, AttributeError) as error:
+            columns = ", ".join(row.values)
+            message = f"{row.origin}: not the columns known for this set ({columns}); see known_sets.py"
+            raise InputError(message) from error
 
 
 def _load_hub(path: str) -> dict[str, Any]:
@@ -193,17 +183,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _dataset_rows(splits: dict[str, Any], file: str, *, eval_split: str | None) -> Iterator[Row]:
+def _dataset_rows(splits: dict[str, Any], file: str, eval_split: str | None = None) -> Iterator[Row]:
     """Yield the rows of the training and evaluation splits; of several evaluation splits only one is read."""
-    evaluation = eval_split or _first_eval_split(splits)
+    by_preference = (name for start in EVAL_NAMES for name in splits if split_of(name) and name.startswith(start))
+    eval_split = eval_split or next(by_preference, None)
     for name, dataset in splits.items():
         split = split_of(name)
-        if split == "test" and name != evaluation:
+        if split == "test" and name != eval_split:
             continue
         origin = f"{file}[{name}]" if name else file
         for index, values in enumerate(dataset):
             yield Row(values, Origin(origin, index + 1), split)
-
-
-def _first_eval_split(splits: dict[str, Any]) -> str | None:
-    return next((name for start in EVAL_NAMES for name in splits if split_of(name) and name.startswith(start)), None)

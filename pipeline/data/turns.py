@@ -10,14 +10,8 @@ from typing import Any
 
 ROLES = {
     "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
 }
 
 
@@ -39,11 +33,6 @@ Turns = tuple[Message, ...]
 def turns_to_json(turns: Sequence[Message]) -> str:
     """Return the turns as a JSON list of {"role", "content"}."""
     return json.dumps([asdict(turn) for turn in turns], ensure_ascii=False)
-
-
-def turns_from_json(text: str) -> Turns:
-    """Return the turns of a JSON text from `turns_to_json`."""
-    return tuple(Message(**turn) for turn in json.loads(text))
 
 
 def prompt_hash(turns: Sequence[Message]) -> int:
@@ -79,17 +68,15 @@ def parse_turns(value: Any, column: str) -> Turns:
     items = [value] if isinstance(value, Mapping) else value
     if not isinstance(items, list) or not items or not all(isinstance(item, Mapping) for item in items):
         raise BadRowError(f"{column} is no list of messages")
-    return tuple(_parse_turn(item, column) for item in items)
-
-
-def _parse_turn(item: Mapping[str, Any], column: str) -> Message:
-    role = item.get("role", item.get("from"))
-    content = item.get("content", item.get("value"))
-    if not isinstance(content, str):
-        raise BadRowError(f"{column} has a turn without text")
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise BadRowError(f"{column} has a turn whose role is not system, user or assistant")
-    return Message(ROLES[role.lower()], content.strip())
+    turns = []
+    for item in items:
+        role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
+        if not isinstance(content, str):
+            raise BadRowError(f"{column} has a turn without text")
+        if not isinstance(role, str) or role.lower() not in ROLES:
+            raise BadRowError(f"{column} has a turn whose role is not system, user or assistant")
+        turns.append(Message(ROLES[role.lower()], content.strip()))
+    return tuple(turns)
 
 
 def check_turns(turns: Turns) -> None:

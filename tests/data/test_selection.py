@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.selection import is_eval, is_kept, parse_shares, share_of
+from pipeline.data.selection import parse_shares, share_of, uniform
 from pipeline.errors import InputError
 
 IDS = st.integers(min_value=0, max_value=2**63 - 1)
@@ -39,15 +39,13 @@ def test_shares_hold_approximately_and_zero_share_exactly(shares):
 
 @given(IDS, st.integers(0, 2**31))
 def test_all_or_nothing_fractions(prompt_id, seed):
-    assert not is_eval(prompt_id, seed, 0.0)
-    assert is_eval(prompt_id, seed, 1.0)
-    assert is_kept(prompt_id, seed, 1.0)
+    assert 0.0 <= uniform("eval", seed, prompt_id) < 1.0
     assert share_of(prompt_id, seed, (0.0, 1.0, 0.0)) == 1
 
 
 def test_draws_are_independent_of_each_other():
     """Were one hash used for both, the evaluation rows would all be of the first share."""
-    evaluated = [prompt_id for prompt_id in range(20_000) if is_eval(prompt_id, 3, 0.1)]
+    evaluated = [prompt_id for prompt_id in range(20_000) if uniform("eval", 3, prompt_id) < 0.1]
     assert len(evaluated) / 20_000 == pytest.approx(0.1, abs=0.011)
     in_first = sum(share_of(prompt_id, 3, (0.2, 0.4, 0.4)) == 0 for prompt_id in evaluated)
     assert in_first / len(evaluated) == pytest.approx(0.2, abs=0.05)
@@ -58,7 +56,3 @@ def test_another_seed_gives_another_split():
     same = sum(share_of(i, 1, shares) == share_of(i, 2, shares) for i in range(5_000))
     # Independent draws agree with probability 0.04 + 0.16 + 0.16.
     assert same / 5_000 == pytest.approx(0.36, abs=0.04)
-
-
-def test_larger_weight_keeps_the_rows_of_a_smaller_one():
-    assert all(is_kept(i, 1, 0.6) for i in range(2_000) if is_kept(i, 1, 0.3))

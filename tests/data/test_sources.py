@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from pipeline.data.known_sets import KNOWN_SETS, after_assistant, as_shipped, shp, webgpt
-from pipeline.data.sources import DataPath, fingerprint, looks_local, parse_path, read_rows, split_of
+from pipeline.data.sources import fingerprint, looks_local, parse_path, read_rows, split_of
 from pipeline.errors import EnvironmentFault, InputError
 
 ROWS = [{"prompt": "p1", "chosen": "c1"}, {"prompt": "p, 2\nzwei", "chosen": "é"}]
@@ -157,11 +157,11 @@ def test_hub_failures_end_in_one_line(monkeypatch, raised, expected, text):
 
 
 def test_weights(tmp_path, monkeypatch):
-    assert parse_path("a.jsonl:0.7") == DataPath("a.jsonl", 0.7)
-    assert parse_path("Dahoas/rm-static") == DataPath("Dahoas/rm-static", 1.0)
+    assert parse_path("a.jsonl:0.7") == ("a.jsonl", 0.7)
+    assert parse_path("Dahoas/rm-static") == ("Dahoas/rm-static", 1.0)
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "odd:0.5", b"")
-    assert parse_path("odd:0.5") == DataPath("odd:0.5", 1.0)
+    assert parse_path("odd:0.5") == ("odd:0.5", 1.0)
     for text in ("a.jsonl:0", "a.jsonl:1.5", "a.jsonl:-1", "a.jsonl:nan", "a.jsonl:x", ":0.5"):
         with pytest.raises(InputError, match="no weight"):
             parse_path(text)
