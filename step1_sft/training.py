@@ -11,15 +11,12 @@ import torch
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
-from pipeline.configuration.ds_config import training_json
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
-from pipeline.engine.build import compute_dtype, placement, training_engine, with_lora
-from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.start import partitioned_loading, start_deepspeed
+from pipeline.engine.build import language_model_engine
+from pipeline.engine.start import start_deepspeed
 from pipeline.errors import InputError
-from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import DTYPES, check_positions, load_causal_lm
+from pipeline.models.loading import base_model, check_positions
 from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.random_numbers import seed_dropout
@@ -96,27 +93,12 @@ def build(run: Run, config: SFTConfig) -> SFT:
     )
     collate = partial(packed_sft_batch, pad_id=tokenizer.pad_token_id)
     units = pack_rows(rows.train["num_tokens"], data.max_seq_len) if data.packing else None
-    return assemble(
-        run, config, tokenizer=tokenizer, data=rows, engine=make_engine(run, config), collate=collate, units=units
-    )
-
-
-def make_engine(run: Run, config: SFTConfig) -> TrainingEngine:
-    """The model under DeepSpeed, with LoRA where asked."""
-    ds_json = training_json(run.resolved, config.model, placement(run))
-    dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
-    with partitioned_loading(ds_json):
-        model = load_causal_lm(
-            config.model.model_name_or_path, dtype=dtype, attn_implementation=config.model.attn_implementation
-        )
-    if config.data.packing:
-        able = enable_packed_attention(model, device=run.world.device)
+    engine = language_model_engine(run, config.model)
+    if data.packing:
+        able = enable_packed_attention(base_model(engine.module.model), device=run.world.device)
         kind = "by the variable-length flash kernel" if able else "under dense masks"
         log.info("packed rows: attention %s", kind)
-    model = with_lora(model, config.model, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)
-    return training_engine(
-        CausalLM(model), config.model, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather
-    )
+    return assemble(run, config, tokenizer=tokenizer, data=rows, engine=engine, collate=collate, units=units)
 
 
 def accumulate_gradients(sft: SFT, step: Step[SFTBatch], state: State, stopping: Stopping) -> float:

@@ -9,14 +9,12 @@ import torch
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
-from pipeline.configuration.ds_config import training_json
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_device
-from pipeline.engine.build import compute_dtype, placement, training_engine, with_lora
-from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.start import partitioned_loading, start_deepspeed
-from pipeline.models.loading import DTYPES, check_positions
-from pipeline.models.reward_model import initialise_head, load_reward_model, pad_id_for_pooling
+from pipeline.engine.build import value_model_engine
+from pipeline.engine.start import start_deepspeed
+from pipeline.models.loading import check_positions
+from pipeline.models.reward_model import pad_id_for_pooling
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.heartbeat import beat
 from pipeline.run.run import Run
@@ -83,24 +81,8 @@ def build(run: Run, config: RewardConfig) -> Reward:
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
     pairs = prepare_data("reward", data, tokenizer=tokenizer, max_seq_len=data.max_seq_len, long_pairs=data.long_pairs)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
-    engine = make_engine(run, config)
+    engine = value_model_engine(run, config.model, new_head=True)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)
-
-
-def make_engine(run: Run, config: RewardConfig) -> TrainingEngine:
-    """The base model with a fresh scalar head under DeepSpeed, with LoRA where asked."""
-    ds_json = training_json(run.resolved, config.model, placement(run))
-    dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
-    with partitioned_loading(ds_json):
-        model = load_reward_model(
-            config.model.model_name_or_path,
-            dtype=dtype,
-            attn_implementation=config.model.attn_implementation,
-            new_head=True,
-        )
-    initialise_head(model.model.score, seed=config.run.seed)
-    model.model = with_lora(model.model, config.model, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
-    return training_engine(model, config.model, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather)
 
 
 def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, stopping: Stopping) -> float:

@@ -6,17 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from pipeline.configuration.ds_config import frozen_json, training_json
 from pipeline.data.templates import set_template
-from pipeline.engine.build import compute_dtype, placement, training_engine, with_lora
+from pipeline.engine.build import frozen_engine, language_model_engine, value_model_engine
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.engine.start import partitioned_loading
 from pipeline.errors import InputError
 from pipeline.generation.options import BackendSettings, GenerationOptions
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import DTYPES, base_model, check_model, load_causal_lm, load_config
+from pipeline.models.loading import base_model, check_model, load_causal_lm, load_config
 from pipeline.models.lora import adapters_disabled
 from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.paths import check_language_model
@@ -103,14 +99,14 @@ def make_tokenizers(config: PPOConfig) -> Tokenizers:
 def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
     """Load and wrap the four models."""
     reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
-    dtype = DTYPES[compute_dtype(config.deepspeed, run.world.device)]
     mean, std = score_constants(load_config(reward_path)) if config.ppo.normalise_scores else (0.0, 1.0)
     models = Models(
         tokenizer=tokenizers.actor,
-        actor=make_actor(run, config, dtype),
-        critic=make_critic(run, config, dtype),
-        reference=make_reference(run, config, dtype),
-        reward=make_reward(run, config, reward_path, dtype),
+        actor=language_model_engine(run, config.actor, accumulation=config.actor_accumulation),
+        # Starts as the reward model, on the scale of the normalised reward.
+        critic=value_model_engine(run, config.critic, normalised=config.ppo.normalise_scores),
+        reference=make_reference(run, config),
+        reward=frozen_engine(run, load_reward_model, reward_path, config.critic, offload=config.offload_reward_model),
         reward_tokenizer=tokenizers.reward,
         score_mean=mean,
         score_std=std,
@@ -145,50 +141,16 @@ def check_inputs(config: PPOConfig, tokenizer: Any, reward_path: str) -> Any:
     return None if same else reward_tokenizer
 
 
-def make_actor(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngine:
-    """The policy under DeepSpeed, with LoRA where asked."""
-    ds_json = training_json(run.resolved, config.actor, placement(run), accumulation=config.actor_accumulation)
-    with partitioned_loading(ds_json):
-        model = load_causal_lm(
-            config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
-        )
-    model = with_lora(model, config.actor, config.deepspeed, task="CAUSAL_LM", seed=config.run.seed)
-    return training_engine(
-        CausalLM(model), config.actor, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather
-    )
-
-
-def make_critic(run: Run, config: PPOConfig, dtype: torch.dtype) -> TrainingEngine:
-    """The value function: starts as the reward model, on the scale of the normalised reward."""
-    ds_json = training_json(run.resolved, config.critic, placement(run))
-    with partitioned_loading(ds_json):
-        critic = load_reward_model(
-            config.critic.model_name_or_path, dtype=dtype, attn_implementation=config.critic.attn_implementation
-        )
-    if config.ppo.normalise_scores:
-        critic.score_mean, critic.score_std = score_constants(critic.model.source_config)
-    critic.model = with_lora(critic.model, config.critic, config.deepspeed, task="SEQ_CLS", seed=config.run.seed)
-    return training_engine(critic, config.critic, config.optimizer, ds_json, gather=config.deepspeed.zero3_gather)
-
-
-def make_reference(run: Run, config: PPOConfig, dtype: torch.dtype) -> FrozenEngine | None:
-    """The policy before PPO; none where switching the adapters off gives it."""
+def make_reference(run: Run, config: PPOConfig) -> FrozenEngine | None:
+    """Load the policy before PPO; none where switching the actor's adapters off gives it."""
     if config.actor.lora_dim and config.deepspeed.only_optimize_lora:
         return None
-    ds_json = frozen_json(config.deepspeed, config.actor, placement(run), offload=config.offload_reference_model)
-    with partitioned_loading(ds_json):
-        model = load_causal_lm(
-            config.actor.model_name_or_path, dtype=dtype, attn_implementation=config.actor.attn_implementation
-        )
-    return FrozenEngine(CausalLM(model), ds_json, run.world.device, gather=config.deepspeed.zero3_gather)
 
+    def load(path: str, **settings: Any) -> CausalLM:
+        return CausalLM(load_causal_lm(path, **settings))
 
-def make_reward(run: Run, config: PPOConfig, path: str, dtype: torch.dtype) -> FrozenEngine:
-    """The reward model, giving raw scores."""
-    ds_json = frozen_json(config.deepspeed, config.critic, placement(run), offload=config.offload_reward_model)
-    with partitioned_loading(ds_json):
-        model = load_reward_model(path, dtype=dtype, attn_implementation=config.critic.attn_implementation)
-    return FrozenEngine(model, ds_json, run.world.device, gather=config.deepspeed.zero3_gather)
+    path, offload = config.actor.model_name_or_path, config.offload_reference_model
+    return frozen_engine(run, load, path, config.actor, offload=offload)
 
 
 def generation_options(config: PPOConfig) -> GenerationOptions:

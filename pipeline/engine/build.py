@@ -1,19 +1,20 @@
 """Training engines, built from the configuration: compute type, placement, LoRA, and AdamW's parameter groups."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline import dist
-from pipeline.configuration.ds_config import EngineDtype, Placement
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
-from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.zero3 import Gather
+from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.start import partitioned_loading
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import base_model, default_dtype, use_gradient_checkpointing
+from pipeline.models.loading import DTYPES, base_model, default_dtype, load_causal_lm, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
-from pipeline.models.reward_model import TokenValueModel
+from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
 from pipeline.run.run import Run
 
 
@@ -36,41 +37,86 @@ def placement(run: Run) -> Placement:
     )
 
 
-def with_lora(model: Any, config: ModelConfig, settings: DeepSpeedConfig, *, task: str, seed: int) -> Any:
-    """Return `model` with LoRA layers if `lora_dim` is not 0."""
-    if config.lora_dim == 0:
-        return model
+def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | None = None) -> TrainingEngine:
+    """Load a causal language model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0."""
+    ds_json = training_json(run.resolved, model, placement(run), accumulation=accumulation)
+    with partitioned_loading(ds_json):
+        loaded = load_causal_lm(
+            model.model_name_or_path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation
+        )
+    return _training_engine(run, CausalLM(with_lora(loaded, model, run, task="CAUSAL_LM")), model, ds_json)
+
+
+def value_model_engine(
+    run: Run, model: ModelConfig, *, new_head: bool = False, normalised: bool = False
+) -> TrainingEngine:
+    """Load a model with a scalar head and put it under DeepSpeed, with LoRA if `lora_dim` is not 0.
+
+    Args:
+        new_head: start from a language model, with a head drawn from the run's seed.
+        normalised: values are on the scale of scores normalised by the constants that are saved with the model.
+    """
+    ds_json = training_json(run.resolved, model, placement(run))
+    with partitioned_loading(ds_json):
+        loaded = load_reward_model(
+            model.model_name_or_path,
+            dtype=weights_dtype(run),
+            attn_implementation=model.attn_implementation,
+            new_head=new_head,
+        )
+    if new_head:
+        initialise_head(loaded.model.score, seed=run.resolved.config.run.seed)
+    if normalised:
+        loaded.score_mean, loaded.score_std = score_constants(loaded.model.source_config)
+    loaded.model = with_lora(loaded.model, model, run, task="SEQ_CLS")
+    return _training_engine(run, loaded, model, ds_json)
+
+
+def frozen_engine(
+    run: Run, load: Callable[..., nn.Module], path: str, model: ModelConfig, *, offload: bool
+) -> FrozenEngine:
+    """Load a model that is only read, sharded like its trained twin whose flags are `model`."""
+    settings = run.resolved.config.deepspeed
+    ds_json = frozen_json(settings, model, placement(run), offload=offload)
+    with partitioned_loading(ds_json):
+        loaded = load(path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation)
+    return FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)
+
+
+def weights_dtype(run: Run) -> torch.dtype:
+    """Return the dtype in which the weights of this run compute."""
+    return DTYPES[compute_dtype(run.resolved.config.deepspeed, run.world.device)]
+
+
+def with_lora(loaded: Any, model: ModelConfig, run: Run, *, task: str) -> Any:
+    """Return the model with LoRA layers if `lora_dim` is not 0."""
+    if model.lora_dim == 0:
+        return loaded
+    config = run.resolved.config
     return add_lora(
-        model,
-        dim=config.lora_dim,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        module_name=config.lora_module_name,
-        only_lora=settings.only_optimize_lora,
+        loaded,
+        dim=model.lora_dim,
+        alpha=model.lora_alpha,
+        dropout=model.lora_dropout,
+        module_name=model.lora_module_name,
+        only_lora=config.deepspeed.only_optimize_lora,
         task=task,
-        seed=seed,
+        seed=config.run.seed,
     )
 
 
-def training_engine(
-    module: CausalLM | TokenValueModel,
-    config: ModelConfig,
-    optimizer: OptimizerConfig,
-    ds_json: dict[str, Any],
-    *,
-    gather: Gather,
+def _training_engine(
+    run: Run, module: CausalLM | TokenValueModel, model: ModelConfig, ds_json: dict[str, Any]
 ) -> TrainingEngine:
     """Put `module` under DeepSpeed, with gradient checkpointing and parameter groups as configured."""
-    if config.gradient_checkpointing:
+    config = run.resolved.config
+    if model.gradient_checkpointing:
         use_gradient_checkpointing(base_model(module.model))
-    groups = parameter_groups(
-        module,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        lora_learning_rate=config.lora_learning_rate,
-    )
-    betas = (optimizer.adam_beta1, optimizer.adam_beta2)
-    return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
+    rates = {"learning_rate": model.learning_rate, "lora_learning_rate": model.lora_learning_rate}
+    groups = parameter_groups(module, weight_decay=model.weight_decay, **rates)
+    betas, eps = (config.optimizer.adam_beta1, config.optimizer.adam_beta2), config.optimizer.adam_eps
+    gather = config.deepspeed.zero3_gather
+    return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=eps, gather=gather)
 
 
 def parameter_groups(

@@ -19,17 +19,16 @@ def measure(run: Any, config: Any) -> None:
     """Replace the loop of PPO: sample `repeats` rollouts per batch size, and print their seconds."""
     import torch
 
-    from pipeline.engine.build import compute_dtype
+    from pipeline.engine.build import language_model_engine
     from pipeline.engine.start import start_deepspeed
     from pipeline.generation.hybrid_engine import HybridEngine
     from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
-    from pipeline.models.loading import DTYPES
     from pipeline.models.tokenizers import eos_ids
-    from step3_ppo.models import make_actor, make_tokenizers
+    from step3_ppo.models import make_tokenizers
 
     start_deepspeed()
     tokenizer = make_tokenizers(config).actor
-    engine = make_actor(run, config, DTYPES[compute_dtype(config.deepspeed, run.world.device)])
+    engine = language_model_engine(run, config.actor)
     ends = eos_ids(tokenizer, engine.module.model.generation_config)
     hybrid = HybridEngine(engine, eos_ids=ends, pad_id=tokenizer.pad_token_id)
     sampling = Sampling(config.sampling.max_answer_seq_len)

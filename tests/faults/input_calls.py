@@ -118,8 +118,8 @@ def stopped_at_the_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patches:
         for owner, name in (
-            (sft_training, "make_engine"),
-            (reward_training, "make_engine"),
+            (sft_training, "language_model_engine"),
+            (reward_training, "value_model_engine"),
             (ppo_state, "make_schedule"),
             (AutoModelForCausalLM, "from_pretrained"),
             (AutoModelForSequenceClassification, "from_pretrained"),

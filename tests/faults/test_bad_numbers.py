@@ -48,12 +48,12 @@ def patch(place: str, spoil: Callable[[Any], Any], *, times: int) -> None:
     setattr(module, name, spoiled(getattr(module, name), spoil, times=times))
 
 
-def spoil_gradient(package: str, *, times: int) -> None:
+def spoil_gradient(package: str, name: str, *, times: int) -> None:
     """A NaN in one weight's gradient, as a broken kernel would leave it."""
     import importlib
 
     module = importlib.import_module(package)
-    make = module.training_engine
+    make = getattr(module, name)
 
     def wrapper(*given: Any, **further: Any) -> Any:
         engine = make(*given, **further)
@@ -61,7 +61,7 @@ def spoil_gradient(package: str, *, times: int) -> None:
         weight.register_hook(spoiled(lambda gradient: gradient, lambda gradient: gradient * math.nan, times=times))
         return engine
 
-    module.training_engine = wrapper
+    setattr(module, name, wrapper)
 
 
 def first_row(field: str, value: float) -> Callable[[Any], Any]:
@@ -87,14 +87,14 @@ def in_tuple(result: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
 SKIPS: dict[str, tuple[str, Callable[[int], None]]] = {
     "sft loss": ("sft", lambda n: patch("step1_sft.training:token_sum_loss", lambda loss: loss * math.nan, times=n)),
     "sft loss inf": ("sft", lambda n: patch("step1_sft.training:token_sum_loss", lambda x: x * math.inf, times=n)),
-    "sft gradient": ("sft", lambda n: spoil_gradient("step1_sft.training", times=n)),
+    "sft gradient": ("sft", lambda n: spoil_gradient("step1_sft.training", "language_model_engine", times=n)),
     # Its gradient is finite: only the loss itself tells.
     "sft loss alone": (
         "sft",
         lambda n: patch("step1_sft.training:token_sum_loss", lambda loss: loss + math.inf, times=n),
     ),
     "reward loss": ("reward", lambda n: patch("step2_reward.training:batch_loss", lambda x: x * math.nan, times=n)),
-    "reward gradient": ("reward", lambda n: spoil_gradient("step2_reward.training", times=n)),
+    "reward gradient": ("reward", lambda n: spoil_gradient("step2_reward.training", "value_model_engine", times=n)),
     "ppo policy loss": ("ppo", lambda n: patch("step3_ppo.updater:policy_loss", in_tuple, times=n)),
     "ppo value loss": ("ppo", lambda n: patch("step3_ppo.updater:value_loss", in_tuple, times=n)),
     "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.training:score_responses", all_rows("scores"), times=n)),

@@ -13,8 +13,8 @@ import huggingface_hub
 import pytest
 from broken_models import make
 from input_calls import call, make_inputs, stage_words, stopped_at_the_models
-from support.command_run import ROOT, environment
 from support.ds_arguments import built, refusal
+from support.forks import ROOT, environment
 from transformers import AutoTokenizer
 
 from pipeline import hub

@@ -233,13 +233,13 @@ def test_a_file_that_is_not_in_the_manifest_is_never_read(two, tmp_path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, engine, monkeypatch):
     """`save` comes back before the files are there; what they hold is the state as it was then."""
-    may_write, write_own = Event(), checkpoint.write_own
+    may_write, write = Event(), checkpoint.write_rank_files
 
     def held_back(*given: Any) -> Any:
         may_write.wait()
-        return write_own(*given)
+        return write(*given)
 
-    monkeypatch.setattr(checkpoint, "write_own", held_back)
+    monkeypatch.setattr(checkpoint, "write_rank_files", held_back)
     saver = checkpoint.Saver(make_run(tmp_path), FINGERPRINT, keep=1, background=True)
     before = engine.module.weight.detach().clone()
     saver.save(checkpoint.Content(state={}, engines={"model": engine}), step=1)

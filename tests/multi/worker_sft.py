@@ -147,7 +147,7 @@ def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
         take_step(sft, sft.loader.step(state.step), state)
     _, course = sft.resume(training.State)
     course.save(state, sft.content(state), lambda: None)
-    fresh = replace(sft, engine=training.make_engine(sft.run, sft.config))
+    fresh = replace(sft, engine=training.language_model_engine(sft.run, sft.config.model))
     resumed, _ = fresh.resume(training.State)
     loss = take_step(fresh, sft.loader.step(resumed.step), resumed)
     return {

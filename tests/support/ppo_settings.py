@@ -25,5 +25,5 @@ def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumu
 
 
 def make_run(world, folder, config: PPOConfig) -> SimpleNamespace:
-    stop = SimpleNamespace(here=lambda: False, anywhere=lambda world: False)
+    stop = SimpleNamespace(is_set=lambda: False, is_set_on_any_rank=lambda world: False)
     return SimpleNamespace(world=world, folder=folder, stage="ppo", resolved=Resolved(config, {}), stop=stop)

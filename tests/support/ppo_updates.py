@@ -41,7 +41,7 @@ def engine_of(module: nn.Module, *, zero_stage: int = 0, rate: float = 1e-2, cli
 
 
 def never_stopping(world) -> Stopping:
-    return Stopping(SimpleNamespace(world=world, stop=SimpleNamespace(anywhere=lambda world: False)))
+    return Stopping(SimpleNamespace(world=world, stop=SimpleNamespace(is_set_on_any_rank=lambda world: False)))
 
 
 def make_updater(world, folders, *, micro_batch_size=2, unsup_coef=2.0, clip=0.0, zero_stage=0, rate=1e-2, **ppo):
