@@ -47,8 +47,7 @@ class World:
 
 def free_port() -> int:
     """Return a TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server((LOOPBACK, 0)) as probe:
         return probe.getsockname()[1]
 
 
@@ -139,15 +138,11 @@ def loopback_store(timeout: timedelta) -> dict[str, Any]:
 
 def listening_socket(port: int) -> socket.socket:
     """Return a socket that listens on `port` of the loopback interface. Raises EnvironmentFault: the port is in use."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((LOOPBACK, port))
-        listener.listen(socket.SOMAXCONN)
+        return socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN)
     except OSError as error:
-        listener.close()
-        raise EnvironmentFault(f"--master_port {port}: {error.strerror}; give another one, or none") from None
-    return listener
+        reason = os.strerror(error.errno or 0)
+        raise EnvironmentFault(f"--master_port {port}: {reason}; give another one, or none") from None
 
 
 def follows_from_another_rank(error: BaseException) -> bool:
@@ -208,6 +203,14 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts).to(rows.dtype)
 
 
+def gather_objects(value: T) -> list[T]:
+    """Return the `value` of every rank, in rank order, on every rank; for small plain objects."""
+    everywhere: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(everywhere, value)
+    return everywhere
+
+
 class RankGroup:
     """A group of `size` neighbouring ranks that this one belongs to. Making one is a collective over all ranks."""
 
@@ -229,11 +232,7 @@ class RankGroup:
 
     def any(self, value: bool, device: torch.device) -> bool:
         """Return whether `value` is true on any rank of the group."""
-        if self.size == 1:
-            return value
-        flag = torch.tensor(float(value), device=device)
-        self.add(flag)
-        return flag.item() > 0
+        return value if self.size == 1 else self.largest(torch.tensor(float(value), device=device)).item() > 0
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum over the group, as a new tensor; `values` themselves for one rank."""
@@ -250,11 +249,7 @@ class RankGroup:
 
     def least(self, value: int, device: torch.device) -> int:
         """Return the smallest of the group's numbers."""
-        if self.size == 1:
-            return value
-        smallest = torch.tensor(value, device=device)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
-        return int(smallest.item())
+        return value if self.size == 1 else -int(self.largest(torch.tensor(-value, device=device)).item())
 
 
 def on_main(work: Callable[[], T]) -> T:

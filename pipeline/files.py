@@ -50,37 +50,42 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Write `folder` atomically: `fill` writes a temporary one, which is flushed to disk and renamed.
+    """Write a model folder atomically: `fill` writes a temporary one, which is flushed to disk and renamed.
 
     Raises:
         InputError: `folder` holds other files. EnvironmentFault: it cannot be written; an earlier one stays.
     """
-    # A link to another disk stays a link.
-    folder = folder.resolve()
+    folder = folder.resolve()  # a link to another disk stays a link
     check_replaceable(folder)
     fresh = folder.parent / f".{folder.name}.writing"
-    try:
+    with replacing(folder, fresh):
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         fill(fresh)
+
+
+@contextmanager
+def replacing(folder: Path, fresh: Path) -> Iterator[None]:
+    """Flush `fresh`, which the context fills, and rename it to `folder`; an earlier `folder` is deleted last.
+
+    Raises:
+        EnvironmentFault: the disk refused; `fresh` is deleted, an earlier `folder` stays.
+    """
+    old = folder.parent / f".{folder.name}.old"
+    try:
+        yield
         flush_tree(fresh)
-        replace_folder(fresh, folder)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        fresh.rename(folder)
+        flush(folder.parent)
     except BaseException as error:
         shutil.rmtree(fresh, ignore_errors=True)
         if is_disk_trouble(error):
             raise EnvironmentFault(cannot_write(folder, error)) from error
         raise
-
-
-def replace_folder(fresh: Path, folder: Path) -> None:
-    """Rename `fresh` to `folder`; an earlier `folder` is deleted last."""
-    old = folder.parent / f".{folder.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -16,8 +16,9 @@ from types import FrameType
 
 import psutil
 
+from pipeline.files import GIB
+
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, else of the machine
-GIB = 2**30
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
 KILL_S = 5.0
 
@@ -62,14 +63,9 @@ def started_before(pid: int, time_s: float) -> bool:
 def in_session(session: int) -> Iterator[Process]:
     """Yield the processes that the leader of this session started, directly or not, and that did not leave it."""
     for pid in psutil.pids():
-        if session_of(pid) == session and (process := read_process(pid)):
-            yield process
-
-
-def session_of(pid: int) -> int | None:
-    with suppress(ProcessLookupError, PermissionError):
-        return os.getsid(pid)
-    return None
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == session and (process := read_process(pid)):
+                yield process
 
 
 def kill_session(session: int) -> None:

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import dist
-from pipeline.checkpoints.checkpoint_files import FORMAT, MANIFEST, delete_older, find, set_aside_newer, with_checksum
+from pipeline.checkpoints.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    delete_older,
+    find,
+    manifest_entry,
+    set_aside_newer,
+    with_checksum,
+)
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.resume_rules import check_same_fingerprints, check_same_settings
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
 from pipeline.engine.state import counters, engine_fragments, restore_counters, restore_fragments
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import GIB, cannot_write, digest, flush, free_bytes, is_disk_trouble, write_json
+from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, replacing, write_json
 from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)
 
 SHARED = "shared.safetensors"  # tensors that are the same on every rank
-Json = Mapping[str, Any]
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 
@@ -56,9 +63,6 @@ class Resumed:
     tensors: dict[str, torch.Tensor]
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A checkpoint that is being written; `written` is the result of `write_rank_files`."""
@@ -66,11 +70,10 @@ class Pending:
     step: int
     started: float
     fresh: Path
-    parts: dict[str, list[Fragment]]
     tensors: dict[str, torch.Tensor]
     description: dict[str, Any]
     num_bytes: int
-    written: Future[tuple[torch.Tensor, str]]
+    written: Future[tuple[dict[str, Any], str]]
 
 
 class Saver:
@@ -94,45 +97,60 @@ class Saver:
         if self.keep == 0:
             return
         attempt(self.finish)
-        started = time.monotonic()
+        started, device = time.monotonic(), self.run.world.device
         fresh = self.run.folder / "checkpoints" / f".step-{step}.writing"
         parts = {name: list(engine_fragments(engine)) for name, engine in content.engines.items()}
         parts |= {name: list(fragments) for name, fragments in content.fragments.items()}
-        needed = num_bytes(parts, content.tensors, self.run.world.device)
+        own = float(sum(fragment.values.nbytes for fragments in parts.values() for fragment in fragments))
+        needed = int(dist.sum_over_ranks(torch.tensor(own, dtype=torch.float64, device=device)).item())
+        needed += sum(tensor.nbytes for tensor in content.tensors.values())
         dist.on_main(lambda: make_folder(fresh, needed))
         tensors = dict(content.tensors)
         if self.background:
-            parts = {name: [fragment.copied() for fragment in fragments] for name, fragments in parts.items()}
+            parts = {
+                name: [
+                    replace(fragment, values=fragment.values.detach().to("cpu", copy=True)) for fragment in fragments
+                ]
+                for name, fragments in parts.items()
+            }
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        description = {
+            "step": step,
+            "world_size": dist.world_size(),
+            "state": content.state,
+            "engines": {name: counters(engine) for name, engine in content.engines.items()},
+            "settings": self.fingerprint.settings,
+            "fingerprints": self.fingerprint.hashes,
+            "sizes": self.fingerprint.sizes,
+            "layout": self.fingerprint.rounding,
+            "versions": {name: metadata.version(name) for name in PACKAGES},
+            "time": time.time(),
+        }
         written = self._pool.submit(write_rank_files, fresh, parts)
-        description = state_json(content, self.fingerprint, step)
-        self._pending = Pending(step, started, fresh, parts, tensors, description, needed, written)
+        self._pending = Pending(step, started, fresh, tensors, description, needed, written)
         if not self.background:
             self.finish()
 
     def poll(self) -> None:
         """Complete a checkpoint that is written in the background, if every rank is done. Raises EnvironmentFault."""
-        if self._pending and not self._on_any_rank(not self._pending.written.done()):
-            self.finish()
+        if self._pending:
+            unfinished = float(not self._pending.written.done())
+            if not dist.max_over_ranks(unfinished, self.run.world.device):
+                self.finish()
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written, and complete it. Raises EnvironmentFault."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        entries, problem = pending.written.result()
-        final = pending.fresh.with_name(f"step-{pending.step}")
-        if self._on_any_rank(bool(problem)):
+        results = dist.gather_objects(pending.written.result())
+        if problems := [problem for _, problem in results if problem]:
             dist.on_main(lambda: shutil.rmtree(pending.fresh, ignore_errors=True))
-            raise EnvironmentFault(problem or f"{final}: another rank could not write it; see its log")
-        everywhere = dist.gather_rows(entries.to(self.run.world.device)).cpu()
-        dist.on_main(lambda: commit(pending, final, everywhere))
-        dist.on_main(lambda: delete_older(final, self.keep))
+            raise EnvironmentFault(problems[0])
+        files = {name: entry for entries, _ in results for name, entry in entries.items()}
+        dist.on_main(lambda: commit(pending, files, keep=self.keep))
         size, seconds = pending.num_bytes / GIB, time.monotonic() - pending.started
-        log.info("checkpoint %s: %.3g GiB in %.1f s", final.name, size, seconds)
-
-    def _on_any_rank(self, here: bool) -> bool:
-        return dist.max_over_ranks(float(here), self.run.world.device) > 0
+        log.info("checkpoint step-%d: %.3g GiB in %.1f s", pending.step, size, seconds)
 
 
 def attempt(write: Callable[[], None]) -> bool:
@@ -143,13 +161,6 @@ def attempt(write: Callable[[], None]) -> bool:
         log.warning("not saved, training goes on: %s", error)
         return False
     return True
-
-
-def num_bytes(parts: Mapping[str, list[Fragment]], tensors: Mapping[str, torch.Tensor], device: torch.device) -> int:
-    """Return the bytes that all ranks will write. A collective."""
-    own = sum(fragment.values.nbytes for fragments in parts.values() for fragment in fragments)
-    total = dist.sum_over_ranks(torch.tensor(float(own), dtype=torch.float64, device=device)).item()
-    return int(total) + sum(tensor.nbytes for tensor in tensors.values())
 
 
 def make_folder(fresh: Path, needed: int) -> None:
@@ -168,20 +179,15 @@ def make_folder(fresh: Path, needed: int) -> None:
         raise EnvironmentFault(cannot_write(fresh, "not enough room on the disk", needed=needed))
 
 
-def own_file(name: str, rank: int) -> str:
-    return f"{name}.rank-{rank}.safetensors"
-
-
-def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[torch.Tensor, str]:
-    """Write this rank's files; return ((files, 40) uint8 of SHA-256 and size, the problem or an empty string)."""
-    entries = torch.zeros(len(parts), 40, dtype=torch.uint8)
+def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[dict[str, Any], str]:
+    """Write this rank's files; return their entries in the manifest, and the problem or an empty string."""
+    entries = {}
     try:
-        for row, (name, fragments) in enumerate(parts.items()):
-            path = fresh / own_file(name, dist.rank())
+        for name, fragments in parts.items():
+            path = fresh / f"{name}.rank-{dist.rank()}.safetensors"
             write_fragments(path, fragments)
             flush(path)
-            packed = bytes.fromhex(digest(path)) + path.stat().st_size.to_bytes(8, "big")
-            entries[row] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            entries[path.name] = manifest_entry(path)
     except Exception as error:
         if not is_disk_trouble(error):
             raise
@@ -191,58 +197,24 @@ def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[
     return entries, ""
 
 
-def commit(pending: Pending, final: Path, entries: torch.Tensor) -> None:
-    """Write rank 0's files and the manifest, and rename the folder. Raises EnvironmentFault.
+def commit(pending: Pending, files: dict[str, Any], *, keep: int) -> None:
+    """Write rank 0's files and the manifest, rename the folder, and delete all but the newest `keep`.
 
     Args:
-        entries: (ranks * files, 40) results of `write_rank_files` on all ranks.
+        files: entries of all ranks' files in the manifest.
+
+    Raises:
+        EnvironmentFault: the disk refused; the folder is deleted.
     """
-    fresh, names, files = pending.fresh, list(pending.parts), {}
-    for row, packed in enumerate(entries):
-        rank, number = divmod(row, len(names))
-        raw = bytes(packed.tolist())
-        entry = {"sha256": raw[:32].hex(), "bytes": int.from_bytes(raw[32:], "big")}
-        files[own_file(names[number], rank)] = entry
-    try:
+    fresh, final = pending.fresh, pending.fresh.with_name(f"step-{pending.step}")
+    with replacing(final, fresh):
         if pending.tensors:
             shared = {name: tensor.detach().cpu().contiguous() for name, tensor in pending.tensors.items()}
             save_file(shared, fresh / SHARED)
-            flush(fresh / SHARED)
         write_json(fresh / "state.json", pending.description)
-        for path in sorted(path for path in fresh.iterdir() if path.name not in files):
-            files[path.name] = {"sha256": digest(path), "bytes": path.stat().st_size}
+        files |= {path.name: manifest_entry(path) for path in sorted(fresh.iterdir()) if path.name not in files}
         write_json(fresh / MANIFEST, with_checksum({"format": FORMAT, "step": pending.step, "files": files}))
-        flush(fresh)
-        if final.exists():
-            old = final.with_name(f".{final.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        fresh.rename(final)
-        flush(final.parent)
-    except Exception as error:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if is_disk_trouble(error):
-            raise EnvironmentFault(cannot_write(final, error)) from error
-        raise
-
-
-def state_json(content: Content, fingerprint: RunFingerprint, step: int) -> dict[str, Any]:
-    """Return the content of state.json."""
-    return {
-        "step": step,
-        "world_size": dist.world_size(),
-        "state": content.state,
-        "engines": {name: counters(engine) for name, engine in content.engines.items()},
-        "settings": fingerprint.settings,
-        "fingerprints": fingerprint.hashes,
-        "sizes": fingerprint.sizes,
-        "layout": fingerprint.rounding,
-        "versions": {name: metadata.version(name) for name in PACKAGES},
-        "time": time.time(),
-    }
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
+    delete_older(final, keep)
 
 
 def load(
@@ -273,16 +245,16 @@ def load(
     log_differences(folder, saved, rounding, defaults)
     if resume != "auto":
         dist.on_main(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
+    names = {path.name.split(".rank-")[0] for path in folder.glob("*.rank-*.safetensors")}
+    readers = {name: FragmentReader(folder.glob(f"{name}.rank-*.safetensors")) for name in names}
     for name, engine in engines.items():
-        restore_fragments(engine, FragmentReader(folder.glob(f"{name}.rank-*.safetensors")))
+        restore_fragments(engine, readers.pop(name))
         restore_counters(engine, saved["engines"][name])
-    others = {path.name.split(".rank-")[0] for path in folder.glob("*.rank-*.safetensors")} - engines.keys()
-    readers = {name: FragmentReader(folder.glob(f"{name}.rank-*.safetensors")) for name in others}
     shared = load_file(folder / SHARED) if (folder / SHARED).is_file() else {}
     return Resumed(saved["state"], readers, shared)
 
 
-def log_differences(folder: Path, saved: Json, rounding: Json, defaults: Json) -> None:
+def log_differences(folder: Path, saved: dict[str, Any], rounding: Any, defaults: Any) -> None:
     """Log the checkpoint and the differences that change the numbers of an uninterrupted run by rounding."""
     log.info("resuming from %s (--overwrite starts over)", folder)
     now = {**rounding, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}

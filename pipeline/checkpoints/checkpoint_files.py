@@ -27,6 +27,10 @@ def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
+def manifest_entry(path: Path) -> dict[str, Any]:
+    return {"sha256": digest(path), "bytes": path.stat().st_size}
+
+
 def delete_older(final: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints; the next save completes a deletion that was interrupted."""
     for number, folder in enumerate(candidates(final.parent)):
@@ -63,7 +67,7 @@ def problem_with(folder: Path) -> str | None:
             return f"{folder / MANIFEST}: changed since it was written"
         if manifest["format"] != FORMAT:
             return f"{folder}: has format {manifest['format']}, this version reads {FORMAT}"
-        entries = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        entries = {name: {key: entry[key] for key in ("sha256", "bytes")} for name, entry in manifest["files"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return f"{folder / MANIFEST}: missing or unreadable"
     # Readers open files by their names: each file of the folder must have been checked, and no other is opened.
@@ -72,9 +76,9 @@ def problem_with(folder: Path) -> str | None:
         return f"{folder / odd[0]}: missing, or not in the manifest"
 
     def problem_of_file(name: str) -> str | None:
-        path, (size, sha256) = folder / name, entries[name]
+        path = folder / name
         try:
-            whole = path.is_file() and path.stat().st_size == size and digest(path) == sha256
+            whole = path.is_file() and manifest_entry(path) == entries[name]
         except OSError as error:
             return f"{path}: cannot be read: {error.strerror}"
         return None if whole else f"{path}: missing, cut short or changed since it was written"

@@ -57,13 +57,7 @@ class RunFingerprint:
 def run_fingerprint(
     config: BaseModel, *, models: Mapping[str, str], data: Mapping[str, Dataset], sizes: Mapping[str, int]
 ) -> RunFingerprint:
-    """Return the fingerprint of a run with this configuration.
-
-    Args:
-        models: name in error messages -> folder or hub id of a start model.
-        data: name in error messages -> training rows.
-        sizes: name in error messages -> rows of an optimizer step and the like, over all ranks.
-    """
+    """Return the fingerprint of a run: start models are folders or hub ids; the keys are names for error messages."""
     hashes = {name: model_fingerprint(name_or_path) for name, name_or_path in models.items()}
     return RunFingerprint(
         settings=values_by_rule(config, "same"),

@@ -5,6 +5,7 @@ in host memory until transformers writes the shards.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from pipeline import dist
-from pipeline.engine.build import compute_dtype
+from pipeline.engine.build import weights_dtype
 from pipeline.files import has_config, with_new_folder
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import is_lora, merged_weight
@@ -23,7 +24,7 @@ from pipeline.run.run import Run
 
 SHARD_SIZE = "5GB"
 # Prefixes of peft's wrappers in the names of weights; transformers' names lack them.
-PEFT_WRAPPERS = ("base_layer.", "modules_to_save.default.")
+PEFT_WRAPPERS = re.compile(r"base_layer\.|modules_to_save\.default\.")
 
 
 def state_dict(model: nn.Module, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -35,16 +36,10 @@ def state_dict(model: nn.Module, *, dtype: torch.dtype) -> dict[str, torch.Tenso
     tied = set(getattr(inner, "all_tied_weights_keys", {}) or {})
     weights: dict[str, torch.Tensor] = {}
     for name, value in whole_tensors(inner):
-        if value is not None and plain_name(name) not in tied:
-            weights[plain_name(name)] = value.detach().to(dtype if value.is_floating_point() else value.dtype).cpu()
+        plain = PEFT_WRAPPERS.sub("", name)
+        if value is not None and plain not in tied:
+            weights[plain] = value.detach().to(dtype if value.is_floating_point() else value.dtype).cpu()
     return weights
-
-
-def plain_name(name: str) -> str:
-    """Return the name that transformers gives to a weight."""
-    for wrapper in PEFT_WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -67,7 +62,7 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]
 
 
 def save_model(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     folder: Path,
     *,
@@ -89,9 +84,17 @@ def save_model(
 
     def fill(fresh: Path) -> None:
         if merged or lora_weights is None:
-            write_weights(base_model(model), weights, fresh, dtype, config_changes or {})
+            inner = base_model(model)
+            inner.save_pretrained(fresh, state_dict=weights, max_shard_size=SHARD_SIZE)
+            # The source model's configuration: its dropouts, its names.
+            config = inner.source_config
+            config.architectures, config.dtype = [type(inner).__name__], dtype
+            for name, value in (config_changes or {}).items():
+                setattr(config, name, value)
+            config.save_pretrained(fresh)
         if lora_weights is not None:
-            write_adapter(model, lora_weights, fresh / "adapter" if merged else fresh)
+            adapter = fresh / "adapter" if merged else fresh
+            model.save_pretrained(str(adapter), state_dict=lora_weights, safe_serialization=True)
         tokenizer.save_pretrained(fresh)
         for name, text in documents.items():
             (fresh / name).write_text(text, encoding="utf-8")
@@ -102,19 +105,6 @@ def save_model(
 def is_saved(folder: str) -> bool:
     """Return whether `folder` holds a model, as rank 0 sees it. A collective."""
     return dist.on_main(lambda: has_config(Path(folder)))
-
-
-def write_weights(
-    model: Any, weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype, changes: Mapping[str, Any]
-) -> None:
-    """Write safetensors shards and the configuration of the source model (its dropouts, its names) with changes."""
-    model.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_SIZE)
-    config = model.source_config
-    config.architectures = [type(model).__name__]
-    config.dtype = dtype
-    for name, value in changes.items():
-        setattr(config, name, value)
-    config.save_pretrained(folder)
 
 
 def adapter_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -128,25 +118,17 @@ def adapter_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    model.save_pretrained(str(folder), state_dict=weights, safe_serialization=True)
-
-
 def saved_dtype(run: Run) -> torch.dtype:
     """Return the data type of saved weights: `--save_dtype`, or that of training."""
-    config = run.resolved.config
-    name = config.run.save_dtype
-    return DTYPES[compute_dtype(config.deepspeed, run.world.device) if name == "auto" else name]
+    name = run.resolved.config.run.save_dtype
+    return weights_dtype(run) if name == "auto" else DTYPES[name]
 
 
 def model_documents(run: Run, *, base: str, kind: str) -> dict[str, str]:
     """Return README.md (the model card) and training_config.json of a saved model."""
     config = run.resolved.config
-    card = [
-        f"# {kind}",
-        "",
-        f"Trained by `{run.stage}` of rlhf-pipeline from `{base}` on {', '.join(config.data.data_path)}.",
-        "All settings are in `training_config.json`.",
-        "",
-    ]
-    return {"README.md": "\n".join(card), "training_config.json": json.dumps(config.model_dump(), indent=2) + "\n"}
+    card = (
+        f"# {kind}\n\nTrained by `{run.stage}` of rlhf-pipeline from `{base}` on {', '.join(config.data.data_path)}.\n"
+        "All settings are in `training_config.json`.\n"
+    )
+    return {"README.md": card, "training_config.json": json.dumps(config.model_dump(), indent=2) + "\n"}

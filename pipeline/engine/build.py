@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading
 from pipeline.models.causal_lm import CausalLM
@@ -18,11 +18,12 @@ from pipeline.models.reward_model import TokenValueModel, initialise_head, load_
 from pipeline.run.run import Run
 
 
-def compute_dtype(settings: DeepSpeedConfig, device: torch.device) -> EngineDtype:
-    """Return `--dtype` with auto resolved for this device."""
-    if settings.dtype != "auto":
-        return settings.dtype
-    return "bf16" if default_dtype(device) == torch.bfloat16 else "fp32"
+def compute_dtype(run: Run) -> EngineDtype:
+    """Return `--dtype` with auto resolved for this run's device."""
+    dtype = run.resolved.config.deepspeed.dtype
+    if dtype != "auto":
+        return dtype
+    return "bf16" if default_dtype(run.world.device) == torch.bfloat16 else "fp32"
 
 
 def placement(run: Run) -> Placement:
@@ -30,7 +31,7 @@ def placement(run: Run) -> Placement:
     world = run.world
     return Placement(
         device="cuda" if world.device.type == "cuda" else "cpu",
-        dtype=compute_dtype(run.resolved.config.deepspeed, world.device),
+        dtype=compute_dtype(run),
         ranks=world.size,
         run_dir=run.folder,
         one_node=dist.local_size() == world.size,
@@ -44,7 +45,7 @@ def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | N
         loaded = load_causal_lm(
             model.model_name_or_path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation
         )
-    return _training_engine(run, CausalLM(with_lora(loaded, model, run, task="CAUSAL_LM")), model, ds_json)
+    return training_engine(run, CausalLM(loaded), model, ds_json)
 
 
 def value_model_engine(
@@ -68,8 +69,7 @@ def value_model_engine(
         initialise_head(loaded.model.score, seed=run.resolved.config.run.seed)
     if normalised:
         loaded.score_mean, loaded.score_std = score_constants(loaded.model.source_config)
-    loaded.model = with_lora(loaded.model, model, run, task="SEQ_CLS")
-    return _training_engine(run, loaded, model, ds_json)
+    return training_engine(run, loaded, model, ds_json)
 
 
 def frozen_engine(
@@ -85,57 +85,45 @@ def frozen_engine(
 
 def weights_dtype(run: Run) -> torch.dtype:
     """Return the dtype in which the weights of this run compute."""
-    return DTYPES[compute_dtype(run.resolved.config.deepspeed, run.world.device)]
+    return DTYPES[compute_dtype(run)]
 
 
-def with_lora(loaded: Any, model: ModelConfig, run: Run, *, task: str) -> Any:
-    """Return the model with LoRA layers if `lora_dim` is not 0."""
-    if model.lora_dim == 0:
-        return loaded
-    config = run.resolved.config
-    return add_lora(
-        loaded,
-        dim=model.lora_dim,
-        alpha=model.lora_alpha,
-        dropout=model.lora_dropout,
-        module_name=model.lora_module_name,
-        only_lora=config.deepspeed.only_optimize_lora,
-        task=task,
-        seed=config.run.seed,
-    )
-
-
-def _training_engine(
+def training_engine(
     run: Run, module: CausalLM | TokenValueModel, model: ModelConfig, ds_json: dict[str, Any]
 ) -> TrainingEngine:
-    """Put `module` under DeepSpeed, with gradient checkpointing and parameter groups as configured."""
-    config = run.resolved.config
+    """Put `module` under DeepSpeed, with LoRA, gradient checkpointing and parameter groups as configured."""
+    config, optimizer = run.resolved.config, run.resolved.config.optimizer
+    if model.lora_dim:
+        module.model = add_lora(
+            module.model,
+            dim=model.lora_dim,
+            alpha=model.lora_alpha,
+            dropout=model.lora_dropout,
+            module_name=model.lora_module_name,
+            only_lora=config.deepspeed.only_optimize_lora,
+            task="CAUSAL_LM" if isinstance(module, CausalLM) else "SEQ_CLS",
+            seed=config.run.seed,
+        )
     if model.gradient_checkpointing:
         use_gradient_checkpointing(base_model(module.model))
-    rates = {"learning_rate": model.learning_rate, "lora_learning_rate": model.lora_learning_rate}
-    groups = parameter_groups(module, weight_decay=model.weight_decay, **rates)
-    betas, eps = (config.optimizer.adam_beta1, config.optimizer.adam_beta2), config.optimizer.adam_eps
+    groups, betas = parameter_groups(module, model), (optimizer.adam_beta1, optimizer.adam_beta2)
     gather = config.deepspeed.zero3_gather
-    return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=eps, gather=gather)
+    return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
 
 
-def parameter_groups(
-    model: nn.Module, *, learning_rate: float, weight_decay: float, lora_learning_rate: float
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: ModelConfig) -> list[dict[str, Any]]:
     """Return AdamW's groups `decay`, `no_decay` and `lora` of the trainable parameters, without empty ones."""
     exempt = exempt_from_decay(model)
-    members: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "lora": []}
+    groups: dict[str, dict[str, Any]] = {
+        "decay": {"params": [], "lr": config.learning_rate, "weight_decay": config.weight_decay},
+        "no_decay": {"params": [], "lr": config.learning_rate, "weight_decay": 0.0},
+        "lora": {"params": [], "lr": config.lora_learning_rate, "weight_decay": config.weight_decay},
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = "lora" if "lora_" in name else "no_decay" if name in exempt else "decay"
-            members[kind].append(parameter)
-    settings = {"decay": (learning_rate, weight_decay), "no_decay": (learning_rate, 0.0)}
-    settings["lora"] = (lora_learning_rate, weight_decay)
-    return [
-        {"name": kind, "params": params, "lr": settings[kind][0], "weight_decay": settings[kind][1]}
-        for kind, params in members.items()
-        if params
-    ]
+            groups[kind]["params"].append(parameter)
+    return [{"name": kind} | group for kind, group in groups.items() if group["params"]]
 
 
 def exempt_from_decay(model: nn.Module) -> set[str]:

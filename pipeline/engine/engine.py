@@ -16,8 +16,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from pipeline.engine.gradients import global_norm, synchronise_on_device
-from pipeline.engine.memory import gradient_bytes
-from pipeline.engine.state import loss_scaler
 from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
 from pipeline.kernels.fused_layers import fuse_layers
 from pipeline.models.partitions import gathered
@@ -86,7 +84,7 @@ class TrainingEngine:
         self.partitions_weights: bool = partitioned
         self.partitions_optimizer: bool = config["zero_optimization"]["stage"] > 0
         self.last_gradient_norm = 0.0
-        self.gradient_bytes = 0  # on this rank when the first step began
+        self.gradient_bytes = 0  # of the first step on this rank
         self.host_buffers: list[torch.Tensor] = []  # reused by optimizer_offload.py
         self._norms: torch.Tensor | None = None  # of these gradients, as DeepSpeed's optimizer computes them
 
@@ -122,8 +120,6 @@ class TrainingEngine:
         """Add the gradient of `loss` (a scalar). `last` closes the accumulation: gradients are averaged over ranks."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
-        if last and not self.gradient_bytes:
-            self.gradient_bytes = gradient_bytes(self)
 
     def gradient_norm(self) -> float:
         """The global L2 norm of the averaged gradients before clipping; inf where any of them is not finite.
@@ -228,3 +224,8 @@ class TrainingEngine:
                     offload._register_deepspeed_module(offload.module)
         finally:
             self.deepspeed.train()
+
+
+def loss_scaler(optimizer: Any) -> Any:
+    """Return the loss scaler of DeepSpeed's optimizer; None where losses are not scaled."""
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)

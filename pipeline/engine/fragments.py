@@ -6,7 +6,7 @@ a checkpoint fits another number of ranks and another ZeRO stage. Files are safe
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,6 @@ class Fragment:
     name: str
     start: int
     values: torch.Tensor
-
-    def copied(self) -> "Fragment":
-        """Return a copy in host memory, which training does not change."""
-        return replace(self, values=self.values.detach().to("cpu", copy=True))
 
 
 def write_fragments(path: Path, fragments: Iterable[Fragment]) -> None:

@@ -6,27 +6,20 @@ Tensors share allocations (ZeRO keeps parameters as views of one buffer), so all
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from pipeline.engine.state import MOMENTS, Engine, masters
+from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.state import MOMENTS, masters
 from pipeline.files import GIB
 from pipeline.models.partitions import is_partitioned, local_share
 
-PHASES = ("generate", "score", "train")
-# Memory of a phase besides weights and optimizer.
-OTHER_MEMORY = {
+# Phases of a step, and what each uses besides weights and optimizer.
+PHASES = {
     "generate": "cache, activations, logits",
     "score": "activations, logits",
     "train": "gradients, activations, logits",
 }
-
-
-class Model(Protocol):
-    """A TrainingEngine or a FrozenEngine."""
-
-    module: torch.nn.Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +57,37 @@ def weight_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def optimizer_tensors(engine: Engine) -> Iterator[torch.Tensor]:
+def optimizer_tensors(engine: TrainingEngine) -> Iterator[torch.Tensor]:
     """Yield the fp32 weights that an engine's AdamW updates on this rank, and their moments after the first step."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for master in masters(engine):
-        yield master.tensor.data
-        state = inner.state.get(master.tensor, {})
+    for master, _ in masters(engine):
+        yield master.data
+        state = inner.state.get(master, {})
         yield from (state[kind] for kind in MOMENTS if kind in state)
 
 
-def gradient_tensors(engine: Engine) -> Iterator[torch.Tensor]:
-    """Yield an engine's gradients between its last backward pass and its step, wherever DeepSpeed keeps them."""
-    owners = [*engine.module.parameters(), *(master.tensor for master in masters(engine))]
-    yield from (tensor.grad for tensor in owners if tensor.grad is not None)
+def gradient_bytes(engine: TrainingEngine) -> int:
+    """Return the bytes of an engine's gradients on this rank, between its last backward pass and its step."""
+    owners = [*engine.module.parameters(), *(master for master, _ in masters(engine))]
+    gradients = [tensor.grad for tensor in owners if tensor.grad is not None]
     for group in getattr(engine.optimizer, "averaged_gradients", {}).values():
-        yield from group or ()
+        gradients += group or ()
+    return num_bytes(storages(gradients))
 
 
-def gradient_bytes(engine: Engine) -> int:
-    """Return the bytes of an engine's gradients on this rank."""
-    return num_bytes(storages(gradient_tensors(engine)))
-
-
-def model_memory(engine: Model, device: torch.device) -> ModelMemory:
+def model_memory(engine: TrainingEngine | FrozenEngine, device: torch.device) -> ModelMemory:
     """Return the bytes of a TrainingEngine or a FrozenEngine; gradients are those of the first step."""
     weights = storages(weight_tensors(engine.module))
     # At stage 0 in fp32 the optimizer updates the weights themselves.
-    states = storages(optimizer_tensors(engine)) if isinstance(engine, Engine) else {}
+    states = storages(optimizer_tensors(engine)) if isinstance(engine, TrainingEngine) else {}
     states = {address: storage for address, storage in states.items() if address not in weights}
     on_host = {address: held for address, held in (weights | states).items() if held.device.type != device.type}
     return ModelMemory(
         weights=num_bytes(weights),
-        gradients=engine.gradient_bytes if isinstance(engine, Engine) else 0,
+        gradients=engine.gradient_bytes if isinstance(engine, TrainingEngine) else 0,
         optimizer=num_bytes(states),
         on_host=num_bytes(on_host),
-        offloaded=sum(buffer.numel() for buffer in engine.host_buffers) if isinstance(engine, Engine) else 0,
+        offloaded=sum(buffer.numel() for buffer in engine.host_buffers) if isinstance(engine, TrainingEngine) else 0,
     )
 
 
@@ -139,7 +128,7 @@ def memory_table(models: Mapping[str, ModelMemory], peaks: Mapping[str, float]) 
     for phase in PHASES:
         if (peak := peaks.get(f"memory/{phase}_gib")) is not None:
             states = (resident if phase == "train" else resident - offloaded) / GIB
-            rest = f"{peak - states:.3f} above weights and optimizer: {OTHER_MEMORY[phase]}"
+            rest = f"{peak - states:.3f} above weights and optimizer: {PHASES[phase]}"
             lines.append(f"  peak of {phase:<17}{peak:>12.3f}  {rest}")
     if not peaks:
         lines.append("  peaks of the phases are known on a GPU only")

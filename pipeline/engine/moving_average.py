@@ -18,32 +18,26 @@ class MovingAverage:
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
-        self.model = model
         self.decay = decay
-        self.averages = {name: values.float().clone() for name, values in self._shares()}
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad)
-
-    def _shares(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, local_share(parameter)) for name, parameter in self._parameters())
+        self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.averages = {name: local_share(parameter).float().clone() for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the averages after an optimizer step."""
-        for name, values in self._shares():
-            self.averages[name].lerp_(values.float(), 1.0 - self.decay)
+        for name, parameter in self.parameters.items():
+            self.averages[name].lerp_(local_share(parameter).float(), 1.0 - self.decay)
 
     def fragments(self) -> Iterator[Fragment]:
         """Yield this rank's fragments for a checkpoint; rank 0 writes parameters that are not partitioned."""
-        for name, parameter in self._parameters():
-            flat, start, numel = self.averages[name].view(-1), *local_range(parameter)
+        for name, parameter in self.parameters.items():
             if is_partitioned(parameter) or dist.is_main():
-                yield Fragment(name, start, flat[:numel])
+                start, numel = local_range(parameter)
+                yield Fragment(name, start, self.averages[name].view(-1)[:numel])
 
     def restore(self, reader: FragmentReader) -> None:
         """Read the averages of a checkpoint, for any number of ranks that wrote it."""
-        for name, parameter in self._parameters():
+        for name, parameter in self.parameters.items():
             start, numel = local_range(parameter)
             reader.read_into(name, start, self.averages[name].view(-1)[:numel])
 
@@ -51,7 +45,7 @@ class MovingAverage:
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
         """Put the averaged weights into the model while the context lasts; its own return bit by bit."""
-        own = {name: values.clone() for name, values in self._shares()}
+        own = {name: local_share(parameter).clone() for name, parameter in self.parameters.items()}
         try:
             self._write(self.averages)
             yield
@@ -59,7 +53,6 @@ class MovingAverage:
             self._write(own)
 
     def _write(self, values: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            if name in values:
-                drop_whole_copy(parameter)
-                local_share(parameter).copy_(values[name])
+        for name, parameter in self.parameters.items():
+            drop_whole_copy(parameter)
+            local_share(parameter).copy_(values[name])

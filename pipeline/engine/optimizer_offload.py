@@ -10,29 +10,29 @@ from contextlib import contextmanager
 
 import torch
 
+from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.memory import optimizer_tensors, storages, weight_tensors
-from pipeline.engine.state import Engine
-
-Copies = list[tuple[torch.UntypedStorage, torch.Tensor]]
 
 
 @contextmanager
-def optimizer_states_on_host(engines: Sequence[Engine]) -> Iterator[None]:
+def optimizer_states_on_host(engines: Sequence[TrainingEngine]) -> Iterator[None]:
     """Keep fp32 weights and moments of these TrainingEngines in host memory while the context lasts: take no step.
 
     States already in host memory, and weights that the model itself reads, are not moved. The host memory is
     page-locked on a machine with a GPU, and kept by the engine for the next time.
     """
-    copies: Copies = []
+    copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
     try:
         for engine in engines:
             copies += move_to_host(engine)
         yield
     finally:
-        move_back(copies)
+        for storage, buffer in copies:
+            storage.resize_(buffer.numel())
+            as_bytes(storage).copy_(buffer, non_blocking=True)  # kernels launched after this see the content
 
 
-def move_to_host(engine: Engine) -> Copies:
+def move_to_host(engine: TrainingEngine) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
     """Copy each allocation to the host and empty it; return [(allocation, (n,) uint8 copy)]."""
     device = next(engine.module.parameters()).device
     read_by_model = storages(weight_tensors(engine.module))
@@ -41,29 +41,18 @@ def move_to_host(engine: Engine) -> Copies:
         for address, storage in storages(optimizer_tensors(engine)).items()
         if address not in read_by_model and storage.device == device
     ]
-    copies = list(zip(held, host_buffers(engine, [storage.nbytes() for storage in held], device), strict=True))
+    sizes, pinned = [storage.nbytes() for storage in held], device.type == "cuda"
+    if [buffer.numel() for buffer in engine.host_buffers] != sizes:
+        # Once: page-locking 15 GiB takes seconds.
+        engine.host_buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+    copies = list(zip(held, engine.host_buffers, strict=True))
     for storage, buffer in copies:
         buffer.copy_(as_bytes(storage), non_blocking=True)
-    if device.type == "cuda":
+    if pinned:
         torch.cuda.synchronize(device)
     for storage, _ in copies:
         storage.resize_(0)
     return copies
-
-
-def move_back(copies: Copies) -> None:
-    """Fill the emptied allocations again; kernels launched after this see their content."""
-    for storage, buffer in copies:
-        storage.resize_(buffer.numel())
-        as_bytes(storage).copy_(buffer, non_blocking=True)
-
-
-def host_buffers(engine: Engine, sizes: list[int], device: torch.device) -> list[torch.Tensor]:
-    """Return host memory of these sizes in bytes, allocated once: page-locking 15 GiB takes seconds."""
-    if [buffer.numel() for buffer in engine.host_buffers] != sizes:
-        pinned = device.type == "cuda"
-        engine.host_buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-    return engine.host_buffers
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

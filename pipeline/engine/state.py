@@ -6,12 +6,12 @@ pickles, are not written atomically, and a flipped bit in them is not noticed; n
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline import dist
+from pipeline.engine.engine import TrainingEngine, loss_scaler
 from pipeline.engine.fragments import Fragment, FragmentReader
 from pipeline.models.partitions import local_range
 
@@ -21,48 +21,26 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 ENGINE_FIELDS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """The attributes of a TrainingEngine that hold its state and count its memory."""
-
-    module: nn.Module
-    deepspeed: Any
-    optimizer: Any  # DeepSpeed's around torch's, or torch's own
-    partitions_weights: bool
-    partitions_optimizer: bool
-    gradient_bytes: int
-    host_buffers: list[torch.Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`numel` elements of the parameter `name` from `start` on, stored from `offset` on in a master tensor."""
+    """The elements of the parameter `name` from `start` on that are at `place` of a flattened fp32 tensor."""
 
     name: str
-    offset: int
     start: int
-    numel: int
+    place: slice
 
 
-@dataclass(frozen=True, slots=True)
-class Master:
-    """An fp32 tensor that AdamW updates on this rank, and the pieces of parameters in it."""
-
-    tensor: Any
-    pieces: list[Piece]
-
-
-def masters(engine: Engine) -> list[Master]:
-    """Return the fp32 tensors of an engine's optimizer on this rank."""
+def masters(engine: TrainingEngine) -> list[tuple[Any, list[Piece]]]:
+    """Return the fp32 tensors that an engine's AdamW updates on this rank, each with the pieces of parameters in it."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
     if engine.partitions_weights:
         groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
-        return [Master(flat, stage_3_pieces(group, names)) for flat, group in groups]
+        return [(flat, stage_3_pieces(group, names)) for flat, group in groups]
     if engine.partitions_optimizer:
         groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
-        return [Master(flat, flat_pieces(group, names)) for flat, group in groups]
-    return [Master(tensor, [Piece(names[id(p)], 0, 0, p.numel())]) for tensor, p in unpartitioned(optimizer)]
+        return [(flat, flat_pieces(group, names)) for flat, group in groups]
+    return [(tensor, [Piece(names[id(p)], 0, slice(p.numel()))]) for tensor, p in unpartitioned(optimizer)]
 
 
 def unpartitioned(optimizer: Any) -> Iterator[tuple[Any, Any]]:
@@ -82,7 +60,8 @@ def flat_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
         mapping = parameter._hp_mapping
         if mapping is not None:
             here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            pieces.append(Piece(names[id(parameter)], here.start, there.start, here.numel))
+            place = slice(here.start, here.start + here.numel)
+            pieces.append(Piece(names[id(parameter)], there.start, place))
     return pieces
 
 
@@ -92,66 +71,65 @@ def stage_3_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
     for parameter in group:
         start, numel = local_range(parameter)
         if numel:
-            pieces.append(Piece(names[id(parameter)], offset, start, numel))
+            pieces.append(Piece(names[id(parameter)], start, slice(offset, offset + numel)))
         offset += parameter.partition_numel()
     return pieces
 
 
-def engine_fragments(engine: Engine) -> Iterator[Fragment]:
+def engine_fragments(engine: TrainingEngine) -> Iterator[Fragment]:
     """Yield the fragments of this rank: `<kind>/<parameter>` with kinds weights, exp_avg, exp_avg_sq, step."""
     if not engine.partitions_optimizer and not dist.is_main():
         return  # all ranks hold equal states
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for master in masters(engine):
-        state = inner.state.get(master.tensor, {})
-        tensors = {"weights": master.tensor.data} | {kind: state[kind] for kind in MOMENTS if kind in state}
-        for piece in master.pieces:
+    for master, pieces in masters(engine):
+        state = inner.state.get(master, {})
+        tensors = {"weights": master.data} | {kind: state[kind] for kind in MOMENTS if kind in state}
+        for piece in pieces:
             for kind, tensor in tensors.items():
-                values = tensor.reshape(-1)[piece.offset : piece.offset + piece.numel]
-                yield Fragment(f"{kind}/{piece.name}", piece.start, values)
+                yield Fragment(f"{kind}/{piece.name}", piece.start, tensor.reshape(-1)[piece.place])
             if state and piece.start == 0:
                 yield Fragment(f"step/{piece.name}", 0, torch.as_tensor(state["step"], dtype=torch.float32).reshape(1))
 
 
-def restore_fragments(engine: Engine, reader: FragmentReader) -> None:
+def restore_fragments(engine: TrainingEngine, reader: FragmentReader) -> None:
     """Read fp32 weights, moments and step counts, and round the weights into the model's. A collective.
 
     Raises:
         CheckpointError: the files lack a part of a parameter.
     """
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for master in masters(engine):
-        flat = master.tensor.data.view(-1)
-        for piece in master.pieces:
-            reader.read_into(f"weights/{piece.name}", piece.start, flat[piece.offset : piece.offset + piece.numel])
-        restore_moments(inner, master, reader)
+    for master, pieces in masters(engine):
+        for piece in pieces:
+            reader.read_into(f"weights/{piece.name}", piece.start, master.data.view(-1)[piece.place])
+        stepped = [piece for piece in pieces if f"step/{piece.name}" in reader]
+        if not stepped:
+            inner.state.pop(master, None)  # AdamW's state is empty before the first step
+            continue
+        step, state = torch.zeros(1), inner.state[master]
+        reader.read_into(f"step/{stepped[0].name}", 0, step)
+        state["step"] = step[0].to(master.device, copy=True)
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(master, requires_grad=False)
+            for piece in stepped:
+                reader.read_into(f"{kind}/{piece.name}", piece.start, state[kind].view(-1)[piece.place])
     refresh_weights(engine)
 
 
-def restore_moments(inner: Any, master: Master, reader: FragmentReader) -> None:
-    """Read AdamW's state of one master tensor; it stays empty before the first step."""
-    stepped = [piece for piece in master.pieces if f"step/{piece.name}" in reader]
-    if not stepped:
-        inner.state.pop(master.tensor, None)
-        return
-    step = torch.zeros(1)
-    reader.read_into(f"step/{stepped[0].name}", 0, step)
-    state = inner.state[master.tensor]
-    state["step"] = step[0].to(master.tensor.device, copy=True)
-    for kind in MOMENTS:
-        moment = torch.zeros_like(master.tensor, requires_grad=False)
-        for piece in stepped:
-            values = moment.view(-1)[piece.offset : piece.offset + piece.numel]
-            reader.read_into(f"{kind}/{piece.name}", piece.start, values)
-        state[kind] = moment
-
-
 @torch.no_grad()
-def refresh_weights(engine: Engine) -> None:
+def refresh_weights(engine: TrainingEngine) -> None:
     """Round the fp32 weights into the model's own. A collective."""
     optimizer = engine.optimizer
     if engine.partitions_weights:
-        refresh_stage_3(optimizer)
+        # The flat shards, then the parameters' views of them, then small parameters, which every rank keeps whole.
+        flats = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+        for number, (rounded, master) in enumerate(flats):
+            rounded.data.copy_(master.data)
+            shards = optimizer.fp16_partitioned_groups[number]
+            for shard, values in zip(shards, optimizer.unflatten(rounded, shards), strict=True):
+                shard.data = values.data
+        if persistent := optimizer.persistent_parameters:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
     elif engine.partitions_optimizer:
         optimizer.update_lp_params()
         for number in range(len(optimizer.bit16_groups)):
@@ -162,27 +140,14 @@ def refresh_weights(engine: Engine) -> None:
                 parameter.data.copy_(master.data)
 
 
-def refresh_stage_3(optimizer: Any) -> None:
-    """Round at ZeRO stage 3: flat shards, then the parameters' views of them, then small parameters, kept whole."""
-    flats = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
-    for number, (rounded, master) in enumerate(flats):
-        rounded.data.copy_(master.data)
-        shards = optimizer.fp16_partitioned_groups[number]
-        for shard, values in zip(shards, optimizer.unflatten(rounded, shards), strict=True):
-            shard.data = values.data
-    if persistent := optimizer.persistent_parameters:
-        persistent[0].partition(persistent)
-        persistent[0].all_gather(persistent)
-
-
-def counters(engine: Engine) -> dict[str, Any]:
+def counters(engine: TrainingEngine) -> dict[str, Any]:
     """Return the loss scale and DeepSpeed's counters as JSON values."""
     scaler = loss_scaler(engine.optimizer)
     scale = {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)}
     return {"scaler": scale, "engine": {name: getattr(engine.deepspeed, name) for name in ENGINE_FIELDS}}
 
 
-def restore_counters(engine: Engine, saved: dict[str, Any]) -> None:
+def restore_counters(engine: TrainingEngine, saved: dict[str, Any]) -> None:
     """Set what `counters` returned, as far as this engine has it: ZeRO stage 0 has a loss scaler in fp16 only."""
     scaler = loss_scaler(engine.optimizer)
     for name, value in saved["scaler"].items():
@@ -190,8 +155,3 @@ def restore_counters(engine: Engine, saved: dict[str, Any]) -> None:
             setattr(scaler, name, value)
     for name, value in saved["engine"].items():
         setattr(engine.deepspeed, name, value)
-
-
-def loss_scaler(optimizer: Any) -> Any:
-    """Return the loss scaler of DeepSpeed's optimizer; None where losses are not scaled."""
-    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)

@@ -86,8 +86,9 @@ def set_gathering(module: nn.Module, config: dict[str, Any], requested: Gather) 
     if gathers_once(module, config, requested):
         return True
     # Decoder layers are gathered as wholes: hooks at every linear layer cost more time than the gathering.
-    if classes := decoder_layer_classes(module):
-        deepspeed.utils.set_z3_leaf_modules(module, classes)
+    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    if classes := {type(part).__name__ for part in module.modules()} & names:
+        deepspeed.utils.set_z3_leaf_modules(module, sorted(classes))
         # With LoRA the first layer's input would need no gradient: DeepSpeed would not gather it for the backward pass.
         if len({parameter.requires_grad for parameter in module.parameters()}) == 2:
             base_model(module.model).enable_input_require_grads()
@@ -118,12 +119,6 @@ def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -
     log.info("ZeRO-3: %.2f GiB of weights, an eighth of the device is %.2f GiB: gathered %s (--zero3_gather)",
              needed / GIB, budget / GIB, how)  # fmt: skip
     return once
-
-
-def decoder_layer_classes(module: nn.Module) -> list[str]:
-    """Return the names of the classes of decoder layers in `module`."""
-    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    return sorted({type(part).__name__ for part in module.modules()} & names)
 
 
 def remove_hooks(offload: Any, parameters: Iterable[Any]) -> None:

@@ -17,6 +17,7 @@ from transformers import get_scheduler
 from pipeline import dist
 from pipeline.configuration.groups import OptimizerConfig
 from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.memory import gradient_bytes
 from pipeline.errors import DivergedError
 from pipeline.files import tolerated
 from pipeline.run.run import Run
@@ -84,6 +85,7 @@ def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss
     """
     for engine in engines:
         engine.set_rate(rate_factor)  # also where the step is dropped: it is what is logged
+        engine.gradient_bytes = engine.gradient_bytes or gradient_bytes(engine)
         engine.last_gradient_norm = engine.gradient_norm()
     if isinstance(loss, Tensor):
         loss = dist.sum_over_ranks((loss * 0.0).sum()).item()  # NaN where any of them is not finite

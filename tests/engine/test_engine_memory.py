@@ -16,7 +16,7 @@ from support.tiny_run import make_folder
 from torch import nn
 
 from pipeline import dist
-from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
@@ -56,7 +56,7 @@ def engine_of(module: nn.Module, stage: int, dtype: str, *, clip: float = 0.5) -
         device="cpu",
     )  # fmt: skip
     settings["zero_optimization"]["stage"] = stage  # one rank would be given stage 1 for 2
-    groups = parameter_groups(module, learning_rate=1e-2, weight_decay=0.1, lora_learning_rate=1e-2)
+    groups = parameter_groups(module, ModelConfig(learning_rate=1e-2, weight_decay=0.1, lora_learning_rate=1e-2))
     return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=1e-8)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.build import parameter_groups
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
@@ -11,7 +12,7 @@ from pipeline.models.reward_model import load_reward_model
 
 def named_groups(model: torch.nn.Module) -> tuple[dict[str, set[str]], dict[str, dict]]:
     """Group -> names of its parameters, and group -> the group."""
-    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, lora_learning_rate=5e-2)
+    groups = parameter_groups(model, ModelConfig(learning_rate=1e-3, weight_decay=0.1, lora_learning_rate=5e-2))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {g["name"]: {names[id(p)] for p in g["params"]} for g in groups}, {g["name"]: g for g in groups}
 

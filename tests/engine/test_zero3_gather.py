@@ -40,7 +40,7 @@ def trained_engine(folder: Any, gather: zero3.Gather) -> TrainingEngine:
     )  # fmt: skip
     with partitioned_loading(config):
         module = CausalLM(load_causal_lm(folder, dtype=torch.float32))
-    groups = parameter_groups(module, learning_rate=0.01, weight_decay=0.0, lora_learning_rate=0.01)
+    groups = parameter_groups(module, ModelConfig(learning_rate=0.01, weight_decay=0.0, lora_learning_rate=0.01))
     return TrainingEngine(module.train(), groups, config, betas=(0.9, 0.95), eps=1e-8, gather=gather)
 
 

@@ -13,7 +13,7 @@ from support.ds_arguments import built
 from support.in_process import group_of_one
 
 from pipeline import dist
-from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
@@ -54,7 +54,7 @@ def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
         world_size=1, max_grad_norm=0.0, device=next(model.parameters()).device.type,
     )  # fmt: skip
     settings["zero_optimization"]["stage"] = zero_stage
-    groups = parameter_groups(module, learning_rate=0.05, weight_decay=0.1, lora_learning_rate=0.05)
+    groups = parameter_groups(module, ModelConfig(learning_rate=0.05, weight_decay=0.1, lora_learning_rate=0.05))
     return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=1e-8)
 
 

@@ -13,7 +13,7 @@ from support.ds_arguments import built
 from worker_ppo import setup, tensors_of
 
 from pipeline import dist
-from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
 from pipeline.generation import scheduler
@@ -42,7 +42,7 @@ def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
         world_size=dist.world_size(), max_grad_norm=0.0, device="cpu",
     )  # fmt: skip
     # A gradient that is zero but for rounding must not become a step of full size.
-    groups = parameter_groups(module, learning_rate=1e-2, weight_decay=0.0, lora_learning_rate=1e-2)
+    groups = parameter_groups(module, ModelConfig(learning_rate=1e-2, weight_decay=0.0, lora_learning_rate=1e-2))
     return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=1e-2)
 
 

@@ -9,7 +9,7 @@ from support.tiny_models import EOS, PAD, random_rows
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.data.batching import sft_batch
 from pipeline.data.loader import Step
 from pipeline.engine.build import parameter_groups
@@ -36,7 +36,7 @@ def engine_of(module: nn.Module, *, zero_stage: int = 0, rate: float = 1e-2, cli
         partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=3,
         world_size=1, max_grad_norm=clip, device="cpu",
     )  # fmt: skip
-    groups = parameter_groups(module, learning_rate=rate, weight_decay=0.0, lora_learning_rate=rate)
+    groups = parameter_groups(module, ModelConfig(learning_rate=rate, weight_decay=0.0, lora_learning_rate=rate))
     return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=0.1)
 
 
