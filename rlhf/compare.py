@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+
 from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.flags import parse, stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import AnswerSettings
-from pipeline.inference.comparison import AnswerRow, Contestant, to_json
-from pipeline.inference.comparison_report import markdown, print_comparison
+from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.run.entry import run_command
@@ -64,8 +65,6 @@ def run(argv: list[str], prog: str) -> None:
     contestants = [answered(config, label, path, prompts) for label, path in zip(LABELS, paths, strict=False)]
     if config.reward_model:
         contestants = scored(config, contestants, prompts)
-
-    from rich.console import Console
 
     texts = [shown_prompt(turns) for turns in prompts]
     print_comparison(Console(highlight=False), texts, contestants)
@@ -135,8 +134,7 @@ def answer_all(config: CompareConfig, chat_model: "ChatModel", prompts: list[Tur
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
     """Return the contestants with the reward model's score of every answer."""
-    from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
-    from pipeline.inference.answers import resolve_dtype
+    from pipeline.inference.answers import encode_answer, load_judge, resolve_dtype, score_rows
 
     judge = load_judge(config.reward_model, dtype=resolve_dtype(config.dtype))
     result = []

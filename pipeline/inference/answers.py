@@ -1,7 +1,8 @@
-"""Generate answers of a causal language model from prompts' token ids, with every sampling setting explicit.
+"""Generate answers of a causal language model with every sampling setting explicit, and score answers given as text.
 
 For `rlhf chat` and `rlhf compare`, through transformers' `generate`; PPO's rollouts are sampled by
-`pipeline.generation`. B prompts, P positions of the longest one, T new positions.
+`pipeline.generation` and scored in `step3_ppo`. B prompts or rows, P positions of the longest prompt, T new positions,
+S tokens of a scored row.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from pipeline.data.templates import encode_prompt, set_template
-from pipeline.data.turns import Turns
+from pipeline.data.templates import encode_conversation, encode_prompt, set_template
+from pipeline.data.turns import Message, Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.loading import (
@@ -29,8 +30,9 @@ from pipeline.models.loading import (
     load_config,
     num_positions,
 )
+from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
 from pipeline.models.tokenizers import choose_padding_token, eos_ids, load_tokenizer
-from pipeline.tensor_ops import pad_rows
+from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,3 +238,50 @@ class AnswerStreamer(BaseStreamer):
             return
         self._emit(text[len(before) :])
         self._window, self._emitted = self._emitted, len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A reward model with its tokenizer."""
+
+    model: TokenValueModel
+    tokenizer: PreTrainedTokenizerBase
+    pad_id: int
+
+    @property
+    def num_positions(self) -> int | None:
+        return num_positions(self.model.config)
+
+
+def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
+    """Load a reward model onto the default device. Raises InputError if `path` contains none."""
+    check_model(path, "--reward_model")
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(path, tokenizer)
+    set_template(tokenizer, "auto")
+    model = load_reward_model(path, dtype=dtype).to(default_device()).eval()
+    return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
+
+
+def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:
+    """Encode prompt and answer for the reward model, with an end token only for a finished answer.
+
+    Ids beyond the model's positions are cut off on the left, as in training: the answer's end is scored.
+    """
+    ids = encode_conversation(judge.tokenizer, [*prompt, Message("assistant", text)], "last").ids
+    ids = ids if finished else ids[:-1]
+    return ids[-judge.num_positions :] if judge.num_positions is not None else ids
+
+
+@torch.inference_mode()
+def score_rows(judge: Judge, rows: Sequence[Sequence[int]], *, batch_size: int) -> list[float]:
+    """Return the raw score of each row of ids, read at its last token."""
+    device = default_device()
+    scores: list[float] = []
+    for start in range(0, len(rows), batch_size):
+        batch = [torch.tensor(row, dtype=torch.int64) for row in rows[start : start + batch_size]]
+        lengths = torch.tensor([len(row) for row in batch]).to(device)  # (B,)
+        input_ids = pad_rows(batch, judge.pad_id).to(device)  # (B, S)
+        values = judge.model(input_ids, lengths_to_mask(lengths, input_ids.shape[1]))  # (B, S)
+        scores += last_token_scores(values, lengths).tolist()
+    return scores

@@ -1,17 +1,29 @@
-"""Compare answers of several models to the same prompts: mean scores, win rates and their intervals. Imports no torch.
+"""Compare answers of several models to the same prompts: scores, win rates and their intervals, as tables and Markdown.
 
 The first model is the baseline. The unit of every interval is the prompt: several answers to one prompt depend on each
-other, so they are averaged first. Tables are in `comparison_report.py`.
+other, so they are averaged first. Texts of models and files are never interpreted as markup. Imports no torch.
 """
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from pipeline.inference.terminal_text import printable
+
 Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
+MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
+HEADINGS = ("", "tokens", "ended", "score", "win rate", "score difference")
+LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # of every table
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,8 @@ class HeadToHead:
 class Summary:
     """A model's figures; mean_score and against are None without a reward model, against also for the baseline."""
 
+    label: str
+    path: str
     mean_tokens: float
     finished_share: float
     mean_score: float | None
@@ -108,34 +122,125 @@ def compare(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) 
 
 
 def summarise(contestants: Sequence[Contestant]) -> list[Summary]:
-    """Summarise every model, in order."""
-    return [summary(contestant, None if index == 0 else contestants[0]) for index, contestant in enumerate(contestants)]
-
-
-def summary(contestant: Contestant, first: Contestant | None) -> Summary:
-    """Return a model's averages, and its wins against `first`."""
-    rows = [row for answers in contestant.answers for row in answers]
-    own = scores(contestant)
-    return Summary(
-        mean_tokens=statistics.fmean(row.num_tokens for row in rows),
-        finished_share=statistics.fmean(row.finished for row in rows),
-        mean_score=statistics.fmean(map(statistics.fmean, own)) if own else None,
-        against=compare(scores(first), own) if own and first is not None else None,
-    )
+    """Return each model's averages and its wins against the first one, in order."""
+    first, summaries = scores(contestants[0]), []
+    for index, contestant in enumerate(contestants):
+        rows = [row for answers in contestant.answers for row in answers]
+        own = scores(contestant)
+        summary = Summary(
+            contestant.label,
+            contestant.path,
+            mean_tokens=statistics.fmean(row.num_tokens for row in rows),
+            finished_share=statistics.fmean(row.finished for row in rows),
+            mean_score=statistics.fmean(map(statistics.fmean, own)) if own else None,
+            against=compare(first, own) if own and index > 0 else None,
+        )
+        summaries.append(summary)
+    return summaries
 
 
 def to_json(prompts: Sequence[str], contestants: Sequence[Contestant], settings: dict[str, Any]) -> dict[str, Any]:
     """Return a whole comparison as one JSON object."""
-    models = [
-        {"label": contestant.label, "path": contestant.path, **asdict(figures)}
-        for contestant, figures in zip(contestants, summarise(contestants), strict=True)
-    ]
     answers = [
-        {contestant.label: [asdict(row) for row in contestant.answers[index]] for contestant in contestants}
-        for index in range(len(prompts))
+        {"prompt": text, "answers": {one.label: list(map(asdict, one.answers[index])) for one in contestants}}
+        for index, text in enumerate(prompts)
     ]
-    return {
-        "settings": settings,
-        "models": models,
-        "prompts": [{"prompt": text, "answers": each} for text, each in zip(prompts, answers, strict=True)],
-    }
+    return {"settings": settings, "models": list(map(asdict, summarise(contestants))), "prompts": answers}
+
+
+def print_comparison(console: Console, prompts: Sequence[str], contestants: Sequence[Contestant]) -> None:
+    """Print every prompt with its answers, side by side if the width allows it, then the figures of each model."""
+    is_wide = console.width >= MIN_COLUMN * len(contestants)
+    for index, prompt in enumerate(prompts):
+        console.print(Text(f"\n[{index + 1}/{len(prompts)}] {printable(prompt)}", style="bold"))
+        console.print(*(columns if is_wide else stacked)(contestants, index), sep="\n")
+    console.print()
+    for contestant in contestants:
+        console.print(Text(f"{contestant.label} = {printable(contestant.path)}"), soft_wrap=True)
+    headings, *rows = figure_rows(summaries := summarise(contestants))
+    table = Table(*(Column(name, justify="right" if name else "left") for name in headings), **LOOKS)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, *map(Text, legend(summaries)), sep="\n")
+
+
+def columns(contestants: Sequence[Contestant], index: int) -> list[RenderableType]:
+    """Lay out the answers to one prompt as a table with one column per model."""
+    headings = (Column(Text(heading(contestant)), ratio=1, overflow="fold") for contestant in contestants)
+    table = Table(*headings, expand=True, **LOOKS)
+    for rows in zip(*(contestant.answers[index] for contestant in contestants), strict=True):
+        table.add_row(*(Text(printable(row.text)) for row in rows))
+        table.add_row(*(Text(remark(row), style="dim") for row in rows))
+    return [table]
+
+
+def heading(contestant: Contestant) -> str:
+    """Return a model's label and the end of its path: 'A  output/sft'."""
+    return f"{contestant.label}  {printable('/'.join(Path(contestant.path).parts[-2:]))}"
+
+
+def stacked(contestants: Sequence[Contestant], index: int) -> list[RenderableType]:
+    """Lay out the answers to one prompt one below the other."""
+    return [
+        Text.assemble((f"{heading(contestant)}\n", "bold"), f"{printable(row.text)}\n", (remark(row), "dim"), "\n")
+        for contestant in contestants
+        for row in contestant.answers[index]
+    ]
+
+
+def remark(row: AnswerRow) -> str:
+    """Return the line below an answer: '(12 tokens, score 1.24)'."""
+    score = "" if row.score is None else f", score {row.score:.4g}"
+    return f"({row.num_tokens} tokens{'' if row.finished else ', cut off'}{score})"
+
+
+def figure_rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Return the headings and one row per model, without the columns of scores if there are none."""
+    rows = [list(HEADINGS)]
+    for one in summaries:
+        score = "" if one.mean_score is None else f"{one.mean_score:.4g}"
+        rate, difference = (one.against.win_rate, one.against.difference) if one.against else (None, None)
+        row = [one.label, f"{one.mean_tokens:.1f}", f"{one.finished_share:.0%}", score]
+        rows.append([*row, shown(rate, ".2f"), shown(difference, "+.3g")])
+    return rows if summaries[0].mean_score is not None else [row[:3] for row in rows]
+
+
+def shown(interval: Interval | None, form: str) -> str:
+    return f"{interval.value:{form}} [{interval.low:{form}}, {interval.high:{form}}]" if interval else "-"
+
+
+def legend(summaries: Sequence[Summary]) -> list[str]:
+    """Return the lines that explain the figures."""
+    lines = ["tokens: mean length of an answer. ended: share that the model ended itself."]
+    first, pairs = summaries[0].label, [(one.label, one.against) for one in summaries if one.against]
+    if not pairs:
+        return lines
+    counts = "; ".join(f"{label} {one.wins}/{one.ties}/{one.losses}" for label, one in pairs)
+    return [
+        *lines,
+        f"win rate: how often an answer is scored above {first}'s; a tie counts half; in brackets Wilson's 95 % "
+        f"interval, n = {pairs[0][1].num_prompts} prompts.",
+        f"score difference: mean score minus {first}'s, with its 95 % interval over the prompts.",
+        f"wins/ties/losses against {first}: {counts}.",
+    ]
+
+
+def markdown(prompts: Sequence[str], contestants: Sequence[Contestant], settings_line: str) -> str:
+    """Render the whole comparison as a Markdown document."""
+    summaries = summarise(contestants)
+    head, *rows = (f"| {' | '.join(row)} |" for row in figure_rows(summaries))
+    lines = ["# Comparison", "", *(f"- {one.label} = `{printable(one.path)}`" for one in contestants), ""]
+    lines += [settings_line, "", head, "|" + "---|" * (head.count("|") - 1), *rows, "", *legend(summaries), ""]
+    for index, prompt in enumerate(prompts):
+        lines += [f"## Prompt {index + 1}", "", *fenced(prompt)]
+        for contestant in contestants:
+            for row in contestant.answers[index]:
+                lines += [f"**{contestant.label}** {remark(row)}", "", *fenced(row.text)]
+    return "\n".join(lines)
+
+
+def fenced(text: str) -> list[str]:
+    """Render `text` as a code block with a fence longer than any run of backticks in it, so that nothing is markup."""
+    safe = printable(text)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", safe)), default=0))
+    return [f"{fence}text", safe, fence, ""]

@@ -1,10 +1,10 @@
 """Make text from models, files and keyboards safe to print on a terminal and to encode as UTF-8."""
 
-import unicodedata
-
-KEPT = frozenset("\n\t")
-# Characters that change the direction of the text after them: they can make a line read as another one.
-DIRECTION = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# Lone surrogates, which UTF-8 cannot encode, and characters that make a line read in another direction.
+UNSAFE = [*range(0xD800, 0xE000), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+CONTROL = [*range(0x20), *range(0x7F, 0xA0)]
+ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
+ESCAPES |= {code: f"\\u{code:04x}" for code in UNSAFE}
 
 
 def printable(text: str) -> str:
@@ -12,19 +12,7 @@ def printable(text: str) -> str:
 
     Other characters are unchanged, so pieces of a stream can be escaped one by one.
     """
-    return "".join(_escaped(character) if _is_control(character) else character for character in text)
-
-
-def _is_control(character: str) -> bool:
-    if character in KEPT:
-        return False
-    # Cc: C0, DEL and C1 controls; Cs: lone surrogates, which UTF-8 cannot encode.
-    return unicodedata.category(character) in ("Cc", "Cs") or character in DIRECTION
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return text.translate(ESCAPES)
 
 
 def valid_unicode(text: str) -> str:

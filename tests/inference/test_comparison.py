@@ -6,8 +6,16 @@ import math
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.inference.comparison import AnswerRow, Contestant, compare, mean_interval, summarise, wilson
-from pipeline.inference.comparison_report import fenced, markdown
+from pipeline.inference.comparison import (
+    AnswerRow,
+    Contestant,
+    compare,
+    fenced,
+    markdown,
+    mean_interval,
+    summarise,
+    wilson,
+)
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 
 # ---- prompts ----
