@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
+from rich.console import Console
+from rich.text import Text
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import parse, stage_arguments
@@ -46,7 +48,12 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError("--path: missing; name a model's folder, for example --path output/actor")
     check_language_model(config.path, "--path")
     question = single_question(config)
-    conversation = open_conversation(config)
+    from pipeline.inference.answers import load_chat_model, resolve_dtype
+    from pipeline.inference.chat_session import Conversation
+
+    seed = secrets.randbelow(MAX_SEED) if config.seed < 0 else config.seed
+    chat_model = load_chat_model(config.path, dtype=resolve_dtype(config.dtype))
+    conversation = Conversation(chat_model, config.sampling, system=config.system, seed=seed)
     if question is None:
         Shell(conversation).run()
         return
@@ -68,16 +75,6 @@ def single_question(config: ChatConfig) -> str | None:
     return question
 
 
-def open_conversation(config: ChatConfig) -> "Conversation":
-    """Load the model and start a conversation with it."""
-    from pipeline.inference.answers import load_chat_model, resolve_dtype
-    from pipeline.inference.chat_session import Conversation
-
-    seed = secrets.randbelow(MAX_SEED) if config.seed < 0 else config.seed
-    chat_model = load_chat_model(config.path, dtype=resolve_dtype(config.dtype))
-    return Conversation(chat_model, config.sampling, system=config.system, seed=seed)
-
-
 def show(piece: str) -> None:
     """Write a piece of a reply at once. Control characters of a model never reach the terminal."""
     sys.stdout.write(printable(piece))
@@ -88,8 +85,6 @@ class Shell:
     """A terminal session of questions and /commands. Replies go to stdout, everything about them to stderr."""
 
     def __init__(self, conversation: "Conversation") -> None:
-        from rich.console import Console
-
         self.conversation = conversation
         self.console = Console(stderr=True, highlight=False)
         self.commands: dict[str, tuple[Callable[[str], None], str]] = {
@@ -119,8 +114,6 @@ class Shell:
                 self.note(f"error: {error}", style="red")
 
     def note(self, text: str, *, style: str = "dim") -> None:
-        from rich.text import Text
-
         self.console.print(Text(printable(text), style=style))
 
     def take(self, line: str) -> None:
@@ -162,11 +155,14 @@ class Shell:
     def set(self, words: str) -> None:
         """Change a setting of the replies that follow: `/set NAME VALUE`."""
         name, _, value = words.replace("=", " ").partition(" ")
-        names = list(ReplySettings.model_fields)
-        if name not in names:
-            hint = nearest(name, names) or f"; these can be set: {', '.join(names)}"
+        settings = self.conversation.settings.model_dump()
+        if name not in settings:
+            hint = nearest(name, settings) or f"; these can be set: {', '.join(settings)}"
             raise InputError(f"/set {name}: unknown setting{hint}")
-        self.conversation.settings = changed(self.conversation.settings, name, value.strip())
+        try:
+            self.conversation.settings = ReplySettings.model_validate({**settings, name: value.strip()})
+        except ValidationError as error:
+            raise InputError(f"/set {name}: found {value.strip()!r}: {error.errors()[0]['msg']}") from None
         self.note(settings_line(self.conversation.settings))
 
     def exit(self, _: str) -> None:
@@ -181,13 +177,6 @@ def read_message() -> str:
     return line
 
 
-def changed(settings: ReplySettings, name: str, value: str) -> ReplySettings:
-    try:
-        return ReplySettings.model_validate({**settings.model_dump(), name: value})
-    except ValidationError as error:
-        raise InputError(f"/set {name}: found {value!r}: {error.errors()[0]['msg']}") from None
-
-
 def settings_line(settings: ReplySettings) -> str:
     how = ", ".join(f"{name} {value:g}" for name, value in settings.model_dump().items())
     return how if settings.temperature else f"{how} (greedy)"
@@ -195,16 +184,13 @@ def settings_line(settings: ReplySettings) -> str:
 
 def banner(conversation: "Conversation") -> str:
     """Return the first lines of a session: the model, the settings, and the way to help."""
-    chat_model = conversation.chat_model
-    model = chat_model.model
+    model = conversation.chat_model.model
     count = sum(parameter.numel() for parameter in model.parameters())
     kind = f"{type(model).__name__}, {count / 1e6:,.1f} M parameters, {str(model.dtype).removeprefix('torch.')}"
-    return "\n".join(
-        [
-            f"{chat_model.path}: {kind} on {model.device}",
-            f"{settings_line(conversation.settings)}, seed {conversation.seed}",
-            "/help lists the commands. Ctrl-C stops a reply, Ctrl-D leaves.",
-        ]
+    return (
+        f"{conversation.chat_model.path}: {kind} on {model.device}\n"
+        f"{settings_line(conversation.settings)}, seed {conversation.seed}\n"
+        "/help lists the commands. Ctrl-C stops a reply, Ctrl-D leaves."
     )
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -20,9 +20,6 @@ from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.run.entry import run_command
-
-if TYPE_CHECKING:
-    from pipeline.inference.answers import ChatModel
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -108,28 +105,21 @@ def output_prefix(output: str) -> Path | None:
 
 
 def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns]) -> Contestant:
-    """Answer all prompts with one model, which is loaded for this and freed."""
-    from pipeline.inference.answers import load_chat_model, resolve_dtype
-
-    start = time.perf_counter()
-    answers = answer_all(config, load_chat_model(path, dtype=resolve_dtype(config.dtype)), prompts)
-    count = sum(map(len, answers))
-    print(f"{label} = {path}: {count} answers in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    return Contestant(label, path, tuple(answers))
-
-
-def answer_all(config: CompareConfig, chat_model: "ChatModel", prompts: list[Turns]) -> list[tuple[AnswerRow, ...]]:
-    """Return the answers of a loaded model, in the order of the prompts."""
+    """Answer all prompts, in order, with one model, which is loaded for this and freed."""
     from pipeline.data.templates import encode_prompt
-    from pipeline.inference.answers import generate_answers
+    from pipeline.inference.answers import generate_answers, load_chat_model, resolve_dtype
 
+    began = time.perf_counter()
+    chat_model = load_chat_model(path, dtype=resolve_dtype(config.dtype))
     encoded = [encode_prompt(chat_model.tokenizer, turns) for turns in prompts]
     rows: list[tuple[AnswerRow, ...]] = []
     for start in range(0, len(encoded), config.batch_size):
         batch = encoded[start : start + config.batch_size]
         for answers in generate_answers(chat_model, batch, config.sampling, seed=config.seed + start):
             rows.append(tuple(AnswerRow(answer.text, len(answer.ids), answer.finished) for answer in answers))
-    return rows
+    count = sum(map(len, rows))
+    print(f"{label} = {path}: {count} answers in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    return Contestant(label, path, tuple(rows))
 
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:

@@ -106,8 +106,7 @@ def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> N
 
 def tokenizer_path(path: str) -> str:
     """Return the path of a model's tokenizer; an adapter without one uses its merged model's, else its base's."""
-    base = adapter_base(path)
-    if base is None:
+    if (base := adapter_base(path)) is None:
         return path
     folders = (Path(path), Path(path).parent)
     return next((str(folder) for folder in folders if (folder / "tokenizer_config.json").is_file()), base)
@@ -171,21 +170,15 @@ def check_ids(
 def generation_config(chat_model: ChatModel, settings: ReplySettings) -> GenerationConfig:
     """Build the settings of `generate`, all explicit; temperature 0 is greedy decoding."""
     is_sampled = settings.temperature > 0
-    sampling = (
-        {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k} if is_sampled else {}
-    )
-    counts = settings.model_dump(include={"num_beams", "num_return_sequences"})  # none in plain ReplySettings
+    passed = settings.model_dump(exclude=None if is_sampled else {"temperature", "top_p", "top_k"})
     # Rows that pad a vocabulary belong to no token, and their logits are arbitrary.
     unused = list(range(max(chat_model.tokenizer.get_vocab().values()) + 1, chat_model.num_embeddings))
     return GenerationConfig(
         do_sample=is_sampled,
-        max_new_tokens=settings.max_new_tokens,
-        repetition_penalty=settings.repetition_penalty,
         pad_token_id=chat_model.pad_id,
         eos_token_id=sorted(chat_model.end_ids),
         suppress_tokens=unused or None,
-        **sampling,
-        **counts,
+        **passed,
     )
 
 
@@ -248,17 +241,11 @@ class Judge:
     tokenizer: PreTrainedTokenizerBase
     pad_id: int
 
-    @property
-    def num_positions(self) -> int | None:
-        return num_positions(self.model.config)
-
 
 def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
     """Load a reward model onto the default device. Raises InputError if `path` contains none."""
     check_model(path, "--reward_model")
-    tokenizer = load_tokenizer(path)
-    check_vocabulary(path, tokenizer)
-    set_template(tokenizer, "auto")
+    tokenizer = load_chat_tokenizer(path)
     model = load_reward_model(path, dtype=dtype).to(default_device()).eval()
     return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
 
@@ -270,7 +257,7 @@ def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> 
     """
     ids = encode_conversation(judge.tokenizer, [*prompt, Message("assistant", text)], "last").ids
     ids = ids if finished else ids[:-1]
-    return ids[-judge.num_positions :] if judge.num_positions is not None else ids
+    return ids[-(num_positions(judge.model.config) or len(ids)) :]
 
 
 @torch.inference_mode()

@@ -5,6 +5,7 @@ replies are not reused: where they differ from the encoded text (a reply that wa
 may split a text otherwise), training has seen the encoded text. The terminal is in `rlhf/chat.py`.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Conversation:
         self.turns: list[Message] = []
         self._system: list[Message] = []
         self._num_replies = 0
+        self._positions = chat_model.num_positions or sys.maxsize
         self.start_afresh(system)
 
     def start_afresh(self, system: str | None = None) -> None:
@@ -55,9 +57,7 @@ class Conversation:
 
     def take_back(self) -> str:
         """Remove the last question and its reply; returns the question, '' if there is none."""
-        if not self.turns:
-            return ""
-        question = self.turns[-2].content
+        question = self.turns[-2].content if self.turns else ""
         self.turns = self.turns[:-2]
         return question
 
@@ -80,7 +80,8 @@ class Conversation:
     def _stream(self, prompt: Sequence[int], emit: Emit) -> tuple[list[int], Ending]:
         """Generate the reply; returns its ids without the end token, and what ended it."""
         streamer = AnswerStreamer(self.chat_model, emit)
-        settings = self.settings.model_copy(update={"max_new_tokens": self._limit(prompt)})
+        limit = min(self.settings.max_new_tokens, self._positions - len(prompt))
+        settings = self.settings.model_copy(update={"max_new_tokens": limit})
         self._num_replies += 1
         seed = self.seed + self._num_replies
         try:
@@ -96,20 +97,14 @@ class Conversation:
         Questions are dropped together with their replies; the system prompt stays. max_new_tokens positions are kept
         free for the reply, but at most half of all; the last question may use them too.
         """
-        positions = self.chat_model.num_positions
-        reserved = 0 if positions is None else min(self.settings.max_new_tokens, positions // 2)
+        reserved = min(self.settings.max_new_tokens, self._positions // 2)
         for start in range(0, len(turns), 2):
             prompt = encode_prompt(self.chat_model.tokenizer, [*self._system, *turns[start:]])
-            if positions is None or len(prompt) + reserved <= positions:
+            if len(prompt) + reserved <= self._positions:
                 return prompt, start
-        if positions is not None and len(prompt) >= positions:
-            raise InputError(f"this message needs {len(prompt)} tokens; the model has {positions} positions in all")
+        if len(prompt) >= self._positions:
+            raise InputError(f"this message needs {len(prompt)} tokens; the model has {self._positions} positions")
         return prompt, start
-
-    def _limit(self, prompt: Sequence[int]) -> int:
-        positions = self.chat_model.num_positions
-        most = self.settings.max_new_tokens
-        return most if positions is None else min(most, positions - len(prompt))
 
 
 def without_leading_space(emit: Emit) -> Emit:
@@ -118,8 +113,7 @@ def without_leading_space(emit: Emit) -> Emit:
 
     def trimmed(piece: str) -> None:
         nonlocal started
-        piece = piece if started else piece.lstrip()
-        if piece:
+        if piece := piece if started else piece.lstrip():
             started = True
             emit(piece)
 

@@ -9,13 +9,13 @@ from pipeline.data.turns import BadRowError, Message, Turns, check_turns, is_tra
 from pipeline.errors import InputError, nearest
 from pipeline.inference.terminal_text import valid_unicode
 
-BUNDLED = files("pipeline.inference") / "prompts.json"
 SUFFIXES = (".txt", ".json", ".jsonl")
 
 
 def bundled_prompts(language: str) -> list[Turns]:
     """Return the eight bundled questions of a language."""
-    return [(Message("user", text),) for text in json.loads(BUNDLED.read_text(encoding="utf-8"))[language]]
+    bundled = files("pipeline.inference") / "prompts.json"
+    return [(Message("user", text),) for text in json.loads(bundled.read_text(encoding="utf-8"))[language]]
 
 
 def read_prompts(path: str) -> list[Turns]:
@@ -75,6 +75,4 @@ def prompt_turns(value: object, where: str) -> Turns:
 
 def shown_prompt(turns: Turns) -> str:
     """Render a prompt for people: only the text of a single question, else every turn with its role."""
-    if len(turns) == 1:
-        return turns[0].content
-    return "\n".join(f"{turn.role}: {turn.content}" for turn in turns)
+    return turns[0].content if len(turns) == 1 else "\n".join(f"{turn.role}: {turn.content}" for turn in turns)
