@@ -8,7 +8,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -120,17 +121,14 @@ def check_inputs(stage: Stage, plan: Plan, argv: list[str], prog: str) -> None:
     values, errors = dict(flat_items(stage.resolved.config)), []
     for number, flag in flags.items():
         folder = plan.stages[number].model_dir
-        if values[flag] != str(folder) or number in plan.config.step or holds_model(folder):
+        is_made = number in plan.config.step or (has_config(folder) and any(folder.rglob("*.safetensors")))
+        if values[flag] != str(folder) or is_made:
             continue
         rest = without_flag(without_flag(argv, "step"), "dry_run")
         make = shlex.join([*prog.split(), "--step", str(number), *rest])
         errors.append(f"--ppo.{flag}: {folder}: found no config.json and *.safetensors; make them: {make}")
     if errors:
         raise InputError("\n".join(errors))
-
-
-def holds_model(folder: Path) -> bool:
-    return has_config(folder) and any(folder.rglob("*.safetensors"))
 
 
 def is_finished(stage: Stage) -> bool:
@@ -140,7 +138,7 @@ def is_finished(stage: Stage) -> bool:
     if run.overwrite or run.resume not in ("auto", "never") or not has_config(stage.model_dir) or not done.is_file():
         return False
     try:
-        return stage.resolved.config.run.max_steps <= json.loads(done.read_text(encoding="utf-8"))["steps"]
+        return run.max_steps <= json.loads(done.read_text(encoding="utf-8"))["steps"]
     except (ValueError, KeyError, TypeError):
         return False
 
@@ -149,21 +147,13 @@ def show_plan(plan: Plan) -> None:
     """Print the commands, and every flag with its value and the origin of that."""
     for stage in plan.chosen:
         print(header(stage, plan.config))
-        rows = [(name, str(value), stage.resolved.origins[name]) for name, value in flat_items(stage.resolved.config)]
-        for name, value, origin in rows:
-            print(f"  {name:<34} {value:<30} {origin}")
+        for name, value in flat_items(stage.resolved.config):
+            print(f"  {name:<34} {value!s:<30} {stage.resolved.origins[name]}")
     print("dry run: nothing was started")
 
 
 def header(stage: Stage, config: TrainConfig) -> str:
     return f"== stage {stage.number}: {stage.kind.title}\n$ {shlex.join(command_of(stage, config))}"
-
-
-def notes(config: TrainConfig) -> Iterator[str]:
-    """Yield a note for each model without a preset."""
-    for flag, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
-        if model_size(model) is None:
-            yield f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing"
 
 
 def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str]) -> int:
@@ -179,16 +169,13 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
         # --overwrite and --resume were for the first start: a restart resumes from what was saved since.
         again = RESUME if has_checkpoint_since(stage, began) else []
         code, asked = run_script([*command_of(stage, config), *again], environment)
-    took = duration(time.monotonic() - start)
+    took = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:
         print(f"== stage {stage.number}: done in {took}; model: {stage.model_dir}", flush=True)
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
-        where = f"log: {stage.run_dir / 'log.txt'}"
-        print(
-            f"{kind}: stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}; {where}",
-            file=sys.stderr,
-        )
+        end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}"
+        print(f"{kind}: {end}; log: {stage.run_dir / 'log.txt'}", file=sys.stderr)
     return code
 
 
@@ -196,15 +183,6 @@ def has_checkpoint_since(stage: Stage, began: float) -> bool:
     """Return True if the stage has saved a checkpoint after `began`, in seconds since 1970."""
     saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
     return max(saved, default=0.0) > began
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words: `1h 02m`, `3m 05s` or `7s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h {minutes:02d}m"
-    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
 
 
 def next_command(last: Stage, prog: str) -> str:
@@ -222,8 +200,9 @@ def run(argv: list[str], prog: str) -> int:
     for stage in plan.chosen:
         check_inputs(stage, plan, argv, prog)
     check_machine(plan.config)
-    for note in notes(plan.config):
-        print(note)
+    for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
+        if model_size(model) is None:
+            print(f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing")
     if plan.config.dry_run:
         show_plan(plan)
         return EXIT_DONE

@@ -169,12 +169,13 @@ def check_ids(
 
 def generation_config(chat_model: ChatModel, settings: ReplySettings) -> GenerationConfig:
     """Build the settings of `generate`, all explicit; temperature 0 is greedy decoding."""
-    is_sampled = settings.temperature > 0
-    passed = settings.model_dump(exclude=None if is_sampled else {"temperature", "top_p", "top_k"})
+    passed = settings.model_dump(include={"max_new_tokens", "repetition_penalty", "num_beams", "num_return_sequences"})
+    if settings.temperature > 0:
+        passed |= settings.model_dump(include={"temperature", "top_p", "top_k"})
     # Rows that pad a vocabulary belong to no token, and their logits are arbitrary.
     unused = list(range(max(chat_model.tokenizer.get_vocab().values()) + 1, chat_model.num_embeddings))
     return GenerationConfig(
-        do_sample=is_sampled,
+        do_sample=settings.temperature > 0,
         pad_token_id=chat_model.pad_id,
         eos_token_id=sorted(chat_model.end_ids),
         suppress_tokens=unused or None,

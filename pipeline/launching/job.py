@@ -19,7 +19,7 @@ from pipeline import errors
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import check_port
-from pipeline.launching.rank_watch import RankState, RankWatch
+from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.processes import free_memory, kill_session, num_oom_kills, send
 from pipeline.run.layout import run_folder
@@ -140,7 +140,9 @@ class Job:
         running = self._watch.running_locally()
         if running and not self._signalled:
             say("stopping, with a checkpoint where training has begun; a second signal kills at once")
-        elif not self._signalled and (others := sorted({s.outcome.host for s in self.running()})):
+        elif not self._signalled and (
+            others := sorted({state.outcome.host for state in self._watch.ranks.values() if state.is_running})
+        ):
             say(f"the ranks run on {', '.join(others)}: send SIGTERM to one of them there; a second signal here kills")
             self._signalled.add(0)
         for state in running:
@@ -148,9 +150,6 @@ class Job:
                 self._signalled.add(state.outcome.pid)
                 send(state.outcome.pid, signal.SIGTERM)
         return True
-
-    def running(self) -> list[RankState]:
-        return [state for state in self._watch.ranks.values() if state.is_running]
 
     def after_failure(self) -> Verdict:
         """Let the other ranks write their outcomes, end them, and wait for the launcher to tell a rank's signal."""

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
@@ -26,33 +25,28 @@ def launch_file(name: str) -> Path:
 
 
 def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, bool]:
-    """Run `command` to its end. Returns its exit code, and True if this process was asked to stop meanwhile."""
+    """Run `command` to its end, with SIGINT and SIGTERM of this process forwarded to it as SIGTERM.
+
+    Returns its exit code, and True if this process was asked to stop meanwhile.
+    """
     variables = {**environment, PARENT: str(os.getpid())}
     # A session of its own: Ctrl-C in a terminal reaches it once, through this process.
     process = subprocess.Popen(command, start_new_session=True, env=variables)
-    with signals_forwarded(process) as was_signalled:
-        code = process.wait()
-    if was_signalled() and code < 0:
-        return EXIT_STOPPED, True  # the shell died of the signal before it had started anything
-    return (code if code >= 0 else 128 - code), was_signalled()
+    received: list[int] = []
 
-
-@contextmanager
-def signals_forwarded(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], bool]]:
-    """Forward SIGINT and SIGTERM of this process to `process` as SIGTERM; yields a function: did one come?"""
-    came = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         process.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: came
+        code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if received and code < 0:
+        return EXIT_STOPPED, True  # the shell died of the signal before it had started anything
+    return (code if code >= 0 else 128 - code), bool(received)
 
 
 class Signals:

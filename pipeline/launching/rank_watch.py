@@ -4,7 +4,6 @@ Ranks of other machines are seen through the run's folder only. Imports no torch
 """
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,25 +37,23 @@ class RankState:
     def runs_locally(self) -> bool:
         return self.is_running and self.outcome.is_local
 
-    @property
-    def has_failed(self) -> bool:
-        return self.outcome.has_failed or self.died_s is not None
 
-
+@dataclass(slots=True)
 class RankWatch:
-    """The ranks of one job, as the last poll saw them."""
+    """The ranks of one job, those that `supervisor` started, as the last poll saw them.
 
-    def __init__(self, run_dir: Path, supervisor: str, session: int) -> None:
-        """Watch the ranks that `supervisor` started; `session` is the launcher's, to which they belong."""
-        self.ranks: dict[int, RankState] = {}
-        self._run_dir = run_dir
-        self._supervisor = supervisor
-        self._session = session
-        self._cpu_s = 0.0
+    `session` is the launcher's, to which the ranks of this machine belong.
+    """
+
+    run_dir: Path
+    supervisor: str
+    session: int
+    ranks: dict[int, RankState] = field(default_factory=dict)
+    cpu_s: float = 0.0  # of the session's processes, when `used_processor` was called last
 
     def poll(self) -> None:
         """Read the outcome, beat and process of each rank."""
-        for number in ranks_with_outcome(self._run_dir):
+        for number in ranks_with_outcome(self.run_dir):
             if outcome := self.own_outcome(number):
                 self.ranks.setdefault(number, RankState(outcome, alive_s=time.monotonic())).outcome = outcome
         for number, state in self.ranks.items():
@@ -64,12 +61,12 @@ class RankWatch:
 
     def own_outcome(self, number: int) -> Outcome | None:
         """Return the outcome of a rank of this job; a run by hand in this folder, which was refused, may leave one."""
-        outcome = read_outcome(self._run_dir, number)
-        return outcome if outcome and outcome.supervisor == self._supervisor else None
+        outcome = read_outcome(self.run_dir, number)
+        return outcome if outcome and outcome.supervisor == self.supervisor else None
 
     def poll_rank(self, number: int, state: RankState) -> None:
         """Read one rank's beat and process."""
-        beat = read_beat(self._run_dir, number)
+        beat = read_beat(self.run_dir, number)
         if beat and beat != state.beat:
             state.beat, state.alive_s = beat, time.monotonic()
         if not state.runs_locally:
@@ -87,7 +84,7 @@ class RankWatch:
         return [state for state in self.ranks.values() if state.runs_locally]
 
     def has_failed(self) -> bool:
-        return any(state.has_failed for state in self.ranks.values())
+        return any(state.outcome.has_failed or state.died_s is not None for state in self.ranks.values())
 
     def hung(self, timeout_s: float) -> RankState | None:
         """Return the rank that keeps the others waiting, once one has given no sign of life for `timeout_s` (0: never).
@@ -107,13 +104,9 @@ class RankWatch:
 
     def used_processor(self) -> bool:
         """Return True if the job's processes on this machine used the processor since the last call, or changed."""
-        before, self._cpu_s = self._cpu_s, sum(process.cpu_s for process in in_session(self._session))
-        return abs(self._cpu_s - before) >= WORKING_S
+        before, self.cpu_s = self.cpu_s, sum(process.cpu_s for process in in_session(self.session))
+        return abs(self.cpu_s - before) >= WORKING_S
 
 
 def progress(state: RankState) -> tuple[int, float]:
     return state.beat.step, state.alive_s
-
-
-def numbers_of(states: Iterable[RankState]) -> str:
-    return ", ".join(str(number) for number in sorted(state.outcome.rank for state in states))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import errors
-from pipeline.launching.rank_watch import RankState, numbers_of
+from pipeline.launching.rank_watch import RankState
 from pipeline.run.layout import rank_log_file
 
 # The most specific first; 1 means every other error.
@@ -58,7 +58,8 @@ def judge(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
     if left := [state for state in ranks if state.outcome.code is None]:
         if job.asked_to_stop and len(left) == len(ranks):
             return Verdict(errors.EXIT_STOPPED, ["stopped before the first step; the same command starts again"])
-        why = f"rank {numbers_of(left)} did not say how it ended; the launcher ended with {job.launcher_code}"
+        numbers = ", ".join(map(str, sorted(state.outcome.rank for state in left)))
+        why = f"rank {numbers} did not say how it ended; the launcher ended with {job.launcher_code}"
         return Verdict(errors.EXIT_FAULT, rank_lines(left[0], why, job))
     return Verdict(errors.EXIT_DONE, [])
 
@@ -122,9 +123,5 @@ def cause_of_death(state: RankState, job: JobStatus) -> str:
 
 def signal_of(launcher_code: int | None) -> signal.Signals | None:
     """Return the signal that ended a rank, from DeepSpeed's exit code: 256 less its number."""
-    if launcher_code is None or launcher_code <= 128:
-        return None
-    try:
-        return signal.Signals(256 - launcher_code)
-    except ValueError:
-        return None
+    number = 256 - (launcher_code or 0)
+    return signal.Signals(number) if number in list(signal.Signals) else None

@@ -8,7 +8,7 @@ from support.launch_stub import ROOT, TINY, fastest_run_s, make_model, started, 
 
 from pipeline.errors import InputError
 from pipeline.launching.train_config import model_size, split_overrides
-from rlhf.train import STAGES, duration
+from rlhf.train import STAGES
 
 PRESETS = ROOT / "launch" / "presets"
 
@@ -246,10 +246,6 @@ def test_model_size(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "7b").mkdir()
     assert model_size("7b") is None
-
-
-def test_durations():
-    assert [duration(s) for s in (6.6, 185, 3725)] == ["7s", "3m 05s", "1h 02m"]
 
 
 @pytest.mark.parametrize("flag", ["--master-addr", "--include", "--exclude"])
