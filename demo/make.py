@@ -1,6 +1,5 @@
-"""Make the demo's data, tokenizer and untrained model: `python -m demo.make --output output/demo`."""
+"""Make the demo's data, tokenizer and untrained model."""
 
-import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,21 +19,14 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def distinct_prompts(count: int, random: Random) -> list[str]:
-    prompts: dict[str, None] = {}
-    while len(prompts) < count:
-        prompts.setdefault(make_prompt(random))
-    return list(prompts)
-
-
 def make_data(folder: Path, *, seed: int) -> None:
     """`data/train.jsonl` and `data/test.jsonl` (pairs; no prompt in both), and `text.jsonl` for the base model."""
     random = Random(seed)
-    prompts = distinct_prompts(NUM_TRAIN_PROMPTS + NUM_TEST_PROMPTS, random)
-    rows = []
-    for prompt in prompts:
-        chosen, rejected = make_pair(random)
-        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    prompts: dict[str, None] = {}  # each once, in the order of their making
+    while len(prompts) < NUM_TRAIN_PROMPTS + NUM_TEST_PROMPTS:
+        prompts[make_prompt(random)] = None
+    pairs = [(prompt, *make_pair(random)) for prompt in prompts]
+    rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in pairs]
     write_lines(folder / "data" / "train.jsonl", rows[:NUM_TRAIN_PROMPTS])
     write_lines(folder / "data" / "test.jsonl", rows[NUM_TRAIN_PROMPTS:])
     write_lines(folder / "text.jsonl", ({"text": make_document(random)} for _ in range(NUM_DOCUMENTS)))
@@ -88,17 +80,3 @@ def make_model(folder: Path, *, seed: int) -> None:
     )
     OPTForCausalLM(config).save_pretrained(folder / "untrained")
     tokenizer.save_pretrained(folder / "untrained")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", default="output/demo", help="folder to write to")
-    parser.add_argument("--seed", type=int, default=1234, help="seed of data and weights")
-    options = parser.parse_args()
-    folder = Path(options.output)
-    make_data(folder, seed=options.seed)
-    make_model(folder, seed=options.seed)
-
-
-if __name__ == "__main__":
-    main()

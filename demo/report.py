@@ -20,11 +20,6 @@ MAX_NEW_TOKENS = 32
 NUM_SHOWN = 3
 
 
-def test_prompts(output: Path) -> list[str]:
-    lines = (output / "demo" / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines]
-
-
 def answers(folder: Path, prompts: Sequence[str], *, template: Any, seed: int) -> list[str]:
     """One answer to each prompt, sampled at temperature 1; `template` is the tokenizer of a trained model."""
     model = load_causal_lm(str(folder), dtype=torch.float32).eval()
@@ -49,48 +44,46 @@ def metrics(output: Path, stage: str, name: str) -> list[float]:
 
 def measure(output: Path, *, seed: int) -> dict[str, Any]:
     """Every number of the table, and the answers that it shows."""
-    prompts = test_prompts(output)
+    lines = (output / "demo" / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
     template = load_tokenizer(str(output / "sft"))
-    found: dict[str, Any] = {"prompts": len(prompts)}
-    shown = {}
+    results: dict[str, Any] = {"prompts": len(prompts)}
+    shown = [{"prompt": prompt} for prompt in prompts[:NUM_SHOWN]]
     for name, folder in (("base", "demo/base"), ("sft", "sft"), ("ppo", "actor")):
-        given = answers(output / folder, prompts, template=template, seed=seed)
-        rate = sum(map(is_good, given)) / len(prompts)
-        found[f"{name}_rate"] = rate
-        found[f"{name}_error"] = math.sqrt(rate * (1 - rate) / len(prompts))
-        found[f"{name}_distinct"] = len(set(given)) / len(given)
-        shown[name] = given[:NUM_SHOWN]
+        texts = answers(output / folder, prompts, template=template, seed=seed)
+        rate = sum(map(is_good, texts)) / len(prompts)
+        results[f"{name}_rate"] = rate
+        results[f"{name}_error"] = math.sqrt(rate * (1 - rate) / len(prompts))
+        results[f"{name}_distinct"] = len(set(texts)) / len(texts)
+        for row, text in zip(shown, texts, strict=False):
+            row[name] = text
     perplexity = metrics(output, "sft", "eval_perplexity")
     reward, kl = metrics(output, "ppo", "eval_objective/scores"), metrics(output, "ppo", "eval_objective/kl")
-    found |= {"perplexity_before": perplexity[0], "perplexity_after": perplexity[-1]}
-    found["reward_accuracy"] = metrics(output, "reward", "eval_accuracy")[-1]
-    found |= {"reward_start": reward[0], "reward_end": reward[-1], "kl_start": kl[0], "kl_end": kl[-1]}
-    found["answers"] = [
-        {"prompt": prompt, **{name: given[n] for name, given in shown.items()}}
-        for n, prompt in enumerate(prompts[:NUM_SHOWN])
-    ]
-    return found
+    results |= {"perplexity_before": perplexity[0], "perplexity_after": perplexity[-1]}
+    results["reward_accuracy"] = metrics(output, "reward", "eval_accuracy")[-1]
+    results |= {"reward_start": reward[0], "reward_end": reward[-1], "kl_start": kl[0], "kl_end": kl[-1]}
+    return results | {"answers": shown}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """The report for people, readable at 80 columns."""
-    rates = {name: f"{found[f'{name}_rate']:.3f} +- {found[f'{name}_error']:.3f}" for name in ("sft", "ppo")}
+    rate = "{{{0}_rate:.3f}} +- {{{0}_error:.3f}}"
     rows = [
         ("", "before", "after"),
-        ("SFT: perplexity on unseen answers", f"{found['perplexity_before']:.2f}", f"{found['perplexity_after']:.2f}"),
-        ("reward model: accuracy on unseen pairs", "", f"{found['reward_accuracy']:.3f}"),
-        ("PPO: mean score of the reward model", f"{found['reward_start']:.2f}", f"{found['reward_end']:.2f}"),
-        ("PPO: KL from the SFT model (nats a sequence)", f"{found['kl_start']:.2f}", f"{found['kl_end']:.2f}"),
-        ("PPO: answers that are good by the true rule", rates["sft"], rates["ppo"]),
-        ("PPO: share of distinct answers", f"{found['sft_distinct']:.3f}", f"{found['ppo_distinct']:.3f}"),
+        ("SFT: perplexity on unseen answers", "{perplexity_before:.2f}", "{perplexity_after:.2f}"),
+        ("reward model: accuracy on unseen pairs", "", "{reward_accuracy:.3f}"),
+        ("PPO: mean score of the reward model", "{reward_start:.2f}", "{reward_end:.2f}"),
+        ("PPO: KL from the SFT model (nats a sequence)", "{kl_start:.2f}", "{kl_end:.2f}"),
+        ("PPO: answers that are good by the true rule", rate.format("sft"), rate.format("ppo")),
+        ("PPO: share of distinct answers", "{sft_distinct:.3f}", "{ppo_distinct:.3f}"),
     ]
-    lines = [f"{name:<46}{before:>16}{after:>16}" for name, before, after in rows]
-    for shown in found["answers"]:
+    lines = [f"{name:<46}{before.format(**results):>16}{after.format(**results):>16}" for name, before, after in rows]
+    for shown in results["answers"]:
         lines += ["", f"prompt  {shown['prompt']}"]
         lines += [f"  {name:<6}{json.dumps(shown[name])[1:-1][:110]}" for name in ("base", "sft", "ppo")]
     lines += [
         "",
-        f"Measured on {found['prompts']} prompts that no step has seen, answers sampled at temperature 1,",
-        f"after {found['minutes']:.1f} minutes. Talk to it:  python chat.py --path output/actor",
+        f"Measured on {results['prompts']} prompts that no step has seen, answers sampled at temperature 1,",
+        f"after {results['minutes']:.1f} minutes. Talk to it:  python chat.py --path output/actor",
     ]
     return "\n".join(lines)

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import transformers
+
 from demo.make import make_data, make_model
 from demo.report import measure, table
 
@@ -30,17 +32,10 @@ def say(text: str) -> None:
     print(f"\n=== {text}", file=sys.stderr, flush=True)
 
 
-def quiet() -> None:
-    """Libraries' progress bars and notes do not belong into the demo's own output."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-
-
 def run(*, seed: int, overwrite: bool) -> dict[str, float]:
     """All of the demo with one seed; returns what was measured."""
     started = time.monotonic()
-    quiet()
+    transformers.utils.logging.disable_progress_bar()
     again = ["--overwrite"] if overwrite else []
     seeds = [word for stage in ("sft", "reward", "ppo") for word in (f"--{stage}.seed", str(seed))]
     say(f"data, tokenizer and an untrained model in {MADE}")

@@ -57,8 +57,14 @@ def run(argv: list[str], prog: str) -> None:
         check_reward_model(config.reward_model, "--reward_model")
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
     prefix = output_prefix(config.output)
-    check_models(config, paths, prompts)
+    # Faults that would else end the comparison after minutes; this reads no weight.
+    from pipeline.inference.answers import check_prompts
+    from pipeline.models.loading import check_model
 
+    for path in paths:
+        check_prompts(path, prompts, config.sampling.max_new_tokens)
+    if config.reward_model:
+        check_model(config.reward_model, "--reward_model")
     contestants = [answered(config, label, path, prompts) for label, path in zip(LABELS, paths, strict=False)]
     if config.reward_model:
         contestants = scored(config, contestants, prompts)
@@ -78,17 +84,6 @@ def model_paths(config: CompareConfig) -> list[str]:
     if len(paths) < 2:
         raise InputError(f"--models: found {len(paths)}, wanted two or more, like --models output/sft output/actor")
     return paths
-
-
-def check_models(config: CompareConfig, paths: list[str], prompts: list[Turns]) -> None:
-    """Raise InputError for faults that would else end the comparison after minutes; reads no weight."""
-    from pipeline.inference.answers import check_prompts
-    from pipeline.models.loading import check_model
-
-    for path in paths:
-        check_prompts(path, prompts, config.sampling.max_new_tokens)
-    if config.reward_model:
-        check_model(config.reward_model, "--reward_model")
 
 
 def output_prefix(output: str) -> Path | None:

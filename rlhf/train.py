@@ -113,12 +113,12 @@ def check_stages(plan: Plan) -> None:
         raise InputError("\n".join(errors))
 
 
-def check_inputs(stage: Stage, plan: Plan, argv: list[str], prog: str) -> None:
+def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
     """Raise InputError if stage 3 needs a model that does not exist and that no stage of this run makes."""
-    if stage.number != 3:
+    if 3 not in plan.config.step:
         return
     flags = {1: "actor_model_name_or_path", 2: "critic_model_name_or_path"}
-    values, errors = dict(flat_items(stage.resolved.config)), []
+    values, errors = dict(flat_items(plan.stages[3].resolved.config)), []
     for number, flag in flags.items():
         folder = plan.stages[number].model_dir
         is_made = number in plan.config.step or (has_config(folder) and any(folder.rglob("*.safetensors")))
@@ -197,8 +197,7 @@ def run(argv: list[str], prog: str) -> int:
     """Run the stages that `argv` asks for. Returns the exit code; raises RunError for errors before a stage starts."""
     plan = make_plan(argv, STAGES, prog=prog)
     check_stages(plan)
-    for stage in plan.chosen:
-        check_inputs(stage, plan, argv, prog)
+    check_inputs(plan, argv, prog)
     check_machine(plan.config)
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
         if model_size(model) is None:

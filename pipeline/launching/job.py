@@ -101,7 +101,6 @@ class Job:
         self._process = subprocess.Popen(command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
         self._watch = RankWatch(run_dir, name, session=self._process.pid)
         self._on_one_machine = is_on_one_machine(command)
-        self._run_dir = run_dir
         self._signals = signals
         self._timeout_s = rank_timeout_s
         self._signalled: set[int] = set()  # pids that got SIGTERM; 0: the user was told to send it on other machines
@@ -138,12 +137,11 @@ class Job:
         if not self._watch.ranks:
             return False
         running = self._watch.running_locally()
+        hosts = ", ".join(sorted({s.outcome.host for s in self._watch.ranks.values() if s.is_running}))
         if running and not self._signalled:
             say("stopping, with a checkpoint where training has begun; a second signal kills at once")
-        elif not self._signalled and (
-            others := sorted({state.outcome.host for state in self._watch.ranks.values() if state.is_running})
-        ):
-            say(f"the ranks run on {', '.join(others)}: send SIGTERM to one of them there; a second signal here kills")
+        elif not self._signalled and hosts:
+            say(f"the ranks run on {hosts}: send SIGTERM to one of them there; a second signal here kills")
             self._signalled.add(0)
         for state in running:
             if state.outcome.pid not in self._signalled:
@@ -157,14 +155,13 @@ class Job:
         while self._watch.running_locally() and time.monotonic() < end:
             time.sleep(POLL_S / 2)
             self._watch.poll()
-        known = list(self._watch.ranks.values())
         for state in self._watch.running_locally():
             send(state.outcome.pid, signal.SIGKILL)
-        died_locally = any(state.died_s is not None for state in known)
+        died_locally = any(state.died_s is not None for state in self._watch.ranks.values())
         if died_locally:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(LAUNCHER_S)
-        return judge(known, self.status(self._process.poll() if died_locally else None))
+        return self.verdict(self._process.poll() if died_locally else None)
 
     def is_straggling(self) -> bool:
         """Return True if some ranks stopped long ago and others wait for them in a collective, deaf to signals."""
@@ -180,7 +177,7 @@ class Job:
     def status(self, launcher_code: int | None) -> JobStatus:
         """Return the state of the job apart from its ranks."""
         return JobStatus(
-            self._run_dir,
+            self._watch.run_dir,
             launcher_code,
             asked_to_stop=self._signals.first is not None,
             memory=self._memory,

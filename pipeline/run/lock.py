@@ -29,11 +29,6 @@ class Holder:
     pid: int
     host: str
 
-    @property
-    def may_live(self) -> bool:
-        """True unless it is known to have ended."""
-        return self.host != socket.gethostname() or is_alive(self.pid)
-
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
@@ -52,7 +47,8 @@ def locked(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise EnvironmentFault(f"{run_dir}: cannot write there: {error.strerror}") from None
-        if (holder := read_holder(file)) and holder.may_live:
+        holder = read_holder(file)
+        if holder and (holder.host != socket.gethostname() or is_alive(holder.pid)):
             raise EnvironmentFault(in_use(run_dir, holder)) from None
     try:
         if before := read_holder(file):

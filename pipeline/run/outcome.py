@@ -58,9 +58,8 @@ def own_rank() -> int:
 
 def write_outcome(run_dir: Path, rank: int, code: int | None, message: str, *, secondary: bool = False) -> None:
     """Write how this rank ended, or with `code` None that it runs."""
-    outcome = Outcome(
-        rank, code, message, secondary, os.getpid(), socket.gethostname(), supervisor_name() or "", time.time()
-    )
+    here = (os.getpid(), socket.gethostname(), supervisor_name() or "")
+    outcome = Outcome(rank, code, message, secondary, *here, time.time())
     file = outcome_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_json(file, asdict(outcome))

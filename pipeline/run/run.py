@@ -59,16 +59,13 @@ def start_logging(run_dir: Path, rank: int) -> None:
     own.parent.mkdir(parents=True, exist_ok=True)
     files = [own] + ([run_dir / "log.txt"] if rank == 0 else [])
     handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8") for file in files]
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     if rank == 0:
         console = logging.StreamHandler(sys.stderr)
         console.setFormatter(logging.Formatter("%(message)s"))
         console.addFilter(lambda record: record.name != file_log.name)
         handlers.append(console)
-    root = logging.getLogger()
-    root.handlers = handlers
-    root.setLevel(logging.INFO)
+    form = "%(asctime)s %(levelname)s %(name)s %(message)s"  # of the handlers without one
+    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers, force=True)
     transformers.utils.logging.disable_progress_bar()
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -76,23 +73,18 @@ def start_logging(run_dir: Path, rank: int) -> None:
 
 def describe_environment(world: dist.World) -> dict[str, Any]:
     """Return versions, hardware and commit, for env.json. No environment variables: they may hold secrets."""
-    versions = {name: metadata.version(name) for name in PACKAGES}
+    import torch
+
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": versions,
-        "device": device_name(world),
+        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "num_ranks": world.size,
         "cpu_count": os.cpu_count(),
         "commit": git_commit(),
         "command": sys.argv,
     }
-
-
-def device_name(world: dist.World) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
 
 
 def git_commit() -> str | None:
@@ -147,13 +139,11 @@ class Run:
         return StoppedRun(f"stopped at step {step} of {total_steps}; {how}")
 
 
-def run_stage(
-    resolved: Resolved,
-    *,
-    stage: str,
-    train: Callable[[], Callable[[Run, Any], None]],
-    stop: StopRequest | None = None,
-) -> int:
+# Imports and returns the function that runs a stage's loop.
+Train = Callable[[], Callable[[Run, Any], None]]
+
+
+def run_stage(resolved: Resolved, *, stage: str, train: Train, stop: StopRequest | None = None) -> int:
     """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file.
 
     Nothing is written if another run holds the folder. A supervisor holds it for its ranks.
@@ -174,14 +164,7 @@ def run_stage(
         heartbeat.end()
 
 
-def run_rank(
-    folder: Path,
-    stop: StopRequest,
-    resolved: Resolved,
-    *,
-    stage: str,
-    train: Callable[[], Callable[[Run, Any], None]],
-) -> int:
+def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str, train: Train) -> int:
     """Run one rank from its first log line to its outcome file; returns the exit code."""
     run_config: RunConfig = resolved.config.run
     rank = own_rank()
@@ -199,11 +182,8 @@ def run_rank(
         file_log.info(message)
     except Exception as error:
         trace = traceback.format_exc()
-        code, message, secondary = (
-            EXIT_FAULT,
-            redacted(describe(error, resolved)),
-            dist.follows_from_another_rank(error),
-        )
+        code, message = EXIT_FAULT, redacted(describe(error, resolved))
+        secondary = dist.follows_from_another_rank(error)
         file_log.exception("fault")
     if run_config.debug:
         sys.stderr.write(redacted(trace))
@@ -229,7 +209,7 @@ def describe(error: Exception, resolved: Resolved) -> str:
     return f"{text}; out of memory{held}: lower --per_device_train_batch_size or the lengths, or shard with {shard}"
 
 
-def begin(run: Run, train: Callable[[], Callable[[Run, Any], None]]) -> None:
+def begin(run: Run, train: Train) -> None:
     """Start the loop unless the folder holds a finished run; record the settings first."""
     if dist.on_main(lambda: is_finished(run)):
         return
