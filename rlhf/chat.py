@@ -3,7 +3,6 @@
 import contextlib
 import secrets
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -23,6 +22,14 @@ if TYPE_CHECKING:
     from pipeline.inference.chat_session import Conversation, Reply
 
 MAX_SEED = 2**31
+COMMANDS = {
+    "/help": "this list",
+    "/clear": "forget the conversation",
+    "/retry": "another reply to the last question",
+    "/system": "TEXT: a new system prompt (none: remove it); forgets the conversation",
+    "/set": f"NAME VALUE: change {', '.join(ReplySettings.model_fields)}",
+    "/exit": "leave, like Ctrl-D",
+}
 
 
 class ChatConfig(Group):
@@ -87,14 +94,6 @@ class Shell:
     def __init__(self, conversation: "Conversation") -> None:
         self.conversation = conversation
         self.console = Console(stderr=True, highlight=False)
-        self.commands: dict[str, tuple[Callable[[str], None], str]] = {
-            "/help": (self.help, "this list"),
-            "/clear": (self.clear, "forget the conversation"),
-            "/retry": (self.retry, "another reply to the last question"),
-            "/system": (self.system, "TEXT: a new system prompt (none: remove it); forgets the conversation"),
-            "/set": (self.set, f"NAME VALUE: change {', '.join(ReplySettings.model_fields)}"),
-            "/exit": (self.exit, "leave, like Ctrl-D"),
-        }
 
     def run(self) -> None:
         """Answer until the user leaves."""
@@ -119,38 +118,37 @@ class Shell:
     def take(self, line: str) -> None:
         """Carry out one line. Raises EOFError to leave."""
         word, _, rest = line.strip().partition(" ")
-        if not word:
-            return
+        rest = rest.strip()
         if not line.startswith("/"):
-            self.answer(line)
-        elif word in self.commands:
-            self.commands[word][0](rest.strip())
-        else:
-            hint = nearest(word, self.commands) or "; /help lists them"
-            raise InputError(f"{word}: unknown command{hint} A space in front of / sends it as text.")
+            if word:
+                self.answer(line)
+            return
+        match word:
+            case "/help":
+                lines = [f"{name:8} {text}" for name, text in COMMANDS.items()]
+                self.note("\n".join([*lines, "A \\ at the end of a line continues the message on the next one."]))
+            case "/clear":
+                self.conversation.start_afresh()
+                self.note("a new conversation")
+            case "/retry":
+                if not (question := self.conversation.take_back()):
+                    raise InputError("/retry: there is no reply yet")
+                self.answer(question)
+            case "/system":
+                self.conversation.start_afresh(rest)
+                self.note(f"a new conversation{' with this system prompt' if rest else ', no system prompt'}")
+            case "/set":
+                self.set(rest)
+            case "/exit":
+                raise EOFError
+            case _:
+                hint = nearest(word, COMMANDS) or "; /help lists them"
+                raise InputError(f"{word}: unknown command{hint} A space in front of / sends it as text.")
 
     def answer(self, question: str) -> None:
         reply = self.conversation.say(question, show)
         print()
         self.note(summary(reply, self.conversation.chat_model.num_positions))
-
-    def help(self, _: str) -> None:
-        lines = [f"{name:8} {text}" for name, (_, text) in self.commands.items()]
-        self.note("\n".join([*lines, "A \\ at the end of a line continues the message on the next one."]))
-
-    def clear(self, _: str) -> None:
-        self.conversation.start_afresh()
-        self.note("a new conversation")
-
-    def retry(self, _: str) -> None:
-        question = self.conversation.take_back()
-        if not question:
-            raise InputError("/retry: there is no reply yet")
-        self.answer(question)
-
-    def system(self, text: str) -> None:
-        self.conversation.start_afresh(text)
-        self.note("a new conversation with this system prompt" if text else "a new conversation, no system prompt")
 
     def set(self, words: str) -> None:
         """Change a setting of the replies that follow: `/set NAME VALUE`."""
@@ -164,9 +162,6 @@ class Shell:
         except ValidationError as error:
             raise InputError(f"/set {name}: found {value.strip()!r}: {error.errors()[0]['msg']}") from None
         self.note(settings_line(self.conversation.settings))
-
-    def exit(self, _: str) -> None:
-        raise EOFError
 
 
 def read_message() -> str:

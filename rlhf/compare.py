@@ -57,6 +57,7 @@ def run(argv: list[str], prog: str) -> None:
         check_reward_model(config.reward_model, "--reward_model")
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
     prefix = output_prefix(config.output)
+
     # Faults that would else end the comparison after minutes; this reads no weight.
     from pipeline.inference.answers import check_prompts
     from pipeline.models.loading import check_model
@@ -65,6 +66,7 @@ def run(argv: list[str], prog: str) -> None:
         check_prompts(path, prompts, config.sampling.max_new_tokens)
     if config.reward_model:
         check_model(config.reward_model, "--reward_model")
+
     contestants = [answered(config, label, path, prompts) for label, path in zip(LABELS, paths, strict=False)]
     if config.reward_model:
         contestants = scored(config, contestants, prompts)

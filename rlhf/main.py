@@ -21,7 +21,10 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
     """Run a subcommand; returns the exit code. `prog` is how a user calls this program, for its messages."""
     words = stage_arguments(argv)
     if not words or words[0] in ("-h", "--help"):
-        print(help_text(prog), file=sys.stdout if words else sys.stderr)
+        rows = (f"  {name:<9}{meaning}" for name, meaning in SUBCOMMANDS.items())
+        lines = [f"usage: {prog} SUBCOMMAND [--FLAG VALUE ...]", "", *rows, ""]
+        lines.append(f"Flags of a subcommand: {prog} SUBCOMMAND --help")
+        print("\n".join(lines), file=sys.stdout if words else sys.stderr)
         return EXIT_DONE if words else EXIT_INPUT
     name, *rest = words
     if name not in SUBCOMMANDS:
@@ -29,10 +32,3 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
         print(f"error: {name}: unknown subcommand{hint}", file=sys.stderr)
         return EXIT_INPUT
     return importlib.import_module(f"rlhf.{name}").main(rest, prog=f"{prog} {name}")
-
-
-def help_text(prog: str) -> str:
-    """Return the help: all subcommands, one per line."""
-    lines = [f"usage: {prog} SUBCOMMAND [--FLAG VALUE ...]", ""]
-    lines += [f"  {name:<9}{meaning}" for name, meaning in SUBCOMMANDS.items()]
-    return "\n".join([*lines, "", f"Flags of a subcommand: {prog} SUBCOMMAND --help"])

@@ -167,7 +167,8 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
             break
         print(f"== stage {stage.number}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
         # --overwrite and --resume were for the first start: a restart resumes from what was saved since.
-        again = RESUME if has_checkpoint_since(stage, began) else []
+        saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
+        again = RESUME if max(saved, default=0.0) > began else []
         code, asked = run_script([*command_of(stage, config), *again], environment)
     took = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:
@@ -177,20 +178,6 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
         end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}"
         print(f"{kind}: {end}; log: {stage.run_dir / 'log.txt'}", file=sys.stderr)
     return code
-
-
-def has_checkpoint_since(stage: Stage, began: float) -> bool:
-    """Return True if the stage has saved a checkpoint after `began`, in seconds since 1970."""
-    saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
-    return max(saved, default=0.0) > began
-
-
-def next_command(last: Stage, prog: str) -> str:
-    """Return the command that a user runs after the last stage of this run."""
-    if last.number == 2:
-        return f"{prog} --step 3"
-    # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
-    return f"{prog.replace('train', 'chat')} --path {shlex.quote(str(last.model_dir))}"
 
 
 def run(argv: list[str], prog: str) -> int:
@@ -212,7 +199,10 @@ def run(argv: list[str], prog: str) -> int:
             print(f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again")
         elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
             return code
-    print(f"next: {next_command(plan.chosen[-1], prog)}")
+    last = plan.chosen[-1]
+    # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
+    chat = f"{prog.replace('train', 'chat')} --path {shlex.quote(str(last.model_dir))}"
+    print(f"next: {f'{prog} --step 3' if last.number == 2 else chat}")
     return EXIT_DONE
 
 

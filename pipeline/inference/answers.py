@@ -89,7 +89,10 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
 def load_chat_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model at `path` with its template, and check that they fit. Reads no weight."""
     check_model(path)
-    tokenizer = load_tokenizer(tokenizer_path(path))
+    base = adapter_base(path)
+    # An adapter without a tokenizer uses its merged model's, else its base's.
+    folders = (folder for folder in (Path(path), Path(path).parent) if (folder / "tokenizer_config.json").is_file())
+    tokenizer = load_tokenizer(path if base is None else str(next(folders, base)))
     check_vocabulary(path, tokenizer)
     set_template(tokenizer, "auto")
     return tokenizer
@@ -97,19 +100,10 @@ def load_chat_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> None:
     """Raise InputError if one of the prompts does not fit into the model at `path`. Reads no weight."""
-    tokenizer = load_chat_tokenizer(path)
-    config = load_config(path)
+    tokenizer, positions = load_chat_tokenizer(path), num_positions(load_config(path))
     for turns in prompts:
         ids = encode_prompt(tokenizer, turns)
-        check_ids(path, ids, max_new_tokens, num_positions=num_positions(config), num_embeddings=None)
-
-
-def tokenizer_path(path: str) -> str:
-    """Return the path of a model's tokenizer; an adapter without one uses its merged model's, else its base's."""
-    if (base := adapter_base(path)) is None:
-        return path
-    folders = (Path(path), Path(path).parent)
-    return next((str(folder) for folder in folders if (folder / "tokenizer_config.json").is_file()), base)
+        check_ids(path, ids, max_new_tokens, num_positions=positions, num_embeddings=None)
 
 
 @torch.inference_mode()

@@ -69,27 +69,23 @@ class Conversation:
         """
         turns = [*self.turns, Message("user", valid_unicode(text).strip())]
         prompt, num_forgotten = self._fitting_prompt(turns)
-        start = time.perf_counter()
-        ids, ending = self._stream(prompt, without_leading_space(emit))
-        time_s = time.perf_counter() - start
-        answer = decode(self.chat_model.tokenizer, ids).strip()
-        kept = [*turns, Message("assistant", answer)] if answer else self.turns
-        self.turns = kept[num_forgotten:]
-        return Reply(answer, len(ids), ending, num_forgotten, time_s)
-
-    def _stream(self, prompt: Sequence[int], emit: Emit) -> tuple[list[int], Ending]:
-        """Generate the reply; returns its ids without the end token, and what ended it."""
-        streamer = AnswerStreamer(self.chat_model, emit)
         limit = min(self.settings.max_new_tokens, self._positions - len(prompt))
         settings = self.settings.model_copy(update={"max_new_tokens": limit})
+        streamer = AnswerStreamer(self.chat_model, without_leading_space(emit))
         self._num_replies += 1
         seed = self.seed + self._num_replies
+        start = time.perf_counter()
         try:
             generate_answers(self.chat_model, [prompt], settings, seed=seed, streamer=streamer)
+            ending: Ending = "end" if streamer.finished else "limit"
         except KeyboardInterrupt:
             streamer.end()
-            return streamer.ids, "stopped"
-        return streamer.ids, "end" if streamer.finished else "limit"
+            ending = "stopped"
+        time_s = time.perf_counter() - start
+        answer = decode(self.chat_model.tokenizer, streamer.ids).strip()
+        kept = [*turns, Message("assistant", answer)] if answer else self.turns
+        self.turns = kept[num_forgotten:]
+        return Reply(answer, len(streamer.ids), ending, num_forgotten, time_s)
 
     def _fitting_prompt(self, turns: Sequence[Message]) -> tuple[list[int], int]:
         """Encode the prompt; returns its ids and how many of the oldest turns had to be dropped.

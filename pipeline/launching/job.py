@@ -46,7 +46,9 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
     Raises:
         InputError: wrong flags. EnvironmentFault: the folder is in use or cannot be written, or the port is taken.
     """
-    end_with_parent()
+    # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
+    if os.environ.get(PARENT) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
     resolved, section = stage_flags(module, words)
     run_dir = run_folder(resolved.config.run, section)
     with locked(run_dir):
@@ -69,12 +71,6 @@ def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
     config_module, class_name, section = STAGES[module]
     config_class = getattr(importlib.import_module(config_module), class_name)
     return parse(config_class, words, section=section, prog=module), section
-
-
-def end_with_parent() -> None:
-    """Get SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell."""
-    if os.environ.get(PARENT) == str(os.getppid()):
-        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 
 def is_on_one_machine(command: Sequence[str]) -> bool:

@@ -62,10 +62,8 @@ def make_plan(argv: list[str], kinds: Mapping[int, StageKind], *, prog: str) -> 
     stages: dict[int, Stage] = {}
     for number, kind in kinds.items():
         try:
-            file = config_file_of(number, config, config_file)
-            stages[number] = plan_stage(
-                number, kind, config, config_file=file, override=overrides[kind.section], before=stages
-            )
+            file, override = config_file_of(number, config, config_file), overrides[kind.section]
+            stages[number] = plan_stage(number, kind, config, config_file=file, override=override, before=stages)
         except InputError as error:
             errors += [as_override(line, kind.section) for line in str(error).splitlines()]
     if errors:
@@ -128,7 +126,10 @@ def plan_stage(
     before: Mapping[int, Stage],
 ) -> Stage:
     """Return one planned stage; `before` are the stages whose output it may read."""
-    argv = ["--preset", file] if (file := preset_file(number, kind, config)) else []
+    # The preset is of the reward model's size for stage 2, else of the actor's.
+    size = model_size(config.reward_model if number == 2 else config.actor_model)
+    preset = launch_file(f"presets/{size}.{kind.section}.yaml")
+    argv = ["--preset", path_from_here(preset)] if size and preset.is_file() else []
     replaceable, fixed = chained_flags(number, config, before), inherited_flags(number, config)
     if config_file:
         argv += ["--config", config_file]
@@ -141,13 +142,6 @@ def plan_stage(
     run = resolved.config.run
     model_dir = Path(run.output_dir) / "actor" if number == 3 else Path(run.output_dir)
     return Stage(number, kind, resolved, argv, model_dir, run_folder(run, kind.section))
-
-
-def preset_file(number: int, kind: StageKind, config: TrainConfig) -> str:
-    """Return the path of a stage's preset, by the reward model's size for stage 2, else the actor's; "" if none."""
-    size = model_size(config.reward_model if number == 2 else config.actor_model)
-    file = launch_file(f"presets/{size}.{kind.section}.yaml")
-    return path_from_here(file) if size and file.is_file() else ""
 
 
 def path_from_here(path: Path) -> str:

@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,14 +19,6 @@ from pipeline.processes import is_alive
 from pipeline.run.layout import lock_file
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # from a file system without flock
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The process that runs, or ran, in a folder."""
-
-    pid: int
-    host: str
 
 
 @contextmanager
@@ -48,11 +39,11 @@ def locked(run_dir: Path) -> Iterator[None]:
         if error.errno not in NO_LOCKS:
             raise EnvironmentFault(f"{run_dir}: cannot write there: {error.strerror}") from None
         holder = read_holder(file)
-        if holder and (holder.host != socket.gethostname() or is_alive(holder.pid)):
+        if holder and (holder[1] != socket.gethostname() or is_alive(holder[0])):
             raise EnvironmentFault(in_use(run_dir, holder)) from None
     try:
-        if before := read_holder(file):
-            print(f"{run_dir}: taking over from pid {before.pid} on {before.host}, which is gone", file=sys.stderr)
+        if holder := read_holder(file):
+            print(f"{run_dir}: taking over from pid {holder[0]} on {holder[1]}, which is gone", file=sys.stderr)
         file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n", encoding="utf-8")
         try:
             yield
@@ -63,14 +54,14 @@ def locked(run_dir: Path) -> Iterator[None]:
         lock.release()
 
 
-def read_holder(file: Path) -> Holder | None:
-    """Return the process that the file names; None if it names none."""
+def read_holder(file: Path) -> tuple[int, str] | None:
+    """Return the id and host of the process that the file names; None if it names none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads(file.read_text(encoding="utf-8"))
-        return Holder(content["pid"], content["host"])
+        return content["pid"], content["host"]
     return None
 
 
-def in_use(run_dir: Path, holder: Holder | None) -> str:
-    who = f"pid {holder.pid} on {holder.host}" if holder else "another process"
+def in_use(run_dir: Path, holder: tuple[int, str] | None) -> str:
+    who = "pid {} on {}".format(*holder) if holder else "another process"
     return f"{run_dir}: {who} runs in this folder; wait for its end, stop it, or name another --run_dir"

@@ -1,11 +1,13 @@
-"""One rank of a stage from its first log line to its exit code: logs, config.json, env.json, outcome file.
+"""One rank of a stage from its first log line to its exit code: earlier runs, logs, config.json, outcome file.
 
 The loops are in the stages; a supervisor, if there is one, judges all ranks (pipeline/launching/verdict.py).
 """
 
+import json
 import logging
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,10 +26,19 @@ from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_ite
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import RunConfig
 from pipeline.configuration.redact import redacted
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EnvironmentFault, RunError, StoppedRun, print_error
-from pipeline.files import check_replaceable, refused_by_disk, write_json
+from pipeline.errors import (
+    EXIT_DONE,
+    EXIT_FAULT,
+    EXIT_STOPPED,
+    EnvironmentFault,
+    InputError,
+    RunError,
+    StoppedRun,
+    print_error,
+)
+from pipeline.files import check_replaceable, has_config, refused_by_disk, write_json
 from pipeline.processes import GIB, read_process
-from pipeline.run import earlier_runs, heartbeat
+from pipeline.run import heartbeat
 from pipeline.run.layout import done_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
@@ -47,6 +58,7 @@ log = logging.getLogger(__name__)
 file_log = logging.getLogger("pipeline.end")
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
+RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
 OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc")
 QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock")
 
@@ -105,6 +117,57 @@ def write_run_files(run: "Run") -> None:
         write_json(run.folder / "env.json", describe_environment(run.world))
 
 
+def model_folders(config: Any, stage: str) -> list[Path]:
+    """Return the model folders that a stage writes."""
+    output = Path(config.run.output_dir)
+    if stage != "ppo":
+        return [output]
+    names = ["actor", "critic", "actor_ema"] if config.ppo.enable_ema else ["actor", "critic"]
+    return [output / name for name in names]
+
+
+def starts_afresh(run: RunConfig) -> bool:
+    return run.overwrite or run.resume == "never"
+
+
+def clear(run_folder: Path) -> None:
+    """Delete the files of an earlier run, so that none can be mistaken for this run's."""
+    for name in RUN_FILES:
+        path = run_folder / name
+        if path.is_symlink() and path.is_dir():
+            for child in path.iterdir():  # the link may lead to a larger disk: it stays
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def is_finished(run_folder: Path, config: Any, stage: str) -> bool:
+    """Return True if there is nothing to do; clears the folder of a run that starts afresh.
+
+    Raises:
+        InputError: the run folder belongs to another stage, or a model folder holds other files.
+    """
+    for folder in model_folders(config, stage):
+        check_replaceable(folder)
+    if starts_afresh(config.run):
+        clear(run_folder)
+    done = done_file(run_folder)
+    if not done.is_file():
+        return False
+    content = json.loads(done.read_text(encoding="utf-8"))
+    if content["stage"] != stage:
+        raise InputError(f"{run_folder}: holds a run of {content['stage']}, this is {stage}; name another --run_dir")
+    if missing := [folder for folder in model_folders(config, stage) if not has_config(folder)]:
+        log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
+        return False
+    if config.run.max_steps > content["steps"] or config.run.resume not in ("auto", "never"):
+        return False
+    log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", run_folder, content["steps"])
+    return True
+
+
 def check_writable(run_dir: Path, rank: int) -> None:
     """Raise EnvironmentFault if the run's folder cannot be written."""
     probe = run_dir / f".probe-{rank}"  # one per rank: another rank's may vanish between two lines of this
@@ -130,7 +193,7 @@ class Run:
         """Return the exception to raise when the checkpoint of `step` is written."""
         config = self.resolved.config.run
         how = "the same command resumes"
-        if earlier_runs.starts_afresh(config):
+        if starts_afresh(config):
             how = "the same command without --overwrite and --resume never resumes"
         elif config.resume != "auto":
             how = "the same command without --resume resumes"
@@ -211,23 +274,13 @@ def describe(error: Exception, resolved: Resolved) -> str:
 
 def begin(run: Run, train: Train) -> None:
     """Start the loop unless the folder holds a finished run; record the settings first."""
-    if dist.on_main(lambda: is_finished(run)):
+    if dist.on_main(lambda: is_finished(run.folder, run.resolved.config, run.stage)):
         return
     dist.on_main(lambda: write_run_files(run))
     if run.world.is_main:
         for line in idle_flags(run.resolved.config, run.resolved.origins):
             log.warning("%s", line)
     train()(run, run.resolved.config)
-
-
-def is_finished(run: Run) -> bool:
-    """Return True if there is nothing to do; clears the folder of a run that starts afresh."""
-    config = run.resolved.config
-    for folder in earlier_runs.model_folders(config, run.stage):
-        check_replaceable(folder)
-    if earlier_runs.starts_afresh(config.run):
-        earlier_runs.clear(run.folder)
-    return earlier_runs.finished_steps(run.folder, config, run.stage) is not None
 
 
 def write_done(run: Run, *, steps: int) -> None:

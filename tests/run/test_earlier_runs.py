@@ -7,7 +7,7 @@ import pytest
 from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.files import OURS, check_replaceable
-from pipeline.run.earlier_runs import clear, finished_steps, model_folders
+from pipeline.run.run import clear, is_finished, model_folders
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -23,6 +23,7 @@ def finish(folder, *, stage="sft", steps=5, with_model=True):
     if with_model:
         (folder / "sft").mkdir()
         (folder / "sft" / "config.json").write_text("{}")
+        (folder / "sft" / OURS).write_text("{}")
     return folder / "runs"
 
 
@@ -42,19 +43,19 @@ def test_a_new_an_empty_and_an_own_folder_are_replaceable(tmp_path):
 
 def test_a_finished_run_has_nothing_to_do_unless_it_is_extended(tmp_path):
     run = finish(tmp_path)
-    assert finished_steps(run, sft(tmp_path), "sft") == 5
-    assert finished_steps(run, sft(tmp_path, max_steps=5), "sft") == 5
-    assert finished_steps(run, sft(tmp_path, max_steps=6), "sft") is None
+    assert is_finished(run, sft(tmp_path), "sft")
+    assert is_finished(run, sft(tmp_path, max_steps=5), "sft")
+    assert not is_finished(run, sft(tmp_path, max_steps=6), "sft")
 
 
 def test_a_finished_run_whose_model_is_gone_goes_on(tmp_path):
-    assert finished_steps(finish(tmp_path, with_model=False), sft(tmp_path), "sft") is None
+    assert not is_finished(finish(tmp_path, with_model=False), sft(tmp_path), "sft")
 
 
 def test_a_run_folder_of_another_stage_is_refused(tmp_path):
     run = finish(tmp_path, stage="reward")
     with pytest.raises(InputError, match="holds a run of reward, this is sft"):
-        finished_steps(run, sft(tmp_path), "sft")
+        is_finished(run, sft(tmp_path), "sft")
 
 
 def test_clearing_takes_what_could_be_mistaken_and_leaves_the_rest(tmp_path):
