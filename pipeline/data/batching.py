@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.tensor_ops import round_up
+from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 Row = Mapping[str, Any]
 
@@ -55,57 +55,38 @@ class PairBatch:
     weights: Tensor
 
 
-def sft_batch(rows: Sequence[Row | None], *, pad_id: int, length: int | None = None, multiple_of: int = 1) -> SFTBatch:
-    """Collate rows of `ids` and `trained`, one sequence per row.
+def packed_sft_batch(packs: Sequence[Sequence[Row] | None], *, pad_id: int) -> SFTBatch:
+    """Collate rows of `ids` and `trained`, one or several to a row of the batch; S is its longest row.
 
-    S is `length` if given, else the longest row rounded up to `multiple_of`. Raises ValueError if a row is longer.
-    """
-    packs = [None if row is None else [row] for row in rows]
-    return packed_sft_batch(packs, pad_id=pad_id, length=length, multiple_of=multiple_of)
-
-
-def packed_sft_batch(
-    packs: Sequence[Sequence[Row] | None], *, pad_id: int, length: int | None = None, multiple_of: int = 1
-) -> SFTBatch:
-    """Collate several sequences into each row: position ids restart and segment ids count up with each sequence.
-
-    Attention must then be limited to one sequence, by `block_diagonal_mask(segment_ids)` or by kernels that read
-    `segment_bounds`. S as in `sft_batch`.
+    Position ids restart and segment ids count up with each sequence. Attention must be limited to one sequence, by
+    `block_diagonal_mask(segment_ids)` or by kernels that read `segment_bounds`.
     """
     padding_row: Row = {"ids": [pad_id], "trained": [False]}
     filled = [[padding_row] if pack is None else pack for pack in packs]
-    tokens = [[token for row in pack for token in row["ids"]] for pack in filled]
-    input_ids = _padded(tokens, pad_id, length, multiple_of)
-    width = input_ids.shape[1]
-    trained = _padded([[bool(flag) for row in pack for flag in row["trained"]] for pack in filled], 0, width)
-    positions = _padded([[i for row in pack for i in range(len(row["ids"]))] for pack in filled], 0, width)
-    segments = _padded([[n for n, row in enumerate(pack, 1) for _ in row["ids"]] for pack in filled], 0, width)
+    segments = _padded([[n for n, row in enumerate(pack, 1) for _ in row["ids"]] for pack in filled], 0)
     return SFTBatch(
-        input_ids=input_ids,
+        input_ids=_padded([[token for row in pack for token in row["ids"]] for pack in filled], pad_id),
         attention_mask=segments > 0,
-        position_ids=positions,
-        trained_mask=trained.bool(),
+        position_ids=_padded([[i for row in pack for i in range(len(row["ids"]))] for pack in filled], 0),
+        trained_mask=_padded([[bool(flag) for row in pack for flag in row["trained"]] for pack in filled], 0).bool(),
         segment_ids=segments,
         segment_bounds=segment_bounds(segments),
         weights=_weights(packs),
     )
 
 
-def pair_batch(
-    rows: Sequence[Row | None], *, pad_id: int, length: int | None = None, multiple_of: int = 1
-) -> PairBatch:
-    """Collate rows of `chosen_ids`, `rejected_ids`, `prompt_length` and `margin`. S as in `sft_batch`."""
+def pair_batch(rows: Sequence[Row | None], *, pad_id: int) -> PairBatch:
+    """Collate rows of `chosen_ids`, `rejected_ids`, `prompt_length` and `margin`; S is the longest side."""
     padding_row: Row = {"chosen_ids": [pad_id], "rejected_ids": [pad_id], "prompt_length": 0, "margin": 0.0}
     pairs = [padding_row if row is None else row for row in rows]
     sides = [pair["chosen_ids"] for pair in pairs] + [pair["rejected_ids"] for pair in pairs]
-    input_ids = _padded(sides, pad_id, length, multiple_of)
+    input_ids = _padded(sides, pad_id)
     lengths = torch.tensor([len(side) for side in sides])
-    columns = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-    attention_mask = columns < lengths[:, None]
+    attention_mask = lengths_to_mask(lengths, input_ids.shape[1])
     return PairBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        position_ids=columns * attention_mask,
+        position_ids=torch.arange(input_ids.shape[1]) * attention_mask,
         lengths=lengths,
         prompt_lengths=torch.tensor([pair["prompt_length"] for pair in pairs]),
         margins=torch.tensor([pair["margin"] for pair in pairs], dtype=torch.float32),
@@ -148,9 +129,8 @@ def pack_rows(num_tokens: Sequence[int], max_len: int, *, max_open: int = 64) ->
         if size > max_len:
             raise ValueError(f"sequence {index} has {size} tokens, more than max_len {max_len}")
         first = max(0, len(packs) - max_open)
-        place = next((i for i in range(first, len(packs)) if free[i] >= size), None)
-        if place is None:
-            place = len(packs)
+        place = next((i for i in range(first, len(packs)) if free[i] >= size), len(packs))
+        if place == len(packs):
             packs.append([])
             free.append(max_len)
         packs[place].append(index)
@@ -216,16 +196,9 @@ def balanced_slices(
     return [mine[start : start + micro_batch_size] for start in range(0, len(mine), micro_batch_size)]
 
 
-def _padded(rows: Sequence[Sequence[int]], fill: int, length: int | None = None, multiple_of: int = 1) -> Tensor:
-    """Pad ragged rows on the right to (B,S) int64. Raises ValueError if a row is longer than `length`."""
-    longest = max(len(row) for row in rows)
-    width = length if length is not None else round_up(longest, multiple_of)
-    if longest > width:
-        raise ValueError(f"a row has {longest} tokens, more than the batch's length {width}")
-    filled = torch.full((len(rows), width), fill, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        filled[index, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
-    return filled
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """Pad ragged rows on the right to (B,S) int64."""
+    return pad_rows([torch.from_numpy(np.asarray(row, dtype=np.int64)) for row in rows], fill)
 
 
 def _weights(rows: Sequence[object]) -> Tensor:

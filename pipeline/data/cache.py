@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from filelock import FileLock
 
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts
-from pipeline.data.formats import Record
 from pipeline.data.selection import DataOptions, Stage, select_records
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.templates import set_template
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 # Part of every key: raise it when the same input gives other rows.
 FORMAT_VERSION = 2
 ROWS_PER_WRITE = 1000
-Columns = dict[str, Any]
+TOKENISERS = {"sft": sft_rows, "reward": pair_rows, "ppo": prompt_rows, "text": text_blocks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,11 @@ def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedToke
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
                 _build_folder(folder, stage, options, tokenizer)
-    return _load(folder)
+    from datasets import Dataset
+
+    counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
+    train, evaluation = (Dataset.from_file(str(folder / f"{split}.arrow")) for split in ("train", "eval"))
+    return StageData(train, evaluation, counts)
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -109,8 +112,9 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(mode=0o700)
-        num_train = _write(partial / "train.arrow", stage, _rows(stage, records.train, options, tokenizer, counts))
-        _write(partial / "eval.arrow", stage, _rows(stage, records.eval, options, tokenizer, counts))
+        tokenise: Callable[..., Iterator[Any]] = TOKENISERS[stage]
+        num_train = _write(partial / "train.arrow", stage, tokenise(records.train, tokenizer, options, counts))
+        _write(partial / "eval.arrow", stage, tokenise(records.eval, tokenizer, options, counts))
         if not num_train:
             kinds = "; ".join(counts.lines()) or "no row"
             raise InputError(f"stage {stage}: no training row is left: {kinds}")
@@ -120,26 +124,6 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
         raise EnvironmentFault(f"{partial}: cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _rows(
-    stage: Stage,
-    records: list[Record],
-    options: DataOptions,
-    tokenizer: "PreTrainedTokenizerBase",
-    counts: Counts,
-) -> Iterator[Columns]:
-    """Yield the tokenised rows of a stage as dicts of its columns."""
-    if stage == "reward":
-        for pair in pair_rows(records, tokenizer, options, counts):
-            yield {**asdict(pair), "num_tokens": len(pair.chosen_ids) + len(pair.rejected_ids)}
-    elif stage == "ppo":
-        for prompt in prompt_rows(records, tokenizer, options, counts):
-            yield {**asdict(prompt), "num_tokens": len(prompt.prompt_ids)}
-    else:
-        blocks = text_blocks(records, tokenizer, options.max_seq_len, counts)  # a generator: not begun for 'sft'
-        for row in blocks if stage == "text" else sft_rows(records, tokenizer, options, counts):
-            yield {**asdict(row), "num_tokens": len(row.ids), "num_trained": sum(row.trained)}
 
 
 def _schema(stage: Stage) -> Any:
@@ -156,22 +140,19 @@ def _schema(stage: Stage) -> Any:
     return pa.schema([*columns.items(), ("num_tokens", number)])
 
 
-def _write(path: Path, stage: Stage, rows: Iterator[Columns]) -> int:
-    """Write rows to an Arrow stream file, ROWS_PER_WRITE at a time; returns their number."""
+def _write(path: Path, stage: Stage, rows: Iterator[Any]) -> int:
+    """Write row dataclasses to an Arrow stream file, ROWS_PER_WRITE at a time; returns their number."""
     import pyarrow as pa
+
+    def columns(row: Any) -> dict[str, Any]:
+        values = asdict(row)
+        num_tokens = sum(len(ids) for name, ids in values.items() if name.endswith("ids"))
+        return {**values, "num_tokens": num_tokens, "num_trained": sum(values.get("trained", ()))}
 
     schema = _schema(stage)
     num_rows = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        while chunk := list(itertools.islice(rows, ROWS_PER_WRITE)):
+        while chunk := [columns(row) for row in itertools.islice(rows, ROWS_PER_WRITE)]:
             writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema=schema))
             num_rows += len(chunk)
     return num_rows
-
-
-def _load(folder: Path) -> StageData:
-    from datasets import Dataset
-
-    counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
-    train, evaluation = (Dataset.from_file(str(folder / f"{split}.arrow")) for split in ("train", "eval"))
-    return StageData(train, evaluation, counts)

@@ -3,11 +3,12 @@
 Bad rows are counted instead of raised. Reading files and hub sets is in `sources.py` and `readers.py`.
 """
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.sources import Row, Split, split_of
@@ -27,21 +28,28 @@ Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A usable row of any format.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a row of any format.
 
     messages: the prompt's turns, ending in a user turn; empty for a plain text document. chosen, rejected: responses,
     None where the row has none. text: a plain text document. margin: how much better chosen is, if the row says so.
-    all_turns: the prompt and the chosen response as one conversation. prompt_id: 63-bit hash of the prompt (of the text
-    for a document). split: 'train' or 'test' if the source says so.
     """
 
-    messages: Turns
-    chosen: str | None
-    rejected: str | None
-    text: str | None
-    margin: float | None
+    messages: Turns = ()
+    chosen: str | None = None
+    rejected: str | None = None
+    text: str | None = None
+    margin: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Record(Content):
+    """A usable row: content that is checked, and where it comes from.
+
+    prompt_id: 63-bit hash of the prompt (of the text for a document). split: 'train' or 'test' if the source says so.
+    """
+
     prompt_id: int
     origin: Origin
     split: Split | None
@@ -52,25 +60,13 @@ class Record:
         return self.messages if self.chosen is None else (*self.messages, Message("assistant", self.chosen))
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """The content of a row before it is checked; fields as in Record."""
-
-    messages: Turns = ()
-    chosen: str | None = None
-    rejected: str | None = None
-    text: str | None = None
-    margin: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """A set of columns that rows can have: all of `needed`, and one of `any_of` if that is not empty."""
 
     name: str
     needed: tuple[str, ...]
     any_of: tuple[str, ...]
-    parse: Callable[[Values], _Content]
+    parse: Callable[[Values], Content]
 
     def fits(self, columns: Iterable[str]) -> bool:
         """Return True if rows of these columns can be read in this format."""
@@ -90,19 +86,16 @@ def read_records(
     for row in rows:
         try:
             record = _record(row, column_map or {})
-        except BadRowError as error:
-            counts.add(str(error), row.origin)
-            num_dropped += 1
-            continue
-        except UnknownColumnsError as error:
+        except (BadRowError, UnknownColumnsError) as error:
+            is_known = isinstance(error, BadRowError)
             # A file whose first row has unknown columns is refused; a stray row among good ones is one more bad row.
-            if not num_records + num_dropped:
+            if not is_known and not num_records + num_dropped:
                 raise InputError(str(error)) from error
-            counts.add("columns fit no format", row.origin)
+            counts.add(str(error) if is_known else "columns fit no format", row.origin)
             num_dropped += 1
-            continue
-        num_records += 1
-        yield record
+        else:
+            num_records += 1
+            yield record
     if not num_records:
         kinds = "; ".join(counts.lines()) or "it has no rows"
         raise InputError(f"{row.origin.file if num_dropped else 'data'}: no usable row: {kinds}")
@@ -123,19 +116,12 @@ def _record(row: Row, column_map: Mapping[str, str]) -> Record:
     if content.chosen is not None and content.chosen == content.rejected:
         raise BadRowError("chosen equals rejected")
     hashed = content.messages or (Message("text", content.text or ""),)
-    return Record(
-        messages=content.messages,
-        chosen=content.chosen,
-        rejected=content.rejected,
-        text=content.text,
-        margin=content.margin,
-        prompt_id=prompt_hash(hashed),
-        origin=row.origin,
-        split=row.split or _own_split(values),
-    )
+    own_split = split_of(values["split"]) if isinstance(values.get("split"), str) else None
+    fields = {field.name: getattr(content, field.name) for field in dataclasses.fields(Content)}
+    return Record(**fields, prompt_id=prompt_hash(hashed), origin=row.origin, split=row.split or own_split)
 
 
-def _check_characters(content: _Content) -> None:
+def _check_characters(content: Content) -> None:
     """Raise BadRowError for text that is no Unicode (JSON can spell half a surrogate pair) or holds a NUL character."""
     texts = [turn.content for turn in content.messages] + [content.chosen, content.rejected, content.text]
     whole = "".join(text for text in texts if text is not None)
@@ -148,21 +134,21 @@ def _check_characters(content: _Content) -> None:
 
 
 def _renamed(row: Row, column_map: Mapping[str, str]) -> Values:
-    present = {ours: theirs for ours, theirs in column_map.items() if theirs in row.values}
+    present = {ours: row.values[theirs] for ours, theirs in column_map.items() if theirs in row.values}
     for ours, theirs in column_map.items():
         # A source that already has our column needs no mapping: one map may serve several sources.
         if theirs not in row.values and ours not in row.values:
             others = ", ".join(row.values) + nearest(theirs, row.values)
             raise UnknownColumnsError(f"{row.origin}: no column {theirs!r} (column_map {ours}={theirs}), only {others}")
-    return {**row.values, **{ours: row.values[theirs] for ours, theirs in present.items()}}
+    return {**row.values, **present}
 
 
 def _format_of(values: Values, origin: Origin) -> Format:
     # datasets fills columns that a row lacks with None, so null columns count only if no format fits without them.
     for columns in ([name for name in values if values[name] is not None], list(values)):
-        for candidate in FORMATS:
-            if candidate.fits(columns):
-                return candidate
+        for form in FORMATS:
+            if set(form.needed) <= set(columns) and (not form.any_of or not set(form.any_of).isdisjoint(columns)):
+                return form
     raise UnknownColumnsError(f"{origin}: {_unknown_columns(list(values))}")
 
 
@@ -175,10 +161,6 @@ def _unknown_columns(columns: list[str]) -> str:
     return f"columns {', '.join(columns) or '(none)'} fit no known format ({formats}){hint}"
 
 
-def _own_split(values: Values) -> Split | None:
-    return split_of(values["split"]) if isinstance(values.get("split"), str) else None
-
-
 def _text_of(values: Values, column: str) -> str:
     value = values[column]
     if value is None:
@@ -188,7 +170,10 @@ def _text_of(values: Values, column: str) -> str:
     return value
 
 
-def _response(values: Values, column: str) -> str:
+def _response(values: Values, *columns: str) -> str:
+    """Return the text of the first of these columns that is no null; one of them exists."""
+    present = [column for column in columns if column in values]
+    column = next((column for column in present if values[column] is not None), present[0])
     text = _text_of(values, column).strip()
     if not text:
         raise BadRowError(f"{column} is empty")
@@ -214,12 +199,12 @@ def _turns_of_prompt(values: Values, column: str) -> Turns:
     return parse_transcript(text) if is_transcript(text) else (Message("user", text.strip()),)
 
 
-def _parse_pair(values: Values) -> _Content:
+def _parse_pair(values: Values) -> Content:
     chosen, rejected = _side(values, "chosen"), _side(values, "rejected")
     if chosen[:-1] != rejected[:-1]:
         raise BadRowError("chosen and rejected have different prompts")
     messages = chosen[:-1] or _prompt_turns(values)
-    return _Content(messages, chosen[-1].content, rejected[-1].content, margin=_margin(values))
+    return Content(messages, chosen[-1].content, rejected[-1].content, margin=_margin(values))
 
 
 def _side(values: Values, column: str) -> Turns:
@@ -249,37 +234,36 @@ def _margin(values: Values) -> float | None:
     return margin
 
 
-def _parse_prompt_response(values: Values) -> _Content:
-    return _Content(_turns_of_prompt(values, "prompt"), _response(values, _response_column(values)))
+def _parse_prompt_response(values: Values) -> Content:
+    return Content(_turns_of_prompt(values, "prompt"), _response(values, *RESPONSE_COLUMNS))
 
 
-def _response_column(values: Values) -> str:
-    present = [column for column in RESPONSE_COLUMNS if column in values]
-    return next((column for column in present if values[column] is not None), present[0])
+def _parse_messages(column: str, values: Values) -> Content:
+    return _conversation(parse_turns(values[column], column))
 
 
-def _conversation(turns: Turns) -> _Content:
+def _conversation(turns: Turns) -> Content:
     if len(turns) > 1 and turns[-1].role == "assistant":
         if not turns[-1].content:
             raise BadRowError("last assistant turn is empty")
-        return _Content(turns[:-1], turns[-1].content)
-    return _Content(turns)
+        return Content(turns[:-1], turns[-1].content)
+    return Content(turns)
 
 
-def _parse_alpaca(values: Values) -> _Content:
+def _parse_alpaca(values: Values) -> Content:
     instruction = _text_of(values, "instruction").strip()
     extra = _text_of(values, "input").strip() if values.get("input") else ""
     prompt = f"{instruction}\n\n{extra}" if extra else instruction
-    return _Content((Message("user", prompt),), _response(values, _response_column(values)))
+    return Content((Message("user", prompt),), _response(values, *RESPONSE_COLUMNS))
 
 
-def _parse_text(values: Values) -> _Content:
+def _parse_text(values: Values) -> Content:
     text = _text_of(values, "text")
     if is_transcript(text):
         return _conversation(parse_transcript(text))
     if not text.strip():
         raise BadRowError("text is empty")
-    return _Content(text=text)
+    return Content(text=text)
 
 
 # In order of preference: if several fit, the first is taken.
@@ -287,13 +271,8 @@ FORMATS: tuple[Format, ...] = (
     Format("prompt/chosen/rejected", ("chosen", "rejected"), (), _parse_pair),
     Format("instruction/input/output", ("instruction",), RESPONSE_COLUMNS, _parse_alpaca),
     Format("prompt/response", ("prompt",), RESPONSE_COLUMNS, _parse_prompt_response),
-    Format("messages", ("messages",), (), lambda values: _conversation(parse_turns(values["messages"], "messages"))),
-    Format(
-        "conversations",
-        ("conversations",),
-        (),
-        lambda values: _conversation(parse_turns(values["conversations"], "conversations")),
-    ),
+    Format("messages", ("messages",), (), partial(_parse_messages, "messages")),
+    Format("conversations", ("conversations",), (), partial(_parse_messages, "conversations")),
     Format("text", ("text",), (), _parse_text),
-    Format("prompt", ("prompt",), (), lambda values: _Content(_turns_of_prompt(values, "prompt"))),
+    Format("prompt", ("prompt",), (), lambda values: Content(_turns_of_prompt(values, "prompt"))),
 )

@@ -7,9 +7,8 @@ Within a step rows are grouped by length to compute little padding. Collation it
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -67,32 +66,22 @@ class StepLoader(Generic[B]):
         """Return the optimizer steps of a run: `max_steps`, or as many as the epochs have."""
         return max_steps or max(1, math.ceil(epochs * self.steps_per_epoch))
 
-    def epoch_of(self, step: int) -> float:
-        """Return the number of passes over the rows after `step` steps."""
-        return step / self.steps_per_epoch
-
     def step(self, number: int) -> Step[B]:
         """Return the `number`-th optimizer step of training."""
         epoch, within = divmod(number, self.steps_per_epoch)
         units = rows_of_step(self.seed, epoch, within, len(self.units), self.rows_per_step)
         rows = [row for unit in units if unit is not None for row in self.units[unit]]
-        slices = balanced_slices(
-            units,
-            self._lengths,
-            world_size=self.world_size,
-            rank=self.rank,
-            micro_batch_size=self.micro_batch_size,
-        )
+        world = {"world_size": self.world_size, "rank": self.rank}
+        slices = balanced_slices(units, self._lengths, **world, micro_batch_size=self.micro_batch_size)
+        own = [[None if unit is None else self.units[unit] for unit in part] for part in slices]
+        packs = [[None if unit is None else [self.rows[row] for row in unit] for unit in part] for part in own]
         return Step(
-            micro_batches=[self.collate([self._unit(unit) for unit in part]) for part in slices],
-            rows=[row for part in slices for unit in part if unit is not None for row in self.units[unit]],
+            micro_batches=[self.collate(part) for part in packs],
+            rows=[row for part in own for unit in part for row in unit or ()],
             num_rows=len(rows),
             num_tokens=self._total("num_tokens", rows),
             num_trained=self._total("num_trained", rows),
         )
-
-    def _unit(self, unit: int | None) -> list[Any] | None:
-        return None if unit is None else [self.rows[row] for row in self.units[unit]]
 
     def _total(self, column: str, rows: Sequence[int]) -> int:
         return sum(int(self._counts[column][row]) for row in rows) if column in self._counts else len(rows)
@@ -109,24 +98,19 @@ class PrefetchedSteps(Generic[B]):
         """Prefetch up to step `end` - 1, with batches in pinned memory where `device` is a GPU."""
         self._loader, self._end, self._device = loader, end, device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="next step")
-        self._next: tuple[int, Future[Step[B]]] | None = None
+        self._next: dict[int, Future[Step[B]]] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def step(self, number: int) -> Step[B]:
         """Return `StepLoader.step(number)` and start to prefetch the next step."""
-        number_made, made = self._next or (-1, None)
-        if made is None or number_made != number:
-            made = self._thread.submit(self._make, number)
-        step = made.result()
+        step = (self._next.pop(number, None) or self._thread.submit(self._make, number)).result()
         if number + 1 < self._end:
-            self._next = (number + 1, self._thread.submit(self._make, number + 1))
+            self._next = {number + 1: self._thread.submit(self._make, number + 1)}
         return step
 
     def _make(self, number: int) -> Step[B]:
@@ -136,7 +120,7 @@ class PrefetchedSteps(Generic[B]):
         torch.cuda.set_device(self._device)  # a thread starts at device 0, which may be another rank's
         # Copies to the device are asynchronous only from pinned memory.
         pinned = [_each_tensor(batch, torch.Tensor.pin_memory) for batch in step.micro_batches]
-        return Step(pinned, step.rows, step.num_rows, step.num_tokens, step.num_trained)
+        return replace(step, micro_batches=pinned)
 
 
 def pair_lengths(rows: Any) -> list[int]:
@@ -155,13 +139,12 @@ def evaluation_batches(
         collate: takes a list of lists of rows, None for padding.
         max_batches: at most this many per rank; 0: all rows.
     """
-    slices = rank_slices(list(range(len(rows))), world_size, rank, batch_size)
-    chosen = slices[:max_batches] if max_batches else slices
 
     def make(part: list[int | None]) -> B:
         return collate([None if row is None else [rows[row]] for row in part])
 
-    return [partial(make, part) for part in chosen]
+    slices = rank_slices(range(len(rows)), world_size, rank, batch_size)
+    return [partial(make, part) for part in slices[: max_batches or None]]
 
 
 def each(batches: Sequence[Callable[[], B]], before: Callable[[], None]) -> Iterator[Callable[[], B]]:
@@ -177,9 +160,5 @@ def to_device(batch: B, device: torch.device) -> B:
 
 
 def _each_tensor(batch: B, change: Callable[[torch.Tensor], torch.Tensor]) -> B:
-    changed = {
-        field.name: change(value) if isinstance(value, torch.Tensor) else value
-        for field in fields(batch)  # type: ignore[arg-type]
-        for value in [getattr(batch, field.name)]
-    }
-    return type(batch)(**changed)
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
+    return type(batch)(**{name: change(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()})

@@ -4,9 +4,9 @@ Pure functions of records and tokenizer; what is cut or left out is counted. Whi
 `templates.py`.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
@@ -21,12 +21,13 @@ from pipeline.data.templates import (
     end_token_ids,
     special_texts,
 )
-from pipeline.data.turns import Message, Turns, turns_to_json
+from pipeline.data.turns import BadRowError, Message, Turns, turns_to_json
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+R = TypeVar("R")
 LongRows = Literal["drop", "truncate_left"]
 
 # A pair whose response alone fills the limit keeps this share of the limit for the end of its prompt.
@@ -76,43 +77,96 @@ class PromptRow:
     messages: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoder:
-    """A tokenizer with its end tokens and special texts, and the counts that it adds to."""
+class _RowMaker:
+    """A maker of rows from records: it counts what it repairs or cuts, and raises BadRowError for what it refuses."""
 
-    tokenizer: "PreTrainedTokenizerBase"
-    ends: frozenset[int]
-    special_tokens: tuple[str, ...]
-    counts: Counts
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts) -> None:
+        self.tokenizer, self.options, self.counts = tokenizer, options, counts
+        self.ends, self.special_tokens = end_token_ids(tokenizer), special_texts(tokenizer)
+        self.prompt_ids: set[int] = set()
 
-    @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerBase", counts: Counts) -> "_Encoder":
-        return cls(tokenizer, end_token_ids(tokenizer), special_texts(tokenizer), counts)
+    def rows(self, records: Iterable[Record], make: Callable[[Record], R]) -> Iterator[R]:
+        """Yield what `make` returns for each record; a record that it refuses is counted instead."""
+        for record in records:
+            try:
+                row = make(record)
+            except RefusedTurnsError:
+                self.counts.add("turns refused by the chat template", record.origin)
+            except BadRowError as error:
+                self.counts.add(str(error), record.origin)
+            else:
+                yield row
 
-    def conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> EncodedConversation | None:
-        """Encode turns; None, and counted, if the template refuses them."""
+    def sequence(self, record: Record) -> SFTRow:
+        if record.chosen is None:
+            raise BadRowError("no response to train on")
+        encoded = self._conversation(record, record.all_turns, self.options.train_turns)
+        ids, limit = encoded.ids, self.options.max_seq_len
+        if len(ids) > limit:
+            self.counts.add("truncated", record.origin)
+        # Nothing predicts the first token, so it is no target.
+        trained = [True] * len(ids) if self.options.train_on_prompt else encoded.trained
+        row = SFTRow(ids[:limit], [False, *trained[1:limit]])
+        if not any(row.trained):
+            raise BadRowError("no trained token left after truncation")
+        return row
+
+    def pair(self, record: Record) -> PairRow:
+        if record.chosen is None or record.rejected is None:
+            raise BadRowError("no pair of responses")
+        turns = [(*record.messages, Message("assistant", text)) for text in (record.chosen, record.rejected)]
+        sides = [self._conversation(record, side, "last") for side in turns]
+        chosen, rejected = sides[0].ids, sides[1].ids
+        # With only the last turn trained, the tokens before the first trained one are exactly the prompt's.
+        prompt_length = sides[0].trained.index(True)
+        limit, longest = self.options.max_seq_len, max(len(chosen), len(rejected))
+        if longest > limit:
+            if self.options.long_pairs == "drop":
+                raise BadRowError("pair longer than max_seq_len")
+            self.counts.add("pair truncated", record.origin)
+            longest_response = longest - prompt_length
+            num_kept = min(prompt_length, max(limit - longest_response, int(limit * MIN_PROMPT_SHARE), 1))
+            if longest_response > limit - num_kept:
+                self.counts.add("response truncated", record.origin)
+            prompt = self._without_start(chosen[:prompt_length], num_kept)
+            chosen, rejected = ((prompt + ids[prompt_length:])[:limit] for ids in (chosen, rejected))
+            prompt_length = num_kept
+        if chosen == rejected:
+            raise BadRowError("chosen and rejected have the same tokens")
+        return PairRow(chosen, rejected, prompt_length, record.margin or 0.0)
+
+    def prompt(self, record: Record) -> PromptRow:
+        if not record.messages:
+            raise BadRowError("no prompt")
+        if record.prompt_id in self.prompt_ids:
+            # Random numbers are keyed by the prompt's id: a repetition would give the same rollouts again.
+            raise BadRowError("prompt repeated")
+        self.prompt_ids.add(record.prompt_id)
+        self._count_special(record, record.messages)
+        ids, limit = encode_prompt(self.tokenizer, record.messages), self.options.max_prompt_seq_len
+        if len(ids) > limit:
+            if self.options.long_prompts == "drop":
+                raise BadRowError("prompt longer than max_prompt_seq_len")
+            self.counts.add("prompt truncated", record.origin)
+            ids = self._without_start(ids, limit)
+        return PromptRow(ids, record.prompt_id, turns_to_json(record.messages))
+
+    def _conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> EncodedConversation:
         self._count_special(record, turns)
-        try:
-            encoded = encode_conversation(self.tokenizer, turns, train_turns, self.ends)
-        except RefusedTurnsError:
-            self.counts.add("turns refused by the chat template", record.origin)
-            return None
+        encoded = encode_conversation(self.tokenizer, turns, train_turns, self.ends)
         if encoded.num_boundaries:
             self.counts.add("tokens would merge across the prompt's end: pieces encoded apart", record.origin)
         return encoded
 
-    def prompt(self, record: Record) -> list[int] | None:
-        """Encode a record's prompt; None, and counted, if the template refuses it."""
-        self._count_special(record, record.messages)
-        try:
-            return encode_prompt(self.tokenizer, record.messages)
-        except RefusedTurnsError:
-            self.counts.add("turns refused by the chat template", record.origin)
-            return None
-
     def _count_special(self, record: Record, turns: Turns) -> None:
         if any(token in turn.content for turn in turns for token in self.special_tokens):
             self.counts.add(SPECIAL_BROKEN, record.origin)
+
+    def _without_start(self, ids: list[int], num_kept: int) -> list[int]:
+        """Return the last `num_kept` ids; a BOS at the head is kept."""
+        if ids[0] == self.tokenizer.bos_token_id and 1 < num_kept < len(ids):
+            return [ids[0], *ids[len(ids) - num_kept + 1 :]]
+        return ids[len(ids) - num_kept :]
 
 
 def sft_rows(
@@ -123,17 +177,10 @@ def sft_rows(
     A conversation beyond max_seq_len loses its end, without an EOS in its place ('truncated'); it is dropped if no
     trained token is left.
     """
-    encoder = _Encoder.of(tokenizer, counts)
-    documents = []
-    for record in records:
-        if record.text is not None:
-            documents.append(record)
-        elif record.chosen is None:
-            counts.add("no response to train on", record.origin)
-        elif row := _sft_row(record, encoder, options):
-            yield row
-    if documents:
-        yield from text_blocks(documents, tokenizer, options.max_seq_len, counts)
+    records, maker = list(records), _RowMaker(tokenizer, options, counts)
+    yield from maker.rows((record for record in records if record.text is None), maker.sequence)
+    if documents := [record for record in records if record.text is not None]:
+        yield from text_blocks(documents, tokenizer, options, counts)
 
 
 def pair_rows(
@@ -144,43 +191,28 @@ def pair_rows(
     A pair beyond max_seq_len is dropped, or with long_pairs='truncate_left' loses the start of its prompt (the BOS
     stays), the same for both sides; a response that does not fit even then loses its end. Both are counted.
     """
-    encoder = _Encoder.of(tokenizer, counts)
-    for record in records:
-        if record.chosen is None or record.rejected is None:
-            counts.add("no pair of responses", record.origin)
-        elif (pair := _encoded_pair(record, encoder)) and (fitted := _fitted(pair, record, encoder, options)):
-            yield fitted
+    maker = _RowMaker(tokenizer, options, counts)
+    return maker.rows(records, maker.pair)
 
 
 def prompt_rows(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
 ) -> Iterator[PromptRow]:
     """Yield one row per distinct prompt; one beyond max_prompt_seq_len is dropped, or loses its start (BOS stays)."""
-    encoder = _Encoder.of(tokenizer, counts)
-    seen: set[int] = set()
-    for record in records:
-        if not record.messages:
-            counts.add("no prompt", record.origin)
-        elif record.prompt_id in seen:
-            # Random numbers are keyed by the prompt's id: a repetition would give the same rollouts again.
-            counts.add("prompt repeated", record.origin)
-        else:
-            seen.add(record.prompt_id)
-            ids = _fitted_prompt(record, encoder, options)
-            if ids is not None:
-                yield PromptRow(ids, record.prompt_id, turns_to_json(record.messages))
+    maker = _RowMaker(tokenizer, options, counts)
+    return maker.rows(records, maker.prompt)
 
 
 def text_blocks(
-    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", block_len: int, counts: Counts
+    records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
 ) -> Iterator[SFTRow]:
-    """Yield documents, joined with an EOS after each, in blocks of block_len ids; the last block may be shorter.
+    """Yield documents, joined with an EOS after each, in blocks of max_seq_len ids; the last block may be shorter.
 
     All tokens but each block's first are trained. Raises InputError if the tokenizer has no EOS.
     """
     if tokenizer.eos_token_id is None:
         raise InputError(f"{tokenizer.name_or_path}: plain text needs a tokenizer with an EOS token")
-    special = special_texts(tokenizer)
+    special, size = special_texts(tokenizer), options.max_seq_len
     rest: list[int] = []
     for record in records:
         if record.text is None:
@@ -189,8 +221,8 @@ def text_blocks(
             if any(token in record.text for token in special):
                 counts.add(SPECIAL_BROKEN, record.origin)
             rest += [*encode_text(tokenizer, broken_up(record.text, special)), tokenizer.eos_token_id]
-        num_full = len(rest) // block_len * block_len
-        yield from (_all_trained(rest[start : start + block_len]) for start in range(0, num_full, block_len))
+        num_full = len(rest) // size * size
+        yield from (_all_trained(rest[start : start + size]) for start in range(0, num_full, size))
         rest = rest[num_full:]
     if len(rest) > 1:
         yield _all_trained(rest)
@@ -198,78 +230,3 @@ def text_blocks(
 
 def _all_trained(ids: list[int]) -> SFTRow:
     return SFTRow(ids, [False] + [True] * (len(ids) - 1))
-
-
-def _sft_row(record: Record, encoder: _Encoder, options: TokenizationOptions) -> SFTRow | None:
-    encoded = encoder.conversation(record, record.all_turns, options.train_turns)
-    if encoded is None:
-        return None
-    ids, limit = encoded.ids, options.max_seq_len
-    if len(ids) > limit:
-        encoder.counts.add("truncated", record.origin)
-    # Nothing predicts the first token, so it is no target.
-    trained = [True] * len(ids) if options.train_on_prompt else encoded.trained
-    row = SFTRow(ids[:limit], [False, *trained[1:limit]])
-    if any(row.trained):
-        return row
-    encoder.counts.add("no trained token left after truncation", record.origin)
-    return None
-
-
-def _encoded_pair(record: Record, encoder: _Encoder) -> PairRow | None:
-    sides = []
-    for response in (record.chosen, record.rejected):
-        turns = (*record.messages, Message("assistant", response or ""))
-        encoded = encoder.conversation(record, turns, "last")
-        if encoded is None:
-            return None
-        sides.append(encoded)
-    # With only the last turn trained, the tokens before the first trained one are exactly the prompt's.
-    prompt_length = sides[0].trained.index(True)
-    return PairRow(sides[0].ids, sides[1].ids, prompt_length, record.margin or 0.0)
-
-
-def _fitted(pair: PairRow, record: Record, encoder: _Encoder, options: TokenizationOptions) -> PairRow | None:
-    """Fit a pair into max_seq_len; None, and counted, if it is dropped."""
-    counts, limit = encoder.counts, options.max_seq_len
-    if max(len(pair.chosen_ids), len(pair.rejected_ids)) > limit:
-        if options.long_pairs == "drop":
-            counts.add("pair longer than max_seq_len", record.origin)
-            return None
-        counts.add("pair truncated", record.origin)
-        pair, is_response_cut = _truncated_pair(pair, limit, encoder.tokenizer.bos_token_id)
-        if is_response_cut:
-            counts.add("response truncated", record.origin)
-    if pair.chosen_ids == pair.rejected_ids:
-        counts.add("chosen and rejected have the same tokens", record.origin)
-        return None
-    return pair
-
-
-def _truncated_pair(pair: PairRow, limit: int, bos_id: int | None) -> tuple[PairRow, bool]:
-    """Shorten the prompt, then the responses, to `limit` tokens per side; also returns True if a response was cut."""
-    old = pair.prompt_length
-    longest_response = max(len(pair.chosen_ids), len(pair.rejected_ids)) - old
-    new = min(old, max(limit - longest_response, int(limit * MIN_PROMPT_SHARE), 1))
-    prompt = _without_start(pair.chosen_ids[:old], new, bos_id)
-    chosen, rejected = ((prompt + ids[old:])[:limit] for ids in (pair.chosen_ids, pair.rejected_ids))
-    shorter = replace(pair, chosen_ids=chosen, rejected_ids=rejected, prompt_length=new)
-    return shorter, longest_response > limit - new
-
-
-def _fitted_prompt(record: Record, encoder: _Encoder, options: TokenizationOptions) -> list[int] | None:
-    ids, limit = encoder.prompt(record), options.max_prompt_seq_len
-    if ids is None or len(ids) <= limit:
-        return ids
-    if options.long_prompts == "drop":
-        encoder.counts.add("prompt longer than max_prompt_seq_len", record.origin)
-        return None
-    encoder.counts.add("prompt truncated", record.origin)
-    return _without_start(ids, limit, encoder.tokenizer.bos_token_id)
-
-
-def _without_start(ids: list[int], num_kept: int, bos_id: int | None) -> list[int]:
-    """Return the last `num_kept` ids; a BOS at the head is kept."""
-    if ids[0] == bos_id and 1 < num_kept < len(ids):
-        return [ids[0], *ids[len(ids) - num_kept + 1 :]]
-    return ids[len(ids) - num_kept :]

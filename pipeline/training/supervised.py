@@ -80,7 +80,7 @@ class Supervised(Generic[C, B]):
             "loss": loss,
             "grad_norm": self.engine.last_gradient_norm,
             "learning_rate": self.engine.learning_rate,
-            "epoch": self.loader.epoch_of(state.step),
+            "epoch": state.step / self.loader.steps_per_epoch,
             "num_tokens": state.num_tokens,
             "skipped_updates": state.skipped_updates,
         }

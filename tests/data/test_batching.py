@@ -17,7 +17,6 @@ from pipeline.data.batching import (
     rank_slices,
     rows_of_step,
     segment_bounds,
-    sft_batch,
 )
 
 PAD = 9
@@ -26,7 +25,7 @@ LONG = {"ids": [1, 2, 3], "trained": [False, False, True]}
 
 
 def test_sft_batch_by_hand():
-    batch = sft_batch([LONG, None, SHORT], pad_id=PAD)
+    batch = packed_sft_batch([[LONG], None, [SHORT]], pad_id=PAD)
     assert batch.input_ids.tolist() == [[1, 2, 3], [9, 9, 9], [5, 6, 9]]
     assert batch.attention_mask.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
     assert batch.trained_mask.tolist() == [[False, False, True], [False] * 3, [False, True, False]]
@@ -39,26 +38,19 @@ def test_sft_batch_by_hand():
 
 def test_masks_do_not_come_from_ids():
     """The real EOS must, with pad = EOS, stay a real, trained token."""
-    batch = sft_batch([{"ids": [4, PAD], "trained": [False, True]}, LONG], pad_id=PAD)
+    batch = packed_sft_batch([[{"ids": [4, PAD], "trained": [False, True]}], [LONG]], pad_id=PAD)
     assert batch.attention_mask[0].tolist() == [True, True, False]
     assert batch.trained_mask[0].tolist() == [False, True, False]
 
 
-def test_length_is_fixed_or_rounded_up():
-    assert sft_batch([LONG], pad_id=PAD, length=5).input_ids.tolist() == [[1, 2, 3, 9, 9]]
-    assert sft_batch([LONG], pad_id=PAD, multiple_of=4).input_ids.shape == (1, 4)
-    assert sft_batch([None, None], pad_id=PAD, multiple_of=4).weights.tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match="3 tokens, more than the batch's length 2"):
-        sft_batch([LONG], pad_id=PAD, length=2)
-
-
 def test_packed_batch_by_hand():
-    batch = packed_sft_batch([[SHORT, LONG], None], pad_id=PAD, length=6)
-    assert batch.input_ids.tolist() == [[5, 6, 1, 2, 3, 9], [9] * 6]
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0], [0] * 6]
-    assert batch.segment_ids.tolist() == [[1, 1, 2, 2, 2, 0], [1, 0, 0, 0, 0, 0]]
-    assert batch.trained_mask.tolist() == [[False, True, False, False, True, False], [False] * 6]
-    assert batch.weights.tolist() == [1.0, 0.0]
+    batch = packed_sft_batch([[SHORT, LONG], [LONG, LONG], None], pad_id=PAD)
+    assert batch.input_ids.tolist() == [[5, 6, 1, 2, 3, 9], [1, 2, 3, 1, 2, 3], [9] * 6]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2], [0] * 6]
+    assert batch.segment_ids.tolist() == [[1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 2, 2], [1, 0, 0, 0, 0, 0]]
+    assert batch.trained_mask[0].tolist() == [False, True, False, False, True, False]
+    assert not batch.trained_mask[2].any()
+    assert batch.weights.tolist() == [1.0, 1.0, 0.0]
 
 
 def test_segment_bounds_by_hand():
@@ -67,7 +59,7 @@ def test_segment_bounds_by_hand():
     assert bounds.tolist() == [0, 2, 4, 5, 8, 10] and bounds.dtype == torch.int32
     # A row's last sample and the next row's first have the same id, and are two.
     assert segment_bounds(torch.tensor([[1, 1], [1, 1]])).tolist() == [0, 2, 4]
-    assert packed_sft_batch([[SHORT, LONG], None], pad_id=PAD, length=6).segment_bounds.tolist() == [0, 2, 5, 6, 7, 12]
+    assert packed_sft_batch([[SHORT, LONG], None], pad_id=PAD).segment_bounds.tolist() == [0, 2, 5, 6, 10]
 
 
 def test_block_diagonal_mask_by_hand():
@@ -89,7 +81,7 @@ def test_packed_samples_do_not_see_each_other():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config).eval()
-    packed = packed_sft_batch([[SHORT, LONG]], pad_id=PAD, length=6)
+    packed = packed_sft_batch([[SHORT, LONG]], pad_id=PAD)
     mask = block_diagonal_mask(packed.segment_ids)
     with torch.no_grad():
         together = model(packed.input_ids, attention_mask=mask, position_ids=packed.position_ids).logits[0]

@@ -185,7 +185,7 @@ def test_an_interrupted_build_is_made_again(options, bpe_tokenizer, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_rows", interrupt)
+        patch.setattr(cache, "_write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             load_or_build("sft", options, bpe_tokenizer)
     assert len(load_or_build("sft", options, bpe_tokenizer).train) > 0

@@ -33,7 +33,9 @@ def options(**changes) -> TokenizationOptions:
 
 def record(prompt="tea?", chosen=None, rejected=None, text=None, margin=None) -> Record:
     messages = () if text is not None else (Message("user", prompt),)
-    return Record(messages, chosen, rejected, text, margin, prompt_hash(messages), Origin("f", 1), None)
+    return Record(
+        messages, chosen, rejected, text, margin, prompt_id=prompt_hash(messages), origin=Origin("f", 1), split=None
+    )
 
 
 def parts(tokenizer, prompt, response) -> tuple[list[int], list[int]]:
@@ -57,7 +59,7 @@ def test_training_on_the_prompt_leaves_out_only_the_first_token(tokenizer):
 
 def test_only_the_last_turn_is_trained_on_request(tokenizer):
     turns = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
-    row = Record(turns, "d", None, None, None, 0, Origin("f", 1), None)
+    row = Record(turns, "d", prompt_id=0, origin=Origin("f", 1), split=None)
     (every,) = sft_rows([row], tokenizer, options(), Counts())
     (last,) = sft_rows([row], tokenizer, options(train_turns="last"), Counts())
     assert every.ids == last.ids
@@ -88,7 +90,7 @@ def test_rows_that_a_stage_cannot_use_are_counted(tokenizer):
     assert not list(sft_rows([record()], tokenizer, options(), counts))
     assert not list(pair_rows([record(chosen="x")], tokenizer, options(), counts))
     assert not list(prompt_rows([record(text="x")], tokenizer, options(), counts))
-    assert not list(text_blocks([record()], tokenizer, 8, counts))
+    assert not list(text_blocks([record()], tokenizer, options(), counts))
     expected = {"no response to train on", "no pair of responses", "no prompt", "no plain text"}
     assert set(counts) == expected
 
@@ -111,7 +113,7 @@ def test_text_that_spells_a_special_token_is_broken_up(tokenizer):
 def test_refused_turns_are_counted(tokenizer):
     tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}x</s>"
     turns = (Message("system", "s"), Message("user", "u"))
-    row = Record(turns, "a", "b", None, None, 0, Origin("f", 4), None)
+    row = Record(turns, "a", "b", prompt_id=0, origin=Origin("f", 4), split=None)
     counts = Counts()
     assert not list(sft_rows([row], tokenizer, options(), counts))
     assert not list(prompt_rows([row], tokenizer, options(), counts))
@@ -199,7 +201,7 @@ def test_long_prompt_is_dropped_by_default(tokenizer):
 def test_documents_are_joined_with_eos_and_cut_into_blocks(tokenizer):
     documents = ["The quick brown fox.", "jumps", "over the lazy dog"]
     stream = [token for text in documents for token in [*encode_text(tokenizer, text), EOS]]
-    blocks = list(text_blocks([record(text=text) for text in documents], tokenizer, 7, Counts()))
+    blocks = list(text_blocks([record(text=text) for text in documents], tokenizer, options(max_seq_len=7), Counts()))
     assert [token for block in blocks for token in block.ids] == stream[: len(stream) - (len(stream) % 7 == 1)]
     assert all(len(block.ids) == 7 for block in blocks[:-1])
     assert all(block.trained == [False] + [True] * (len(block.ids) - 1) for block in blocks)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from pipeline import hub
 from pipeline.configuration.groups import DeepSpeedConfig
-from pipeline.data.batching import sft_batch
+from pipeline.data.batching import packed_sft_batch
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record
 from pipeline.data.templates import encode_prompt, set_template
@@ -49,7 +49,7 @@ def prompt_of(tokenizer: Any, num_tokens: int) -> Record:
     frame = len(encode_prompt(tokenizer, [Message("user", "Q")])) - 1
     messages = (Message("user", "Q" * (num_tokens - frame)),)
     assert len(encode_prompt(tokenizer, messages)) == num_tokens
-    return Record(messages, "yes", None, None, None, 7, Origin("a.jsonl", 1), None)
+    return Record(messages, "yes", prompt_id=7, origin=Origin("a.jsonl", 1), split=None)
 
 
 @pytest.mark.parametrize("num_tokens", [LIMIT - 1, LIMIT, LIMIT + 1, 10 * LIMIT])
@@ -85,12 +85,12 @@ def test_an_eos_that_is_the_padding_token_is_still_trained(tokenizer: Any) -> No
     options = TokenizationOptions(max_seq_len=96, max_prompt_seq_len=96)
     turns = (Message("user", "Who?"),)
     records = [
-        Record(turns, text, None, None, None, n, Origin("a", n), None) for n, text in enumerate(("I.", "A toad."))
+        Record(turns, text, prompt_id=n, origin=Origin("a", n), split=None) for n, text in enumerate(("I.", "A toad."))
     ]
     rows = [
         {"ids": sample.ids, "trained": sample.trained} for sample in sft_rows(records, tokenizer, options, Counts())
     ]
-    batch = sft_batch(rows, pad_id=tokenizer.pad_token_id)
+    batch = packed_sft_batch([[row] for row in rows], pad_id=tokenizer.pad_token_id)
     for row, length in enumerate(len(item["ids"]) for item in rows):
         assert batch.input_ids[row, length - 1] == tokenizer.eos_token_id == tokenizer.pad_token_id
         assert batch.trained_mask[row, length - 1] and batch.attention_mask[row, :length].all()

@@ -40,7 +40,7 @@ def test_kernel_equals_dense_masks(name):
     inner = AutoModelForCausalLM.from_config(without_dropout(tiny_config(name)), attn_implementation="sdpa")
     randomise(inner, 1)
     model = CausalLM(inner.to(CUDA, torch.bfloat16)).train()
-    batch = to_device(packed_sft_batch([SAMPLES[:3], SAMPLES[3:6], SAMPLES[6:], None], pad_id=EOS, length=64), CUDA)
+    batch = to_device(packed_sft_batch([SAMPLES[:3], SAMPLES[3:6], SAMPLES[6:], None], pad_id=EOS), CUDA)
     found = []
     for by_bounds in (False, True):
         if by_bounds:

@@ -1,6 +1,7 @@
 """CausalLM against transformers' own logits, row by row and without padding."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from support.tiny_models import COMMON, EOS, IDS, NUM_TOKENS, padded, random_row
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from pipeline.configuration.groups import ModelConfig
-from pipeline.data.batching import packed_sft_batch, sft_batch
+from pipeline.data.batching import packed_sft_batch
 from pipeline.models import causal_lm
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.hidden_states import hidden_states
@@ -107,7 +108,7 @@ def test_packed_rows_equal_separate_rows(causal_folder, attention):
     samples = [{"ids": row.tolist(), "trained": [False] + [True] * (len(row) - 1)} for row in random_rows(3, (5, 7, 3))]
     model = loaded(causal_folder, attention)
     packed, _ = forward_log_probs(model, packed_sft_batch([samples[:2], samples[2:]], pad_id=EOS), packed=True)
-    separate, _ = forward_log_probs(model, sft_batch(samples, pad_id=EOS), packed=False)
+    separate, _ = forward_log_probs(model, packed_sft_batch([[row] for row in samples], pad_id=EOS), packed=False)
     torch.testing.assert_close(packed[0, :4], separate[0, :4], **TOLERANCE)
     torch.testing.assert_close(packed[0, 5:11], separate[1, :6], **TOLERANCE)
     torch.testing.assert_close(packed[1, :2], separate[2, :2], **TOLERANCE)
@@ -165,7 +166,7 @@ def test_more_chunks_than_tokens(causal_folder, monkeypatch):
 def test_sft_loss_equals_transformers_own(causal_folder):
     rows = random_rows(6, (9, 5, 7))
     samples = [{"ids": row.tolist(), "trained": [i >= 3 for i in range(len(row))]} for row in rows]
-    batch, model = sft_batch(samples, pad_id=EOS), loaded(causal_folder)
+    batch, model = packed_sft_batch([[row] for row in samples], pad_id=EOS), loaded(causal_folder)
     log_probs, trained = forward_log_probs(model, batch, packed=False)
     loss = token_sum_loss(log_probs, trained) / trained.sum()
     own = AutoModelForCausalLM.from_pretrained(causal_folder).eval()
@@ -182,7 +183,8 @@ def test_sft_loss_equals_transformers_own(causal_folder):
 def test_evaluation_is_the_mean_over_all_tokens_and_rows_that_fill_add_nothing(causal_folder):
     rows = random_rows(7, (9, 5, 7))
     samples = [{"ids": row.tolist(), "trained": [i >= 3 for i in range(len(row))]} for row in rows]
-    batches = [lambda: sft_batch(samples[:2], pad_id=EOS), lambda: sft_batch([samples[2], None], pad_id=EOS)]
+    packs = [[samples[0]], [samples[1]]], [[samples[2]], None]
+    batches = [partial(packed_sft_batch, part, pad_id=EOS) for part in packs]
     found = evaluate(loaded(causal_folder), batches, torch.device("cpu"))
     tokens = torch.cat([reference_log_probs(causal_folder, row)[2:] for row in rows])  # token 3 is number 2 predicted
     assert found["eval_loss"] == pytest.approx(-tokens.mean().item(), rel=1e-5)

@@ -9,7 +9,7 @@ from support.packed_rows import give_bounds, plain_kernel
 from support.tiny_models import EOS, NUM_TOKENS, random_rows, randomise, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
 
-from pipeline.data.batching import packed_sft_batch, sft_batch
+from pipeline.data.batching import packed_sft_batch
 from pipeline.models import packed_attention
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.hidden_states import PACKED_UNIT
@@ -68,9 +68,9 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 def test_bounds_give_what_dense_masks_give(kernel, name, recomputed):
     inner = tiny(name)
     model = CausalLM(inner).train()
-    batch = packed_sft_batch(PACKS, pad_id=EOS, length=18)
+    batch = packed_sft_batch(PACKS, pad_id=EOS)
     dense, dense_gradients = loss_and_gradients(model, batch, packed=True)
-    alone, _ = loss_and_gradients(model, sft_batch(SAMPLES, pad_id=EOS), packed=False)
+    alone, _ = loss_and_gradients(model, packed_sft_batch([[row] for row in SAMPLES], pad_id=EOS), packed=False)
     give_bounds(inner)
     if recomputed:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -152,7 +152,7 @@ def test_a_model_that_takes_no_bounds_pads(kernel):
 def test_other_masks_go_to_sdpa(kernel):
     """Evaluation pads its rows: the same model takes a plain mask, or none."""
     inner = tiny("llama")
-    model, batch = CausalLM(inner), sft_batch(SAMPLES, pad_id=EOS)
+    model, batch = CausalLM(inner), packed_sft_batch([[row] for row in SAMPLES], pad_id=EOS)
     wanted = forward_log_probs(model, batch, packed=False)[0]
     bare = inner(batch.input_ids[:1]).logits
     give_bounds(inner)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
-from pipeline.data.batching import sft_batch
+from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import Step
 from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
@@ -196,5 +196,5 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
 def text_step() -> Step:
     """Rows of 6, 3 and 5 tokens, of which the first two are no targets."""
     rows = [{"ids": row.tolist(), "trained": [n > 1 for n in range(len(row))]} for row in random_rows(8, (6, 3, 5))]
-    batches = [sft_batch(rows[:2], pad_id=PAD), sft_batch([rows[2], None], pad_id=PAD)]
+    batches = [packed_sft_batch(packs, pad_id=PAD) for packs in ([[rows[0]], [rows[1]]], [[rows[2]], None])]
     return Step(micro_batches=batches, rows=[0, 1, 2], num_rows=3, num_tokens=14, num_trained=8)
