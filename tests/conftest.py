@@ -22,10 +22,11 @@ TRAINING_TEXT = (
 
 # Files that take minutes, longest first: a worker that gets one of them at the end would work on alone.
 LONG = (
-    "multi/test_ranks_ppo.py", "data/test_real_data.py", "faults/test_kill.py", "faults/test_ranks_ending.py",
-    "multi/test_ranks_decode.py", "multi/test_ranks_streaming.py", "multi/test_ranks_sft.py",
-    "generation/test_generator.py", "faults/test_resume_changed.py", "checkpoints/test_resume.py",
-    "multi/test_ranks_reward.py", "generation/test_slot_sampling.py", "project/test_bench.py",
+    "faults/test_ranks_ending.py", "multi/test_ranks_ppo.py", "data/test_real_data.py", "faults/test_resume_changed.py",
+    "checkpoints/test_resume.py", "faults/test_kill.py", "generation/test_generator.py", "multi/test_ranks_sft.py",
+    "project/test_bench.py", "step1_sft/test_step_1.py", "multi/test_ranks_decode.py", "multi/test_ranks_reward.py",
+    "multi/test_ranks_streaming.py", "rlhf/test_install.py", "generation/test_generation_runs.py",
+    "multi/test_ranks_checkpoint.py", "generation/test_slot_sampling.py",
 )  # fmt: skip
 
 
