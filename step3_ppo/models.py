@@ -13,7 +13,6 @@ from pipeline.errors import InputError
 from pipeline.generation.options import BackendSettings, GenerationOptions
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import base_model, check_model, load_causal_lm, load_config
-from pipeline.models.lora import adapters_disabled
 from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.models.reward_model import load_reward_model, score_constants
@@ -65,7 +64,7 @@ class Models:
         if self.reference is not None:
             yield self.reference
         else:
-            with adapters_disabled(self.actor.module.model):
+            with self.actor.module.model.disable_adapter():
                 yield self.actor
 
 

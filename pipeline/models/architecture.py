@@ -39,7 +39,7 @@ class Block:
     head_norms: tuple[nn.Module, nn.Module] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A decoder of OPT or of a Llama-like model.
 
@@ -50,11 +50,11 @@ class Architecture:
 
     blocks: list[Block]
     tokens: nn.Embedding
-    positions: nn.Embedding | None
-    position_offset: int
-    rotary: Any
-    project_in: nn.Linear | None
-    project_out: nn.Linear | None
+    positions: nn.Embedding | None = None
+    position_offset: int = 0
+    rotary: Any = None
+    project_in: nn.Linear | None = None
+    project_out: nn.Linear | None = None
     final_norm: nn.Module | None
     head: nn.Linear
     num_heads: int
@@ -74,12 +74,12 @@ def read_architecture(model: Any) -> Architecture:
     Raises:
         UnsupportedModel: its type or one of its settings is not supported.
     """
-    config = base_model(model).config
-    kind = config.model_type
+    model = base_model(model)
+    kind = model.config.model_type
     if kind == "opt":
-        return _read_opt(base_model(model))
+        return _read_opt(model)
     if kind in LLAMA_SHAPE:
-        return _read_llama(base_model(model))
+        return _read_llama(model)
     raise UnsupportedModel(f"model type {kind} is not among opt, {', '.join(LLAMA_SHAPE)}")
 
 
@@ -105,7 +105,6 @@ def _read_opt(model: Any) -> Architecture:
         tokens=decoder.embed_tokens,
         positions=decoder.embed_positions,
         position_offset=decoder.embed_positions.offset,
-        rotary=None,
         project_in=decoder.project_in,
         project_out=decoder.project_out,
         final_norm=decoder.final_layer_norm,
@@ -120,30 +119,31 @@ def _read_opt(model: Any) -> Architecture:
 def _read_llama(model: Any) -> Architecture:
     config = model.config
     decoder: Any = backbone(model)
-    _refuse_llama_variants(config)
-    blocks = [_llama_block(layer) for layer in decoder.layers]
+    if config.hidden_act != "silu":
+        raise UnsupportedModel(f"activation {config.hidden_act}")
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type", "default") not in FIXED_ROTARY:
+        raise UnsupportedModel(f"rotary positions of type {rotary['rope_type']}")
+    if rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel("rotary positions on a part of each head")
+    window = getattr(config, "sliding_window", None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Architecture(
-        blocks=blocks,
+        blocks=[_llama_block(layer) for layer in decoder.layers],
         tokens=decoder.embed_tokens,
-        positions=None,
-        position_offset=0,
         rotary=decoder.rotary_emb,
-        project_in=None,
-        project_out=None,
         final_norm=decoder.norm,
         head=model.lm_head,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         norm_first=True,
-        window=config.sliding_window if _uses_window(config) else None,
+        window=window if window and getattr(config, "use_sliding_window", True) else None,
     )
 
 
 def _llama_block(layer: Any) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
     return Block(
         q=attention.q_proj,
         k=attention.k_proj,
@@ -153,23 +153,8 @@ def _llama_block(layer: Any) -> Block:
         down=mlp.down_proj,
         attention_norm=layer.input_layernorm,
         mlp_norm=layer.post_attention_layernorm,
-        head_norms=norms,
+        head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
     )
-
-
-def _refuse_llama_variants(config: Any) -> None:
-    """Raise UnsupportedModel for settings that the decode step does not compute."""
-    if config.hidden_act != "silu":
-        raise UnsupportedModel(f"activation {config.hidden_act}")
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if rotary.get("rope_type", "default") not in FIXED_ROTARY:
-        raise UnsupportedModel(f"rotary positions of type {rotary['rope_type']}")
-    if rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("rotary positions on a part of each head")
-
-
-def _uses_window(config: Any) -> bool:
-    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
 
 
 def linear_of(module: Any) -> Any:

@@ -65,7 +65,9 @@ class CausalLM(nn.Module):
             with_entropy: compute also the entropy of each selected token's distribution, without gradient.
         """
         hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
-        index = selected_index(selected, num_selected)  # (M,) into (B, S - 1)
+        flat = selected.flatten()
+        places = flat.nonzero() if num_selected is None else torch.nonzero_static(flat, size=num_selected)
+        index = places.squeeze(1)  # (M,) into (B, S - 1)
         places = index + index // max(1, selected.shape[1])  # the same positions in (B, S)
         log_probs, entropy = self._in_pieces(
             hidden.flatten(0, 1).index_select(0, places),
@@ -108,11 +110,3 @@ class CausalLM(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = base_model(self.model).get_output_embeddings()(hidden)  # (m, V) in the model's type
         return token_statistics(logits, targets, scaling, with_entropy=with_entropy)
-
-
-def selected_index(selected: torch.Tensor, num_selected: int | None) -> torch.Tensor:
-    """Return the (M,) int64 indices of True in the flattened mask; with M given, without synchronising with a GPU."""
-    flat = selected.flatten()
-    if num_selected is None:
-        return flat.nonzero().squeeze(1)
-    return torch.nonzero_static(flat, size=num_selected).squeeze(1)

@@ -37,8 +37,10 @@ def hidden_states(
             keep rows apart (`enable_packed_attention`). None: padding passes through it too.
     """
     if attention_mask.dim() != 2:
-        mask = for_attention(model, attention_mask)
-        return last_hidden(model, input_ids=input_ids, attention_mask=mask, position_ids=position_ids)
+        if base_model(model).config._attn_implementation == "eager":  # adds the mask to its scores
+            zeros = torch.zeros_like(attention_mask, dtype=next(model.parameters()).dtype)
+            attention_mask = zeros.masked_fill(~attention_mask, torch.finfo(zeros.dtype).min)
+        return last_hidden(model, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
     check_padding(attention_mask)
     if num_tokens is not None and uses_packed_attention(base_model(model).config):
         return without_padding(model, input_ids, attention_mask, num_tokens)
@@ -82,12 +84,3 @@ def check_padding(mask: Tensor) -> None:
     """
     if mask.device.type == "cpu" and (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError("rows must be padded on the right: a real token follows padding")
-
-
-def for_attention(model: Any, mask: Tensor) -> Tensor:
-    """Convert a (B, 1, S, S) bool mask to the kind that the model's attention reads."""
-    # Eager attention adds a 4-D mask to its scores: bools would add 1 or 0 and hide nothing.
-    if base_model(model).config._attn_implementation != "eager":
-        return mask
-    dtype = next(model.parameters()).dtype
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)

@@ -6,7 +6,6 @@ Configuration and files are checked before any weight is read. Reward heads are 
 
 import copy
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pipeline import dist
-from pipeline.errors import InputError, RunError
+from pipeline.errors import InputError
 from pipeline.hub import go_offline_without_network
 from pipeline.models.paths import check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
@@ -48,15 +47,10 @@ def load_config(path: str) -> PretrainedConfig:
         raw, _ = PretrainedConfig.get_config_dict(name)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
-        raise loading_error(path, "cannot read a model configuration", error) from error
+        raise reading_error(path, "cannot read a model configuration", error) from error
     if fields := list(kernel_fields(raw)):
         raise InputError(f"{path}: config.json: {fields[0]}: code from the hub is never run; remove the field")
-    strip_private(config, raw, path)
-    return config
-
-
-def strip_private(config: PretrainedConfig, raw: Mapping[str, Any], path: str) -> None:
-    """Remove the fields of config.json that are private to transformers, because they steer what it loads."""
+    # Fields that are private to transformers steer what it loads.
     declared = getattr(type(config), "__dataclass_fields__", {})
     private = [name for name in raw if name.startswith("_") and name not in (*HARMLESS_FIELDS, *declared)]
     for name in private:
@@ -64,6 +58,7 @@ def strip_private(config: PretrainedConfig, raw: Mapping[str, Any], path: str) -
     config._attn_implementation = None
     if private:
         warn_once(f"{path}: config.json: private fields are ignored: {', '.join(private)}")
+    return config
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
@@ -141,7 +136,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, attn_implementation: str = 
     try:
         merged: Any = PeftModel.from_pretrained(model, str(Path(path).expanduser())).merge_and_unload()
     except Exception as error:
-        raise loading_error(path, "cannot load the adapter", error) from error
+        raise reading_error(path, "cannot load the adapter", error) from error
     merged.source_config = model.source_config
     return merged
 
@@ -194,20 +189,11 @@ def load_pretrained(
     except Exception as error:
         if dist.follows_from_another_rank(error):  # under ZeRO-3 loading is a collective
             raise
-        raise loading_error(path, "cannot load the model", error) from error
+        raise reading_error(path, "cannot load the model", error) from error
     if missing := sorted(set(info["missing_keys"]) - may_lack):
         raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
     model.source_config = source
     return model
-
-
-def loading_error(path: str, what: str, error: Exception) -> RunError:
-    """Describe in one line why transformers did not load a model: a fault of the network, or of its files."""
-    if type(error).__name__ == "UnpicklingError":
-        return InputError(f"{path}: {what}: its .bin file holds more than tensors and is refused (weights_only)")
-    if "ignore_mismatched_sizes" in str(error):
-        return InputError(f"{path}: {what}: the shapes in its files are not those of config.json")
-    return reading_error(path, what, error)
 
 
 def base_model(model: Any) -> Any:

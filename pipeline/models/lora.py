@@ -1,10 +1,8 @@
-"""LoRA by peft: choose the layers, wrap the model, switch adapters off, compute merged weights.
+"""LoRA by peft: choose the layers, wrap the model, compute merged weights.
 
 Saving adapters is in `checkpoints/model_folder.py`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,28 +55,16 @@ def add_lora(
         # peft draws A from the global generator, on the CPU.
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
-    if not only_lora:
-        train_other_weights(wrapped)
+    if not only_lora:  # all but the base weights of LoRA layers and the originals of saved modules
+        frozen = {id(module.get_base_layer().weight) for module in wrapped.modules() if isinstance(module, LoraLayer)}
+        for name, parameter in wrapped.named_parameters():
+            if id(parameter) not in frozen and "original_module" not in name:
+                parameter.requires_grad_(True)
     return wrapped
-
-
-def train_other_weights(model: nn.Module) -> None:
-    """Unfreeze all parameters but the base weights of LoRA layers and the originals of saved modules."""
-    frozen = {id(module.get_base_layer().weight) for module in model.modules() if isinstance(module, LoraLayer)}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in frozen and "original_module" not in name:
-            parameter.requires_grad_(True)
 
 
 def is_lora(model: Any) -> bool:
     return hasattr(model, "peft_config")
-
-
-@contextmanager
-def adapters_disabled(model: Any) -> Iterator[None]:
-    """Disable all adapters inside the context, which turns a LoRA actor into its reference policy."""
-    with model.disable_adapter():
-        yield
 
 
 @torch.no_grad()

@@ -104,7 +104,11 @@ def nearest_folder(path: Path) -> str:
 
 
 def reading_error(path: str, what: str, error: Exception) -> RunError:
-    """Describe in one line why transformers did not read a file of a model: a fault of the network, or of the file."""
+    """Describe in one line why transformers did not read a model or tokenizer: a fault of network or files."""
+    if type(error).__name__ == "UnpicklingError":
+        return InputError(f"{path}: {what}: its .bin file holds more than tensors and is refused (weights_only)")
+    if "ignore_mismatched_sizes" in str(error):
+        return InputError(f"{path}: {what}: the shapes in its files are not those of config.json")
     reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
     is_hub_id = not Path(path).expanduser().exists() and may_be_hub_id(path)
     if is_hub_id and isinstance(error, OSError) and "valid model identifier" not in str(error):

@@ -84,7 +84,10 @@ def load_reward_model(
         InputError: no model at `path`, or one without a head if `new_head` is False.
     """
     if not new_head:
-        check_has_head(path)
+        check_reward_model(path)
+        architectures = load_config(path).architectures or []  # also of a hub id
+        if not any("SequenceClassification" in name for name in architectures):
+            raise InputError(f"{path}: {architectures} has no reward head; give the output of step 2")
     model = load_pretrained(
         AutoModelForSequenceClassification,
         path,
@@ -98,23 +101,10 @@ def load_reward_model(
         raise InputError(
             f"{path}: {type(model).__name__} has no linear head `score`; this architecture is not supported"
         )
-    model.score = as_float_linear(model.score)
+    head = model.score
+    model.score = FloatLinear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    model.score.weight, model.score.bias = head.weight, head.bias
     return TokenValueModel(model)
-
-
-def check_has_head(path: str) -> None:
-    """Raise InputError unless the configuration at `path` names a model with a reward head."""
-    check_reward_model(path)
-    architectures = load_config(path).architectures or []
-    if not any("SequenceClassification" in name for name in architectures):
-        raise InputError(f"{path}: {architectures} has no reward head; give the output of step 2")
-
-
-def as_float_linear(head: nn.Linear) -> FloatLinear:
-    """Return a layer with the same parameters that computes in fp32."""
-    replaced = FloatLinear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
-    replaced.weight, replaced.bias = head.weight, head.bias
-    return replaced
 
 
 def initialise_head(head: Any, *, seed: int) -> None:

@@ -105,7 +105,9 @@ def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pi
         warn_once(f"{folder}: no safetensors; {PICKLED} is read with weights_only")
         return
     shapes = {name: entry.get("shape") for file in files for name, entry in read_header(file).items()}
-    vocab_size = text_field(config, "vocab_size")
+    inner = config.get("text_config")
+    sizes = [source.get("vocab_size") for source in (config, inner if isinstance(inner, Mapping) else {})]
+    vocab_size = next((size for size in sizes if isinstance(size, int)), None)
     for name, shape in shapes.items():
         if name.endswith(EMBEDDINGS) and shape and vocab_size is not None and shape[0] != vocab_size:
             raise InputError(
@@ -149,12 +151,3 @@ def read_header(file: Path) -> dict[str, Any]:
             f"{file}: found {size} bytes, wanted {8 + length + end}; the file is cut short: fetch it again"
         )
     return header
-
-
-def text_field(config: Mapping[str, Any], name: str) -> int | None:
-    """Return an integer field of config.json or of its text_config, None if there is none."""
-    inner = config.get("text_config")
-    for source in (config, inner if isinstance(inner, Mapping) else {}):
-        if isinstance(source.get(name), int):
-            return source[name]
-    return None

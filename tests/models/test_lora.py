@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from pipeline.errors import InputError
 from pipeline.models.loading import load_causal_lm
-from pipeline.models.lora import adapters_disabled, add_lora, is_lora, linear_names, merged_weight
+from pipeline.models.lora import add_lora, is_lora, linear_names, merged_weight
 from pipeline.models.reward_model import load_reward_model
 
 ROW = random_rows(0, (8,))[0].unsqueeze(0)
@@ -121,7 +121,7 @@ def test_layers_that_store_their_weight_transposed_are_merged_right():
     expected, base = logits(model), model.get_base_model()
     layer = base.transformer.h[0].attn.c_attn
     layer.get_base_layer().weight.data.copy_(merged_weight(layer))
-    with adapters_disabled(model):
+    with model.disable_adapter():
         torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -129,7 +129,7 @@ def test_the_reference_is_the_model_without_its_adapters(causal_folder):
     model = with_adapters(causal_folder)
     fill_b(model)
     tuned, base = logits(model), logits(load_causal_lm(causal_folder, dtype=torch.float32))
-    with adapters_disabled(model):
+    with model.disable_adapter():
         torch.testing.assert_close(logits(model), base, rtol=0, atol=0)
     torch.testing.assert_close(logits(model), tuned, rtol=0, atol=0)
 
@@ -139,7 +139,7 @@ def test_an_exception_leaves_the_adapters_on(causal_folder):
     fill_b(model)
     tuned = logits(model)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    with pytest.raises(RuntimeError, match="inside"), adapters_disabled(model):
+    with pytest.raises(RuntimeError, match="inside"), model.disable_adapter():
         raise RuntimeError("inside")
     torch.testing.assert_close(logits(model), tuned, rtol=0, atol=0)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
@@ -149,6 +149,6 @@ def test_what_is_trained_stays_trained_after_the_reference_pass(causal_folder):
     """peft's disable_adapter switches requires_grad off inside: it must come back."""
     model = with_adapters(causal_folder)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    with adapters_disabled(model):
+    with model.disable_adapter():
         logits(model)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
