@@ -10,7 +10,7 @@ from pipeline.data.templates import set_template
 from pipeline.engine.build import frozen_engine, language_model_engine, value_model_engine
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import InputError
-from pipeline.generation.options import BackendSettings, GenerationOptions
+from pipeline.generation.options import GenerationOptions
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import base_model, check_model, load_causal_lm, load_config
 from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
@@ -155,9 +155,10 @@ def make_reference(run: Run, config: PPOConfig) -> FrozenEngine | None:
 def generation_options(config: PPOConfig) -> GenerationOptions:
     """Collect what the flags say of generation."""
     sampling = config.sampling
-    positions = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     return GenerationOptions(
-        backend=BackendSettings(sampling.generation_engine, sampling.merge_lora_for_generation, positions),
+        backend=sampling.generation_engine,
+        merge_lora=sampling.merge_lora_for_generation,
+        max_sequence_length=config.data.max_prompt_seq_len + sampling.max_answer_seq_len,
         # Optimizer states that come back for the update need the memory that the cache had.
         release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         tensor_parallel_size=sampling.inference_tp_size,

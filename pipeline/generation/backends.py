@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import InputError
 from pipeline.files import GIB
-from pipeline.generation.options import Backend, BackendSettings
+from pipeline.generation.options import Backend, GenerationOptions
 from pipeline.generation.static import check_static_cache_forward
 from pipeline.models.architecture import UnsupportedModel, read_architecture
 from pipeline.models.lora import is_lora
@@ -34,14 +34,13 @@ class CachedForward(Protocol):
     Implemented by `fused.FusedForward` and `static.StaticCacheForward`. M slots (rows of the cache), V vocabulary.
     """
 
+    bytes_per_token: int
+    preserves_free_slots: bool
+
     @property
     def device(self) -> torch.device: ...
     @property
-    def bytes_per_token(self) -> int: ...
-    @property
     def num_copied_bytes(self) -> int: ...
-    @property
-    def preserves_free_slots(self) -> bool: ...
     def refresh(self) -> None: ...
     def prepare(self, cache_length: int) -> None: ...
     def new_cache(self, num_slots: int, cache_length: int) -> Any: ...
@@ -50,51 +49,43 @@ class CachedForward(Protocol):
     def addresses(self) -> tuple[int, ...]: ...
 
 
-def choose_backend(model: nn.Module, settings: BackendSettings, device: torch.device) -> tuple[Backend, list[str]]:
+def choose_backend(model: nn.Module, options: GenerationOptions, device: torch.device) -> tuple[Backend, list[str]]:
     """Return the backend to use, and for each faster one that cannot be used "name: reason".
 
     Raises:
         InputError: a backend was requested by name that cannot be used.
     """
-    checks = {"fused": _check_fused, "static": _check_static}
     fallbacks: list[str] = []
     for backend in BACKENDS:
-        if settings.requested not in ("auto", backend):
+        if options.backend not in ("auto", backend):
             continue
         try:
-            if backend in checks:
-                checks[backend](model, settings, device)
+            _check_support(backend, model, options, device)
             return backend, fallbacks
         except UnsupportedModel as reason:
             fallbacks.append(f"{backend}: {reason}")
-    raise InputError(f"--generation_engine {settings.requested}: {fallbacks[0].split(': ', 1)[1]}; use auto")
+    raise InputError(f"--generation_engine {options.backend}: {fallbacks[0].split(': ', 1)[1]}; use auto")
 
 
-def _check_fused(model: nn.Module, settings: BackendSettings, device: torch.device) -> None:
-    _check_triton(settings, device)
-    architecture = read_architecture(model)
-    if architecture.window is not None and settings.max_sequence_length > architecture.window:
-        raise UnsupportedModel(
-            f"sequences of {settings.max_sequence_length} tokens are longer than the window {architecture.window}"
-        )
-    if is_lora(model) and not settings.merge_lora:
-        raise UnsupportedModel("it takes no unmerged adapters (--merge_lora_for_generation false)")
-
-
-def _check_static(model: nn.Module, settings: BackendSettings, device: torch.device) -> None:
-    _check_triton(settings, device)
-    check_static_cache_forward(model)
-
-
-def _check_triton(settings: BackendSettings, device: torch.device) -> None:
-    """Raise UnsupportedModel without a CUDA device; triton's slow interpreter serves a backend requested by name."""
+def _check_support(backend: Backend, model: nn.Module, options: GenerationOptions, device: torch.device) -> None:
+    """Raise UnsupportedModel where the backend cannot be used; triton's slow interpreter is used by name only."""
+    if backend == "eager":
+        return
     try:
         import triton
     except ImportError:
         raise UnsupportedModel("triton is not installed") from None
-    interpreted = settings.requested != "auto" and triton.knobs.runtime.interpret
+    interpreted = options.backend != "auto" and triton.knobs.runtime.interpret
     if device.type != "cuda" and not interpreted:
         raise UnsupportedModel("there is no CUDA device")
+    if backend == "static":
+        check_static_cache_forward(model)
+        return
+    window, length = read_architecture(model).window, options.max_sequence_length
+    if window is not None and length > window:
+        raise UnsupportedModel(f"sequences of {length} tokens are longer than the window {window}")
+    if is_lora(model) and not options.merge_lora:
+        raise UnsupportedModel("it takes no unmerged adapters (--merge_lora_for_generation false)")
 
 
 def free_bytes(device: torch.device) -> int:

@@ -74,25 +74,6 @@ class Decoder:
         self.mask, self.rows, self.positions = self.mask[kept], self.rows[kept], self.positions[kept]
 
 
-class DrawnTokens:
-    """The tokens drawn so far, one row per response: written by position, returned as ragged rows at the end."""
-
-    def __init__(self, num_rows: int, width: int, *, pad_id: int, device: torch.device) -> None:
-        self.tokens = torch.full((num_rows, width), pad_id, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(num_rows, width, device=device)
-        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
-
-    def write(self, rows: torch.Tensor, position: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
-        """Add one token to each of `rows`, all at one position."""
-        self.tokens[rows, position] = tokens
-        self.log_probs[rows, position] = log_probs
-        self.lengths[rows] += 1
-
-    def ragged(self, values: torch.Tensor) -> list[torch.Tensor]:
-        return [row[:length] for row, length in zip(values, self.lengths.tolist(), strict=True)]
-
-
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -117,39 +98,32 @@ def generate(
     sample_index = torch.arange(len(rows), device=device) % num_samples
     uniform = rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens)
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
-    drawn = DrawnTokens(len(rows), sampling.max_new_tokens, pad_id=pad_id, device=device)
-    decoder = Decoder(model, rows, pad_id)
+    tokens_by_row = prompt_ids.new_full(uniform.shape, pad_id)
+    log_probs_by_row = torch.zeros(uniform.shape, device=device)
+    lengths, finished = torch.zeros_like(prompt_ids), torch.zeros_like(prompt_ids, dtype=torch.bool)
+    batch = Decoder(model, rows, pad_id)
     for position in range(sampling.max_new_tokens):
         if should_stop():
             raise GenerationStopped
-        decode_token(decoder, drawn, position, uniform[:, position], eos=eos, sampling=sampling)
-        if not len(decoder.rows):
+        here, scaled = batch.rows, batch.logits / sampling.temperature
+        tokens = draw(truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), uniform[here, position])
+        # Rows that have finished but not left the batch are written behind their ends.
+        tokens_by_row[here, position] = tokens
+        log_probs_by_row[here, position] = gather_log_probs(scaled, tokens)
+        lengths[here] += ~finished[here]
+        finished[here] |= torch.isin(tokens, eos)
+        alive = ~finished[here]
+        if position + 1 == sampling.max_new_tokens or not (num_alive := int(alive.sum())):
             break
-    responses, log_probs = drawn.ragged(drawn.tokens), drawn.ragged(drawn.log_probs)
-    return Rollout(rows, responses, log_probs, drawn.finished, prompt_ids, sample_index)
-
-
-def decode_token(
-    decoder: Decoder, drawn: DrawnTokens, position: int, uniform: torch.Tensor, *, eos: torch.Tensor, sampling: Sampling
-) -> None:
-    """Draw the token at `position` of each row in the batch and compute the next logits; finished rows leave it."""
-    scaled = decoder.logits / sampling.temperature
-    rows = decoder.rows
-    tokens = draw(truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), uniform[rows])
-    log_probs = gather_log_probs(scaled, tokens)
-    open_rows = ~drawn.finished[rows]
-    drawn.write(rows[open_rows], position, tokens[open_rows], log_probs[open_rows])
-    drawn.finished[rows] |= torch.isin(tokens, eos) & open_rows
-    alive = ~drawn.finished[rows]
-    is_last = position + 1 == sampling.max_new_tokens
-    num_done = len(rows) if is_last else int((~alive).sum())
-    if num_done == len(rows):
-        decoder.rows = rows[:0]
-        return
-    if num_done >= COMPACT_ABOVE * len(rows):
-        decoder.keep(alive)
-        tokens = tokens[alive]
-    decoder.advance(tokens)
+        if len(here) - num_alive >= COMPACT_ABOVE * len(here):
+            batch.keep(alive)
+            tokens = tokens[alive]
+        batch.advance(tokens)
+    ends = lengths.tolist()
+    responses, log_probs = (
+        [row[:end] for row, end in zip(values, ends, strict=True)] for values in (tokens_by_row, log_probs_by_row)
+    )
+    return Rollout(rows, responses, log_probs, finished, prompt_ids, sample_index)
 
 
 def generate_batches(model: nn.Module, prompts: Sequence[Prompt], *, batch_size: int, **settings: Any) -> Rollout:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Norm, Projection, head_layout
+from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Projection, head_layout
 from pipeline.kernels.attention_choice import disable_cudnn_attention
-from pipeline.kernels.decode_attention import attend, split_kv_schedule, store_prompts
-from pipeline.kernels.decode_layers import Branch, Rotary, add_norm, rotate, silu_gate
+from pipeline.kernels.decode_attention import attend, store_prompts
+from pipeline.kernels.decode_layers import Branch, add_norm, rotate, silu_gate
+from pipeline.kernels.split_kv import SplitKVSchedule
 from pipeline.kernels.split_matmul import split_matmul
 from pipeline.models.architecture import rotary_table
 from pipeline.tensor_ops import linear_relu
@@ -49,32 +50,24 @@ class FusedForward:
     sum_ranks: adds partial results over the ranks of a tensor-parallel group, in place.
     """
 
+    preserves_free_slots = True  # a decode step neither reads nor writes slots that are not active
+
     def __init__(self, weights: DecodeWeights, sum_ranks: Callable[[Tensor], None] | None = None) -> None:
         self.weights, self.architecture = weights, weights.architecture
         self.sum_ranks = sum_ranks
         self.layouts = [head_layout(self.architecture, block.order, weights.shard) for block in weights.blocks]
-        self._rotary: Rotary | None = None
+        size = self.architecture.head.weight.element_size()  # also known before the weights are read
+        self.bytes_per_token = 2 * len(self.layouts) * self.layouts[0].num_kv_heads * self.layouts[0].head_dim * size
+        self._rotary: tuple[Tensor, Tensor] | None = None  # cos and sin
 
     @property
     def device(self) -> torch.device:
         return self._head.device
 
     @property
-    def bytes_per_token(self) -> int:
-        """Return the bytes of KV cache per token on this rank."""
-        layout = self.layouts[0]
-        size = self.architecture.head.weight.element_size()  # also known before the weights are read
-        return 2 * len(self.layouts) * layout.num_kv_heads * layout.head_dim * size
-
-    @property
     def num_copied_bytes(self) -> int:
         """Return the device memory of copied weights in bytes."""
         return self.weights.num_copied_bytes
-
-    @property
-    def preserves_free_slots(self) -> bool:
-        """Return True: a decode step neither reads nor writes slots that are not active."""
-        return True
 
     @property
     def _head(self) -> Tensor:
@@ -86,14 +79,13 @@ class FusedForward:
 
     def addresses(self) -> tuple[int, ...]:
         """Return the address of every tensor that a decode step reads besides its inputs."""
-        tables = () if self._rotary is None else (self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr())
-        return (*self.weights.addresses(), *tables)
+        return (*self.weights.addresses(), *(table.data_ptr() for table in self._rotary or ()))
 
     def prepare(self, cache_length: int) -> None:
         """Make rotary tables for `cache_length` tokens, unless there are some that are long enough."""
         rotary = self.architecture.rotary
-        if rotary is not None and (self._rotary is None or len(self._rotary.cos) < cache_length):
-            self._rotary = Rotary(*rotary_table(rotary, cache_length, self._head))
+        if rotary is not None and (self._rotary is None or len(self._rotary[0]) < cache_length):
+            self._rotary = rotary_table(rotary, cache_length, self._head)
 
     def new_cache(self, num_slots: int, cache_length: int) -> KeyValueCache:
         layout = self.layouts[0]
@@ -111,16 +103,19 @@ class FusedForward:
         rows, width = ids.shape
         disable_cudnn_attention()
         positions = torch.arange(width, dtype=torch.int32, device=ids.device).repeat(rows)
-        shape = (rows, width)
 
         def mix(layer: int, qkv: Tensor) -> Tensor:
-            q, k, v = self._split(qkv, layer, shape)
             layout = self.layouts[layer]
+            heads, kv_heads, head_dim = layout.num_heads, layout.num_kv_heads, layout.head_dim
+            parts = ((layout.q_offset, heads), (layout.k_offset, kv_heads), (layout.v_offset, kv_heads))
+            q, k, v = (  # (N, Hq, P, D), (N, Hkv, P, D)
+                qkv[:, first : first + number * head_dim].view(rows, width, number, head_dim).transpose(1, 2)
+                for first, number in parts
+            )
             keys, values = cache.keys[layer], cache.values[layer]
             store_prompts(qkv, keys, values, slots=slots, source=source, layout=layout, width=width)
-            grouped = layout.num_heads != layout.num_kv_heads
             mixed = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=layout.scale, enable_gqa=grouped
+                q, k, v, is_causal=True, scale=layout.scale, enable_gqa=heads != kv_heads
             )
             return mixed.transpose(1, 2).reshape(rows * width, -1)
 
@@ -133,7 +128,7 @@ class FusedForward:
 
         Slots with `active` 0, (M,) int32, are not written, and their logits mean nothing.
         """
-        schedule = split_kv_schedule(lengths, active, layout=self.layouts[0], cache_length=cache.keys.shape[3])
+        schedule = SplitKVSchedule.create(lengths, active, layout=self.layouts[0], cache_length=cache.keys.shape[3])
 
         def mix(layer: int, qkv: Tensor) -> Tensor:
             layout = self.layouts[layer]
@@ -159,28 +154,21 @@ class FusedForward:
         blocks, architecture = self.weights.blocks, self.architecture
         if not architecture.norm_first:
             for number, block in enumerate(self.weights.iterate_layers()):
-                self._add(x, self._attention(block, number, x, positions, mix), block.attention_norm, out=x)
-                self._add(x, self._mlp(block, x), block.mlp_norm, out=x)
-            return x if self.weights.final_norm is None else self._normed(x, self.weights.final_norm)
-        h = self._normed(x, blocks[0].attention_norm)
+                branch = self._attention(block, number, x, positions, mix)
+                add_norm(x, branch, block.attention_norm.weights, keep_sum=False, out=x)
+                add_norm(x, self._mlp(block, x), block.mlp_norm.weights, keep_sum=False, out=x)
+            norm = self.weights.final_norm
+            return x if norm is None else add_norm(x, None, norm.weights, keep_sum=False, out=torch.empty_like(x))
+        h = add_norm(x, None, blocks[0].attention_norm.weights, keep_sum=False, out=torch.empty_like(x))
         following = [*(block.attention_norm for block in blocks[1:]), self.weights.final_norm]
         for number, (block, next_norm) in enumerate(zip(self.weights.iterate_layers(), following, strict=True)):
-            self._add(x, self._attention(block, number, h, positions, mix), block.mlp_norm, out=h)
+            branch = self._attention(block, number, h, positions, mix)
+            add_norm(x, branch, block.mlp_norm.weights, keep_sum=True, out=h)
             branch = self._mlp(block, h)
             if next_norm is None:
                 return add_branch(x, branch)
-            self._add(x, branch, next_norm, out=h)
+            add_norm(x, branch, next_norm.weights, keep_sum=True, out=h)
         return h
-
-    @staticmethod
-    def _normed(x: Tensor, norm: Norm) -> Tensor:
-        out = torch.empty_like(x)
-        add_norm(x, None, norm.weights, keep_sum=False, out=out)
-        return out
-
-    @staticmethod
-    def _add(x: Tensor, branch: Branch, norm: Norm, *, out: Tensor) -> None:
-        add_norm(x, branch, norm.weights, keep_sum=out is not x, out=out)
 
     def _attention(
         self, block: BlockWeights, number: int, h: Tensor, positions: Tensor, mix: Callable[[int, Tensor], Tensor]
@@ -204,19 +192,6 @@ class FusedForward:
         if self.sum_ranks is not None:
             self.sum_ranks(y)
         return Branch(y)
-
-    def _split(self, qkv: Tensor, layer: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (N, Hq, P, D), k and v (N, Hkv, P, D), views of the joined projection."""
-        layout = self.layouts[layer]
-        views = []
-        for offset, heads in (
-            (layout.q_offset, layout.num_heads),
-            (layout.k_offset, layout.num_kv_heads),
-            (layout.v_offset, layout.num_kv_heads),
-        ):
-            part = qkv[:, offset : offset + heads * layout.head_dim]
-            views.append(part.view(*shape, heads, layout.head_dim).transpose(1, 2))
-        return views[0], views[1], views[2]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.weights.project_out is not None:

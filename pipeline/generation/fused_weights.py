@@ -1,20 +1,20 @@
 """The tensors that the fused backend reads: views of the trained weights where possible, else refreshed copies.
 
-Copies are made of projections that are joined into one (unless they are adjacent in DeepSpeed's flat buffer), of
-layers with LoRA (merged; the base weights are never written), of weights that ZeRO-3 partitions, and of this rank's
-shard under tensor parallelism. They keep their addresses, so that a CUDA graph stays valid after a refresh.
+Copied are joined projections (unless they are adjacent in DeepSpeed's flat buffer), layers with LoRA (merged), weights
+that ZeRO-3 partitions, and shards under tensor parallelism. Copies keep their addresses, which CUDA graphs read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.kernels.decode_attention import HeadLayout
 from pipeline.kernels.decode_layers import NormWeights
+from pipeline.kernels.split_kv import HeadLayout
 from pipeline.models.architecture import Architecture, Block, linear_of, norm_kind
 from pipeline.models.lora import merged_weight
 from pipeline.models.partitions import gathered, is_partitioned, whole_numel
@@ -27,19 +27,8 @@ class Shard:
     rank: int = 0
     size: int = 1
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        return tensor.chunk(self.size, 0)[self.rank]
-
-    def columns(self, tensor: Tensor) -> Tensor:
-        return tensor.chunk(self.size, 1)[self.rank]
-
-    def bias_of_sum(self, bias: Tensor) -> Tensor:
-        """Return a bias that is added once where outputs are summed over ranks: 0 on all ranks but the first."""
-        return bias if self.rank == 0 else torch.zeros_like(bias)
-
-
-def has_lora(layer: Any) -> bool:
-    return hasattr(layer, "lora_A")
+    def cut(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.chunk(self.size, dim)[self.rank]
 
 
 def joined_view(parts: Sequence[Tensor]) -> Tensor | None:
@@ -66,7 +55,7 @@ class WeightTensor:
     def __init__(
         self, sources: Callable[[], list[Tensor]], parameters: list[nn.Parameter], *, copied: bool, num_shards: int = 1
     ) -> None:
-        self._sources, self._parameters, self._copied, self._num_shards = sources, parameters, copied, num_shards
+        self._sources, self.parameters, self._copied, self._num_shards = sources, parameters, copied, num_shards
         self._copy: Tensor | None = None
         self._viewed: list[int] = []  # addresses of the sources that `tensor` is a view of
         self.tensor: Tensor
@@ -96,9 +85,9 @@ class WeightTensor:
     @property
     def num_bytes_to_copy(self) -> int:
         """Return the bytes of the copy that the first `refresh` will make, 0 for a view."""
-        if not self._copied and joined_view([parameter.detach() for parameter in self._parameters]) is not None:
+        if not self._copied and joined_view([parameter.detach() for parameter in self.parameters]) is not None:
             return 0
-        return sum(whole_numel(p) * p.element_size() for p in self._parameters) // self._num_shards
+        return sum(whole_numel(p) * p.element_size() for p in self.parameters) // self._num_shards
 
     @property
     def num_copied_bytes(self) -> int:
@@ -107,31 +96,20 @@ class WeightTensor:
 
 
 class Projection:
-    """Linear layers joined along their outputs; `split`: what tensor parallelism cuts, rows or columns."""
+    """Linear layers joined along their outputs; tensor parallelism cuts outputs (dim 0) or inputs (dim 1)."""
 
-    def __init__(self, layers: Sequence[Any], split: str, shard: Shard) -> None:
-        self._bases = bases = [linear_of(layer) for layer in layers]
-        part = shard.size > 1 or any(is_partitioned(base.weight) for base in bases)
-        merged = any(has_lora(layer) for layer in layers)
+    def __init__(self, layers: Sequence[Any], dim: int, shard: Shard) -> None:
+        self.modules, bases = layers, [linear_of(layer) for layer in layers]
+        copied = shard.size > 1 or any(is_partitioned(base.weight) for base in bases)
+        merged = any(hasattr(layer, "lora_A") for layer in layers)
         # A bound method would be a cycle that keeps the copies alive until the next garbage collection.
-        weights, num_shards = [base.weight for base in bases], shard.size
-        sources = partial(weight_shards, layers, split, shard)
-        self._weight = WeightTensor(sources, weights, copied=part or merged, num_shards=num_shards)
+        sources, weights = partial(weight_shards, layers, dim, shard), [base.weight for base in bases]
+        self._weight = WeightTensor(sources, weights, copied=copied or merged, num_shards=shard.size)
         self._bias: WeightTensor | None = None
         if bases[0].bias is not None:
-            biases, num_shards = [base.bias for base in bases], shard.size if split == "rows" else 1
-            sources = partial(bias_shards, bases, split, shard)
-            self._bias = WeightTensor(sources, biases, copied=part, num_shards=num_shards)
-
-    @property
-    def tensors(self) -> list[WeightTensor]:
-        return [self._weight] if self._bias is None else [self._weight, self._bias]
-
-    @property
-    def parameters(self) -> list[list[nn.Parameter]]:
-        """Return the parameters that each of `tensors` joins."""
-        weights = [base.weight for base in self._bases]
-        return [weights] if self._bias is None else [weights, [base.bias for base in self._bases]]
+            sources, num_shards = partial(bias_shards, bases, dim, shard), shard.size if dim == 0 else 1
+            self._bias = WeightTensor(sources, [base.bias for base in bases], copied=copied, num_shards=num_shards)
+        self.tensors = [tensor for tensor in (self._weight, self._bias) if tensor is not None]
 
     @property
     def weight(self) -> Tensor:
@@ -143,19 +121,17 @@ class Projection:
         return None if self._bias is None else self._bias.tensor
 
 
-def weight_shards(layers: Sequence[Any], split: str, shard: Shard) -> list[Tensor]:
+def weight_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]:
     """Return this rank's shard of each layer's weight, with its adapter added."""
-    whole = [merged_weight(layer) if has_lora(layer) else linear_of(layer).weight for layer in layers]
-    if shard.size == 1:
-        return whole
-    return [shard.rows(weight) if split == "rows" else shard.columns(weight) for weight in whole]
+    whole = [merged_weight(layer) if hasattr(layer, "lora_A") else linear_of(layer).weight for layer in layers]
+    return [shard.cut(weight, dim) for weight in whole]
 
 
-def bias_shards(bases: Sequence[Any], split: str, shard: Shard) -> list[Tensor]:
-    """Return this rank's shard of each layer's bias."""
-    if shard.size == 1:
-        return [base.bias for base in bases]
-    return [shard.rows(base.bias) if split == "rows" else shard.bias_of_sum(base.bias) for base in bases]
+def bias_shards(bases: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]:
+    """Return this rank's shard of each layer's bias; where outputs are summed over ranks, 0 on all but the first."""
+    if dim == 0:
+        return [shard.cut(base.bias, 0) for base in bases]
+    return [base.bias if shard.rank == 0 else torch.zeros_like(base.bias) for base in bases]
 
 
 class Norm:
@@ -163,19 +139,17 @@ class Norm:
 
     def __init__(self, module: Any) -> None:
         self._rms, self._eps = norm_kind(module)
-        weight, bias = module.weight, getattr(module, "bias", None)
-        self.parameters: list[nn.Parameter] = [parameter for parameter in (weight, bias) if parameter is not None]
-        self._weight = None if weight is None else replicated(weight)
-        self._bias = None if bias is None else replicated(bias)
-
-    @property
-    def tensors(self) -> list[WeightTensor]:
-        return [tensor for tensor in (self._weight, self._bias) if tensor is not None]
+        self.modules = [module]
+        self._weight, self._bias = (
+            None if parameter is None else replicated(parameter)
+            for parameter in (module.weight, getattr(module, "bias", None))
+        )
+        self.tensors = [tensor for tensor in (self._weight, self._bias) if tensor is not None]
 
     @property
     def weights(self) -> NormWeights:
-        weight = None if self._weight is None else self._weight.tensor
-        return NormWeights(weight, None if self._bias is None else self._bias.tensor, self._eps, self._rms)
+        weight, bias = (None if tensor is None else tensor.tensor for tensor in (self._weight, self._bias))
+        return NormWeights(weight, bias, self._eps, self._rms)
 
 
 def replicated(parameter: nn.Parameter) -> WeightTensor:
@@ -187,51 +161,38 @@ class BlockWeights:
     """The tensors of a decoder layer."""
 
     def __init__(self, block: Block, shard: Shard) -> None:
-        self.block = block
-        self.order = in_memory_order({"q": block.q, "k": block.k, "v": block.v})
-        self.qkv = Projection([getattr(block, name) for name in self.order], "rows", shard)
-        self.out = Projection([block.out], "columns", shard)
-        self.up = Projection(block.up, "rows", shard)
-        self.down = Projection([block.down], "columns", shard)
+        self.order = in_memory_order(block)
+        self.qkv = Projection([getattr(block, name) for name in self.order], 0, shard)
+        self.out, self.down = Projection([block.out], 1, shard), Projection([block.down], 1, shard)
+        self.up = Projection(block.up, 0, shard)
         self.attention_norm, self.mlp_norm = Norm(block.attention_norm), Norm(block.mlp_norm)
         self.head_norms = None if block.head_norms is None else tuple(Norm(norm) for norm in block.head_norms)
-
-    @property
-    def projections(self) -> list[Projection]:
-        return [self.qkv, self.out, self.up, self.down]
-
-    @property
-    def norms(self) -> list[Norm]:
-        return [self.attention_norm, self.mlp_norm, *(self.head_norms or ())]
-
-    @property
-    def tensors(self) -> list[WeightTensor]:
-        parts: list[Projection | Norm] = [*self.projections, *self.norms]
-        return [tensor for part in parts for tensor in part.tensors]
-
-    def parameters(self) -> list[nn.Parameter]:
-        modules = [self.block.q, self.block.k, self.block.v, self.block.out, *self.block.up, self.block.down]
-        modules += [self.block.attention_norm, self.block.mlp_norm, *(self.block.head_norms or ())]
-        return [parameter for module in modules for parameter in module.parameters()]
+        self.projections = [self.qkv, self.out, self.up, self.down]
+        self.norms = [self.attention_norm, self.mlp_norm, *(self.head_norms or ())]
 
 
-def in_memory_order(layers: dict[str, Any]) -> list[str]:
-    """Return the names of layers by the addresses of their weights, the only order in which one view can join them."""
-    if any(is_partitioned(linear_of(layer).weight) for layer in layers.values()):
-        return list(layers)
-    return sorted(layers, key=lambda name: linear_of(layers[name]).weight.data_ptr())
+def in_memory_order(block: Block) -> list[str]:
+    """Return q, k and v by the addresses of their weights, the only order in which one view can join them."""
+    weights = {name: linear_of(getattr(block, name)).weight for name in ("q", "k", "v")}
+    if any(is_partitioned(weight) for weight in weights.values()):
+        return list(weights)
+    return sorted(weights, key=lambda name: weights[name].data_ptr())
 
 
 def head_layout(architecture: Architecture, order: Sequence[str], shard: Shard) -> HeadLayout:
     """Return the columns of q, k and v in the joined projection of this rank."""
     heads, kv_heads = architecture.num_heads // shard.size, architecture.num_kv_heads // shard.size
-    widths = {name: (heads if name == "q" else kv_heads) * architecture.head_dim for name in order}
-    offsets, column = {}, 0
-    for name in order:
-        offsets[name] = column
-        column += widths[name]
+    widths = [(heads if name == "q" else kv_heads) * architecture.head_dim for name in order]
+    offsets = dict(zip(order, accumulate(widths, initial=0), strict=False))
     scale = architecture.head_dim**-0.5
     return HeadLayout(heads, kv_heads, architecture.head_dim, offsets["q"], offsets["k"], offsets["v"], scale)
+
+
+def read_together(parts: Sequence[Projection | Norm]) -> tuple[list[nn.Parameter], list[WeightTensor]]:
+    """Return the parameters that must be whole when these parts are read, adapters included, and the parts' tensors."""
+    modules = [module for part in parts for module in part.modules]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return parameters, [tensor for part in parts for tensor in part.tensors]
 
 
 class DecodeWeights:
@@ -243,17 +204,17 @@ class DecodeWeights:
         outside = [architecture.tokens, architecture.head, architecture.positions]
         by_id: dict[int, Any] = {id(module.weight): module.weight for module in outside if module is not None}
         self._replicated = {key: replicated(parameter) for key, parameter in by_id.items()}  # tied ones once
-        self._replicated_parameters: list[nn.Parameter] = list(by_id.values())
         self.final_norm = None if architecture.final_norm is None else Norm(architecture.final_norm)
         self.project_in, self.project_out = (
-            None if layer is None else Projection([layer], "rows", Shard())
+            None if layer is None else Projection([layer], 0, Shard())
             for layer in (architecture.project_in, architecture.project_out)
         )
-        modules = [architecture.final_norm, architecture.project_in, architecture.project_out]
-        others = [parameter for module in modules if module is not None for parameter in module.parameters()]
+        parts = [part for part in (self.final_norm, self.project_in, self.project_out) if part is not None]
+        parameters, tensors = read_together(parts)
         # Under ZeRO-3 gathered at a time: all that is outside the layers, then layer by layer.
-        self._sources = [([*self._replicated_parameters, *others], self._outside_layers())]
-        self._sources += [(block.parameters(), block.tensors) for block in self.blocks]
+        self._sources = [([*by_id.values(), *parameters], [*self._replicated.values(), *tensors])]
+        self._sources += [read_together([*block.projections, *block.norms]) for block in self.blocks]
+        self._tensors = [tensor for _, tensors in self._sources for tensor in tensors]
 
     def weight_of(self, module: Any) -> Tensor:
         """Return the weight of an embedding or of the head."""
@@ -274,23 +235,16 @@ class DecodeWeights:
         """Yield the layers in order for a forward pass; each can be read until the next one is asked for."""
         yield from self.blocks
 
-    def _outside_layers(self) -> list[WeightTensor]:
-        others = [part for part in (self.final_norm, self.project_in, self.project_out) if part is not None]
-        return [*self._replicated.values(), *(tensor for part in others for tensor in part.tensors)]
-
-    def _tensors(self) -> list[WeightTensor]:
-        return [tensor for _, tensors in self._sources for tensor in tensors]
-
     @property
     def num_bytes_to_copy(self) -> int:
         """Return the bytes that the first `refresh` will copy."""
-        return sum(tensor.num_bytes_to_copy for tensor in self._tensors())
+        return sum(tensor.num_bytes_to_copy for tensor in self._tensors)
 
     @property
     def num_copied_bytes(self) -> int:
         """Return the device memory beyond the trained weights in bytes."""
-        return sum(tensor.num_copied_bytes for tensor in self._tensors())
+        return sum(tensor.num_copied_bytes for tensor in self._tensors)
 
     def addresses(self) -> tuple[int, ...]:
         """Return the address of every tensor; a CUDA graph is valid as long as they stay."""
-        return tuple(tensor.tensor.data_ptr() for tensor in self._tensors())
+        return tuple(tensor.tensor.data_ptr() for tensor in self._tensors)

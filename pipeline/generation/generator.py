@@ -74,15 +74,10 @@ class Generator:
         longest = max(map(len, rows)) + sampling.max_new_tokens
         buffers = self._buffers_for(request, max(self.cache_length, longest))
         buffers.reset()
-        buffers.uniforms[:num_rows].copy_(rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens))
+        uniforms = rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens)
+        buffers.responses.uniforms[:num_rows].copy_(uniforms)
         scheduler = ContinuousBatching(
-            buffers,
-            rows,
-            num_samples,
-            forward=self.forward,
-            group=self.group,
-            lockstep=self.lockstep,
-            stream=self.stream,
+            buffers, rows, num_samples, group=self.group, lockstep=self.lockstep, stream=self.stream
         )
         scheduler.run(lambda: self.group.any(should_stop(), device))
         self.group.check_same(buffers.responses.tokens)

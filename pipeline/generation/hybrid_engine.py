@@ -6,8 +6,8 @@ ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA grap
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -46,7 +46,7 @@ class HybridEngine:
         self._model: nn.Module = engine.module.model
         self._device = next(engine.module.parameters()).device
         self.backend: Backend
-        self.backend, fallbacks = choose_backend(self._model, options.backend, self._device)
+        self.backend, fallbacks = choose_backend(self._model, options, self._device)
         for fallback in fallbacks:
             log.info("generation: fell back from %s", fallback)
         log.info("generation: %s backend", self.backend)
@@ -79,9 +79,8 @@ class HybridEngine:
     @contextmanager
     def generation(self) -> Iterator[None]:
         """Make the trained weights available to `generate`: gathered, merged, refreshed. A collective."""
-        with ExitStack() as stack:
-            # The fused backend copies weights layer by layer; the others need whole modules.
-            stack.enter_context(self.engine.generation(gather=self.backend != "fused"))
+        # The fused backend copies weights layer by layer; the others need whole modules.
+        with self.engine.generation(gather=self.backend != "fused"):
             if self.backend != "eager":
                 self._refresh()
             self._open = True
@@ -97,9 +96,19 @@ class HybridEngine:
         if self._generator is not None:
             self._generator.forward.refresh()
             return
+        from pipeline.generation.generator import Generator
+
         forward, lockstep = self._build_forward()
         forward.refresh()
-        self._generator = self._build_generator(forward, lockstep)
+        self._generator = Generator(
+            forward,
+            eos_ids=self.eos_ids,
+            pad_id=self.pad_id,
+            group=self.group,
+            cache_length=self.options.max_sequence_length,
+            min_slots=self.options.min_slots * self.group.size,
+            lockstep=lockstep,
+        )
         log.info("generation: copied weights take %.2f GiB besides the trained ones", forward.num_copied_bytes / GIB)
 
     def _build_forward(self) -> "tuple[CachedForward, Lockstep | None]":
@@ -130,24 +139,11 @@ class HybridEngine:
         """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
         if self.options.weights != "auto" or self._why_not_streamed():
             return self.options.weights == "streamed"
-        bytes_per_slot = whole.bytes_per_token * self.options.backend.max_sequence_length
+        bytes_per_slot = whole.bytes_per_token * self.options.max_sequence_length
         fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self._device)
         streams = dist.max_over_ranks(float(not fit), self._device) > 0
         log.info("generation: weights are %s", "streamed: on some rank they do not fit" if streams else "whole")
         return streams
-
-    def _build_generator(self, forward: CachedForward, lockstep: "Lockstep | None") -> "Generator":
-        from pipeline.generation.generator import Generator
-
-        return Generator(
-            forward,
-            eos_ids=self.eos_ids,
-            pad_id=self.pad_id,
-            group=self.group,
-            cache_length=self.options.backend.max_sequence_length,
-            min_slots=self.options.min_slots * self.group.size,
-            lockstep=lockstep,
-        )
 
     def generate(
         self,
@@ -170,23 +166,9 @@ class HybridEngine:
         if not self._open:
             raise RuntimeError("generate() outside generation(): the weights may be partitioned")
         at_a_time = batch_size or len(prompts)
-        if self._generator is None:
-            return generate_batches(
-                base_model(self._model),
-                prompts,
-                batch_size=at_a_time,
-                num_samples=num_samples,
-                sampling=sampling,
-                key=key,
-                eos_ids=self.eos_ids,
-                pad_id=self.pad_id,
-                should_stop=should_stop,
-            )
-        return self._generator.generate(
-            prompts,
-            num_samples=num_samples,
-            num_slots=at_a_time * num_samples,
-            sampling=sampling,
-            key=key,
-            should_stop=should_stop,
-        )
+        request: dict[str, Any] = {"num_samples": num_samples, "sampling": sampling, "key": key}
+        request["should_stop"] = should_stop
+        if self._generator is not None:
+            return self._generator.generate(prompts, num_slots=at_a_time * num_samples, **request)
+        request |= {"eos_ids": self.eos_ids, "pad_id": self.pad_id}
+        return generate_batches(base_model(self._model), prompts, batch_size=at_a_time, **request)

@@ -11,28 +11,19 @@ Backend = Literal["fused", "static", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
-class BackendSettings:
-    """The flags that decide which generation backend is used.
-
-    requested: a backend by name, or auto for the fastest that supports the model. merge_lora: sample from a merged copy
-    of base weights and adapters. max_sequence_length: tokens of the longest prompt and response together.
-    """
-
-    requested: Literal["auto", "fused", "static", "eager"] = "auto"
-    merge_lora: bool = True
-    max_sequence_length: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """The flags that decide how the hybrid engine samples from the actor.
 
-    release_cache: free the KV cache after each rollout. tensor_parallel_size: ranks that share one copy of the weights
-    during a rollout. weights: whole on each rank (or tensor-parallel group), or streamed: sharded over the ranks and
-    gathered a few layers at a time in each forward pass. min_slots: the least number of slots of a rank.
+    backend: one by name, or auto for the fastest that supports the model. merge_lora: sample from a merged copy of base
+    weights and adapters. max_sequence_length: tokens of the longest prompt and response together. release_cache:
+    free the KV cache after each rollout. tensor_parallel_size: ranks that share one copy of the weights during a
+    rollout. weights: whole on each rank (or tensor-parallel group), or streamed: sharded over the ranks and gathered a
+    few layers at a time in each forward pass. min_slots: the least number of slots of a rank.
     """
 
-    backend: BackendSettings = BackendSettings()
+    backend: Literal["auto", "fused", "static", "eager"] = "auto"
+    merge_lora: bool = True
+    max_sequence_length: int = 0
     release_cache: bool = False
     tensor_parallel_size: int = 1
     weights: Literal["auto", "whole", "streamed"] = "auto"

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pipeline.dist import RankGroup
-from pipeline.generation.backends import CachedForward
 from pipeline.generation.rollouts import GenerationStopped
 from pipeline.generation.slots import GenerationBuffers
 from pipeline.tensor_ops import pad_rows
@@ -84,11 +83,8 @@ class FinishedSlotsPoll:
         return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.assigned]
 
 
-class PrefillStream:
-    """A side stream on which prefills overlap decode steps: one is bound by arithmetic, the other by memory.
-
-    On a CPU there is no stream, and everything runs in order.
-    """
+class SideStream:
+    """A second CUDA stream, for work that overlaps that of the current one; on a CPU everything runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = second_stream(device) if device.type == "cuda" else None
@@ -115,9 +111,10 @@ def second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def overlapped_prefill_stream(device: torch.device) -> PrefillStream | None:
-    """Return a stream for prefills where the host runs ahead of the device, so that they can overlap; else None."""
-    return PrefillStream(device) if device.type in DEFERRED_POLL_DEVICES else None
+def overlapped_prefill_stream(device: torch.device) -> SideStream | None:
+    """Return a stream on which prefills overlap decode steps, where the host runs ahead of the device; else None."""
+    # Prefills are bound by arithmetic, decode steps by memory.
+    return SideStream(device) if device.type in DEFERRED_POLL_DEVICES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +141,12 @@ class ContinuousBatching:
         prompts: list[Tensor],
         num_samples: int,
         *,
-        forward: CachedForward,
         group: RankGroup,
         lockstep: Lockstep,
-        stream: PrefillStream | None,
+        stream: SideStream | None,
     ) -> None:
         self.buffers, self.prompts, self.num_samples = buffers, prompts, num_samples
-        self.forward, self.group, self.lockstep, self.stream = forward, group, lockstep, stream
+        self.forward, self.group, self.lockstep, self.stream = buffers.forward, group, lockstep, stream
         self.waiting = deque(range(len(prompts) * num_samples))
         self.num_steps = 0  # decode steps enqueued
         self.final_step = 0  # after so many steps all responses that have a slot now have ended
@@ -234,7 +230,7 @@ class ContinuousBatching:
         """Set when the responses that start now will have ended; their first token needs no decode step."""
         self.final_step = self.num_steps + self.buffers.request.sampling.max_new_tokens - 1
 
-    def _prefill(self, responses: list[int], slots: list[int], stream: PrefillStream | None) -> None:
+    def _prefill(self, responses: list[int], slots: list[int], stream: SideStream | None) -> None:
         """Prefill responses and start them; or on `stream`, overlapped, to be started after the next decode steps."""
         for poll in self.polls:
             poll.assigned.update(slots)

@@ -27,11 +27,6 @@ class GenerationRequest:
     num_rows: int
     sampling: Sampling
 
-    def covers(self, other: "GenerationRequest") -> bool:
-        """Return True where buffers made for this request serve `other` too."""
-        enough = self.num_slots >= other.num_slots and self.num_rows >= other.num_rows
-        return enough and self.sampling == other.sampling
-
     def union(self, other: "GenerationRequest") -> "GenerationRequest":
         """Return a request that covers both, where they sample alike; else `other`."""
         if self.sampling != other.sampling:
@@ -62,10 +57,14 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class ResponseBuffers:
-    """Responses being written: tokens (R, T) int64, log_probs (R, T) fp32, lengths (R,) int32, finished (R,) int32."""
+    """Responses being written: tokens (R, T) int64, log_probs (R, T) fp32, lengths (R,) int32, finished (R,) int32.
+
+    uniforms (R, T) float64: the random numbers in (0, 1) that the tokens are drawn with.
+    """
 
     tokens: Tensor
     log_probs: Tensor
+    uniforms: Tensor
     lengths: Tensor
     finished: Tensor
 
@@ -73,7 +72,8 @@ class ResponseBuffers:
     def empty(cls, shape: tuple[int, int], *, pad_id: int, device: torch.device) -> "ResponseBuffers":
         counts = [torch.zeros(shape[0], dtype=torch.int32, device=device) for _ in range(2)]
         tokens = torch.full(shape, pad_id, dtype=torch.int64, device=device)
-        return cls(tokens, torch.zeros(shape, device=device), *counts)
+        uniforms = torch.zeros(shape, dtype=torch.float64, device=device)
+        return cls(tokens, torch.zeros(shape, device=device), uniforms, *counts)
 
 
 class GenerationBuffers:
@@ -91,21 +91,20 @@ class GenerationBuffers:
     ) -> None:
         device = forward.device
         self.request, self.num_slots, self.cache_length = request, num_slots, cache_length
-        self.eos, self.pad_id, self._forward = eos, pad_id, forward
+        self.eos, self.pad_id, self.forward = eos, pad_id, forward
         forward.prepare(cache_length)
         self.cache = forward.new_cache(num_slots, cache_length)
         self.slots = Slots.empty(num_slots, device)
         shape = (request.num_rows, request.sampling.max_new_tokens)
         self.responses = ResponseBuffers.empty(shape, pad_id=pad_id, device=device)
-        self.uniforms = torch.zeros(shape, dtype=torch.float64, device=device)
         self._all_slots = torch.arange(num_slots, device=device)
         self._addresses = forward.addresses()
         self._graph = self._captured_graph() if device.type == "cuda" else None
 
     def can_serve(self, request: GenerationRequest, cache_length: int) -> bool:
         """Return True where these buffers are large enough, and the weights are where the graph reads them."""
-        large_enough = self.request.covers(request) and self.cache_length >= cache_length
-        return large_enough and self._addresses == self._forward.addresses()
+        large_enough = self.request.union(request) == self.request and self.cache_length >= cache_length
+        return large_enough and self._addresses == self.forward.addresses()
 
     def reset(self) -> None:
         """Free all slots and empty all responses."""
@@ -116,15 +115,7 @@ class GenerationBuffers:
 
     def draw(self, logits: Tensor, slots: Tensor) -> None:
         """Draw the next token of `slots` (N,) int64 from their logits (N, V)."""
-        draw_tokens(
-            logits,
-            slots,
-            self.slots,
-            self.responses,
-            uniforms=self.uniforms,
-            eos=self.eos,
-            sampling=self.request.sampling,
-        )
+        draw_tokens(logits, slots, self.slots, self.responses, eos=self.eos, sampling=self.request.sampling)
 
     def decode(self, num_steps: int) -> None:
         """Enqueue `num_steps` decode steps of all active slots."""
@@ -136,7 +127,7 @@ class GenerationBuffers:
 
     def _decode_step(self) -> None:
         slots = self.slots
-        logits = self._forward.decode_step(slots.tokens, slots.lengths, slots.active, self.cache)
+        logits = self.forward.decode_step(slots.tokens, slots.lengths, slots.active, self.cache)
         slots.lengths.add_(slots.active)
         self.draw(logits, self._all_slots)
 
@@ -217,20 +208,13 @@ def _draw(
 
 
 def draw_tokens(
-    logits: Tensor,
-    index: Tensor,
-    slots: Slots,
-    responses: ResponseBuffers,
-    *,
-    uniforms: Tensor,
-    eos: Tensor,
-    sampling: Sampling,
+    logits: Tensor, index: Tensor, slots: Slots, responses: ResponseBuffers, *, eos: Tensor, sampling: Sampling
 ) -> None:
     """Draw a token for each row of logits and write it to its slot and response; slots that are not active stay.
 
     Args:
         logits: (N, V), contiguous. index: (N,) int64, the slot of each row of logits.
-        uniforms: (R, T) float64 in (0, 1). eos: int64 ids, padded with -1 to a power of two.
+        eos: int64 ids, padded with -1 to a power of two.
     """
     statistics = _block_softmax_statistics(logits, sampling.temperature)
     kept, kept_statistics, kept_temperature = logits, statistics, sampling.temperature
@@ -240,7 +224,7 @@ def draw_tokens(
         kept_statistics = _block_softmax_statistics(kept, 1.0)
     num_blocks = statistics[0].shape[1]
     _draw[(len(logits),)](
-        kept, *kept_statistics, logits, *statistics, index, uniforms, eos,
+        kept, *kept_statistics, logits, *statistics, index, responses.uniforms, eos,
         slots.tokens, slots.active, slots.response, slots.position,
         responses.tokens, responses.log_probs, responses.lengths, responses.finished,
         sampling.temperature, kept_temperature, logits.shape[1], num_blocks, sampling.max_new_tokens,

@@ -1,8 +1,7 @@
 """The static backend: the forward pass of transformers on a static KV cache, for decoders that the fused one lacks.
 
-N prompts of P tokens; M slots (rows of the cache) of S positions. A decode step sees shapes and addresses that never
-change, so that it can be captured in a CUDA graph; its attention reads all S positions under a mask. Adapters stay
-unmerged.
+A decode step sees shapes and addresses that never change, as a CUDA graph needs it; its attention reads all S positions
+under a mask. Adapters stay unmerged. N prompts of P tokens; M slots (rows of the cache) of S positions.
 """
 
 import inspect
@@ -23,49 +22,33 @@ class StaticRows(Cache):
 
     is_compileable = False
 
-    def __init__(self, num_slots: int, cache_length: int, num_layers: int) -> None:
+    def __init__(self, num_slots: int, cache_length: int) -> None:
         super().__init__(layers=[])
         self.num_slots, self.cache_length = num_slots, cache_length
-        self._stored: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-        self._positions: Tensor | None = None
-        self._slots: Tensor | None = None
-        self._source: Tensor | None = None
-
-    def for_prefill(self, slots: Tensor, source: Tensor) -> "StaticRows":
-        """Let the next forward pass write whole prompts: slot slots[i] gets those of prompt source[i], (R,) int64."""
-        self._positions, self._slots, self._source = None, slots, source
-        return self
-
-    def for_decode_step(self, positions: Tensor) -> "StaticRows":
-        """Let the next forward pass write one token per slot, at `positions` (M,) int64."""
-        self._positions = positions
-        return self
+        self._stored: dict[int, list[Tensor]] = {}
+        # A prefill writes whole prompts: slot slots[i] gets that of prompt source[i], (R,) int64 each.
+        self.prefilled: tuple[Tensor, Tensor] | None = None
+        # A decode step writes one token per slot, at positions (M,) int64.
+        self.positions: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store (N, Hkv, T, D) keys and values; return those that attention is to read."""
-        keys, values = self._layer(layer_idx, key_states, value_states)
-        if self._positions is None:
-            assert self._slots is not None and self._source is not None
-            width = key_states.shape[2]
-            keys[self._slots, :, :width] = key_states[self._source]
-            values[self._slots, :, :width] = value_states[self._source]
+        if layer_idx not in self._stored:
+            self._stored[layer_idx] = [
+                like.new_zeros(self.num_slots, like.shape[1], self.cache_length, like.shape[3])
+                for like in (key_states, value_states)
+            ]
+        keys, values = self._stored[layer_idx]
+        if self.prefilled is not None:
+            (slots, source), width = self.prefilled, key_states.shape[2]
+            keys[slots, :, :width] = key_states[source]
+            values[slots, :, :width] = value_states[source]
             return key_states, value_states
         rows = torch.arange(self.num_slots, device=keys.device)
-        keys[rows, :, self._positions] = key_states[:, :, 0]
-        values[rows, :, self._positions] = value_states[:, :, 0]
+        keys[rows, :, self.positions], values[rows, :, self.positions] = key_states[:, :, 0], value_states[:, :, 0]
         return keys, values
-
-    def _layer(self, number: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        stored = self._stored[number]
-        if stored is None:
-            stored = (self._zeros(keys), self._zeros(values))
-            self._stored[number] = stored
-        return stored
-
-    def _zeros(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.num_slots, like.shape[1], self.cache_length, like.shape[3])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -77,32 +60,18 @@ class StaticRows(Cache):
 class StaticCacheForward:
     """The forward passes (`backends.CachedForward`) of a transformers model on a static cache, adapters included."""
 
+    preserves_free_slots = False  # a decode step writes a key to every slot, active or not
+    num_copied_bytes = 0  # the trained weights themselves are read
+
     def __init__(self, model: nn.Module) -> None:
         check_static_cache_forward(model)
         self.model: Any = base_model(model)
         self._parameters = list(self.model.parameters())
-
-    @property
-    def device(self) -> torch.device:
-        return self._parameters[0].device
-
-    @property
-    def preserves_free_slots(self) -> bool:
-        """Return False: a decode step writes a key to every slot, active or not."""
-        return False
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Return the bytes of KV cache per token."""
+        self.device = self._parameters[0].device
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
-
-    @property
-    def num_copied_bytes(self) -> int:
-        """Return 0: the trained weights themselves are read."""
-        return 0
+        self.bytes_per_token = 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
 
     def refresh(self) -> None:
         """Do nothing: the trained weights themselves are read."""
@@ -114,42 +83,35 @@ class StaticCacheForward:
         """Do nothing: the model makes its own tables."""
 
     def new_cache(self, num_slots: int, cache_length: int) -> StaticRows:
-        return StaticRows(num_slots, cache_length, self.model.config.get_text_config().num_hidden_layers)
+        return StaticRows(num_slots, cache_length)
 
     def prefill(self, ids: Tensor, lengths: Tensor, cache: StaticRows, *, slots: Tensor, source: Tensor) -> Tensor:
         """Compute prompts into the cache; shapes as in `fused.FusedForward.prefill`."""
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        hidden = backbone(self.model)(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=cache.for_prefill(slots, source),
-            use_cache=True,
-            attention_mask=self._causal(ids.shape[1]).expand(len(ids), -1, -1, -1),
-        ).last_hidden_state
-        return self._logits(hidden[torch.arange(len(ids), device=ids.device), lengths - 1])
+        rows, width = ids.shape
+        visible = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
+        cache.prefilled = (slots, source)
+        hidden = self._run(ids, torch.arange(width, device=ids.device).expand_as(ids), visible[None, None], cache)
+        return self._logits(hidden[torch.arange(rows, device=ids.device), lengths - 1])
 
     def decode_step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: StaticRows) -> Tensor:
         """Compute the next logits of every slot; shapes as in `fused.FusedForward.decode_step`."""
         # A finished row writes its last token again and again behind its end, which nothing reads.
         positions = lengths.long().clamp(max=cache.cache_length - 1)
         visible = torch.arange(cache.cache_length, device=tokens.device) <= positions.unsqueeze(1)
-        hidden = backbone(self.model)(
-            input_ids=tokens.unsqueeze(1),
-            position_ids=positions.unsqueeze(1),
-            past_key_values=cache.for_decode_step(positions),
-            use_cache=True,
-            attention_mask=self._additive(visible[:, None, None, :]),
-        ).last_hidden_state
+        cache.prefilled, cache.positions = None, positions
+        hidden = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), visible[:, None, None, :], cache)
         return self._logits(hidden[:, -1])
 
-    def _causal(self, width: int) -> Tensor:
-        visible = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-        return self._additive(visible[None, None])
-
-    def _additive(self, visible: Tensor) -> Tensor:
-        dtype = self.model.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        return mask.masked_fill(~visible, torch.finfo(dtype).min)
+    def _run(self, ids: Tensor, positions: Tensor, visible: Tensor, cache: StaticRows) -> Tensor:
+        """Return the last hidden states (N, T, H); positions (N, T) attend to the cache where `visible` is True."""
+        mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device)
+        return backbone(self.model)(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            attention_mask=mask.masked_fill(~visible, torch.finfo(mask.dtype).min).expand(len(ids), -1, -1, -1),
+        ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden)

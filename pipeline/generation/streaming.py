@@ -1,15 +1,13 @@
 """Streamed weights of the fused backend: layers are sharded over ranks, and gathered group by group as they are used.
 
-A group of layers is one flat buffer of bytes, cut into equal slices, one per rank. Two buffers alternate: while
-one group computes, the next one is gathered. Layers are views of these buffers, so that their addresses stay. A forward
-pass is a collective: ranks must make the same passes, whatever responses they have (`StreamingLockstep`).
-
-N ranks, L layers.
+A group of layers is one flat buffer of bytes, cut into equal slices, one per rank. Two buffers alternate: one group
+computes while the next is gathered. A forward pass is a collective (`StreamingLockstep`). N ranks, L layers.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import free_bytes
 from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, WeightTensor
-from pipeline.generation.scheduler import Lockstep
+from pipeline.generation.scheduler import Lockstep, SideStream
 from pipeline.models.architecture import Architecture
 from pipeline.models.partitions import whole_shape
 from pipeline.tensor_ops import round_up
@@ -34,20 +32,9 @@ ALIGNMENT = 256
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape and type of a tensor that is not allocated yet."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def view(self, buffer: Tensor, start: int) -> Tensor:
-        """Return the tensor that begins at byte `start` of a flat uint8 buffer."""
-        return buffer[start : start + self.num_bytes].view(self.dtype).view(self.shape)
+def view_of_bytes(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the tensor of the shape and type of `like` that begins at byte `start` of a flat uint8 buffer."""
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +46,20 @@ class LayerGroup:
     num_bytes: int
 
 
-def group_layers(layers: Sequence[Sequence[TensorSpec]], num_ranks: int, max_bytes: int) -> list[LayerGroup]:
+def group_layers(layers: Sequence[Sequence[Tensor]], num_ranks: int, max_bytes: int) -> list[LayerGroup]:
     """Cut L layers into groups of at most `max_bytes`, or of one layer; each is padded to equal slices of N ranks."""
-    sizes = [sum(round_up(spec.num_bytes, ALIGNMENT) for spec in layer) for layer in layers]
+    sizes = [[round_up(tensor.nbytes, ALIGNMENT) for tensor in layer] for layer in layers]
     groups: list[LayerGroup] = []
     first = 0
     while first < len(layers):
         last = first + 1
-        while last < len(layers) and sum(sizes[first : last + 1]) <= max_bytes:
+        while last < len(layers) and sum(map(sum, sizes[first : last + 1])) <= max_bytes:
             last += 1
         starts: list[list[int]] = []
         end = 0
-        for layer in layers[first:last]:
-            starts.append([])
-            for spec in layer:
-                starts[-1].append(end)
-                end += round_up(spec.num_bytes, ALIGNMENT)
+        for layer in sizes[first:last]:
+            *offsets, end = accumulate(layer, initial=end)
+            starts.append(offsets)
         groups.append(LayerGroup(range(first, last), starts, round_up(end, num_ranks * ALIGNMENT)))
         first = last
     return groups
@@ -91,7 +76,7 @@ class GatherBuffers:
         self.num_bytes = sum(len(memory) for memory in (slices, *buffers))
         self._slices = slices.split(slice_sizes)
         self._wholes = [buffers[number % 2][:size] for number, size in enumerate(sizes)]
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = SideStream(device)
 
     def whole(self, number: int) -> Tensor:
         """Return the memory of group `number` when it is gathered, (bytes,); the group after the next shares it."""
@@ -105,8 +90,7 @@ class GatherBuffers:
         """Yield the groups in order, each gathered until the next one is asked for. A collective."""
         self._gather(0)
         for number in range(len(self._wholes)):
-            if self._side is not None:
-                torch.cuda.current_stream().wait_stream(self._side)
+            self._side.synchronize()
             # The next group goes into the buffer of the last one, whose work has been enqueued.
             if number + 1 < len(self._wholes):
                 self._gather(number + 1)
@@ -114,11 +98,7 @@ class GatherBuffers:
 
     def _gather(self, number: int) -> None:
         """Gather a group, on a GPU overlapped on a side stream, which a CUDA graph captures as a fork and a join."""
-        if self._side is None:
-            self._ranks.gather(self._wholes[number], self._slices[number])
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        with self._side.enqueuing():
             self._ranks.gather(self._wholes[number], self._slices[number])
 
 
@@ -132,7 +112,7 @@ class StreamedWeights(DecodeWeights):
     def __init__(self, architecture: Architecture, ranks: RankGroup) -> None:
         super().__init__(architecture)
         self.ranks = ranks
-        self._specs = [streamed_specs(block) for block in self.blocks]
+        self._specs = [[joined_spec(t.parameters) for t in streamed_tensors(block)] for block in self.blocks]
         self.groups = group_layers(self._specs, ranks.size, GROUP_BYTES)
         self._buffers: GatherBuffers | None = None
 
@@ -154,7 +134,7 @@ class StreamedWeights(DecodeWeights):
             for layer, starts in zip(group.layers, group.starts, strict=True):
                 tensors = streamed_tensors(self.blocks[layer])
                 for tensor, spec, start in zip(tensors, self._specs[layer], starts, strict=True):
-                    tensor.copy_into(spec.view(buffers.whole(number), start))
+                    tensor.copy_into(view_of_bytes(buffers.whole(number), start, spec))
         return buffers
 
     def iterate_layers(self) -> Iterator[BlockWeights]:
@@ -177,8 +157,9 @@ class StreamedWeights(DecodeWeights):
     def replicated_bytes(self) -> int:
         """Return the bytes of what each rank holds whole."""
         outside, *_ = self._sources
-        norms = [p for block in self.blocks for norm in block.norms for p in norm.parameters]
-        return sum(joined_spec([parameter]).num_bytes for parameter in [*outside[0], *norms])
+        norms = [t for block in self.blocks for norm in block.norms for t in norm.tensors]
+        joined = [*([parameter] for parameter in outside[0]), *(tensor.parameters for tensor in norms)]
+        return sum(joined_spec(parameters).nbytes for parameters in joined)
 
     @property
     def num_bytes_to_copy(self) -> int:
@@ -187,7 +168,7 @@ class StreamedWeights(DecodeWeights):
     @property
     def num_copied_bytes(self) -> int:
         streamed = {id(tensor) for block in self.blocks for tensor in streamed_tensors(block)}
-        own = sum(tensor.num_copied_bytes for tensor in self._tensors() if id(tensor) not in streamed)
+        own = sum(tensor.num_copied_bytes for tensor in self._tensors if id(tensor) not in streamed)
         return own if self._buffers is None else own + self._buffers.num_bytes
 
 
@@ -224,15 +205,11 @@ def streamed_tensors(block: BlockWeights) -> list[WeightTensor]:
     return [tensor for projection in block.projections for tensor in projection.tensors]
 
 
-def streamed_specs(block: BlockWeights) -> list[TensorSpec]:
-    """Return the specs of `streamed_tensors`, which are known before anything is gathered."""
-    return [joined_spec(joined) for projection in block.projections for joined in projection.parameters]
-
-
-def joined_spec(parameters: Sequence[Any]) -> TensorSpec:
-    """Return the spec of whole parameters joined along their first dimension."""
+def joined_spec(parameters: Sequence[Any]) -> Tensor:
+    """Return whole parameters joined along their first dimension, as a meta tensor: before anything is gathered."""
     shapes = [whole_shape(parameter) for parameter in parameters]
-    return TensorSpec((sum(shape[0] for shape in shapes), *shapes[0][1:]), parameters[0].dtype)
+    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return torch.empty(shape, dtype=parameters[0].dtype, device="meta")
 
 
 class StreamingLockstep(Lockstep):

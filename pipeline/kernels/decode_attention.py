@@ -1,20 +1,15 @@
 """Triton kernels of attention in a decode step: the new token of each slot attends to the slot's own keys.
 
-M rows (slots), one new token each; Hq query heads, Hkv heads of keys and values, D channels a head, S cache length.
-Lengths and flags are read from device memory, so that one CUDA graph serves rows of any length, and a finished row
-costs an early exit. All arithmetic is fp32; results are stored in the tensors' own type.
+M rows (slots), Hq query heads, Hkv heads of keys and values, D channels a head, S cache length. Lengths and flags are
+in device memory: one CUDA graph serves rows of any length. Arithmetic is fp32; results have the tensors' own type.
 """
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.split_kv import MAX_SPLITS, SplitKVSchedule
+from pipeline.kernels.split_kv import GROUP_WARPS, MAX_SPLITS, HeadLayout, SplitKVSchedule, group_pad
 
-# Warps of a program of grouped-query attention; measured on an H200 (docs/experiments.md, "Decode step on H200").
-GROUP_WARPS = 4
 # From this many rows on, keys of single heads are evicted from the L2 first, which keeps the weights of the next
 # products there: 1 % of a step of 256 rows on an H200; with 64 rows the step gets 1 % slower (ibid., third round).
 EVICT_FROM_ROWS = 129
@@ -192,40 +187,6 @@ def _attend_group(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLayout:
-    """The columns of q, k and v in a row of the joined projection, for the heads of this rank.
-
-    q_offset, k_offset, v_offset: first column of each. scale: factor of the scores.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    q_offset: int
-    k_offset: int
-    v_offset: int
-    scale: float
-
-
-def split_kv_schedule(lengths: Tensor, active: Tensor, *, layout: HeadLayout, cache_length: int) -> SplitKVSchedule:
-    """Assign the programs of `attend` to rows; once per decode step, for all layers of one layout.
-
-    Args:
-        lengths: (M,) int32, keys in the cache before this token. active: (M,) int32, 0 for a row that is not computed.
-        cache_length: positions of a row of the cache.
-    """
-    group, padded = layout.num_heads // layout.num_kv_heads, triton.next_power_of_2(layout.head_dim)
-    block, warps = ((1, padded), 1) if group == 1 else ((_group_pad(group), max(16, padded)), GROUP_WARPS)
-    return SplitKVSchedule.create(
-        lengths, active, heads=layout.num_kv_heads, cache_length=cache_length, block=block, warps=warps
-    )
-
-
-def _group_pad(group: int) -> int:
-    return max(16, triton.next_power_of_2(group))
-
-
 def attend(
     qkv: Tensor, keys: Tensor, values: Tensor, *, schedule: SplitKVSchedule, layout: HeadLayout, out: Tensor
 ) -> None:
@@ -234,7 +195,7 @@ def attend(
     Args:
         qkv: (M, (Hq + 2 Hkv) D), rotated already where the model rotates.
         keys, values: (M, Hkv, S, D) contiguous; the new ones are written after the row's other keys.
-        schedule: made by `split_kv_schedule` for this step and layout.
+        schedule: the programs of this step and layout.
         out: (M, Hq D); rows that are not active are not written.
     """
     head_dim, group = layout.head_dim, layout.num_heads // layout.num_kv_heads
@@ -253,7 +214,7 @@ def attend(
         )  # fmt: skip
     else:
         _attend_group[grid](
-            *common, HEADS=layout.num_heads, GROUP=group, GROUP_PAD=_group_pad(group),
+            *common, HEADS=layout.num_heads, GROUP=group, GROUP_PAD=group_pad(group),
             D=head_dim, D_PAD=max(16, padded), BLOCK=64, STAGES=3, MAX_SPLITS=MAX_SPLITS, num_warps=GROUP_WARPS,
         )  # fmt: skip
 

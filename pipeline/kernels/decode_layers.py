@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.decode_attention import HeadLayout
+from pipeline.kernels.split_kv import HeadLayout
 
 # Up to this many rows, all of them run on a GPU at a time, and twice the threads per row make each faster; measured on
 # an H200 at 64 to 256 rows (docs/experiments.md, "Decode step on H200", third round).
@@ -72,7 +72,7 @@ def num_warps(width: int) -> int:
     return 1 if width <= 256 else 4 if width < 2048 else 8
 
 
-def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep_sum: bool, out: Tensor) -> None:
+def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep_sum: bool, out: Tensor) -> Tensor:
     """Write norm(residual + branch) to `out`, all (M, H) contiguous; with `keep_sum` the sum replaces `residual`."""
     rows, width = residual.shape
     values, branch_bias = (None, None) if branch is None else (branch.values, branch.bias)
@@ -84,6 +84,7 @@ def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep
         KEEP_SUM=keep_sum, RMS=norm.rms, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
         num_warps=warps,
     )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -117,22 +118,22 @@ def _rotate(
     tl.store(qkv + at + D // 2, (high * c + low * s).to(qkv.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Tables of rotary positions: cos and sin, (positions, D / 2) contiguous, in the model's type."""
-
-    cos: Tensor
-    sin: Tensor
-
-
 def rotate(
-    qkv: Tensor, rotary: Rotary, *, lengths: Tensor, layout: HeadLayout, norms: tuple[NormWeights, NormWeights] | None
+    qkv: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    *,
+    lengths: Tensor,
+    layout: HeadLayout,
+    norms: tuple[NormWeights, NormWeights] | None,
 ) -> None:
-    """Rotate q and k of each row in place to position `lengths[m]` (Su et al. 2021), after their norms if given."""
+    """Rotate q and k of each row in place to position `lengths[m]` (Su et al. 2021), after their norms if given.
+
+    rotary: tables of cos and sin, (positions, D / 2) contiguous, in the model's type.
+    """
     head_dim = layout.head_dim
     q_weight, k_weight, eps = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (qkv, qkv, 0.0)
     _rotate[(len(qkv), layout.num_heads + layout.num_kv_heads)](
-        qkv, rotary.cos, rotary.sin, lengths, q_weight, k_weight, eps, layout.q_offset, layout.k_offset, qkv.stride(0),
+        qkv, *rotary, lengths, q_weight, k_weight, eps, layout.q_offset, layout.k_offset, qkv.stride(0),
         HEADS=layout.num_heads, D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), NORMED=norms is not None,
         num_warps=1,
     )  # fmt: skip

@@ -34,9 +34,9 @@ class LayerNorm(nn.LayerNorm):
         """Norm (..., H) over the last axis."""
         if not can_use_kernels(input, input.numel(), self.weight, self.bias):
             return super().forward(input)
-        from pipeline.kernels.norm_kernels import FusedNorm, NormKind
+        from pipeline.kernels.norm_kernels import FusedNorm
 
-        return FusedNorm.apply(input, self.weight, self.bias, NormKind(self.eps))
+        return FusedNorm.apply(input, self.weight, self.bias, (self.eps, False))
 
 
 class RMSNorm(nn.Module):
@@ -49,9 +49,9 @@ class RMSNorm(nn.Module):
         """Norm (..., H) over the last axis."""
         if not can_use_kernels(hidden_states, hidden_states.numel(), self.weight):
             return super().forward(hidden_states)
-        from pipeline.kernels.norm_kernels import FusedNorm, NormKind
+        from pipeline.kernels.norm_kernels import FusedNorm
 
-        return FusedNorm.apply(hidden_states, self.weight, None, NormKind(self.variance_epsilon, rms=True))
+        return FusedNorm.apply(hidden_states, self.weight, None, (self.variance_epsilon, True))
 
 
 class ReluLinear(nn.Linear):
@@ -89,13 +89,11 @@ def _fuse(module: Any) -> bool:
         module.__class__ = LayerNorm
     elif kind.__name__ in RMS_NORMS and not issubclass(kind, RMSNorm):
         module.__class__ = fused_class(kind)
-    elif kind is OPTDecoderLayer and _has_plain_relu(module):
+    elif kind is OPTDecoderLayer and type(module.activation_fn) is nn.ReLU and type(module.fc1) is nn.Linear:
+        if module.fc1.bias is None:
+            return False
         module.fc1.__class__ = ReluLinear
         module.activation_fn = nn.Identity()
     else:
         return False
     return True
-
-
-def _has_plain_relu(layer: Any) -> bool:
-    return type(layer.activation_fn) is nn.ReLU and type(layer.fc1) is nn.Linear and layer.fc1.bias is not None

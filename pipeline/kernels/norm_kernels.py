@@ -1,11 +1,10 @@
 """Triton kernels of norms and ReLU in training, forward and backward, each of which reads and writes memory once.
 
-For fused_layers.py. T tokens, H channels. torch reads a gradient three times for a norm and three times for a ReLU
-after a bias; here one kernel computes the gradient of the input and sums those of weight and bias, in fp32, always in
-the same order.
+For fused_layers.py. T tokens, H channels. One kernel computes the gradient of the input and sums those of weight and
+bias, in fp32, always in the same order; torch reads a gradient three times for that.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -55,24 +54,17 @@ def _norm_gradient(
         tl.store(sums + (tl.num_programs(0) + part) * width + c, bias_sum, mask=inside)
 
 
-class NormKind(NamedTuple):
-    """The kind of a norm: with `rms` an RMSNorm (Zhang and Sennrich 2019, equation 4), else a LayerNorm."""
-
-    eps: float
-    rms: bool = False
-
-
 class FusedNorm(torch.autograd.Function):
-    """A norm over the last axis."""
+    """A norm over the last axis: with `rms` an RMSNorm (Zhang and Sennrich 2019, equation 4), else a LayerNorm."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind) -> Tensor:
-        """Norm x (..., H) with weight and bias (H,) or None; all of one floating type."""
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: tuple[float, bool]) -> Tensor:
+        """Norm x (..., H) with weight and bias (H,) or None, all of one floating type; `kind` is (eps, rms)."""
         x = x.contiguous()
         out = torch.empty_like(x)
         rows = x.view(-1, x.shape[-1])
         if len(rows):
-            add_norm(rows, None, NormWeights(weight, bias, kind.eps, kind.rms), keep_sum=False, out=out)
+            add_norm(rows, None, NormWeights(weight, bias, *kind), keep_sum=False, out=out)
         ctx.save_for_backward(x, weight)
         ctx.kind = kind
         return out
@@ -81,7 +73,7 @@ class FusedNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         """Return the gradients of x, weight and bias from the gradient of the output, (..., H)."""
-        x, weight = ctx.saved_tensors
+        (x, weight), (eps, rms) = ctx.saved_tensors, ctx.kind
         with_weight, with_bias = ctx.needs_input_grad[1:3]
         gradient, x_gradient, width = gradient.contiguous(), torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
@@ -90,8 +82,8 @@ class FusedNorm(torch.autograd.Function):
         sums = x.new_empty(2, parts, width, dtype=torch.float32) if with_weight or with_bias else None
         if rows:
             _norm_gradient[(parts,)](
-                gradient, x, weight, x_gradient, sums, ctx.kind.eps, rows, rows_each, width,
-                WIDTH=triton.next_power_of_2(width), RMS=ctx.kind.rms, HAS_WEIGHT=weight is not None,
+                gradient, x, weight, x_gradient, sums, eps, rows, rows_each, width,
+                WIDTH=triton.next_power_of_2(width), RMS=rms, HAS_WEIGHT=weight is not None,
                 WITH_SUMS=sums is not None, num_warps=num_warps(width),
             )  # fmt: skip
         of_weight, of_bias = (None, None) if sums is None else sums.sum(1).to(x.dtype).unbind()
@@ -148,8 +140,5 @@ class FusedReluLinear(torch.autograd.Function):
         x, weight, out = ctx.saved_tensors
         before, bias_gradient = relu_gradient(gradient, out)
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            before @ weight if of_x else None,
-            before.t() @ x if of_weight else None,
-            bias_gradient if of_bias else None,
-        )
+        x_gradient, weight_gradient = before @ weight if of_x else None, before.t() @ x if of_weight else None
+        return x_gradient, weight_gradient, bias_gradient if of_bias else None

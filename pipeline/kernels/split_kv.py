@@ -1,9 +1,7 @@
 """Split-KV scheduling of a decode step's attention: free thread blocks steal splits of the rows that are still active.
 
-One thread block (a Triton program) reads the keys of a row block after block, so that a row takes as long alone as in
-a full batch. The programs of finished rows are free, and take splits of the other rows' keys (as in Flash-Decoding, Dao
-et al. 2023, but only as many splits as there are free programs). Where rows and heads are too few to keep a large GPU
-busy, there are more programs than rows from the start. M rows (slots), P programs per head.
+Thread blocks (Triton programs) of finished rows take splits of the other rows' keys, as in Flash-Decoding (Dao et al.
+2023); few rows and heads get more programs from the start, to keep a large GPU busy. M rows (slots), P programs a head.
 """
 
 from dataclasses import dataclass
@@ -18,6 +16,8 @@ from torch import Tensor
 # as many programs as rows, a step of 64 active rows took 5 % longer on an H200 (docs/experiments.md, "Decode step on
 # H200").
 TARGET_WARPS = 2_048
+# Warps of a program of grouped-query attention; measured on an H200 (docs/experiments.md, "Decode step on H200").
+GROUP_WARPS = 4
 # Splits of one row at most; the last one to finish combines them all. Chosen by hand.
 MAX_SPLITS = 8
 # Keys of a split at least: fewer are not worth a program. Chosen by hand.
@@ -52,6 +52,27 @@ def _assign_programs(
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """The columns of q, k and v in a row of the joined projection, for the heads of this rank.
+
+    q_offset, k_offset, v_offset: first column of each. scale: factor of the scores.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_offset: int
+    k_offset: int
+    v_offset: int
+    scale: float
+
+
+def group_pad(group: int) -> int:
+    """Return the query heads of a group of `group`, padded to a tile of matrix products."""
+    return max(16, triton.next_power_of_2(group))
+
+
+@dataclass(frozen=True, slots=True)
 class SplitKVSchedule:
     """The programs of one decode step, for all its layers, and buffers through which splits of a row are combined.
 
@@ -68,16 +89,16 @@ class SplitKVSchedule:
     sums: Tensor
 
     @classmethod
-    def create(
-        cls, lengths: Tensor, active: Tensor, *, heads: int, cache_length: int, block: tuple[int, int], warps: int
-    ) -> Self:
-        """Assign programs to rows on the device, without waiting for it.
+    def create(cls, lengths: Tensor, active: Tensor, *, layout: HeadLayout, cache_length: int) -> Self:
+        """Assign the programs of `attend` to rows, without waiting for the device; once per decode step and layout.
 
         Args:
-            lengths, active: (M,) int32; rows with `active` 0 get no program.
-            heads: heads of keys. block: (G, D) as padded. warps: warps of a program.
+            lengths: (M,) int32, keys in the cache before this token. active: (M,) int32, 0 for a row without a program.
+            cache_length: positions of a row of the cache.
         """
-        rows, device = len(lengths), lengths.device
+        rows, device, heads = len(lengths), lengths.device, layout.num_kv_heads
+        group, padded = layout.num_heads // heads, triton.next_power_of_2(layout.head_dim)
+        block, warps = ((1, padded), 1) if group == 1 else ((group_pad(group), max(16, padded)), GROUP_WARPS)
         max_splits = min(MAX_SPLITS, triton.cdiv(cache_length, MIN_KEYS_PER_SPLIT))
         programs = min(max(rows, TARGET_WARPS // (warps * heads)), rows * max_splits)
         assignments = torch.empty(programs, 4, dtype=torch.int32, device=device)

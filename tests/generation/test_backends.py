@@ -22,7 +22,7 @@ from transformers import (
 from pipeline.errors import InputError
 from pipeline.generation.backends import choose_backend
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.generation.options import BackendSettings
+from pipeline.generation.options import GenerationOptions
 from pipeline.models import packed_attention
 from pipeline.models.lora import add_lora
 
@@ -55,62 +55,62 @@ def cohere() -> Any:
 
 ROPE = {"rope_theta": 10_000.0}
 # The backend that auto takes on a GPU, and the reasons of its fallbacks.
-AUTO: dict[str, tuple[Any, BackendSettings, str, list[str]]] = {
-    "opt": (opt, BackendSettings(max_sequence_length=10**6), "fused", []),
-    "llama": (llama, BackendSettings(), "fused", []),
-    "opt with merged adapters": (lambda: with_adapters(opt()), BackendSettings(), "fused", []),
+AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
+    "opt": (opt, GenerationOptions(max_sequence_length=10**6), "fused", []),
+    "llama": (llama, GenerationOptions(), "fused", []),
+    "opt with merged adapters": (lambda: with_adapters(opt()), GenerationOptions(), "fused", []),
     "opt with unmerged adapters": (
-        lambda: with_adapters(opt()), BackendSettings(merge_lora=False), "static",
+        lambda: with_adapters(opt()), GenerationOptions(merge_lora=False), "static",
         ["fused: it takes no unmerged adapters (--merge_lora_for_generation false)"],
     ),
     "another activation": (
-        lambda: changed(opt(), activation_function="gelu"), BackendSettings(), "static", ["fused: activation gelu"]
+        lambda: changed(opt(), activation_function="gelu"), GenerationOptions(), "static", ["fused: activation gelu"]
     ),
     "another gate": (
-        lambda: changed(llama(), hidden_act="gelu"), BackendSettings(), "static", ["fused: activation gelu"]
+        lambda: changed(llama(), hidden_act="gelu"), GenerationOptions(), "static", ["fused: activation gelu"]
     ),
     "rotary tables that grow": (
-        lambda: changed(llama(), rope_parameters={**ROPE, "rope_type": "dynamic"}), BackendSettings(), "eager",
+        lambda: changed(llama(), rope_parameters={**ROPE, "rope_type": "dynamic"}), GenerationOptions(), "eager",
         ["fused: rotary positions of type dynamic",
          "static: rotary positions of type dynamic depend on how long the sequence is"],
     ),
     "a kernel that takes no mask": (
-        lambda: changed(gpt_neox(), _attn_implementation="flash_attention_2"), BackendSettings(), "eager",
+        lambda: changed(gpt_neox(), _attn_implementation="flash_attention_2"), GenerationOptions(), "eager",
         [f"fused: model type gpt_neox {TYPES}",
          "static: flash_attention_2 attention takes no mask of every row's own length"],
     ),
     "gpt-neo": (
-        lambda: GPTNeoForCausalLM(NEO), BackendSettings(), "eager",
+        lambda: GPTNeoForCausalLM(NEO), GenerationOptions(), "eager",
         [f"fused: model type gpt_neo {TYPES}", "static: some layers see a window of tokens only"],
     ),
     "falcon with alibi": (
         lambda: FalconForCausalLM(FalconConfig(vocab_size=301, hidden_size=32, num_hidden_layers=1,
-                                               num_attention_heads=2, alibi=True)), BackendSettings(), "eager",
+                                               num_attention_heads=2, alibi=True)), GenerationOptions(), "eager",
         [f"fused: model type falcon {TYPES}",
          "static: attention biases by distance (alibi) come with the model's own mask"],
     ),
     "partial rotary": (
-        lambda: changed(llama(), rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), BackendSettings(), "static",
+        lambda: changed(llama(), rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), GenerationOptions(), "static",
         ["fused: rotary positions on a part of each head"],
     ),
     "attention that takes bounds too": (
-        lambda: changed(gpt_neox(), _attn_implementation=packed_attention.NAME), BackendSettings(), "static",
+        lambda: changed(gpt_neox(), _attn_implementation=packed_attention.NAME), GenerationOptions(), "static",
         [f"fused: model type gpt_neox {TYPES}"],
     ),
-    "gpt-neox": (gpt_neox, BackendSettings(), "static", [f"fused: model type gpt_neox {TYPES}"]),
-    "a window as long as the sequences": (mistral, BackendSettings(max_sequence_length=32), "fused", []),
-    "no window": (lambda: mistral(None), BackendSettings(max_sequence_length=33), "fused", []),
+    "gpt-neox": (gpt_neox, GenerationOptions(), "static", [f"fused: model type gpt_neox {TYPES}"]),
+    "a window as long as the sequences": (mistral, GenerationOptions(max_sequence_length=32), "fused", []),
+    "no window": (lambda: mistral(None), GenerationOptions(max_sequence_length=33), "fused", []),
     "a window shorter than the sequences": (
-        mistral, BackendSettings(max_sequence_length=33), "eager",
+        mistral, GenerationOptions(max_sequence_length=33), "eager",
         ["fused: sequences of 33 tokens are longer than the window 32",
          "static: mistral has layers with another cache than keys and values of all tokens"],
     ),
     "bloom": (
-        bloom, BackendSettings(), "eager",
+        bloom, GenerationOptions(), "eager",
         [f"fused: model type bloom {TYPES}", "static: bloom takes no position_ids"],
     ),
     "cohere": (
-        cohere, BackendSettings(), "eager",
+        cohere, GenerationOptions(), "eager",
         [f"fused: model type cohere {TYPES}", "static: cohere changes its logits (logit_scale)"],
     ),
 }  # fmt: skip
@@ -125,20 +125,20 @@ def test_auto_takes_the_fastest_that_supports_the_model(name):
 def test_a_cpu_has_the_eager_backend():
     """Also where triton's interpreter could run the kernels."""
     reasons = ["fused: there is no CUDA device", "static: there is no CUDA device"]
-    assert choose_backend(opt(), BackendSettings(), CPU) == ("eager", reasons)
+    assert choose_backend(opt(), GenerationOptions(), CPU) == ("eager", reasons)
 
 
 def test_without_triton_there_is_the_eager_backend(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     reasons = ["fused: triton is not installed", "static: triton is not installed"]
-    assert choose_backend(opt(), BackendSettings(), CUDA) == ("eager", reasons)
+    assert choose_backend(opt(), GenerationOptions(), CUDA) == ("eager", reasons)
 
 
 @pytest.mark.parametrize("requested", ["fused", "static", "eager"])
 def test_a_backend_by_name(monkeypatch, requested):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     for device in (CPU, CUDA):
-        assert choose_backend(opt(), BackendSettings(requested=requested), device) == (requested, [])
+        assert choose_backend(opt(), GenerationOptions(backend=requested), device) == (requested, [])
 
 
 # (model, backend that was asked for, complaint)
@@ -152,7 +152,7 @@ REFUSED = {
 def test_a_backend_by_name_that_does_not_fit_is_refused(name):
     make, requested, complaint = REFUSED[name]
     with pytest.raises(InputError) as error:
-        choose_backend(make(), BackendSettings(requested=requested), CUDA)
+        choose_backend(make(), GenerationOptions(backend=requested), CUDA)
     assert str(error.value) == complaint
 
 
@@ -160,7 +160,7 @@ def test_a_backend_by_name_that_does_not_fit_is_refused(name):
 def test_kernels_need_a_device_or_the_interpreter(monkeypatch, requested):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(InputError, match=f"generation_engine {requested}: there is no CUDA device; use auto"):
-        choose_backend(opt(), BackendSettings(requested=requested), CPU)
+        choose_backend(opt(), GenerationOptions(backend=requested), CPU)
 
 
 # --- tensor parallelism ---

@@ -148,7 +148,7 @@ def test_rows_that_ended_leave_no_trace_in_others_on_the_static_backend():
     cache = function.new_cache(USUAL.num_slots, CACHE_LENGTH)
     run(function, USUAL, cache)  # the cache gets its tensors
     unused = [slot for slot in range(USUAL.num_slots) if slot not in USUAL.slots]
-    for keys, values in cache._stored:
+    for keys, values in cache._stored.values():
         keys[unused], values[unused] = float("nan"), float("nan")
     assert_equal_logits(model, USUAL, run(function, USUAL, cache))
 

@@ -11,7 +11,14 @@ from support.decode_models import DEVICE, FUSED, PAD, fused, llama, opt, plain_l
 from torch import nn
 
 from pipeline.generation.fused import FusedForward
-from pipeline.generation.fused_weights import DecodeWeights, Shard, WeightTensor, joined_view
+from pipeline.generation.fused_weights import (
+    DecodeWeights,
+    Shard,
+    WeightTensor,
+    bias_shards,
+    joined_view,
+    weight_shards,
+)
 from pipeline.models.architecture import read_architecture
 from pipeline.models.lora import add_lora
 
@@ -243,9 +250,11 @@ def test_adapters_are_added_where_the_weights_are_adjacent_too():
 
 
 def test_shards_make_up_the_whole():
-    weight, bias = torch.arange(24.0).view(4, 6), torch.arange(4.0)
+    layer = torch.nn.Linear(6, 4)
     shards = [Shard(rank, 2) for rank in range(2)]
-    assert torch.equal(torch.cat([shard.rows(weight) for shard in shards]), weight)
-    assert torch.equal(torch.cat([shard.columns(weight) for shard in shards], 1), weight)
-    assert torch.equal(sum(shard.bias_of_sum(bias) for shard in shards), bias)
+    for dim in (0, 1):
+        weights = [weight_shards([layer], dim, shard)[0] for shard in shards]
+        assert torch.equal(torch.cat(weights, dim), layer.weight)
+    assert torch.equal(torch.cat([bias_shards([layer], 0, shard)[0] for shard in shards]), layer.bias)
+    assert torch.equal(sum(bias_shards([layer], 1, shard)[0] for shard in shards), layer.bias)
     assert PAD not in IDS

@@ -87,9 +87,9 @@ def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
 @pytest.fixture
 def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Overlap as with a GPU; return a list with an entry for each overlapped prefill."""
-    seen, opened = [], scheduler.PrefillStream.enqueuing
+    seen, opened = [], scheduler.SideStream.enqueuing
     monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
-    monkeypatch.setattr(scheduler.PrefillStream, "enqueuing", lambda side: (seen.append(1), opened(side))[1])
+    monkeypatch.setattr(scheduler.SideStream, "enqueuing", lambda side: (seen.append(1), opened(side))[1])
     return seen
 
 

@@ -18,7 +18,7 @@ from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.generation.options import BackendSettings, GenerationOptions
+from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, merged_weight
@@ -27,7 +27,7 @@ from pipeline.training.steps import step_together
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import generation_options
 
-FUSED = GenerationOptions(backend=BackendSettings(requested="fused"))
+FUSED = GenerationOptions(backend="fused")
 PROMPTS = random_prompts((3, 1))
 SETTINGS: dict[str, Any] = {"num_samples": 1, "sampling": Sampling(3), "key": RandomKey(3, "rollout")}
 MAKERS = {"opt": opt, "llama": llama}
@@ -97,7 +97,7 @@ def rollout(hybrid: HybridEngine) -> Rollout:
 
 
 def eager(engine: TrainingEngine) -> Rollout:
-    return rollout(hybrid_of(engine, GenerationOptions(backend=BackendSettings(requested="eager"))))
+    return rollout(hybrid_of(engine, GenerationOptions(backend="eager")))
 
 
 def far_apart(first: Rollout, second: Rollout) -> bool:
@@ -191,7 +191,7 @@ def test_training_goes_on_after_a_rollout_that_was_broken_off():
 
 def test_prompts_at_once_are_slots():
     engine = engine_of(opt(), 0)
-    for options in (FUSED, GenerationOptions(backend=BackendSettings(requested="static"))):
+    for options in (FUSED, GenerationOptions(backend="static")):
         hybrid = hybrid_of(engine, options)
         with hybrid.generation():
             actual = hybrid.generate(PROMPTS, **(SETTINGS | {"num_samples": 2}), batch_size=1)
@@ -216,7 +216,6 @@ def test_flags_become_options():
             },
         }
     )  # fmt: skip
-    backend = BackendSettings("static", merge_lora=False, max_sequence_length=42)
-    assert generation_options(config) == GenerationOptions(backend, True, 4, "whole", min_slots=32)
+    assert generation_options(config) == GenerationOptions("static", False, 42, True, 4, "whole", min_slots=32)
     optimizer = config.optimizer.model_copy(update={"per_device_eval_batch_size": 40})
     assert generation_options(config.model_copy(update={"optimizer": optimizer})).min_slots == 40

@@ -4,7 +4,7 @@ The kernels read the vocabulary in blocks; tests that draw much make the blocks 
 large.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ def drawn(
     actual = Drawn(slots, responses)
     uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE).reshape(rows, 1)
     draw_tokens(
-        logits.to(DEVICE).contiguous(), torch.arange(rows, device=DEVICE), slots, responses, uniforms=uniforms,
+        logits.to(DEVICE).contiguous(), torch.arange(rows, device=DEVICE), slots, replace(responses, uniforms=uniforms),
         eos=padded_eos(frozenset(ends), DEVICE), sampling=Sampling(1, **given),
     )  # fmt: skip
     return actual
@@ -208,6 +208,7 @@ def test_a_draw_moves_its_row_on_and_leaves_the_others_alone():
     Slot 0 writes the last token of response 2, slot 2 writes an end as the second of response 0.
     """
     slots, responses = Slots.empty(4, DEVICE), ResponseBuffers.empty((3, 3), pad_id=PAD, device=DEVICE)
+    responses.uniforms.fill_(0.5)
     fill(slots.tokens, [50, 51, 52, 53])
     fill(slots.lengths, [9, 8, 7, 6])
     fill(slots.active, [1, 0, 1, 1])
@@ -217,7 +218,6 @@ def test_a_draw_moves_its_row_on_and_leaves_the_others_alone():
     one_hot[0, 5], one_hot[1, 4], one_hot[2, 3] = 0.0, 0.0, 0.0
     draw_tokens(
         one_hot.to(DEVICE), torch.tensor([2, 1, 0], device=DEVICE), slots, responses,
-        uniforms=torch.full((3, 3), 0.5, dtype=torch.float64, device=DEVICE),
         eos=padded_eos(frozenset({5, 6, 7}), DEVICE), sampling=Sampling(3),
     )  # fmt: skip
     assert slots.tokens.tolist() == [3, 51, 5, 53]
@@ -237,7 +237,7 @@ def test_each_token_takes_the_uniform_of_its_own_place():
     fill(slots.position, [3, 1])
     uniforms = torch.tensor([[0.05, 0.15, 0.25, 0.35], [0.45, 0.55, 0.65, 0.75]], dtype=torch.float64, device=DEVICE)
     draw_tokens(
-        logits.to(DEVICE), torch.arange(2, device=DEVICE), slots, responses, uniforms=uniforms,
+        logits.to(DEVICE), torch.arange(2, device=DEVICE), slots, replace(responses, uniforms=uniforms),
         eos=padded_eos(frozenset(), DEVICE), sampling=Sampling(4),
     )  # fmt: skip
     assert slots.tokens.tolist() == [7, 1]

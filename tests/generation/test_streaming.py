@@ -43,9 +43,9 @@ from pipeline.generation.streaming import (
     ALIGNMENT,
     GatherBuffers,
     StreamedWeights,
-    TensorSpec,
     check_streamed_weights_fit,
     group_layers,
+    view_of_bytes,
 )
 from pipeline.models.architecture import read_architecture
 from pipeline.models.lora import add_lora
@@ -59,9 +59,9 @@ TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 # --- groups ---
 
 
-def layer(*units: int) -> list[TensorSpec]:
+def layer(*units: int) -> list[torch.Tensor]:
     """Tensors that fill this many units of ALIGNMENT, but for their last bytes."""
-    return [TensorSpec((ALIGNMENT * unit - 2,), torch.uint8) for unit in units]
+    return [torch.empty(ALIGNMENT * unit - 2, dtype=torch.uint8, device="meta") for unit in units]
 
 
 # (units of each layer, limit in units, layers of each group)
@@ -89,19 +89,18 @@ def test_tensors_do_not_overlap_in_equal_slices(ranks):
     for group in group_layers(layers, ranks, 8 * ALIGNMENT):
         specs = [spec for number in group.layers for spec in layers[number]]
         starts = [start for actual in group.starts for start in actual]
-        ends = [start + spec.num_bytes for start, spec in zip(starts, specs, strict=True)]
+        ends = [start + spec.nbytes for start, spec in zip(starts, specs, strict=True)]
         assert all(start % ALIGNMENT == 0 for start in starts)
         assert all(end <= start for end, start in zip(ends, [*starts[1:], group.num_bytes], strict=True))
         assert group.num_bytes % (ranks * ALIGNMENT) == 0 and group.num_bytes - ends[-1] <= ranks * ALIGNMENT + 2
 
 
 def test_a_tensor_is_a_view_of_its_bytes():
-    spec = TensorSpec((2, 3), torch.bfloat16)
     buffer = torch.zeros(600, dtype=torch.uint8)
     value = torch.arange(6.0).view(2, 3).bfloat16()
-    spec.view(buffer, 256).copy_(value)
+    view_of_bytes(buffer, 256, value).copy_(value)
     assert torch.equal(buffer[256:268], value.view(-1).view(torch.uint8)) and buffer.count_nonzero() <= 12
-    assert torch.equal(spec.view(buffer.clone(), 256), value)
+    assert torch.equal(view_of_bytes(buffer.clone(), 256, value), value)
 
 
 # --- slices of several ranks ---

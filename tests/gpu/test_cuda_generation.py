@@ -3,6 +3,7 @@
 The tests of tests/generation and tests/kernels need no GPU, and run compiled where there is one.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,7 +198,9 @@ def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
     def draw() -> None:
         slots.active.fill_(1)
         slots.position.zero_()
-        draw_tokens(many, everywhere, slots, responses, uniforms=uniforms, eos=eos, sampling=Sampling(1, **settings))
+        draw_tokens(
+            many, everywhere, slots, replace(responses, uniforms=uniforms), eos=eos, sampling=Sampling(1, **settings)
+        )
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from pipeline.kernels import fused_layers
 from pipeline.kernels.fused_layers import fuse_layers
-from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear, NormKind
+from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -45,12 +45,12 @@ def test_gradients_in_bf16(kind, width):
     torch.manual_seed(width)
     x = (random(1500, width) + 0.5).bfloat16().float()
     if kind == "layer norm":
-        pair = (lambda x, w, b: FusedNorm.apply(x, w, b, NormKind(1e-5)),
+        pair = (lambda x, w, b: FusedNorm.apply(x, w, b, (1e-5, False)),
                 lambda x, w, b: functional.layer_norm(x, (width,), w, b))  # fmt: skip
         tensors, outputs = [x, 1 + random(width), random(width)], width
     elif kind == "rms norm":
         pair, tensors, outputs = (
-            (lambda x, w: FusedNorm.apply(x, w, None, NormKind(1e-5, rms=True)), rms_norm),
+            (lambda x, w: FusedNorm.apply(x, w, None, (1e-5, True)), rms_norm),
             [x, 1 + random(width)],
             width,
         )

@@ -5,8 +5,8 @@ import torch
 from support.decode_models import DEVICE, SIXTEEN_BITS
 
 from pipeline.kernels import split_kv
-from pipeline.kernels.decode_attention import HeadLayout, attend, split_kv_schedule, store_prompts
-from pipeline.kernels.split_kv import SplitKVSchedule
+from pipeline.kernels.decode_attention import attend, store_prompts
+from pipeline.kernels.split_kv import HeadLayout, SplitKVSchedule
 
 ORDERS = ["qkv", "qvk", "kqv", "kvq", "vqk", "vkq"]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, SIXTEEN_BITS: {"rtol": 2e-2, "atol": 2e-2}}
@@ -56,7 +56,7 @@ def run(
 ) -> None:  # fmt: skip
     """Twice, as two layers of one step would: the second must find nothing of the first."""
     actual = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
-    schedule = split_kv_schedule(*actual, layout=layout, cache_length=keys.shape[2])
+    schedule = SplitKVSchedule.create(*actual, layout=layout, cache_length=keys.shape[2])
     attend(qkv, keys, values, schedule=schedule, layout=layout, out=torch.empty_like(out))
     attend(qkv, keys, values, schedule=schedule, layout=layout, out=out)
 
@@ -139,10 +139,13 @@ def test_programs_of_finished_rows_take_splits_of_the_others(heads, active):
     check(heads, 16, [40, 259, 0, 97, 31], cache_length=260, active=active)
 
 
-def assignments_of(lengths: list[int], active: list[int], *, cache_length: int, warps: int = 1) -> list[list[int]]:
-    """Return (row, split, splits, keys) of each program that has something to do, for two heads."""
+def assignments_of(
+    lengths: list[int], active: list[int], *, cache_length: int, query_heads: int = 2
+) -> list[list[int]]:
+    """Return (row, split, splits, keys) of each program that has something to do, for two heads of keys."""
     actual = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (lengths, active))
-    schedule = SplitKVSchedule.create(*actual, heads=2, cache_length=cache_length, block=(1, 16), warps=warps)
+    layout = HeadLayout(query_heads, 2, 16, 0, 16 * query_heads, 16 * (query_heads + 2), 0.25)
+    schedule = SplitKVSchedule.create(*actual, layout=layout, cache_length=cache_length)
     assert schedule.num_active.item() == sum(active) and not schedule.num_done.any()
     return [assignment for assignment in schedule.assignments.tolist() if assignment[2]]
 
@@ -159,12 +162,12 @@ def test_assignments_by_hand(monkeypatch):
     assert assignments_of(lengths, [0, 0, 0, 1], cache_length=400) == [[3, split, 8, 300] for split in range(8)]
     assert assignments_of(lengths, [0, 0, 0, 0], cache_length=400) == []
     # Programs of four warps: as many as rows.
-    assert assignments_of(lengths, [1, 1, 1, 0], cache_length=400, warps=4) == [
+    assert assignments_of(lengths, [1, 1, 1, 0], cache_length=400, query_heads=4) == [
         [0, 0, 1, 70],
         [1, 0, 1, 200],
         [2, 0, 1, 10],
     ]
-    assert assignments_of(lengths, [0, 1, 0, 1], cache_length=400, warps=4) == [
+    assert assignments_of(lengths, [0, 1, 0, 1], cache_length=400, query_heads=4) == [
         [1, 0, 2, 200], [3, 0, 2, 300], [1, 1, 2, 200], [3, 1, 2, 300],
     ]  # fmt: skip
 

@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from pipeline.generation.fused import add_branch
 from pipeline.kernels import split_matmul as split_matmul_module
-from pipeline.kernels.decode_attention import HeadLayout
-from pipeline.kernels.decode_layers import Branch, NormWeights, Rotary, add_norm, rotate, silu_gate
+from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, rotate, silu_gate
+from pipeline.kernels.split_kv import HeadLayout
 from pipeline.kernels.split_matmul import split_matmul
 from pipeline.models.architecture import rotary_table
 
@@ -127,7 +127,7 @@ def test_rotation_is_transformers_own(head_dim, offsets, heads, normed):
     rotary = rotary_of(head_dim)
     ids = torch.tensor(LENGTHS, device=DEVICE)
     cos, sin = rotary(qkv, ids[None])
-    table = Rotary(*rotary_table(rotary, 10, qkv))
+    table = rotary_table(rotary, 10, qkv)
     rotate(qkv, table, lengths=ids.int(), layout=layout, norms=norms)
     parts = []
     for number, (offset, count) in enumerate(((q, heads[0]), (k, heads[1]))):

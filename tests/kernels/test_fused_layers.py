@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipeline.kernels import fused_layers, norm_kernels
 from pipeline.kernels.fused_layers import fuse_layers
-from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear, NormKind
+from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear
 from pipeline.models.loading import use_gradient_checkpointing
 
 CUDA = torch.device("cuda")
@@ -66,7 +66,7 @@ def test_layer_norm_is_torchs(shape, affine, small_runs):
     bias = random(shape[-1], seed=2).requires_grad_() if affine == "weight and bias" else None
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     out, expected = (
-        FusedNorm.apply(x, weight, bias, NormKind(EPS)),
+        FusedNorm.apply(x, weight, bias, (EPS, False)),
         functional.layer_norm(x, x.shape[-1:], weight, bias, EPS),
     )
     torch.testing.assert_close(out, expected, **TOLERANCE)
@@ -78,26 +78,26 @@ def test_rms_norm_is_transformers(shape, small_runs):
     norm = LlamaRMSNorm(shape[-1], eps=EPS).to(DEVICE)
     norm.weight.data += random(shape[-1], seed=1)
     x = (random(*shape) + 0.7).requires_grad_()
-    out, expected = FusedNorm.apply(x, norm.weight, None, NormKind(EPS, rms=True)), norm(x)
+    out, expected = FusedNorm.apply(x, norm.weight, None, (EPS, True)), norm(x)
     torch.testing.assert_close(out, expected, **TOLERANCE)
     assert_close(gradients_of(out, x, norm.weight), gradients_of(expected, x, norm.weight))
 
 
 def test_norm_of_frozen_weights_and_of_no_row():
     x, weight, bias = random(3, 8).requires_grad_(), random(8, seed=1), random(8, seed=2)
-    out = FusedNorm.apply(x, weight, bias, NormKind(EPS))
+    out = FusedNorm.apply(x, weight, bias, (EPS, False))
     (actual,) = gradients_of(out, x)
     (expected,) = gradients_of(functional.layer_norm(x, (8,), weight, bias, EPS), x)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
     nothing = torch.zeros(0, 8, device=DEVICE, requires_grad=True)
     weight.requires_grad_()
-    of_nothing = gradients_of(FusedNorm.apply(nothing, weight, bias, NormKind(EPS)), nothing, weight)
+    of_nothing = gradients_of(FusedNorm.apply(nothing, weight, bias, (EPS, False)), nothing, weight)
     assert of_nothing[0].shape == (0, 8) and not of_nothing[1].any()
 
 
 def test_norm_of_a_view_that_is_not_contiguous():
     x = random(8, 6, seed=3).requires_grad_()
-    out = FusedNorm.apply(x.t(), None, None, NormKind(EPS))
+    out = FusedNorm.apply(x.t(), None, None, (EPS, False))
     expected = functional.layer_norm(x.t(), (8,), None, None, EPS)
     assert_close(gradients_of(out, x), gradients_of(expected, x))
 
@@ -145,7 +145,7 @@ def test_gradients_that_are_not_contiguous():
     for total in (torch.sum, lambda out: (out.t() * factors).sum()):
         for fused, plain in (
             (FusedReluLinear.apply(x, weight, bias), functional.relu(functional.linear(x, weight, bias))),
-            (FusedNorm.apply(random(6, 5) * bias, None, None, NormKind(EPS)),
+            (FusedNorm.apply(random(6, 5) * bias, None, None, (EPS, False)),
              functional.layer_norm(random(6, 5) * bias, (5,), eps=EPS)),
         ):  # fmt: skip
             assert_close(torch.autograd.grad(total(fused), (bias,)), torch.autograd.grad(total(plain), (bias,)))

@@ -18,13 +18,13 @@ from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
 from pipeline.generation import scheduler
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.generation.options import BackendSettings, GenerationOptions
+from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.partitions import gathered
 from pipeline.training.steps import step_together
 
-FUSED, EAGER = (GenerationOptions(backend=BackendSettings(requested=backend)) for backend in ("fused", "eager"))
+FUSED, EAGER = (GenerationOptions(backend=backend) for backend in ("fused", "eager"))
 PROMPTS = random_prompts((3, 5, 1))
 ENDS = frozenset({EOS, *range(20, 60)})
 MAKERS = {
