@@ -171,11 +171,6 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Return the element-wise sum over ranks, as a new tensor of the same shape."""
     total = values.clone()
@@ -266,11 +261,9 @@ def on_main(work: Callable[[], T]) -> T:
     if is_main():
         try:
             outcome[0] = work()
-        except RunError as error:
-            outcome[1] = error
         except Exception as error:
-            failure = error
-            outcome[1] = PeerError(f"rank 0 failed: {type(error).__name__}: {error}")
+            peer_error = PeerError(f"rank 0 failed: {type(error).__name__}: {error}")
+            failure, outcome[1] = error, error if isinstance(error, RunError) else peer_error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise failure or outcome[1]

@@ -30,12 +30,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def flush_tree(folder: Path) -> None:
-    """Flush all files and folders below `folder`, and `folder` itself, to disk."""
-    for path in [*folder.rglob("*"), folder]:
-        flush(path)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically."""
     temporary = path.with_name(f".{path.name}.writing")
@@ -75,7 +69,8 @@ def replacing(folder: Path, fresh: Path) -> Iterator[None]:
     old = folder.parent / f".{folder.name}.old"
     try:
         yield
-        flush_tree(fresh)
+        for path in [*fresh.rglob("*"), fresh]:
+            flush(path)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)

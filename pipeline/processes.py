@@ -20,17 +20,17 @@ from pipeline.files import GIB
 
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, else of the machine
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
-KILL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process as last seen; `status` is psutil's word, `cpu_s` the processor time that it had used."""
+    """A process as last seen; `status` is psutil's word, `cpu_s` the processor time that it had used, `started_s` is since 1970."""
 
     pid: int
     status: str
     cpu_s: float
     rss_bytes: int
+    started_s: float = 0.0
 
     @property
     def is_stopped(self) -> bool:
@@ -45,19 +45,12 @@ def read_process(pid: int) -> Process | None:
         with process.oneshot():
             status, cpu, memory = process.status(), process.cpu_times(), process.memory_info()
         if status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return Process(pid, status, cpu.user + cpu.system, memory.rss)
+            return Process(pid, status, cpu.user + cpu.system, memory.rss, process.create_time())
     return None
 
 
 def is_alive(pid: int) -> bool:
     return read_process(pid) is not None
-
-
-def started_before(pid: int, time_s: float) -> bool:
-    """Return True if the process started before `time_s` (since 1970): its number was not given again after that."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).create_time() <= time_s
-    return False
 
 
 def in_session(session: int) -> Iterator[Process]:
@@ -70,7 +63,7 @@ def in_session(session: int) -> Iterator[Process]:
 
 def kill_session(session: int) -> None:
     """Send SIGKILL to all of the session, until only processes are left that the kernel holds back (a dead disk)."""
-    end = time.monotonic() + KILL_S
+    end = time.monotonic() + 5.0
     while (members := list(in_session(session))) and time.monotonic() < end:
         for process in members:
             send(process.pid, signal.SIGKILL)
@@ -109,17 +102,17 @@ def time_limit(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, _raise)
+
+    def expired(number: int, frame: FrameType | None) -> None:
+        raise TimeLimitError
+
+    before = signal.signal(signal.SIGALRM, expired)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise TimeLimitError
 
 
 @contextmanager

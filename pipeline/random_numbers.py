@@ -60,7 +60,8 @@ def uniforms(
     _check_range("position", position, WORD_BITS)
     stream = sample_index | (epoch << SAMPLE_BITS)
     counter = (prompt_ids & WORD_MASK, prompt_ids >> WORD_BITS, position, stream)
-    first, second, _, _ = philox4x32(counter, _words(derive_key(seed, purpose)))
+    key = derive_key(seed, purpose)
+    first, second, _, _ = philox4x32(counter, (key & WORD_MASK, key >> WORD_BITS))
     return words_to_uniform(first, second)
 
 
@@ -84,10 +85,6 @@ def words_to_uniform(first: Tensor, second: Tensor) -> Tensor:
     """Map 52 random bits to a float64 in (0, 1), the centre of one of 2**52 cells; a 53rd bit would round up to 1."""
     bits = (first >> 6 << 26) | (second >> 6)
     return (bits.double() + 0.5) * 2.0**-52
-
-
-def _words(number: int) -> tuple[int, int]:
-    return number & WORD_MASK, number >> WORD_BITS
 
 
 def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:

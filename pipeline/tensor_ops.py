@@ -117,5 +117,6 @@ def check_tokens(*tensors: Tensor, mask: Tensor | None = None) -> None:
 
 
 def zero_outside(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """The tensors with 0 where the mask is False."""
+    """Return the tensors, checked by `check_tokens`, with 0 where the mask is False."""
+    check_tokens(*tensors, mask=mask)
     return [torch.where(mask, tensor, 0) for tensor in tensors]

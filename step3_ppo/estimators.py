@@ -124,7 +124,6 @@ def gae(
     V_t is the value before token t is chosen. After the last token, V = 0 and A = 0, also for a response that was cut
     off: such a response is penalised in its score, not continued by the critic's guess.
     """
-    check_tokens(rewards, values, mask=response_mask)
     rewards, values = zero_outside(response_mask, rewards, values)
     next_values = functional.pad(values[:, 1:], (0, 1))
     advantages = discounted_sums(rewards + gamma * next_values - values, gamma * gae_lambda)

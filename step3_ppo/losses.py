@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.tensor_ops import check_tokens, masked_sum, zero_outside
+from pipeline.tensor_ops import masked_sum, zero_outside
 from step3_ppo.estimators import LOG_RATIO_LIMIT, KlEstimator, kl_estimate
 
 
@@ -38,7 +38,6 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, *, 
     """
     if estimator == "k1":
         raise ValueError("the KL estimator k1 has no gradient in expectation: use k2 or k3 in a loss")
-    check_tokens(log_probs, ref_log_probs, mask=response_mask)
     log_probs, ref_log_probs = zero_outside(response_mask, log_probs, ref_log_probs)
     k2 = kl_estimate(log_probs, ref_log_probs, estimator="k2")
     if estimator == "k2":
@@ -54,7 +53,6 @@ def policy_loss(
 
     ratio_t = exp(log_probs - old_log_probs), the difference clamped before exp so that one token cannot make it Inf.
     """
-    check_tokens(log_probs, old_log_probs, advantages, mask=response_mask)
     log_probs, old_log_probs, advantages = zero_outside(response_mask, log_probs, old_log_probs, advantages)
     ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
@@ -71,7 +69,6 @@ def value_loss(
     After the code of Ziegler et al. 2019 (lm-human-preferences, train_policy.py). None turns the clip off. Returns
     (loss, clipped count): the count is of the tokens whose clipped error is the larger one.
     """
-    check_tokens(values, old_values, returns, mask=response_mask)
     values, old_values, returns = zero_outside(response_mask, values, old_values, returns)
     unclipped = (values - returns).square()
     if value_clip is None:

@@ -20,15 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import dist
-from pipeline.checkpoints.checkpoint_files import (
-    FORMAT,
-    MANIFEST,
-    delete_older,
-    find,
-    manifest_entry,
-    set_aside_newer,
-    with_checksum,
-)
+from pipeline.checkpoints.checkpoint_files import delete_older, find, manifest_entry, set_aside_newer, write_manifest
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.resume_rules import check_same_fingerprints, check_same_settings
 from pipeline.engine.engine import TrainingEngine
@@ -105,7 +97,7 @@ class Saver:
         needed = int(dist.sum_over_ranks(torch.tensor(own, dtype=torch.float64, device=device)).item())
         needed += sum(tensor.nbytes for tensor in content.tensors.values())
         dist.on_main(lambda: make_folder(fresh, needed))
-        tensors = dict(content.tensors)
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in content.tensors.items()}
         if self.background:
             parts = {
                 name: [
@@ -113,7 +105,6 @@ class Saver:
                 ]
                 for name, fragments in parts.items()
             }
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         description = {
             "step": step,
             "world_size": dist.world_size(),
@@ -209,11 +200,10 @@ def commit(pending: Pending, files: dict[str, Any], *, keep: int) -> None:
     fresh, final = pending.fresh, pending.fresh.with_name(f"step-{pending.step}")
     with replacing(final, fresh):
         if pending.tensors:
-            shared = {name: tensor.detach().cpu().contiguous() for name, tensor in pending.tensors.items()}
-            save_file(shared, fresh / SHARED)
+            save_file(pending.tensors, fresh / SHARED)
         write_json(fresh / "state.json", pending.description)
         files |= {path.name: manifest_entry(path) for path in sorted(fresh.iterdir()) if path.name not in files}
-        write_json(fresh / MANIFEST, with_checksum({"format": FORMAT, "step": pending.step, "files": files}))
+        write_manifest(fresh, pending.step, files)
     delete_older(final, keep)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError, InputError
-from pipeline.files import digest
+from pipeline.files import digest, write_json
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,10 @@ def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
 
 def manifest_entry(path: Path) -> dict[str, Any]:
     return {"sha256": digest(path), "bytes": path.stat().st_size}
+
+
+def write_manifest(folder: Path, step: int, files: dict[str, Any]) -> None:
+    write_json(folder / MANIFEST, with_checksum({"format": FORMAT, "step": step, "files": files}))
 
 
 def delete_older(final: Path, keep: int) -> None:
@@ -53,8 +57,7 @@ def step_number(folder: Path) -> int:
 
 def candidates(checkpoints: Path) -> list[Path]:
     """Return the checkpoint folders, newest first; one that is being replaced follows its successor."""
-    paths = [*checkpoints.glob("step-*"), *checkpoints.glob(".step-*.old")]
-    folders = [path for path in paths if NAME.fullmatch(path.name)]
+    folders = [path for path in checkpoints.glob("*") if NAME.fullmatch(path.name)]
     return sorted(folders, key=lambda path: (step_number(path), path.name.startswith("step-")), reverse=True)
 
 

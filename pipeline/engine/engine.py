@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from pipeline.engine.gradients import global_norm, synchronise_on_device
+from pipeline import dist
 from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
 from pipeline.kernels.fused_layers import fuse_layers
 from pipeline.models.partitions import gathered
@@ -103,11 +103,6 @@ class TrainingEngine:
         return self.optimizer.param_groups[0]["lr"]
 
     @property
-    def config(self) -> Any:
-        """The configuration of the transformers model that the engine trains."""
-        return self.module.config
-
-    @property
     def loss_scale_can_fall(self) -> bool:
         """True while a dynamic fp16 loss scale is above its floor: an overflow may come from the scale only."""
         if not (self.deepspeed.fp16_enabled() and self.deepspeed.dynamic_loss_scale()):
@@ -132,13 +127,14 @@ class TrainingEngine:
         elif self.partitions_optimizer and optimizer.cpu_offload:
             norms = torch.as_tensor(optimizer.scaled_global_norm()).reshape(1).cpu()
         elif self.partitions_optimizer:
-            norms = global_norm(grad for group in optimizer.averaged_gradients.values() for grad in group or ()).cpu()
+            # DeepSpeed's own function takes a kernel and a copy for every parameter.
+            own = tensor_norms([grad for group in optimizer.averaged_gradients.values() for grad in group or ()])
+            norms = dist.sum_over_ranks(own.double().square().sum()).sqrt().float().reshape(1).cpu()
         else:
             norms = tensor_norms([p.grad for p in self.module.parameters() if p.grad is not None]).cpu()
         self._norms = norms
-        # DeepSpeed writes -1 for a norm that is not finite.
         if not torch.isfinite(norms).all() or (norms < 0).any():
-            return float("inf")
+            return float("inf")  # DeepSpeed writes -1 for a norm that is not finite
         return norms.double().norm().item() / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
 
     def set_rate(self, rate_factor: float) -> None:
@@ -229,3 +225,28 @@ class TrainingEngine:
 def loss_scaler(optimizer: Any) -> Any:
     """Return the loss scaler of DeepSpeed's optimizer; None where losses are not scaled."""
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def synchronise_on_device(optimizer: Any) -> None:
+    """Make a DeepSpeed optimizer's streams wait for reduced gradients, where its host waits after a backward pass.
+
+    The host then enqueues the next model's kernels meanwhile; small ones take longer to enqueue than to run.
+    """
+    stream = getattr(optimizer, "reduce_and_partition_stream", None)  # ZeRO stage 3
+    if stream is not None and torch.cuda.is_available():
+        stream.synchronize = lambda: torch.cuda.current_stream().wait_stream(stream)
+    stages_1_2 = hasattr(optimizer, "reduction_stream") and optimizer.contiguous_gradients
+    if not stages_1_2 or not optimizer.overlap_comm or optimizer.cpu_offload:
+        return
+    epilogue = optimizer.independent_gradient_partition_epilogue
+
+    def without_host_wait() -> None:
+        optimizer.reduce_ipg_grads()
+        torch.cuda.current_stream().wait_stream(optimizer.reduction_stream)
+        optimizer.overlap_comm = False  # nothing is left to reduce, so the epilogue has nothing to wait for
+        try:
+            epilogue()
+        finally:
+            optimizer.overlap_comm = True
+
+    optimizer.independent_gradient_partition_epilogue = without_host_wait

@@ -12,7 +12,7 @@ import torch
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.state import MOMENTS, masters
 from pipeline.files import GIB
-from pipeline.models.partitions import is_partitioned, local_share
+from pipeline.models.partitions import local_share
 
 # Phases of a step, and what each uses besides weights and optimizer.
 PHASES = {
@@ -52,8 +52,7 @@ def weight_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield parameters (under ZeRO-3 this rank's shards, and gathered values) and buffers."""
     for parameter in module.parameters():
         yield parameter.data
-        if is_partitioned(parameter):
-            yield local_share(parameter)
+        yield local_share(parameter)
     yield from module.buffers()
 
 
@@ -120,8 +119,7 @@ def memory_table(models: Mapping[str, ModelMemory], peaks: Mapping[str, float]) 
     """Return lines for the log: the states of each model, and what each phase used besides them."""
     lines = [f"memory of this rank, GiB{'weights':>15}{'gradients':>12}{'optimizer':>12}{'on the host':>13}"]
     for name, held in models.items():
-        numbers = (held.weights, held.gradients, held.optimizer)
-        columns = "".join(f"{value / GIB:>12.3f}" for value in numbers)
+        columns = "".join(f"{value / GIB:>12.3f}" for value in (held.weights, held.gradients, held.optimizer))
         lines.append(f"  {name:<25}{columns}{held.on_host / GIB:>13.3f}")
     resident = sum(held.weights + held.optimizer - held.on_host for held in models.values())
     offloaded = sum(held.offloaded for held in models.values())

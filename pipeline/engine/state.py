@@ -57,8 +57,7 @@ def flat_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
     """Return the pieces of parameters in this rank's part of a flat group, for ZeRO stages 1 and 2."""
     pieces = []
     for parameter in group:
-        mapping = parameter._hp_mapping
-        if mapping is not None:
+        if (mapping := parameter._hp_mapping) is not None:
             here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
             place = slice(here.start, here.start + here.numel)
             pieces.append(Piece(names[id(parameter)], there.start, place))

@@ -1,10 +1,8 @@
 """Gathering of ZeRO-3 weights: all of a model once a phase, or layer by layer.
 
-DeepSpeed gathers the weights of a module when its forward or backward pass begins and releases them when it ends, from
-Python, for each micro-batch: about 3 ms of the host's time for a decoder layer, whose kernels take less on an H200.
-Where the 16-bit weights are small beside the device, all of them are gathered at the first forward pass of a phase and
-released at its end instead. Gradients, fp32 weights and optimizer states stay partitioned, and between phases so do
-the weights.
+DeepSpeed gathers the weights of a module around each pass, from Python: about 3 ms of the host's time for a decoder
+layer, whose kernels take less on an H200. Where the 16-bit weights are small beside the device, all of them are
+gathered at the first forward pass of a phase and released at its end. Everything else stays partitioned.
 """
 
 import logging

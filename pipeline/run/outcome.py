@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault
-from pipeline.processes import is_alive, started_before
+from pipeline.processes import is_alive, read_process
 from pipeline.run.layout import beat_file, outcome_file
 
 # "<pid>@<host>". DeepSpeed hands variables on to other machines only where their names begin with PYTHON or NCCL.
@@ -91,7 +91,8 @@ def check_nobody_left(run_dir: Path) -> None:
         outcome = read_outcome(run_dir, rank)
         if outcome is None or outcome.code is not None or not outcome.is_local or outcome.pid == os.getpid():
             continue
-        if is_alive(outcome.pid) and started_before(outcome.pid, outcome_file(run_dir, rank).stat().st_mtime + 1.0):
+        written_s, process = outcome_file(run_dir, rank).stat().st_mtime, read_process(outcome.pid)
+        if process and process.started_s <= written_s + 1.0:  # else its number was given again
             raise EnvironmentFault(
                 f"{run_dir}: rank {rank} of an earlier run still works here; wait for process {outcome.pid}, or kill it"
             )

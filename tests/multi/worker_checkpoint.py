@@ -56,7 +56,7 @@ def written(inputs: Path, stage: int, dtype: str) -> dict[str, Any]:
     folder = inputs / f"state-{dist.world_size()}-{stage}-{dtype}"
     dist.on_main(folder.mkdir)
     write_fragments(folder / f"rank-{dist.rank()}.safetensors", engine_fragments(engine))
-    dist.barrier()
+    torch.distributed.barrier()
     return {"after": losses(engine, 3), "counters": counters(engine)["engine"]}
 
 
