@@ -24,7 +24,7 @@ REPEAT_S = 2.0  # a signal within this time of the first is the same one: termin
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process as last seen; `status` is psutil's word, `cpu_s` the processor time that it had used, `started_s` is since 1970."""
+    """A process as last seen; `status` is psutil's word, `cpu_s` the processor time used, `started_s` is since 1970."""
 
     pid: int
     status: str
