@@ -61,7 +61,8 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
     """
     if name not in ("auto", "tokenizer", "human_assistant"):
         raise InputError(f"template {name!r}: auto, tokenizer or human_assistant are right")
-    own = _own_template(tokenizer)
+    own = tokenizer.chat_template
+    own = own.get("default") if isinstance(own, dict) else own
     if name == "tokenizer" and own is None:
         raise InputError(
             f"template tokenizer: {_name(tokenizer)} has no chat template; auto or human_assistant are right"
@@ -72,7 +73,9 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
         return
     if tokenizer.eos_token is None:
         raise InputError(f"template human_assistant: {_name(tokenizer)} has no EOS token to end a turn with")
-    tokenizer.chat_template = (BOS_PREFIX if _adds_bos(tokenizer) else "") + HUMAN_ASSISTANT_TEMPLATE
+    bos_id, first = tokenizer.bos_token_id, list(tokenizer("a")["input_ids"])[:1]
+    adds_bos = bos_id is not None and first == [bos_id]
+    tokenizer.chat_template = (BOS_PREFIX if adds_bos else "") + HUMAN_ASSISTANT_TEMPLATE
 
 
 def render(
@@ -175,12 +178,26 @@ def encode_conversation(
     text, ids, trained, num_boundaries = "", list[int](), list[bool](), 0
     for piece, is_response in pieces:
         text += piece
-        new, is_joined = _continuation(tokenizer, ids, text, piece)
+        whole = encode_text(tokenizer, text)
+        is_joined = whole[: len(ids)] == ids
+        # The tokenizer may merge across the boundary. A model that gets the prompt cannot: encode the piece by itself.
+        new = whole[len(ids) :] if is_joined else encode_text(tokenizer, piece)
         num_boundaries += not is_joined
-        length = _trained_length(new, ends) if is_response else 0
+        # Trained are a response's tokens up to its last end token, or all if it has none.
+        last = max((position for position, token in enumerate(new, 1) if token in ends), default=len(new))
+        length = last if is_response else 0
         ids += new
         trained += [True] * length + [False] * (len(new) - length)
-    return _ended(tokenizer, EncodedConversation(ids, trained, num_boundaries), ends)
+    length = max((position for position, is_trained in enumerate(trained, 1) if is_trained), default=0)
+    ids, trained = ids[:length], trained[:length]
+    if not ids or ids[-1] not in ends:
+        if tokenizer.eos_token_id is None:
+            raise InputError(
+                f"{_name(tokenizer)}: neither its chat template nor the tokenizer has an end-of-turn token"
+            )
+        ids.append(tokenizer.eos_token_id)
+        trained.append(True)
+    return EncodedConversation(ids, trained, num_boundaries)
 
 
 def end_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
@@ -212,49 +229,6 @@ def _pieces(
         pieces += [(whole[start : len(prompt)], False), (whole[len(prompt) : len(turn)], True)]
         start = len(turn)
     return pieces
-
-
-def _continuation(
-    tokenizer: "PreTrainedTokenizerBase", prefix: Sequence[int], text: str, piece: str
-) -> tuple[list[int], bool]:
-    """Return the ids that `piece`, the end of `text`, adds to `prefix`; and True if the whole text encodes to them."""
-    whole = encode_text(tokenizer, text)
-    if whole[: len(prefix)] == list(prefix):
-        return whole[len(prefix) :], True
-    # The tokenizer merges across the boundary. A model that gets the prompt cannot: encode the piece by itself.
-    return encode_text(tokenizer, piece), False
-
-
-def _trained_length(response: Sequence[int], ends: frozenset[int]) -> int:
-    """Return how many of a response's tokens are trained: up to its last end token, or all if it has none."""
-    positions = [position for position, token in enumerate(response) if token in ends]
-    return positions[-1] + 1 if positions else len(response)
-
-
-def _ended(
-    tokenizer: "PreTrainedTokenizerBase", encoded: EncodedConversation, ends: frozenset[int]
-) -> EncodedConversation:
-    """Cut the conversation after its last trained token; append EOS, trained, if that is no end token."""
-    length = max((position + 1 for position, is_trained in enumerate(encoded.trained) if is_trained), default=0)
-    ids, trained = encoded.ids[:length], encoded.trained[:length]
-    if not ids or ids[-1] not in ends:
-        if tokenizer.eos_token_id is None:
-            raise InputError(
-                f"{_name(tokenizer)}: neither its chat template nor the tokenizer has an end-of-turn token"
-            )
-        ids.append(tokenizer.eos_token_id)
-        trained.append(True)
-    return EncodedConversation(ids, trained, encoded.num_boundaries)
-
-
-def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    template = tokenizer.chat_template
-    return template.get("default") if isinstance(template, dict) else template
-
-
-def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    first = list(tokenizer("a")["input_ids"])[:1]
-    return tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
 
 
 def _name(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -107,12 +107,12 @@ BROKEN: dict[str, Broken] = {
     "larger-vocabulary": Broken(config(vocab_size=500), "config.json says vocab_size 500, but model.decoder."),
     "smaller-vocabulary": Broken(config(vocab_size=300), "rows; take config.json and weights from the same"),
     "no-weights": Broken(without(WEIGHTS), "holds no weights (no model.safetensors)"),
-    "half-weights": Broken(cut(WEIGHTS, 0.5), "bytes, wanted "),
-    "empty-weights": Broken(text(WEIGHTS, ""), "model.safetensors: 0 bytes are too few for its header"),
-    "absurd-header": Broken(text(WEIGHTS, b"\xff" * 64), "model.safetensors: 64 bytes are too few for its header"),
-    "broken-header": Broken(text(WEIGHTS, HEADER), "its header is not that of a safetensors file"),
+    "half-weights": Broken(cut(WEIGHTS, 0.5), "model.safetensors: cut short or"),
+    "empty-weights": Broken(text(WEIGHTS, ""), "model.safetensors: cut short or no safetensors file (0 bytes"),
+    "absurd-header": Broken(text(WEIGHTS, b"\xff" * 64), "cut short or no safetensors file (64 bytes"),
+    "broken-header": Broken(text(WEIGHTS, HEADER), "cut short or no safetensors file ("),
     "tail-on-weights": Broken(
-        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes() + b"x"), "bytes, wanted "
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes() + b"x"), "cut short or no"
     ),
     "lost-shard": Broken(
         all_of(without(WEIGHTS), text(INDEX, '{"weight_map": {"a": "model-1.safetensors"}}')), "1 of its 1 files are"

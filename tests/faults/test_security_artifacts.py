@@ -211,7 +211,7 @@ ARTIFACTS: dict[str, Artifact] = {
         "chat", "path", 2, "adapter",
     ),
     "configuration that is a link": Artifact(linked("config.json"), "chat", "path", 2, "cannot be read as JSON"),
-    "weights that are a link": Artifact(linked(WEIGHTS), "chat", "path", 2, "too few for its header"),
+    "weights that are a link": Artifact(linked(WEIGHTS), "chat", "path", 2, "no safetensors file"),
     "tokenizer that is a link": Artifact(linked("tokenizer.json"), "chat", "path", 2, "no tokenizer"),
 }  # fmt: skip
 
