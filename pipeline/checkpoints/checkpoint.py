@@ -1,8 +1,8 @@
 """Resume checkpoints, written to and read from `<run_dir>/checkpoints/step-<n>/`.
 
-A checkpoint is safetensors (fragments.py) and JSON, no pickle. Every rank writes its own files to a temporary folder;
-rank 0 adds the manifest (SHA-256 and size of every file) last and renames the folder. So a run that is killed at any
-moment keeps its earlier checkpoints, and a file that is cut short or changed is detected before anything is read.
+A checkpoint is safetensors (fragments.py) and JSON, no pickle. Every rank writes its files to a temporary folder, then
+rank 0 adds the manifest (SHA-256 and size of every file) and renames the folder. So a run that is killed at any moment
+keeps its earlier checkpoints, and damage is detected before anything is read.
 """
 
 import json

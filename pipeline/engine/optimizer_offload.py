@@ -1,8 +1,7 @@
 """Offload of optimizer states to host memory during a rollout; they return bit by bit.
 
-DeepSpeed 0.19.8 moves states by giving tensors other storages (`offload_states`): it then has to link its views of
-them anew, does so at ZeRO stages 1 and 2 only for the weights, and at 3 only for its own Adam. Here an allocation is
-emptied and filled again under the tensors that view it, so that every view stays valid, at every ZeRO stage.
+DeepSpeed 0.19.8 (`offload_states`) gives tensors other storages and does not link all its views of them anew. Here an
+allocation is emptied and filled again under the tensors that view it: every view stays valid, at every ZeRO stage.
 """
 
 from collections.abc import Iterator, Sequence
