@@ -1,8 +1,7 @@
 """The types that every generation backend takes and returns, and the random numbers that tokens are drawn with.
 
-For callers of generation too, which need no backend. N rows (prompts x samples), V vocabulary. Every random number is a
-function of (seed, purpose, epoch, prompt id, sample index, position), so that a rollout does not depend on the batch it
-is made in, on ranks or on restarts.
+Every random number is a function of (seed, purpose, epoch, prompt id, sample index, position): a rollout depends on
+neither its batch, nor ranks or restarts. N rows (prompts x samples), V vocabulary.
 """
 
 from collections.abc import Sequence

@@ -77,12 +77,11 @@ def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep
     rows, width = residual.shape
     values, branch_bias = (None, None) if branch is None else (branch.values, branch.bias)
     num_parts = 0 if values is None else len(values) if values.dim() == 3 else 1
-    warps = num_warps(width) * (2 if rows <= MAX_ROWS_WITH_MORE_WARPS else 1)
     _add_norm[(rows,)](
         residual, values, branch_bias, norm.weight, norm.bias, out, norm.eps, width, rows,
         WIDTH=triton.next_power_of_2(width), PARTS=num_parts, HAS_BRANCH_BIAS=branch_bias is not None,
         KEEP_SUM=keep_sum, RMS=norm.rms, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
-        num_warps=warps,
+        num_warps=num_warps(width) * (2 if rows <= MAX_ROWS_WITH_MORE_WARPS else 1),
     )  # fmt: skip
     return out
 
