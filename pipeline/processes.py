@@ -16,9 +16,8 @@ from types import FrameType
 
 import psutil
 
-from pipeline.files import GIB
-
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, else of the machine
+GIB = 2**30
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
 
 
