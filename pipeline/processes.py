@@ -78,7 +78,7 @@ def send(pid: int, number: int) -> None:
 def free_memory() -> str:
     """Return the free memory of this machine in words: `1.2 of 23.0 GiB were free`."""
     memory = psutil.virtual_memory()
-    return f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB were free"
+    return f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB were free"
 
 
 def num_oom_kills() -> int:

@@ -36,8 +36,8 @@ from pipeline.errors import (
     StoppedRun,
     print_error,
 )
-from pipeline.files import check_replaceable, has_config, refused_by_disk, write_json
-from pipeline.processes import GIB, read_process
+from pipeline.files import GIB, check_replaceable, has_config, refused_by_disk, write_json
+from pipeline.processes import read_process
 from pipeline.run import heartbeat
 from pipeline.run.layout import done_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
