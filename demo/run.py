@@ -41,7 +41,7 @@ def run(*, seed: int, overwrite: bool) -> dict[str, float]:
     say(f"data, tokenizer and an untrained model in {MADE}")
     make_data(MADE, seed=seed)
     make_model(MADE, seed=seed)
-    say("base model: step 1 on plain text")
+    say("base model: stage 1 on plain text")
     preset = ROOT / "demo" / "base.yaml"
     call(["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--preset", str(preset), "--seed", str(seed), *again])
     train = [sys.executable, str(ROOT / "train.py"), "--step", "1", "2", "3", "--deployment-type", "single_gpu"]

@@ -1,11 +1,11 @@
-"""Command line of step 1: `python -m step1_sft.main --model_name_or_path facebook/opt-1.3b --data_path ...`."""
+"""Command line of stage 1: `python -m step1_sft.main --model_name_or_path facebook/opt-1.3b --data_path ...`."""
 
 from pipeline.run.entry import enter, leave
 from step1_sft.config import SFTConfig
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run step 1; returns the exit code."""
+    """Run stage 1; returns the exit code."""
     return enter(SFTConfig, "sft", "step1_sft.training", argv)
 
 

@@ -1,4 +1,4 @@
-"""Step 1's loop: evaluate, save, accumulate gradients, take an optimizer step, log; from build to finish."""
+"""Stage 1's loop: evaluate, save, accumulate gradients, take an optimizer step, log; from build to finish."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of step 1 that evolves, besides the engine."""
+    """Everything of stage 1 that evolves, besides the engine."""
 
     best_eval_loss: float | None = None
 

@@ -92,7 +92,7 @@ def summary(scores: PairScores) -> dict[str, float]:
 
 
 def score_statistics(scores: PairScores) -> tuple[float, float]:
-    """Return (mean, population standard deviation) of all evaluated scores, which normalise them in step 3."""
+    """Return (mean, population standard deviation) of all evaluated scores, which normalise them in stage 3."""
     both = torch.cat([scores.chosen, scores.rejected]).double()
     std = both.std(correction=0).item() if len(both) else 0.0
     return (both.mean().item(), std) if std > 0 else (0.0, 1.0)

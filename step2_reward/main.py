@@ -1,11 +1,11 @@
-"""Command line of step 2: `python -m step2_reward.main --model_name_or_path facebook/opt-350m --data_path ...`."""
+"""Command line of stage 2: `python -m step2_reward.main --model_name_or_path facebook/opt-350m --data_path ...`."""
 
 from pipeline.run.entry import enter, leave
 from step2_reward.config import RewardConfig
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run step 2; returns the exit code."""
+    """Run stage 2; returns the exit code."""
     return enter(RewardConfig, "reward", "step2_reward.training", argv)
 
 

@@ -1,6 +1,5 @@
-"""Step 2's loop: evaluate, save, accumulate gradients, take an optimizer step, log; from build to finish."""
+"""Stage 2's loop: evaluate, save, accumulate gradients, take an optimizer step, log; from build to finish."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +24,10 @@ from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
 from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of step 2 that evolves, besides the engine; the moments are those of the last evaluation's scores."""
+    """Everything of stage 2 that evolves, besides the engine; score_mean, score_std: of the last evaluation."""
 
     best_accuracy: float | None = None
     score_mean: float = 0.0

@@ -67,7 +67,7 @@ def next_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: 
 
 
 def normalise_scores(scores: Tensor, *, mean: float, std: float) -> Tensor:
-    """(scores - mean) / std with the reward model's constants, measured once in step 2."""
+    """(scores - mean) / std with the reward model's constants, measured once in stage 2."""
     assert std > 0, std
     return (scores - mean) / std
 

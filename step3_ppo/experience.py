@@ -42,7 +42,7 @@ class Responses(Rows):
     prompt_lengths, response_lengths: (N,) int64; a response includes its EOS.
     sampler_log_probs: (N, T) fp32, as the sampler saw them.
     finished: (N,) bool, True = ended with an EOS.
-    valid: (N,) bool, True = counts; False is padding of an epoch's last rollout, or had a number that is not finite.
+    valid: (N,) bool, True = counts; False is padding of an epoch's last rollout.
     row_index: (N,) int64, the prompt's row in the data set.
     order: (N,) int64, the row's place in the rollout, whatever the number of ranks.
     """
@@ -115,7 +115,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Experience(Rows):
-    """The tensors that an optimizer step reads: (N, T) fp32 in response space, 0 where response_mask is False."""
+    """The tensors that an optimizer step reads: (N, T) in response space, fp32 and 0 where response_mask is False."""
 
     response_mask: Tensor
     log_probs: Tensor

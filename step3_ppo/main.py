@@ -1,11 +1,11 @@
-"""Command line of step 3: `python -m step3_ppo.main --actor_model_name_or_path output/sft ...`."""
+"""Command line of stage 3: `python -m step3_ppo.main --actor_model_name_or_path output/sft ...`."""
 
 from pipeline.run.entry import enter, leave
 from step3_ppo.config import PPOConfig
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run step 3; returns the exit code."""
+    """Run stage 3; returns the exit code."""
     return enter(PPOConfig, "ppo", "step3_ppo.training", argv)
 
 

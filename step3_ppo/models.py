@@ -1,4 +1,4 @@
-"""The four models of step 3: actor and critic under training engines, reference and reward as frozen ones."""
+"""The four models of stage 3: actor and critic under training engines, reference and reward as frozen ones."""
 
 import logging
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The engines of step 3.
+    """The engines of stage 3.
 
     reference: None where the actor without its adapters is the reference.
     reward_tokenizer: None where the reward model reads the actor's own tokens.

@@ -21,7 +21,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses, gather_responses, pack_responses
 
 
-def make_prompts(run: Run, config: PPOConfig, tokenizer: Any) -> StageData:
+def make_prompts(config: PPOConfig, tokenizer: Any) -> StageData:
     """Read the prompts to train on, and the held-out ones."""
     return prepare_data(
         "ppo",

@@ -1,4 +1,4 @@
-"""Everything of step 3 that stays as it is (PPO) and that evolves (State, Collected): built, restored and saved."""
+"""Everything of stage 3 that stays as it is (PPO) and that evolves (State, Collected): built, restored and saved."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -32,7 +32,7 @@ from step3_ppo.updater import Updater
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of step 3 that evolves, besides the engines and the moving average.
+    """Everything of stage 3 that evolves, besides the engines and the moving average.
 
     rollout: rollouts that are done. update: minibatches of the current rollout that are done; 0: a new rollout has to
     be sampled. first_ratio_error: of the current rollout's first update.
@@ -51,7 +51,7 @@ class State(Counters):
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A rollout that is ready for updates, with its metrics; the same on every rank."""
+    """A rollout that is ready for updates: the same on every rank but for its times and this rank's minibatches."""
 
     responses: Responses
     experience: Experience
@@ -83,7 +83,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class PPO:
-    """Everything of step 3 that stays as it is while it trains.
+    """Everything of stage 3 that stays as it is while it trains.
 
     actor_work, critic_work: matrix operations of their forward passes.
     """
@@ -122,7 +122,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     check_generation(config, run.world.size)
     start_deepspeed(deterministic=config.run.deterministic)
     tokenizers = make_tokenizers(config)
-    prompts = make_prompts(run, config, tokenizers.actor)
+    prompts = make_prompts(config, tokenizers.actor)
     text = make_text(run, config, tokenizers.actor)
     models = make_models(run, config, tokenizers)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
@@ -153,7 +153,7 @@ def assemble(
         schedule,
         fingerprint,
         rate=rate_factor(config.optimizer, total_steps=schedule.total_steps),
-        # Its start: with --force_resume the checkpoint may hold no average.
+        # Starts from the weights as they are now: with --force_resume the checkpoint may hold no average.
         average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
         hybrid=make_hybrid(config, models),
         updater=make_updater(run, config, models, schedule),
@@ -163,14 +163,14 @@ def assemble(
 
 
 def make_hybrid(config: PPOConfig, models: Models) -> HybridEngine:
-    """The actor as it is sampled from."""
+    """Make the engine that samples from the actor."""
     ends = eos_ids(models.tokenizer, models.actor.module.model.generation_config)
     pad_id, options = models.tokenizer.pad_token_id, generation_options(config)
     return HybridEngine(models.actor, eos_ids=ends, pad_id=pad_id, options=options)
 
 
 def make_updater(run: Run, config: PPOConfig, models: Models, schedule: Schedule) -> Updater:
-    """Actor and critic as they are trained."""
+    """Collect what an optimizer step of actor and critic needs."""
     return Updater(
         actor=models.actor,
         critic=models.critic,

@@ -1,4 +1,4 @@
-"""Step 3's loop: sample, score, reward, update both models, adapt the KL coefficient; from build to finish.
+"""Stage 3's loop: sample, score, reward, update both models, adapt the KL coefficient; from build to finish.
 
 The functions below the loop are its steps, in order: each hands the settings of the run to the module that does it.
 """
@@ -137,7 +137,10 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step: this rank's micro-batches, response tokens of all ranks that count, metrics; was it taken."""
+    """One optimizer step: this rank's micro-batches, the response tokens that count on all ranks, metrics.
+
+    stepped: False where a loss or gradient was not finite, and nothing was changed.
+    """
 
     batches: list[MicroBatch]
     num_tokens: float

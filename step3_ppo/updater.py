@@ -50,7 +50,8 @@ class UpdateSums:
 class Updater:
     """The models, coefficients and batch sizes with which a rollout is turned into optimizer steps.
 
-    rows_per_step: sequences of one optimizer step over all ranks. micro_batch_size: sequences of one forward pass.
+    rows_per_step: sequences of one optimizer step over all ranks. micro_batch_size: a micro-batch has at most as
+    many tokens as this many of a step's longest rows.
     """
 
     actor: TrainingEngine

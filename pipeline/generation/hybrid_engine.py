@@ -1,6 +1,6 @@
 """The actor in its two roles: trained under DeepSpeed, and sampled from with the same weights.
 
-For the rollouts and the evaluation of step 3. Nothing outside this object knows how generation reads the weights:
+For the rollouts and the evaluation of stage 3. Nothing outside this object knows how generation reads the weights:
 ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA graphs.
 """
 

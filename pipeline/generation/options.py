@@ -1,6 +1,6 @@
 """Settings of generation that come from flags, and what can be refused before a model is loaded.
 
-For the configuration of step 3 and for the hybrid engine. Imports no torch, so that flags are checked in milliseconds;
+For the configuration of stage 3 and for the hybrid engine. Imports no torch, so that flags are checked in milliseconds;
 which backend supports a given model is decided in backends.py.
 """
 
@@ -33,7 +33,7 @@ class GenerationOptions:
 def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_size: int, backend: str) -> str | None:
     """Return the reason that rules out `--rollout_weights streamed`, or None; `ranks` is None where it is not known."""
     if not partitioned:
-        return "found whole weights, wanted --actor_zero_stage 3"
+        return "needs --actor_zero_stage 3"
     if ranks == 1:
         return "found 1 rank, wanted several, which share the weights"
     if tensor_parallel_size > 1:

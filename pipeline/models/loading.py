@@ -5,7 +5,6 @@ Configuration and files are checked before any weight is read. Reward heads are 
 """
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from pipeline.errors import InputError
 from pipeline.hub import go_offline_without_network
 from pipeline.models.paths import check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -49,7 +49,7 @@ def check_reward_model(path: str, flag: str = "") -> None:
     folder = Path(path).expanduser()
     architectures = read_config(folder).get("architectures") or []
     if folder.is_dir() and not any(str(name).endswith("ForSequenceClassification") for name in architectures):
-        raise InputError(f"{at_flag(flag)}{path}: {architectures} has no reward head; give the output of step 2")
+        raise InputError(f"{at_flag(flag)}{path}: {architectures} has no reward head; give the output of stage 2")
 
 
 def at_flag(flag: str) -> str:

@@ -87,7 +87,7 @@ def load_reward_model(
         check_reward_model(path)
         architectures = load_config(path).architectures or []  # also of a hub id
         if not any("SequenceClassification" in name for name in architectures):
-            raise InputError(f"{path}: {architectures} has no reward head; give the output of step 2")
+            raise InputError(f"{path}: {architectures} has no reward head; give the output of stage 2")
     model = load_pretrained(
         AutoModelForSequenceClassification,
         path,

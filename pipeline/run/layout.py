@@ -6,7 +6,7 @@ from pipeline.configuration.groups import RunConfig
 
 
 def run_folder(run: RunConfig, stage: str) -> Path:
-    """Return --run_dir, or else <parent of output>/runs/<name> for steps 1 and 2, <output>/runs/ppo for step 3."""
+    """Return --run_dir, or else <parent of output>/runs/<name> for stages 1 and 2, <output>/runs/ppo for stage 3."""
     if run.run_dir:
         return Path(run.run_dir)
     output = Path(run.output_dir)

@@ -1,4 +1,4 @@
-"""The course of a run, beside the algorithm: what is due, logging, saving, stopping. It holds no loop, knows no model.
+"""The course of a run: what is due, logging, saving, stopping. It holds no loop and knows no model.
 
 A loop asks it once per optimizer step; what it says is the same on every rank.
 """
@@ -58,7 +58,7 @@ class Course:
         self.stopping.between_steps()
 
     def begin(self, phase: str) -> None:
-        """A phase of the step (engine.memory.PHASES) begins: its time and its peak memory are told apart."""
+        """A phase of the step (engine.memory.PHASES) begins: its time and its peak memory are measured separately."""
         self.recorder.begin(phase)
 
     def log(

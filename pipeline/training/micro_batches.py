@@ -23,7 +23,7 @@ LENGTH_UNIT = 32
 # Tokens of a forward pass without gradients: enough to keep a device busy, and where rows are padded few enough that
 # those of much different lengths do not meet.
 SCORING_TOKENS = 16_384
-# What a pass costs beside its tokens, in tokens: a pass more must save more padding than this.
+# The fixed cost of a forward pass in tokens: another pass must save more padding than this.
 PASS_TOKENS = 1_024
 # Padded rows are packed if that spares more than this share of a pass: attention of padded rows is the faster one.
 PADDING_TO_PACK = 1 / 32

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes metrics and progress on rank 0 and does nothing elsewhere."""
+    """Times and peak memory of the phases; metrics and progress lines are written by rank 0 only."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One optimizer step: its learning rate, its update by all engines and ranks or by none, and its counters.
+"""One optimizer step: learning rate, counters, stop requests, the update by all engines or none, skipped steps.
 
 The loops of all stages use it; what a loss is, the stages say.
 """

@@ -75,7 +75,7 @@ def test_presets_parse_and_fit(file):
 @pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
 def test_presets_are_short_and_say_what_they_are(file):
     lines = file.read_text().splitlines()
-    assert lines[0].startswith("# Step ") and len(lines) <= 30 and max(map(len, lines)) <= 120
+    assert lines[0].startswith("# Stage ") and len(lines) <= 30 and max(map(len, lines)) <= 120
 
 
 # --- borders --------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def ppo_config(**sampling):
         (
             {"rollout_weights": "streamed"},
             2,
-            "--rollout_weights streamed: found whole weights, wanted --actor_zero_stage 3",
+            "--rollout_weights streamed: needs --actor_zero_stage 3",
         ),
         ({"rollout_weights": "streamed", "stage": 3}, 1, "--rollout_weights streamed: found 1 rank, wanted several"),
         (

@@ -315,7 +315,7 @@ def reason(monkeypatch: pytest.MonkeyPatch, *, stage: int = 3, ranks: int = 2, s
 
 def test_reasons_against_streamed_weights(monkeypatch):
     assert reason(monkeypatch) is None
-    assert reason(monkeypatch, stage=2) == "found whole weights, wanted --actor_zero_stage 3"
+    assert reason(monkeypatch, stage=2) == "needs --actor_zero_stage 3"
     assert reason(monkeypatch, ranks=1).startswith("found 1 rank, wanted several")
     assert reason(monkeypatch, size=2) == "found --inference_tp_size 2, wanted 1"
     assert (
@@ -348,7 +348,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 REFUSED = {
     "weights that are no parts": (
         (),
-        "found whole weights, wanted --actor_zero_stage 3; else give auto",
+        "needs --actor_zero_stage 3; else give auto",
     ),
     "one rank": (("--actor_zero_stage", 3), "found 1 rank, wanted several, which share the weights; else give auto"),
 }

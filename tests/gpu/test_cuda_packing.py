@@ -53,7 +53,8 @@ def test_kernel_equals_dense_masks(name):
     assert apart(found[1][0], found[0][0]) < BF16_TOLERANCE
     assert all(bool(gradient.isfinite().all()) for gradient in found[1][1].values())
     for key, gradient in found[1][1].items():
-        assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
+        if not key.endswith("k_proj.bias"):  # a shift of all keys changes no softmax: its gradient is rounding
+            assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
 
 
 def config_of(name: str):

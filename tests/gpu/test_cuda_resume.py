@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stage_runs import kill_and_compare, regroup
 from support.tiny_run import make_folder
 from test_kill import check, tell
 
@@ -25,17 +26,17 @@ def folder(inputs: Path, tmp_path: Path) -> Path:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
 def test_a_killed_run_goes_on_exactly(folder, stage):
-    check(tell("kill", stage, folder, count=3, seed=1, more=EXACT))
+    check(tell(kill_and_compare, stage, folder, count=3, seed=1, more=EXACT))
 
 
 @pytest.mark.gpu
 def test_fp16_with_its_loss_scales(folder):
-    check(tell("kill", "ppo", folder, count=2, seed=2, more="--dtype fp16 --deterministic true"))
+    check(tell(kill_and_compare, "ppo", folder, count=2, seed=2, more="--dtype fp16 --deterministic true"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_from_two_gpus_to_one(folder):
-    found = tell("regroup", "ppo", folder, count=1, more="--dtype fp32 --deterministic true")
+    found = tell(regroup, "ppo", folder, count=1, more="--dtype fp32 --deterministic true")
     print(found["worst"])
     assert found["whole"] and found["worst"] < 1e-5, found

@@ -187,7 +187,7 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: found whole weights"),
+        (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: needs --actor_zero_stage 3"),
         (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 1 ranks"),
         (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
     ],
