@@ -99,6 +99,11 @@ class TrainingEngine:
             self.weights.release_gathered()
 
     @property
+    def config(self) -> Any:
+        """The configuration of the transformers model inside."""
+        return self.module.config
+
+    @property
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
