@@ -51,7 +51,7 @@ class Course:
     def save_is_due(self, state: Counters) -> bool:
         """Tell whether `--save_steps` asks for a checkpoint at this step, and there is none yet."""
         every = self._config.save_steps
-        return every > 0 and state.step % every == 0 and state.step != self._saved_step
+        return every > 0 and state.step % every == 0 and state.step > self._saved_step
 
     def stop_if_asked(self) -> None:
         """Raise Interrupted on all ranks where any of them was asked to stop. A collective."""

@@ -1,0 +1,82 @@
+"""The course of a run: what is due at which step, and what a stop becomes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.configuration.groups import RunConfig
+from pipeline.dist import World
+from pipeline.errors import EnvironmentFault, StoppedRun
+from pipeline.training.course import Course
+from pipeline.training.steps import Counters, Interrupted
+
+
+class Saves:
+    """Stands for the Saver: keeps the steps of the checkpoints, or refuses them as a full disk does."""
+
+    def __init__(self, *, full: bool = False) -> None:
+        self.full, self.steps, self.finished = full, [], 0
+
+    def save(self, content, *, step: int) -> None:
+        if self.full:
+            raise EnvironmentFault("no space left")
+        self.steps.append(step)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def make_course(folder, *, resumed_step: int | None = None, full: bool = False, **settings) -> Course:
+    config = SimpleNamespace(run=RunConfig(**settings))
+    run = SimpleNamespace(
+        world=World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), folder=folder, stage="sft",
+        resolved=SimpleNamespace(config=config), stopped=lambda step, total: StoppedRun(f"{step} of {total}"),
+    )  # fmt: skip
+    course = Course(run, None, resumed_step=resumed_step, total_steps=9, engines={})
+    course._saver = Saves(full=full)
+    return course
+
+
+def due(course: Course, name: str, **counters: int) -> list[int]:
+    """The steps of ten at which `evaluation_is_due` or `save_is_due` answers True."""
+    return [step for step in range(10) if getattr(course, name)(Counters(step=step, **counters))]
+
+
+def test_evaluations_are_due_at_the_interval_and_once_a_step(tmp_path):
+    course = make_course(tmp_path, eval_interval=3)
+    assert due(course, "evaluation_is_due") == [0, 3, 6, 9]
+    assert due(course, "evaluation_is_due", evaluated=6) == [0, 3, 9]
+    assert due(make_course(tmp_path, eval_interval=0), "evaluation_is_due") == [0]
+
+
+def test_checkpoints_are_due_at_the_interval_but_not_where_one_is(tmp_path):
+    assert due(make_course(tmp_path, save_steps=4), "save_is_due") == [4, 8], "nothing is to be saved at the start"
+    assert due(make_course(tmp_path, save_steps=4, resumed_step=4), "save_is_due") == [8]
+    assert due(make_course(tmp_path, save_steps=0), "save_is_due") == []
+    course = make_course(tmp_path, save_steps=4)
+    course.save(Counters(step=8), None, lambda: None)
+    assert course._saver.steps == [8] and due(course, "save_is_due") == []
+
+
+def test_training_goes_on_where_the_disk_is_full(tmp_path):
+    course, models = make_course(tmp_path, full=True), []
+    course.save(Counters(step=2), None, lambda: models.append("saved"))
+    assert models == ["saved"]
+
+
+def test_an_interrupted_run_saves_its_state_and_is_stopped(tmp_path):
+    course, state = make_course(tmp_path), Counters(step=5)
+    with pytest.raises(StoppedRun, match="6 of 9"), course.resumable(state, lambda: None):
+        state.step = 6
+        raise Interrupted
+    assert course._saver.steps == [6] and course._saver.finished == 1
+
+
+def test_a_full_disk_ends_a_run_that_is_to_stop(tmp_path):
+    """What it has learnt since the last checkpoint would be lost without a word."""
+    with (
+        pytest.raises(EnvironmentFault, match="no space"),
+        make_course(tmp_path, full=True).resumable(Counters(step=1), lambda: None),
+    ):
+        raise Interrupted
