@@ -11,20 +11,18 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
-from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
+from pipeline.launching.dry_run import NOTHING_STARTED, engine_jsons, show_stage
 from pipeline.launching.launcher import launch_file, run_script
 from pipeline.launching.machine import (
     DEFAULT_HOSTFILE,
     check_device_count,
     check_port,
     count_gpus,
-    device_kind,
     read_hostfile,
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, make_plan, path_from_here, without_flag
@@ -32,7 +30,7 @@ from pipeline.launching.train_config import TrainConfig, model_size
 from pipeline.run.layout import done_file
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
-from step3_ppo.config import PPOConfig, check_generation
+from step3_ppo.config import PPOConfig
 
 STAGES = {
     1: StageKind("sft", "supervised fine-tuning", SFTConfig),
@@ -84,29 +82,13 @@ def check_machine(config: TrainConfig) -> None:
         check_port(config.master_port)
 
 
-def check_engines(stage: Stage, ranks: int | None, device: Literal["cpu", "cuda"]) -> None:
-    """Build the DeepSpeed JSON of each model as its ranks will, for the errors that this finds. Raises InputError."""
-    resolved, config = stage.resolved, stage.resolved.config
-    asked = config.deepspeed.dtype
-    dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if asked == "auto" else asked
-    placement = Placement(device=device, dtype=dtype, ranks=ranks, run_dir=stage.run_dir)
-    if stage.number != 3:
-        training_json(resolved, config.model, placement)
-        return
-    check_generation(config, ranks)
-    frozen_json(config.deepspeed, config.actor, placement, offload=config.offload_reference_model)
-    frozen_json(config.deepspeed, config.critic, placement, offload=config.offload_reward_model)
-    training_json(resolved, config.actor, placement, accumulation=config.actor_accumulation)
-    training_json(resolved, config.critic, placement)
-
-
 def check_stages(plan: Plan) -> None:
     """Raise InputError with a line for each stage whose DeepSpeed settings contradict each other."""
     ranks = num_ranks(plan.config, count_gpus())
     errors: list[str] = []
     for stage in plan.chosen:
         try:
-            check_engines(stage, ranks, device_kind())
+            engine_jsons(stage.resolved, stage.kind.section, ranks=ranks)
         except InputError as error:
             errors += [f"{stage.kind.section}: {line}" for line in str(error).splitlines()]
     if errors:
@@ -144,12 +126,12 @@ def is_finished(stage: Stage) -> bool:
 
 
 def show_plan(plan: Plan) -> None:
-    """Print the commands, and every flag with its value and the origin of that."""
+    """Print the commands, and the dry run of every stage."""
+    ranks = num_ranks(plan.config, count_gpus())
     for stage in plan.chosen:
         print(header(stage, plan.config))
-        for name, value in flat_items(stage.resolved.config):
-            print(f"  {name:<34} {value!s:<30} {stage.resolved.origins[name]}")
-    print("dry run: nothing was started")
+        show_stage(stage.resolved, stage.kind.section, ranks=ranks)
+    print(NOTHING_STARTED)
 
 
 def header(stage: Stage, config: TrainConfig) -> str:
@@ -189,7 +171,7 @@ def run(argv: list[str], prog: str) -> int:
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
         if model_size(model) is None:
             print(f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing")
-    if plan.config.dry_run:
+    if plan.config.dry_run or any(stage.resolved.config.run.dry_run for stage in plan.chosen):
         show_plan(plan)
         return EXIT_DONE
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.

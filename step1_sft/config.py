@@ -4,7 +4,9 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flag
+from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
 
 
@@ -27,6 +29,10 @@ class SFTConfig(Group):
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output/sft")
     keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="free")
+
+    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
+        """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""
+        return {"model": training_json(Resolved(self, origins), self.model, placement)}
 
     @model_validator(mode="after")
     def _packing_needs_a_mask(self) -> Self:

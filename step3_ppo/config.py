@@ -5,7 +5,9 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from pipeline.configuration.ds_config import Json, Placement, frozen_json, training_json
 from pipeline.configuration.flag_table import flag
+from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
 from pipeline.errors import InputError
 from pipeline.generation.options import why_not_streamed
@@ -115,6 +117,17 @@ class PPOConfig(Group):
     def actor_accumulation(self) -> int:
         """Micro-batches of an optimizer step of the actor: twice as many with ptx text."""
         return self.optimizer.gradient_accumulation_steps * (2 if self.data.unsupervised_data_path else 1)
+
+    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
+        """Return the DeepSpeed JSON of each engine by name. Raises InputError for settings that contradict."""
+        check_generation(self, placement.ranks)
+        resolved, settings = Resolved(self, origins), self.deepspeed
+        return {
+            "actor": training_json(resolved, self.actor, placement, accumulation=self.actor_accumulation),
+            "critic": training_json(resolved, self.critic, placement),
+            "reference": frozen_json(settings, self.actor, placement, offload=self.offload_reference_model),
+            "reward model": frozen_json(settings, self.critic, placement, offload=self.offload_reward_model),
+        }
 
     @model_validator(mode="after")
     def _no_dropout(self) -> Self:

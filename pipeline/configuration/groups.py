@@ -61,6 +61,7 @@ class RunConfig(Group):
     rank_timeout_s: int = flag(
         1800, "Seconds without a sign of life before a rank is hung and the run ends; 0: never", ge=0, on_resume="free"
     )
+    dry_run: bool = flag(False, "Check and print flags and DeepSpeed's JSON, start nothing", on_resume="free")
     debug: bool = flag(False, "Show tracebacks of expected errors", on_resume="free")
     local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK wins", on_resume="free")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline import errors
 from pipeline.configuration.flags import Resolved, parse
+from pipeline.launching.dry_run import NOTHING_STARTED, show_stage
 from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import check_port
 from pipeline.launching.rank_watch import RankWatch
@@ -50,6 +51,10 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
     if os.environ.get(PARENT) == str(os.getppid()):
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
     resolved, section = stage_flags(module, words)
+    if resolved.config.run.dry_run:
+        show_stage(resolved, section, ranks=num_local_ranks(command))
+        print(NOTHING_STARTED)
+        return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)
     with locked(run_dir):
         check_nobody_left(run_dir)
@@ -76,6 +81,12 @@ def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
 def is_on_one_machine(command: Sequence[str]) -> bool:
     """Return True if the launcher is told to read no host file (launch/_run.sh)."""
     return ("--hostfile", "/dev/null") in zip(command, command[1:], strict=False)
+
+
+def num_local_ranks(command: Sequence[str]) -> int | None:
+    """Return the number of ranks that the launcher starts on this machine alone; None where only it will know."""
+    words = list(command)
+    return int(words[words.index("--num_gpus") + 1]) if is_on_one_machine(words) and "--num_gpus" in words else None
 
 
 def check_local_port(command: Sequence[str]) -> None:

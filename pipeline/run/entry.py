@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.configuration.flags import parse, stage_arguments
+from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.run.layout import run_folder
@@ -22,10 +22,17 @@ EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
 _run_dir: Path | None = None  # of the stage that was entered last
 
 
-def enter(config_class: type[Group], stage: str, loop: str, argv: list[str] | None) -> int:
+def enter(
+    config_class: type[Group],
+    stage: str,
+    loop: str,
+    argv: list[str] | None,
+    *,
+    dry_run: Callable[[Resolved, str], None],
+) -> int:
     """Parse the flags of `stage` (sft, reward, ppo) and run `loop`, the name of a module with `train(run, config)`.
 
-    Returns the exit code of design.md, section 3.
+    With `--dry_run`, rank 0 calls `dry_run(flags, stage)` instead. Returns the exit code of design.md, section 3.
     """
     global _run_dir
     prog = f"python -m {loop.rpartition('.')[0]}.main"
@@ -33,6 +40,8 @@ def enter(config_class: type[Group], stage: str, loop: str, argv: list[str] | No
         resolved = parse(config_class, stage_arguments(argv), section=stage, prog=prog)
     except InputError as error:
         return print_error(error) if own_rank() == 0 else error.code
+    if resolved.config.run.dry_run:
+        return run_command(lambda: dry_run(resolved, stage)) if own_rank() == 0 else EXIT_DONE
     _run_dir = run_dir = run_folder(resolved.config.run, stage)
     # Before torch, which takes seconds to import: signals count from now on, and a supervisor knows of this rank.
     stop = StopRequest(lambda: leave_early(run_dir))

@@ -6,6 +6,7 @@ import socket
 import pytest
 from support.launch_stub import ROOT, TINY, fastest_run_s, make_model, started, train
 
+from pipeline.configuration.ds_config import Placement
 from pipeline.errors import InputError
 from pipeline.launching.train_config import model_size, split_overrides
 from rlhf.train import STAGES
@@ -100,7 +101,7 @@ def test_dry_run_starts_nothing(tmp_path):
 @pytest.mark.parametrize("deployment", ["single_gpu", "single_node", "multi_node"])
 @pytest.mark.parametrize("size", ["tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b"])
 def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, size):
-    from rlhf.train import check_engines, command_of, make_plan
+    from rlhf.train import command_of, make_plan
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("a slots=8\n")
@@ -108,7 +109,8 @@ def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, siz
     words = ["--deployment-type", deployment, "--actor-model", size, "--reward-model", size, *hostfile]
     plan = make_plan(words, STAGES, prog="python train.py")
     for stage in plan.chosen:
-        check_engines(stage, 8, "cuda")
+        place = Placement(device="cuda", dtype="bf16", ranks=8, run_dir=stage.run_dir)
+        assert all("zero_optimization" in made for made in stage.resolved.config.engine_jsons({}, place).values())
         command = command_of(stage, plan.config)
         assert command[:2] == ["bash", str(ROOT / "launch" / f"{deployment}.sh")]
         at = 2 + len(hostfile)

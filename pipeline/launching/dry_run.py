@@ -1,0 +1,48 @@
+"""The dry run of a stage prints its flags with their origins and the DeepSpeed JSON of its engines, and starts nothing.
+
+`rlhf train --dry-run`, the supervisor of a launch script and a stage's own `--dry-run` call it. Imports no torch.
+"""
+
+import json
+import os
+
+from pipeline.configuration.ds_config import EngineDtype, Json, Placement
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import Resolved
+from pipeline.launching.machine import device_kind
+from pipeline.run.layout import run_folder
+
+NOTHING_STARTED = "dry run: nothing was started"
+
+
+def engine_jsons(resolved: Resolved, section: str, *, ranks: int | None) -> dict[str, Json]:
+    """Return the DeepSpeed JSON of each engine of a stage, by the engine's name.
+
+    Args:
+        section: the stage: sft, reward or ppo.
+        ranks: None where only the launcher will know.
+
+    Raises:
+        InputError: settings that contradict each other, one per line.
+    """
+    config, device = resolved.config, device_kind()
+    asked = config.deepspeed.dtype
+    dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if asked == "auto" else asked
+    placement = Placement(device=device, dtype=dtype, ranks=ranks, run_dir=run_folder(config.run, section))
+    jsons: dict[str, Json] = config.engine_jsons(resolved.origins, placement)
+    return jsons
+
+
+def show_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
+    """Print value and origin of each flag, then the DeepSpeed JSON of each engine. Raises InputError."""
+    jsons = engine_jsons(resolved, section, ranks=ranks)
+    for name, value in flat_items(resolved.config):
+        print(f"  {name:<34} {value!s:<30} {resolved.origins[name]}")
+    for name, content in jsons.items():
+        print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
+
+
+def show_own_stage(resolved: Resolved, section: str) -> None:
+    """Print the dry run of the stage that this process is a rank of."""
+    show_stage(resolved, section, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    print(NOTHING_STARTED)

@@ -1,0 +1,69 @@
+"""The dry run of a stage by each of its three ways in: `python -m`, the launch script, `train.py`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launch_stub import ROOT, TINY, started, stub_environment, train
+
+MODULES = {1: "step1_sft.main", 2: "step2_reward.main", 3: "step3_ppo.main"}
+ENGINES = {1: ["model"], 2: ["model"], 3: ["actor", "critic", "reference", "reward model"]}
+
+
+def dry_run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the checkout in the empty `folder`, with stubs for launcher and GPUs."""
+    folder.mkdir(exist_ok=True)
+    variables = stub_environment(folder.parent, PYTHONPATH=str(ROOT), **environment)
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False)
+
+
+def engine_jsons(output: str) -> dict[str, dict[str, object]]:
+    mark = "  DeepSpeed JSON of the "
+    lines = [line.removeprefix(mark).split(": ", 1) for line in output.splitlines() if line.startswith(mark)]
+    return {name: json.loads(content) for name, content in lines}
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step):
+    section = ("sft", "reward", "ppo")[step - 1]
+    preset = str(ROOT / f"launch/presets/tiny.{section}.yaml")
+    zero = "--actor_zero_stage" if step == 3 else "--zero_stage"
+    words = ["--preset", preset, "--dry-run", zero, "2", "--seed", "7"]
+    done = dry_run(tmp_path / "empty", sys.executable, "-m", MODULES[step], *words, WORLD_SIZE="4")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    assert ["seed", "7", "command line"] in rows and ["per_device_train_batch_size", "32", preset] in rows
+    assert ["adam_beta1", "0.9", "default"] in rows
+    jsons = engine_jsons(done.stdout)
+    assert list(jsons) == ENGINES[step]
+    first = jsons[ENGINES[step][0]]
+    assert first["zero_optimization"]["stage"] == 2 and first["train_micro_batch_size_per_gpu"] == 32
+    assert done.stdout.endswith("dry run: nothing was started\n") and not list((tmp_path / "empty").iterdir())
+
+
+def test_a_launch_script_starts_no_rank(tmp_path):
+    words = ["--num_gpus", "2", "3", "--dry-run", "--actor_zero_stage", "1"]
+    done = dry_run(tmp_path / "empty", "bash", str(ROOT / "launch/single_node.sh"), *words)
+    assert done.returncode == 0 and list(engine_jsons(done.stdout)) == ENGINES[3], done.stderr
+    assert started(tmp_path) == [] and not list((tmp_path / "empty").iterdir())
+
+
+def test_only_rank_0_prints(tmp_path):
+    command = (sys.executable, "-m", MODULES[1], "--dry-run")
+    assert dry_run(tmp_path / "empty", *command, RANK="1", WORLD_SIZE="2").stdout == ""
+    assert "nothing was started" in dry_run(tmp_path / "empty", *command, RANK="0", WORLD_SIZE="2").stdout
+
+
+def test_settings_that_contradict_are_refused_in_one_line(tmp_path):
+    done = dry_run(tmp_path / "empty", sys.executable, "-m", MODULES[1], "--dry-run", "--offload")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: --offload: needs ZeRO stage 1, 2 or 3") and done.stderr.count("\n") == 1
+
+
+def test_train_prints_the_same_for_each_stage(tmp_path):
+    done = train(tmp_path, *TINY, "--dry-run")
+    assert done.returncode == 0 and done.stdout.count("DeepSpeed JSON of the ") == 6
+    asked_of_a_stage = train(tmp_path, *TINY, "--sft.dry_run")
+    assert asked_of_a_stage.stdout.endswith("dry run: nothing was started\n") and started(tmp_path) == []
