@@ -16,7 +16,7 @@ from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
 from pipeline.engine.build import language_model_engine
 from pipeline.engine.start import start_deepspeed
 from pipeline.errors import InputError
-from pipeline.models.loading import base_model, check_positions
+from pipeline.models.loading import base_model, check_attention, check_positions
 from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.random_numbers import seed_dropout
@@ -79,6 +79,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
     check_language_model(config.model.model_name_or_path, "--model_name_or_path")
+    check_attention(config.model.attn_implementation, "--attn_implementation")
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")

@@ -16,6 +16,7 @@ from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
 from pipeline.errors import InputError
 from pipeline.models.loading import default_device
+from pipeline.models.paths import check_reward_model
 from pipeline.models.reward_model import last_token_scores, load_reward_model
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.run.entry import run_command
@@ -158,6 +159,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     """Score the held-out pairs of `--data_path` with the model of `--path` on this machine's device."""
+    check_reward_model(options.path, "--path")
     tokenizer = load_tokenizer(options.path)
     settings = DataOptions(
         data_path=tuple(options.data_path),

@@ -12,7 +12,7 @@ from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_device
 from pipeline.engine.build import value_model_engine
 from pipeline.engine.start import start_deepspeed
-from pipeline.models.loading import check_positions
+from pipeline.models.loading import check_attention, check_positions
 from pipeline.models.reward_model import pad_id_for_pooling
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.heartbeat import beat
@@ -73,6 +73,7 @@ def train(run: Run, config: RewardConfig) -> None:
 def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
+    check_attention(config.model.attn_implementation, "--attn_implementation")
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")

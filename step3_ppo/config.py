@@ -147,15 +147,23 @@ class PPOConfig(Group):
     def _rollouts_divide_into_steps(self) -> Self:
         sampling, optimizer = self.sampling, self.optimizer
         batch = sampling.per_device_generation_batch_size
-        rows = batch * sampling.generation_batches * sampling.num_samples_per_prompt
-        per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+        rows_per_prompt = sampling.generation_batches * sampling.num_samples_per_prompt
+        rows, micro_batch = batch * rows_per_prompt, optimizer.per_device_train_batch_size
+        per_step = micro_batch * optimizer.gradient_accumulation_steps
         if rows % per_step:
-            fitting = per_step // math.gcd(per_step, rows) * batch
+            unit = per_step // math.gcd(per_step, rows_per_prompt)
+            proposals = [f"--per_device_generation_batch_size {max(unit, round(batch / unit) * unit)}"]
+            most, rest = divmod(rows, optimizer.gradient_accumulation_steps)
+            if not rest:
+                first = min(micro_batch, most)
+                sizes = (first + sign * distance for distance in range(first) for sign in (1, -1))
+                nearest = next(size for size in sizes if most % size == 0)
+                proposals.append(f"--per_device_train_batch_size {nearest}")
             raise ValueError(
                 f"--per_device_generation_batch_size: a rollout has {rows} rows a device ({batch} prompts x "
-                f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples), an "
-                f"optimizer step {per_step} (per_device_train_batch_size x gradient_accumulation_steps); rows must be "
-                f"a multiple of it: --per_device_generation_batch_size {fitting} is one"
+                f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples), no "
+                f"multiple of the {per_step} of an optimizer step (per_device_train_batch_size x "
+                f"gradient_accumulation_steps); the nearest that fit are {' or '.join(proposals)}"
             )
         return self
 

@@ -12,9 +12,9 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import InputError
 from pipeline.generation.options import GenerationOptions
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import base_model, check_model, load_causal_lm, load_config
+from pipeline.models.loading import base_model, check_attention, check_model, load_causal_lm, load_config
 from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
-from pipeline.models.paths import check_language_model
+from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.models.reward_model import load_reward_model, score_constants
 from pipeline.models.tokenizers import load_tokenizer
 from pipeline.run.run import Run
@@ -88,9 +88,12 @@ def make_tokenizers(config: PPOConfig) -> Tokenizers:
         InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
     """
     check_language_model(config.actor.model_name_or_path, "--actor_model_name_or_path")
-    check_model(config.critic.model_name_or_path, "--critic_model_name_or_path")
     reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
-    check_model(reward_path, "--reward_model_name_or_path")
+    for name, path in (("critic", config.critic.model_name_or_path), ("reward", reward_path)):
+        check_reward_model(path, f"--{name}_model_name_or_path")
+        check_model(path, f"--{name}_model_name_or_path")
+    for name, model in (("actor", config.actor), ("critic", config.critic)):
+        check_attention(model.attn_implementation, f"--{name}_attn_implementation")
     tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
     return Tokenizers(tokenizer, check_inputs(config, tokenizer, reward_path))
 

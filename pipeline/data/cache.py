@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Part of every key: raise it when the same input gives other rows.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ROWS_PER_WRITE = 1000
 TOKENISERS = {"sft": sft_rows, "reward": pair_rows, "ppo": prompt_rows, "text": text_blocks}
 

@@ -238,6 +238,10 @@ def _parse_prompt_response(values: Values) -> Content:
     return Content(_turns_of_prompt(values, "prompt"), _response(values, *RESPONSE_COLUMNS))
 
 
+def _parse_question_answer(values: Values) -> Content:
+    return Content(_turns_of_prompt(values, "question"), _response(values, "answer"))
+
+
 def _parse_messages(column: str, values: Values) -> Content:
     return _conversation(parse_turns(values[column], column))
 
@@ -271,6 +275,7 @@ FORMATS: tuple[Format, ...] = (
     Format("prompt/chosen/rejected", ("chosen", "rejected"), (), _parse_pair),
     Format("instruction/input/output", ("instruction",), RESPONSE_COLUMNS, _parse_alpaca),
     Format("prompt/response", ("prompt",), RESPONSE_COLUMNS, _parse_prompt_response),
+    Format("question/answer", ("question", "answer"), (), _parse_question_answer),
     Format("messages", ("messages",), (), partial(_parse_messages, "messages")),
     Format("conversations", ("conversations",), (), partial(_parse_messages, "conversations")),
     Format("text", ("text",), (), _parse_text),

@@ -113,7 +113,7 @@ class _RowMaker:
 
     def pair(self, record: Record) -> PairRow:
         if record.chosen is None or record.rejected is None:
-            raise BadRowError("no pair of responses")
+            raise BadRowError("no pair: columns chosen and rejected are needed, with prompt or messages")
         turns = [(*record.messages, Message("assistant", text)) for text in (record.chosen, record.rejected)]
         sides = [self._conversation(record, side, "last") for side in turns]
         chosen, rejected = sides[0].ids, sides[1].ids

@@ -14,6 +14,9 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
 }
 
+# Types of a part of a turn's content that hold text, in the exports of OpenAI's chat and responses interfaces.
+TEXT_PARTS = ("text", "input_text", "output_text")
+
 
 class BadRowError(ValueError):
     """A row that cannot be used; the message is the kind that it is counted as."""
@@ -63,7 +66,8 @@ def parse_transcript(text: str) -> Turns:
 def parse_turns(value: Any, column: str) -> Turns:
     """Parse turns from a list of {"role", "content"} or {"from", "value"} (also mixed), or one such object.
 
-    Raises BadRowError for another type, an unknown role or content that is no text.
+    Content is text, or a list of parts of which each is text. Raises BadRowError for another type, an unknown role or
+    other content.
     """
     items = [value] if isinstance(value, Mapping) else value
     if not isinstance(items, list) or not items or not all(isinstance(item, Mapping) for item in items):
@@ -71,12 +75,22 @@ def parse_turns(value: Any, column: str) -> Turns:
     turns = []
     for item in items:
         role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
-        if not isinstance(content, str):
+        text = _joined(content, column) if isinstance(content, list) and content else content
+        if not isinstance(text, str):
             raise BadRowError(f"{column} has a turn without text")
         if not isinstance(role, str) or role.lower() not in ROLES:
             raise BadRowError(f"{column} has a turn whose role is not system, user or assistant")
-        turns.append(Message(ROLES[role.lower()], content.strip()))
+        turns.append(Message(ROLES[role.lower()], text.strip()))
     return tuple(turns)
+
+
+def _joined(parts: list[Any], column: str) -> str:
+    """Join the texts of content in parts, as chat templates do: without a separator."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise BadRowError(f"{column} has a part {str(kind)[:40]!r}; only text is read")
+    return "".join(part["text"] for part in parts)
 
 
 def check_turns(turns: Turns) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from pipeline import dist
-from pipeline.errors import InputError
+from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import go_offline_without_network
 from pipeline.models.paths import check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
@@ -86,6 +87,15 @@ def check_model(path: str, flag: str = "") -> None:
     """
     check_model_files(path, flag)
     load_config(path)
+
+
+def check_attention(implementation: str, flag: str) -> None:
+    """Raise EnvironmentFault for an attention implementation, the value of `flag`, whose package is not installed."""
+    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        raise EnvironmentFault(
+            f"{flag} flash_attention_2: the package flash_attn is not installed; give {flag} sdpa, which has a flash "
+            "kernel of its own on GPUs"
+        )
 
 
 def check_positions(path: str, longest: int, flag: str) -> None:

@@ -6,7 +6,9 @@ Imports no torch, for programs that must start quickly. Headers of weights are r
 import contextlib
 import difflib
 import json
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,26 @@ def check_reward_model(path: str, flag: str = "") -> None:
     """Check as `check_model_path`, and refuse a folder whose config.json names no model with a reward head."""
     check_model_path(path, flag)
     folder = Path(path).expanduser()
-    architectures = read_config(folder).get("architectures") or []
-    if folder.is_dir() and not any(str(name).endswith("ForSequenceClassification") for name in architectures):
-        raise InputError(f"{at_flag(flag)}{path}: {architectures} has no reward head; give the output of stage 2")
+    if folder.is_dir():
+        check_reward_config(read_config(folder), f"{at_flag(flag)}{path}")
+
+
+def check_reward_config(config: Mapping[str, Any], where: str) -> None:
+    """Raise InputError for a config.json of a model that gives no score, or several, or none that can be normalised."""
+    architectures = config.get("architectures") or []
+    if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
+        raise InputError(f"{where}: {architectures} has no reward head; give the output of stage 2")
+    # transformers leaves its default, two labels, out of the file.
+    num_labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    if num_labels != 1:
+        raise InputError(f"{where}: its head has {num_labels} labels, a reward model has 1; give the output of stage 2")
+    for name, is_valid in (("score_mean", math.isfinite), ("score_std", lambda std: 0 < std < math.inf)):
+        value = config.get(name, 1.0)
+        if not isinstance(value, int | float) or not is_valid(value):
+            raise InputError(
+                f"{where}: config.json: {name} {value} cannot normalise scores; run stage 2 again, or write "
+                '"score_mean": 0.0, "score_std": 1.0 there for raw scores'
+            )
 
 
 def at_flag(flag: str) -> str:

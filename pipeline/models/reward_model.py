@@ -15,7 +15,7 @@ from pipeline.errors import InputError
 from pipeline.models.hidden_states import hidden_states
 from pipeline.models.loading import base_model, load_config, load_pretrained
 from pipeline.models.partitions import gathered
-from pipeline.models.paths import check_reward_model
+from pipeline.models.paths import check_reward_config, check_reward_model
 from pipeline.models.tokenizers import choose_padding_token
 
 
@@ -85,9 +85,9 @@ def load_reward_model(
     """
     if not new_head:
         check_reward_model(path)
-        architectures = load_config(path).architectures or []  # also of a hub id
-        if not any("SequenceClassification" in name for name in architectures):
-            raise InputError(f"{path}: {architectures} has no reward head; give the output of stage 2")
+    config = load_config(path).to_dict()  # also of a hub id
+    if not new_head or any("SequenceClassification" in name for name in config["architectures"] or []):
+        check_reward_config(config, path)
     model = load_pretrained(
         AutoModelForSequenceClassification,
         path,

@@ -5,6 +5,7 @@ import itertools
 import json
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import read_records
@@ -101,6 +102,7 @@ TURNS = (user("Hi"), assistant("Hello."), user("Why?"))
         ),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, (user("q"),), "a", None),
         ({"text": TRANSCRIPT + " a"}, TURNS, "a", None),
+        ({"question": "q", "answer": " a"}, (user("q"),), "a", None),
         ({"prompt": TRANSCRIPT}, TURNS, None, None),
         ({"prompt": "q", "id": 7}, (user("q"),), None, None),
     ],
@@ -110,6 +112,28 @@ def test_formats(values, messages, chosen, rejected):
     assert (record.messages, record.chosen, record.rejected, record.text) == (messages, chosen, rejected, None)
     assert record.all_turns == (messages if chosen is None else (*messages, assistant(chosen)))
     assert record.origin == Origin("f", 1)
+
+
+PARTS_TEMPLATE = (
+    "{% for turn in messages %}<{{ turn.role }}>{% if turn.content is string %}{{ turn.content }}"
+    "{% else %}{% for part in turn.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_content_in_parts_is_the_text_that_a_chat_template_makes_of_it(kind):
+    """Today's exports, and rows of `datasets`, which fills the fields that a part lacks with None."""
+
+    def turn(role: str, *texts: str) -> dict:
+        return {"role": role, "content": [{"type": kind, "text": text, "image_url": None} for text in texts]}
+
+    turns = [turn("system", "s"), turn("user", "Who", " is it?\n", "Say."), turn("assistant", "A ", "heron.")]
+    rendered = render_jinja_template([turns], chat_template=PARTS_TEMPLATE)[0][0]
+    record = one({"messages": turns})
+    assert "".join(f"<{turn.role}>{turn.content}" for turn in record.all_turns) == rendered
+    pair = one({"chosen": turns, "rejected": [*turns[:2], turn("assistant", "No idea.")]})
+    assert (pair.messages, pair.chosen, pair.rejected) == (record.messages, "A heron.", "No idea.")
+    assert one({"prompt": turns[:2], "response": "x"}).prompt_id == record.prompt_id
 
 
 def test_plain_text_keeps_its_white_space():
@@ -181,7 +205,16 @@ def test_own_split_column():
             {"messages": [{"role": "tool", "content": "x"}]},
             "messages has a turn whose role is not system, user or assistant",
         ),
-        ({"messages": [{"role": "user", "content": [1]}]}, "messages has a turn without text"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages has a turn without text"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages has a part 'int'; only text is read"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+            "messages has a part 'image_url'; only text is read",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+            "messages has a part 'text'; only text is read",
+        ),
         (
             {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]},
             "last assistant turn is empty",
@@ -257,6 +290,7 @@ def test_real_transcript_pairs_split_at_the_last_assistant_turn(real_data):
 @pytest.mark.parametrize(
     ("name", "column_map"),
     [
+        ("gsm8k_train.first50.jsonl", None),
         ("gsm8k_train.first50.jsonl", {"prompt": "question", "response": "answer"}),
         ("gpteacher_roleplay.first50.json", None),
         ("llamafactory_alpaca_en_demo.first50.json", None),

@@ -91,7 +91,8 @@ def test_rows_that_a_stage_cannot_use_are_counted(tokenizer):
     assert not list(pair_rows([record(chosen="x")], tokenizer, options(), counts))
     assert not list(prompt_rows([record(text="x")], tokenizer, options(), counts))
     assert not list(text_blocks([record()], tokenizer, options(), counts))
-    expected = {"no response to train on", "no pair of responses", "no prompt", "no plain text"}
+    no_pair = "no pair: columns chosen and rejected are needed, with prompt or messages"
+    expected = {"no response to train on", no_pair, "no prompt", "no plain text"}
     assert set(counts) == expected
 
 

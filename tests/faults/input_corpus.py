@@ -204,7 +204,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 # Rows that only some stages leave out: (stage, row, kind).
 STAGE_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     "null chosen": ("sft", {**PAIR, "chosen": None}, "no response to train on"),
-    "null rejected": ("reward", {**PAIR, "rejected": None}, "no pair of responses"),
+    "null rejected": ("reward", {**PAIR, "rejected": None}, "no pair: columns chosen and rejected"),
     "repeated": ("sft", dict(GOOD[0]), "row repeated (kept)"),
     "repeated pair": ("reward", dict(GOOD[0]), "row repeated (kept)"),
     "repeated prompt": ("ppo", dict(GOOD[0]), "prompt repeated"),

@@ -1,11 +1,12 @@
 """Broken model folders, wrong paths, and tokenizers that are not the model's: one line, before rows are tokenised."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from broken_models import BROKEN, Broken, config, make, tokenizer
+from broken_models import BROKEN, MISSING, Broken, config, make, tokenizer
 from input_calls import Ending, call, make_inputs, stage_words, stopped_at_the_models
 
 FLAG = {"sft": "model_name_or_path", "reward": "model_name_or_path", "chat": "path", "prompt_eval": "models"}
@@ -147,6 +148,64 @@ def test_prompt_eval_looks_at_the_reward_model_before_it_answers(
     words = stage_words("prompt_eval", folder, tmp_path, reward_model=path.format(folder=folder))
     with stopped_at_the_models(monkeypatch):
         assert "--reward_model: " in refusal(call("prompt_eval", words))
+
+
+SCORERS = {
+    "two labels": (config(id2label=MISSING, label2id=MISSING), "its head has 2 labels, a reward model has 1"),
+    "three labels": (config(id2label={"0": "a", "1": "b", "2": "c"}), "its head has 3 labels"),
+    "std 0": (config(score_std=0), "config.json: score_std 0 cannot normalise scores; run stage 2 again"),
+    "std NaN": (config(score_std=float("nan")), "config.json: score_std nan cannot"),
+    "std as a word": (config(score_std="1"), "config.json: score_std 1 cannot"),
+    "mean inf": (config(score_mean=float("inf")), "config.json: score_mean inf cannot"),
+}
+
+
+@pytest.mark.parametrize("command", ["critic", "reward", "prompt_eval", "reward_eval"])
+@pytest.mark.parametrize("name", SCORERS)
+def test_a_reward_model_without_one_score_that_can_be_normalised(
+    name: str, command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before rows are read, and before transformers prints a table of weights that do not fit."""
+    change, says = SCORERS[name]
+    path = tmp_path / "judge"
+    shutil.copytree(folder / "judge", path)
+    change(path)
+    flags = {"critic": "critic_model_name_or_path", "reward": "reward_model_name_or_path", "reward_eval": "path"}
+    command_name = "ppo" if command in ("critic", "reward") else command
+    words = stage_words(command_name, folder, tmp_path / "out", **{flags.get(command, "reward_model"): path})
+    with stopped_at_the_models(monkeypatch):
+        ending = call(command_name, words)
+    assert f"--{flags.get(command, 'reward_model')}: {path}: {says}" in refusal(ending)
+    assert ending.counts == [] and "LOAD REPORT" not in ending.stderr
+
+
+def test_a_classifier_of_two_labels_is_no_start_of_a_reward_model(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "classifier"
+    shutil.copytree(folder / "scorer", path)
+    config(id2label=MISSING, label2id=MISSING)(path)
+    ending = call("reward", stage_words("reward", folder, tmp_path / "out", model_name_or_path=path))
+    assert "its head has 2 labels" in refusal(ending)
+
+
+FLASH = {
+    "sft": ["attn_implementation"],
+    "reward": ["attn_implementation"],
+    "ppo": ["actor_attn_implementation", "critic_attn_implementation"],
+}
+
+
+@pytest.mark.parametrize(("command", "flag"), [(command, flag) for command in FLASH for flag in FLASH[command]])
+def test_a_flash_kernel_that_is_not_installed(
+    command: str, flag: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert importlib.util.find_spec("flash_attn") is None
+    with stopped_at_the_models(monkeypatch):
+        ending = call(command, stage_words(command, folder, tmp_path, **{flag: "flash_attention_2"}))
+    assert ending.code == 3 and ending.counts == []
+    assert ending.errors == [
+        f"error: --{flag} flash_attention_2: the package flash_attn is not installed; give --{flag} sdpa, which has a "
+        "flash kernel of its own on GPUs"
+    ]
 
 
 @pytest.mark.parametrize("path", ["{folder}/base", "{folder}/none"])

@@ -1,5 +1,7 @@
 """The arithmetic of a PPO run."""
 
+import re
+
 import pytest
 
 from step3_ppo.config import PPOCoefficients, PPOConfig, PPOOptimizerConfig, SamplingConfig
@@ -38,10 +40,22 @@ def test_max_steps_and_fractional_epochs():
     assert make_schedule(config(train_epochs=0.01), num_prompts=40, world_size=1).total_steps == 2
 
 
-def test_rows_that_do_not_divide_are_refused_with_a_number_that_does():
-    with pytest.raises(ValueError, match="--per_device_generation_batch_size 12 is one"):
-        config(generated=4, micro=3)
-    assert make_schedule(config(generated=12, micro=3), num_prompts=50, world_size=1).total_steps
+@pytest.mark.parametrize(
+    ("generated", "micro", "accumulation"), [(4, 3, 1), (16, 3, 1), (10, 4, 1), (6, 4, 2), (5, 2, 3), (1, 64, 2)]
+)
+def test_rows_that_do_not_divide_are_refused_with_the_nearest_numbers_that_do(generated, micro, accumulation):
+    """All sizes up to 200 are tried: no other one that fits is nearer to what was given."""
+
+    def distances(*sizes: tuple[int, int]) -> set[int]:
+        return {abs(g - generated) + abs(m - micro) for g, m in sizes if g % (m * accumulation) == 0}
+
+    with pytest.raises(ValueError, match="the nearest that fit") as error:
+        config(generated=generated, micro=micro, accumulation=accumulation)
+    proposed = dict(re.findall(r"--per_device_(generation|train)_batch_size (\d+)", str(error.value)))
+    found = distances((int(proposed["generation"]), micro))
+    assert found == {min(distances(*((other, micro) for other in range(1, 200))))}
+    fitting = distances(*((generated, other) for other in range(1, 200)))
+    assert distances(*((generated, int(size)) for size in [proposed.get("train")] if size)) == set(sorted(fitting)[:1])
 
 
 def test_an_epoch_visits_every_prompt_once_and_the_next_in_another_order():
