@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,13 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON to `path` atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def replace_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON beside `file` and rename it, not flushed to disk: a reader finds the old content or the new."""
+    beside = file.with_name(f".{file.name}.writing")
+    beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    beside.replace(file)
 
 
 def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -16,11 +16,11 @@ from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
 from pipeline.engine.build import language_model_engine
 from pipeline.engine.start import start_deepspeed
 from pipeline.errors import InputError
+from pipeline.heartbeat import beat
 from pipeline.models.loading import base_model, check_attention, check_positions
 from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.random_numbers import seed_dropout
-from pipeline.run.heartbeat import beat
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_data, prepare_tokenizer

@@ -12,10 +12,10 @@ from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_device
 from pipeline.engine.build import value_model_engine
 from pipeline.engine.start import start_deepspeed
+from pipeline.heartbeat import beat
 from pipeline.models.loading import check_attention, check_positions
 from pipeline.models.reward_model import pad_id_for_pooling
 from pipeline.random_numbers import seed_dropout
-from pipeline.run.heartbeat import beat
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_data, prepare_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey, Sampling
-from pipeline.run.heartbeat import beat
+from pipeline.heartbeat import beat
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.flops import training_mfu

@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.heartbeat import Beat, read_beat
 from pipeline.processes import Process, in_session, read_process
-from pipeline.run.heartbeat import Beat, read_beat
+from pipeline.run.layout import beat_file
 from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
 
 QUIET_PHASES = ("start", "save")  # reading and writing whole models has no steps that could beat
@@ -66,7 +67,7 @@ class RankWatch:
 
     def poll_rank(self, number: int, state: RankState) -> None:
         """Read one rank's beat and process."""
-        beat = read_beat(self.run_dir, number)
+        beat = read_beat(beat_file(self.run_dir, number))
         if beat and beat != state.beat:
             state.beat, state.alive_s = beat, time.monotonic()
         if not state.runs_locally:

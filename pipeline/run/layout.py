@@ -19,7 +19,7 @@ def outcome_file(run_dir: Path, rank: int) -> Path:
 
 
 def beat_file(run_dir: Path, rank: int) -> Path:
-    """Return the file of a rank's last beat (pipeline/run/heartbeat.py)."""
+    """Return the file of a rank's last beat (pipeline/heartbeat.py)."""
     return run_dir / "heartbeat" / f"rank-{rank}.json"
 
 

@@ -7,13 +7,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault
+from pipeline.files import replace_json
 from pipeline.processes import is_alive, read_process
 from pipeline.run.layout import beat_file, outcome_file
 
@@ -63,13 +62,6 @@ def write_outcome(run_dir: Path, rank: int, code: int | None, message: str, *, s
     file = outcome_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_json(file, asdict(outcome))
-
-
-def replace_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON beside `file` and rename it into place: a reader finds the old content or the new."""
-    beside = file.with_name(f".{file.name}.writing")
-    beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    beside.replace(file)
 
 
 def read_outcome(run_dir: Path, rank: int) -> Outcome | None:

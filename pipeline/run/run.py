@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline import dist
+from pipeline import dist, heartbeat
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved
@@ -38,8 +38,7 @@ from pipeline.errors import (
 )
 from pipeline.files import GIB, check_replaceable, has_config, refused_by_disk, write_json
 from pipeline.processes import read_process
-from pipeline.run import heartbeat
-from pipeline.run.layout import done_file, rank_log_file, run_folder
+from pipeline.run.layout import beat_file, done_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
     check_nobody_left,
@@ -219,7 +218,7 @@ def run_stage(resolved: Resolved, *, stage: str, train: Train, stop: StopRequest
             if owns_folder:
                 check_nobody_left(folder)
                 clear_outcomes(folder)
-            heartbeat.start(folder, own_rank())
+            heartbeat.start(beat_file(folder, own_rank()))
             return run_rank(folder, stop or StopRequest(), resolved, stage=stage, train=train)
     except EnvironmentFault as error:
         return print_error(error)

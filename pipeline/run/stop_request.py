@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from pipeline import heartbeat
 from pipeline.processes import REPEAT_S, is_alive, send
-from pipeline.run import heartbeat
 
 if TYPE_CHECKING:
     from pipeline.dist import World
@@ -23,7 +23,7 @@ class StopRequest:
     """A stop request by SIGTERM or SIGINT, kept until the loop asks; a second signal after 2 s ends the process.
 
     Before the loop begins there is nothing to save, and the first signal ends the process. The loop has begun with the
-    first call of `is_set`, or the first beat (pipeline/run/heartbeat.py) of another phase than "start".
+    first call of `is_set`, or the first beat (pipeline/heartbeat.py) of another phase than "start".
     """
 
     def __init__(self, leave_early: Callable[[], None] | None = None) -> None:

@@ -10,7 +10,7 @@ from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.groups import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.run.heartbeat import beat
+from pipeline.heartbeat import beat
 from pipeline.run.run import Run, write_done
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters, Interrupted, Stopping

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.heartbeat import Beat
 from pipeline.launching.rank_watch import RankState
 from pipeline.launching.verdict import JobStatus, hang_verdict, judge, signal_of
 from pipeline.processes import Process
-from pipeline.run.heartbeat import Beat
 from pipeline.run.outcome import Outcome
 
 MIB = 2**20

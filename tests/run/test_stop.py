@@ -9,8 +9,9 @@ import time
 import pytest
 
 PROGRAM = """
-import os, sys, time
-from pipeline.run import heartbeat
+import os, sys, tempfile, time
+from pathlib import Path
+from pipeline import heartbeat
 from pipeline.run.stop_request import StopRequest, quit_now, stop_without
 
 def early():
@@ -48,7 +49,7 @@ def test_before_the_loop_it_ends_at_once(number):
     "setup",
     [
         "stop.is_set()",
-        "import tempfile, pathlib; heartbeat.start(pathlib.Path(tempfile.mkdtemp()), 0); heartbeat.beat('train', 0)",
+        "heartbeat.start(Path(tempfile.mkdtemp()) / 'beat.json'); heartbeat.beat('train', 0)",
     ],
 )
 def test_in_the_loop_it_waits_until_asked(setup):

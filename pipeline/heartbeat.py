@@ -1,6 +1,7 @@
 """Heartbeat of a rank: phase and step in a small file, from which the supervisor recognises a rank that hangs.
 
-The loops call `beat`; outside a stage (in tests, in `rlhf chat`) it does nothing. Imports no torch.
+The loops call `beat`, long work and waiting call `beat_again`; outside a stage (in tests, in `rlhf chat`) they do
+nothing. Imports no torch.
 """
 
 import json
@@ -10,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.run.layout import beat_file
-from pipeline.run.outcome import replace_json
+from pipeline.files import replace_json
 
 Phase = Literal["start", "generate", "score", "train", "evaluate", "save"]
 INTERVAL_S = 0.5
@@ -39,10 +39,10 @@ class Heart:
 _heart: Heart | None = None
 
 
-def start(run_dir: Path, rank: int) -> None:
-    """Let `beat` write for this rank; the first phase is "start": reading data and models."""
+def start(file: Path) -> None:
+    """Let `beat` write to `file`; the first phase is "start": reading data and models."""
     global _heart
-    _heart = Heart(beat_file(run_dir, rank), "start", 0)
+    _heart = Heart(file, "start", 0)
     with suppress(OSError):
         _heart.file.parent.mkdir(parents=True, exist_ok=True)
     write(_heart)
@@ -66,6 +66,12 @@ def beat(phase: Phase, step: int) -> None:
         write(_heart)
 
 
+def beat_again() -> None:
+    """Beat in the phase and step of the last beat, from work and waiting that know neither."""
+    if _heart:
+        beat(_heart.phase, _heart.step)
+
+
 def current_phase() -> Phase:
     return _heart.phase if _heart else "start"
 
@@ -77,9 +83,9 @@ def write(heart: Heart) -> None:
         replace_json(heart.file, asdict(Beat(heart.phase, heart.step, time.time())))
 
 
-def read_beat(run_dir: Path, rank: int) -> Beat | None:
-    """Return the last beat of `rank`; None if it has none that can be read."""
+def read_beat(file: Path) -> Beat | None:
+    """Return the last beat in `file`; None if none can be read."""
     with suppress(OSError, ValueError, KeyError):
-        content = json.loads(beat_file(run_dir, rank).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         return Beat(content["phase"], content["step"], content["time"])
     return None

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from pipeline import heartbeat
+from pipeline.heartbeat import Beat, beat, read_beat
 from pipeline.launching import rank_watch
 from pipeline.launching.rank_watch import RankState, RankWatch
 from pipeline.processes import Process, in_session, read_process
-from pipeline.run import heartbeat
-from pipeline.run.heartbeat import Beat, beat, read_beat
 from pipeline.run.outcome import Outcome
 
 HOST = socket.gethostname()
@@ -19,8 +19,8 @@ HOST = socket.gethostname()
 
 @pytest.fixture
 def heart(tmp_path):
-    heartbeat.start(tmp_path, 3)
-    yield tmp_path
+    heartbeat.start(tmp_path / "beats" / "rank-3.json")
+    yield tmp_path / "beats" / "rank-3.json"
     heartbeat.end()
 
 
@@ -31,7 +31,7 @@ def test_without_a_stage_nothing_is_written(tmp_path, monkeypatch):
 
 
 def test_a_new_phase_is_written_at_once_and_steps_twice_a_second(heart, monkeypatch):
-    assert read_beat(heart, 3).phase == "start" and read_beat(heart, 0) is None
+    assert read_beat(heart).phase == "start" and read_beat(heart.with_name("rank-0.json")) is None
     now = [time.monotonic()]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
     found = []
@@ -40,7 +40,7 @@ def test_a_new_phase_is_written_at_once_and_steps_twice_a_second(heart, monkeypa
     ):  # fmt: skip
         now[0] += passed_s
         beat(phase, step)
-        found.append((read_beat(heart, 3).phase, read_beat(heart, 3).step))
+        found.append((read_beat(heart).phase, read_beat(heart).step))
     assert found == [("train", 1), ("train", 1), ("train", 1), ("train", 4), ("save", 4)]
 
 
@@ -48,9 +48,9 @@ def test_the_last_step_is_told_at_the_end(heart):
     beat("train", 1)
     beat("train", 2)
     heartbeat.end()
-    assert read_beat(heart, 3).step == 2
+    assert read_beat(heart).step == 2
     beat("train", 9)
-    assert read_beat(heart, 3).step == 2
+    assert read_beat(heart).step == 2
 
 
 def test_a_full_disk_ends_no_run(heart, monkeypatch):
@@ -61,7 +61,7 @@ def test_a_full_disk_ends_no_run(heart, monkeypatch):
     beat("train", 1)
     monkeypatch.undo()
     beat("save", 2)
-    assert read_beat(heart, 3).phase == "save"
+    assert read_beat(heart).phase == "save"
 
 
 def test_a_beat_is_cheap(heart):
