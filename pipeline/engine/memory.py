@@ -128,6 +128,4 @@ def memory_table(models: Mapping[str, ModelMemory], peaks: Mapping[str, float]) 
             states = (resident if phase == "train" else resident - offloaded) / GIB
             rest = f"{peak - states:.3f} above weights and optimizer: {PHASES[phase]}"
             lines.append(f"  peak of {phase:<17}{peak:>12.3f}  {rest}")
-    if not peaks:
-        lines.append("  peaks of the phases are known on a GPU only")
     return lines

@@ -59,7 +59,18 @@ file_log = logging.getLogger("pipeline.end")
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
 RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
 OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc")
-QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock")
+QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock", "compilers")
+
+
+class StderrHandler(logging.StreamHandler[Any]):
+    """A handler that writes to whatever sys.stderr is at that time: a progress bar replaces it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
 
 
 def start_logging(run_dir: Path, rank: int) -> None:
@@ -71,7 +82,7 @@ def start_logging(run_dir: Path, rank: int) -> None:
     files = [own] + ([run_dir / "log.txt"] if rank == 0 else [])
     handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8") for file in files]
     if rank == 0:
-        console = logging.StreamHandler(sys.stderr)
+        console = StderrHandler()
         console.setFormatter(logging.Formatter("%(message)s"))
         console.addFilter(lambda record: record.name != file_log.name)
         handlers.append(console)

@@ -89,6 +89,8 @@ class Course:
             self._write(state, content())
             self._saver.finish()
             raise self._run.stopped(state.step, self._total_steps) from None
+        finally:
+            self.recorder.end()
 
     def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
         """Write the last checkpoint and the model folders, and mark the run as done."""

@@ -1,10 +1,13 @@
 """The metrics of a run as they are made: times, rates and memory are added, and progress lines are printed."""
 
 import logging
-import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+import rich.progress
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from pipeline.configuration.groups import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -13,6 +16,10 @@ from pipeline.run.run import Run
 from pipeline.training.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
+
+LINE_WIDTH = 100
+# Rates and the time left are those of the last steps: as many as this time holds, at most 1,000.
+RATE_PERIOD_S = 600.0
 
 
 class Recorder:
@@ -54,8 +61,10 @@ class Recorder:
         """Metrics outside a training step: evaluations."""
         if self._writer is not None and values:
             self._writer.write(step, values)
-            numbers = "  ".join(f"{name} {readable(value)}" for name, value in values.items())
-            self._progress.note(f"[{self._writer.stage}] step {step}: {numbers}")
+            # A no-break space holds a name and its number together where the line is cut.
+            numbers = "  ".join(f"{name}\u00a0{readable(value)}" for name, value in values.items())
+            text = textwrap.fill(f"[{self._writer.stage}] step {step}: {numbers}", LINE_WIDTH, subsequent_indent="    ")
+            log.info("%s", text.replace("\u00a0", " "))
 
     def begin(self, phase: str) -> None:
         """Begin a phase of the step (memory.PHASES), and end the one before: times and peak memory are told apart."""
@@ -77,7 +86,7 @@ class Recorder:
         rates = {"step_s": seconds, "tokens_per_s": num_tokens / seconds, "samples_per_s": num_rows / seconds}
         peaks = self._peaks.taken()
         self._writer.write(step, {**values, **rates, **peaks})
-        if self._models:
+        if self._models and self.device.type == "cuda":
             # Once, after a step: before it there are neither gradients nor moments.
             held = {name: model_memory(engine, self.device) for name, engine in self._models.items()}
             log.info("\n".join(memory_table(held, peaks)))
@@ -89,37 +98,58 @@ class Recorder:
         if self._writer is not None:
             self._writer.sync()
 
+    def end(self) -> None:
+        """Remove the progress bar; metrics may still be written."""
+        if self._writer is not None:
+            self._progress.end()
+
 
 class Progress:
-    """Progress on the terminal: a line that rewrites itself, or plain lines where the output is no terminal."""
+    """The progress of a run: a logged line every `every` steps, and on a terminal a bar below all other lines."""
 
-    def __init__(self, label: str, *, total_steps: int, start_step: int, every: int, stream: Any = None) -> None:
-        self.label, self.total, self.every = label, total_steps, every
-        self.stream = stream or sys.stderr
-        self._start = (start_step, time.monotonic())
-        self._last_line = 0.0
+    def __init__(
+        self, label: str, *, total_steps: int, start_step: int, every: int, console: Console | None = None
+    ) -> None:
+        self._label, self._every = label, every
+        console = console or Terminal(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+        )
+        self._bar = rich.progress.Progress(
+            *columns,
+            console=console,
+            auto_refresh=False,  # no thread beside the one that launches the kernels
+            transient=True,
+            redirect_stdout=False,
+            speed_estimate_period=RATE_PERIOD_S,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(label, total=total_steps, completed=start_step, rate="")
+        self._bar.start()
 
     def update(self, step: int, shown: Mapping[str, float]) -> None:
-        """Show `step` of the total, the given numbers, the rate and the time left."""
-        if step % self.every and step != self.total:
-            return
-        start_step, start_time = self._start
-        done, elapsed = step - start_step, time.monotonic() - start_time
-        left = (self.total - step) * elapsed / done if done else 0.0
-        numbers = "  ".join(f"{name} {readable(value)}" for name, value in shown.items())
-        rate = f"{done / elapsed:.2f} steps/s" if elapsed else ""
-        line = f"[{self.label}] {step}/{self.total}  {numbers}  {rate}  {duration(left)} left"
-        if self.stream.isatty():
-            self.stream.write(f"\r\x1b[2K{line}" + ("\n" if step == self.total else ""))
-        else:
-            self.stream.write(line + "\n")
-        self.stream.flush()
+        """Show `step` of the total, the given numbers, the rate of the last steps and the time left."""
+        self._bar.update(self._task, completed=step)
+        task = self._bar.tasks[0]
+        rate = f"{task.speed:.3g} steps/s  {duration(task.time_remaining or 0)} left" if task.speed else ""
+        self._bar.update(self._task, rate=rate, refresh=True)
+        if step % self._every == 0 or step == task.total:
+            numbers = [f"{name} {readable(value)}" for name, value in shown.items()]
+            log.info("%s", "  ".join([f"[{self._label}] {step}/{task.total}", *numbers, *filter(None, [rate])]))
 
-    def note(self, text: str) -> None:
-        """A line of its own."""
-        clear = "\r\x1b[2K" if self.stream.isatty() else ""
-        self.stream.write(f"{clear}{text}\n")
-        self.stream.flush()
+    def end(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+
+class Terminal(Console):
+    """A console that never hides the cursor: a run that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
 
 
 def readable(value: float) -> str:

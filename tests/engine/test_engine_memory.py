@@ -145,7 +145,6 @@ def test_the_table_by_hand():
     lines_away = memory_table(waiting, {"memory/generate_gib": 30.0, "memory/train_gib": 16.0})
     assert "28.000 above" in lines_away[2] and "2.000 above" in lines_away[3], "the optimizer is there to train only"
     assert "cache" in lines[3] and "gradients" in lines[4]
-    assert memory_table(models, {})[-1].strip() == "peaks of the phases are known on a GPU only"
     assert len({len(line) for line in lines[:3]}) == 1, "columns stand under their names"
 
 

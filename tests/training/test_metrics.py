@@ -4,9 +4,11 @@ import csv
 import io
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyte
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,9 +16,10 @@ from tensorboard.summary.writer import event_file_writer
 
 from pipeline.configuration.groups import RunConfig
 from pipeline.dist import World
+from pipeline.run.run import StderrHandler
 from pipeline.training import metrics
 from pipeline.training.metrics import DEFINITIONS, MetricsWriter, check_name, finite
-from pipeline.training.recorder import Progress, Recorder, duration
+from pipeline.training.recorder import Progress, Recorder, Terminal, duration
 
 
 @pytest.fixture(autouse=True)
@@ -145,29 +148,71 @@ def test_a_sink_that_cannot_be_made_is_left_out(tmp_path, monkeypatch, caplog):
     assert "wandb: not available" in caplog.text and len(lines(tmp_path)) == 1
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+@pytest.fixture
+def info(caplog):
+    caplog.set_level(logging.INFO, logger="pipeline.training.recorder")
+    return caplog
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal():
-    stream = io.StringIO()
-    progress = Progress("sft", total_steps=5, start_step=0, every=2, stream=stream)
+def test_progress_is_a_plain_line_every_so_many_steps(info, capsys):
+    progress = Progress("sft", total_steps=5, start_step=0, every=2)
     for step in range(1, 6):
         progress.update(step, {"loss": 0.123456})
-    progress.note("[sft] step 5: eval_loss 1")
-    shown = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in shown] == ["2/5", "4/5", "5/5", "step"]
-    assert "loss 0.1235" in shown[0] and "left" in shown[0]
-    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+    progress.end()
+    assert [line.split()[1] for line in info.messages] == ["2/5", "4/5", "5/5"]
+    assert "loss 0.1235" in info.messages[0] and "left" in info.messages[0]
+    assert capsys.readouterr() == ("", ""), "no bar where there is no terminal"
 
 
-def test_progress_on_a_terminal_rewrites_one_line():
-    stream = Terminal()
-    progress = Progress("sft", total_steps=2, start_step=0, every=1, stream=stream)
-    progress.update(1, {"loss": 1.0})
-    progress.update(2, {"loss": 1.0})
-    assert stream.getvalue().count("\n") == 1 and stream.getvalue().count("\r") == 2
+def test_rate_and_time_left_are_those_of_the_last_steps(info):
+    now = 0.0
+    console = Terminal(stderr=True, get_time=lambda: now)
+    progress = Progress("sft", total_steps=200, start_step=0, every=1, console=console)
+    for step in range(1, 121):
+        now += 10.0 if step <= 100 else 100.0
+        progress.update(step, {})
+    progress.end()
+    # The first 100 steps took 10 s each, the last 20 took 100 s each: 600 s are 6 of these.
+    assert info.messages[99] == "[sft] 100/200  0.1 steps/s  16m 40s left"
+    assert info.messages[119] == "[sft] 120/200  0.01 steps/s  2h 13m left"
+
+
+def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
+    """Reference: a terminal emulator. No line is joined to another, none is lost, and the bar is as wide as fits."""
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    handler, logger = StderrHandler(), logging.getLogger("pipeline")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    progress = Progress(
+        "sft", total_steps=3, start_step=0, every=2, console=Terminal(stderr=True, force_terminal=True, width=50)
+    )
+    screen = pyte.Screen(50, 20)
+    shown = []
+    for step in range(1, 4):
+        progress.update(step, {"loss": 1.0})
+        logger.info("checkpoint step-%d", step)
+        screen.reset()
+        pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
+        shown.append([line.rstrip() for line in screen.display if line.strip()])
+    progress.end()
+    assert shown[0][0] == "checkpoint step-1" and len(shown[0]) == 2 and "1/3" in shown[0][1]
+    kept = [line.split("  ")[0] for line in shown[2][:-1]]
+    assert kept == ["checkpoint step-1", "[sft] 2/3", "checkpoint step-2", "[sft] 3/3", "checkpoint step-3"]
+    assert shown[2][-1].startswith("sft") and "3/3" in shown[2][-1]
+    screen.reset()
+    pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
+    assert [line.split("  ")[0] for line in screen.display if line.strip()] == kept, "the bar goes at the end"
+    assert "\x1b[?25l" not in stream.getvalue(), "the cursor stays visible: a killed run could not show it again"
+
+
+def test_the_numbers_of_an_evaluation_are_cut_between_two_of_them(tmp_path, info):
+    run = SimpleNamespace(world=World(0, 1, 0, torch.device("cpu")), folder=tmp_path, stage="sft")
+    values = {f"eval_{name}": index / 7 for index, name in enumerate(list(DEFINITIONS)[:20])}
+    Recorder(run, RunConfig(enable_tensorboard=False), start_step=0, total_steps=4).write(2, values)
+    (text,) = info.messages
+    assert max(len(line) for line in text.splitlines()) <= 100 and len(text.splitlines()) > 3
+    assert re.findall(r"(eval_\S+) \d", text) == list(values) and text.startswith("[sft] step 2: eval_")
 
 
 def test_durations_are_readable():
@@ -175,7 +220,7 @@ def test_durations_are_readable():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_records(tmp_path, rank, capsys):
+def test_only_rank_0_records(tmp_path, rank, info):
     world = World(rank=rank, size=2, local_rank=rank, device=torch.device("cpu"))
     run = SimpleNamespace(world=world, folder=tmp_path, stage="sft")
     recorder = Recorder(run, RunConfig(enable_tensorboard=False), start_step=0, total_steps=4)
@@ -186,4 +231,4 @@ def test_only_rank_0_records(tmp_path, rank, capsys):
         first, second = lines(tmp_path)
         assert first["eval_loss"] == 2.0
         assert (second["tokens_per_s"], second["samples_per_s"], second["step_s"]) == (50.0, 4.0, 2.0)
-        assert "[sft] 1/4  loss 3" in capsys.readouterr().err
+        assert "[sft] 1/4  loss 3" in info.messages[-1]
