@@ -33,9 +33,9 @@ from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 
 STAGES = {
-    1: StageKind("sft", "supervised fine-tuning", SFTConfig),
-    2: StageKind("reward", "reward model", RewardConfig),
-    3: StageKind("ppo", "PPO", PPOConfig),
+    1: StageKind("sft", "supervised fine-tuning", SFTConfig, ("eval_perplexity",)),
+    2: StageKind("reward", "reward model", RewardConfig, ("eval_accuracy",)),
+    3: StageKind("ppo", "PPO", PPOConfig, ("eval_objective/scores", "eval_objective/kl")),
 }
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
 RESUME = ["--overwrite", "false", "--resume", "auto"]
@@ -154,12 +154,22 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
         code, asked = run_script([*command_of(stage, config), *again], environment)
     took = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:
-        print(f"== stage {stage.number}: done in {took}; model: {stage.model_dir}", flush=True)
+        print(f"== stage {stage.number}: done in {took}{reached(stage)}; model: {stage.model_dir}", flush=True)
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
         end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}"
         print(f"{kind}: {end}; log: {stage.run_dir / 'log.txt'}", file=sys.stderr)
     return code
+
+
+def reached(stage: Stage) -> str:
+    """Return `, eval_perplexity 15.4 -> 5.1`: the first and the last evaluation of a run; empty without its metrics."""
+    file, text = stage.run_dir / "metrics.jsonl", ""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    for name in stage.kind.reached:
+        values = [line[name] for line in lines if line.get(name) is not None]
+        text += f", {name} {values[0]:.4g} -> {values[-1]:.4g}" if values else ""
+    return text
 
 
 def run(argv: list[str], prog: str) -> int:

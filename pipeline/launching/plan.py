@@ -18,11 +18,15 @@ from pipeline.run.layout import run_folder
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """The meaning of a number of --step; `section` is its name in YAML files, overrides and preset names."""
+    """The meaning of a number of --step; `section` is its name in YAML files, overrides and preset names.
+
+    reached: the metrics of the evaluations that the last line of a stage tells.
+    """
 
     section: str
     title: str
     config_class: type[Group]
+    reached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
