@@ -130,6 +130,8 @@ def free_bytes(path: Path) -> int:
 
 
 OURS = "training_config.json"  # every model folder of this project has one
+RUN_LOCK = "run.lock"  # every run folder has one
+CACHE_TAG = "CACHEDIR.TAG"  # every folder of cached rows has one (https://bford.info/cachedir)
 
 
 def check_replaceable(folder: Path) -> None:

@@ -23,6 +23,7 @@ from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.templates import set_template
 from pipeline.data.tokenization import pair_rows, prompt_rows, sft_rows, text_blocks
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.files import CACHE_TAG
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -112,6 +113,7 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(mode=0o700)
+        (partial / CACHE_TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n", encoding="utf-8")
         tokenise: Callable[..., Iterator[Any]] = TOKENISERS[stage]
         num_train = _write(partial / "train.arrow", stage, tokenise(records.train, tokenizer, options, counts))
         _write(partial / "eval.arrow", stage, tokenise(records.eval, tokenizer, options, counts))

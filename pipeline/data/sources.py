@@ -3,7 +3,9 @@
 Files are read by `readers.py`; columns get their meaning in `formats.py`.
 """
 
+import functools
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +17,10 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS
 from pipeline.data.readers import READERS, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
+from pipeline.files import CACHE_TAG, OURS, RUN_LOCK
 from pipeline.hub import go_offline_without_network
+
+log = logging.getLogger(__name__)
 
 Split = Literal["train", "test"]
 EVAL_NAMES = ("test", "validation", "valid", "val", "eval", "evaluation", "dev")
@@ -81,10 +86,7 @@ def fingerprint(path: str) -> str:
     if local is None:
         splits = _load_hub(path)
         return _digest(f"{name}={splits[name]._fingerprint}" for name in sorted(splits))
-    if _is_saved_dataset(local):
-        files = sorted(file for file in local.rglob("*") if file.is_file())
-    else:
-        files = _data_files(local)
+    files = _files_below(local) if _is_saved_dataset(local) else _data_files(local)
     parts = []
     for file in files:
         with file.open("rb") as stream:
@@ -124,17 +126,36 @@ def _nearest(missing: Path) -> str:
 
 def _data_files(local: Path) -> list[Path]:
     """Return the data files of a path in sorted order: itself, or all below the folder."""
-    try:
-        if local.is_file():
-            files = [local] if data_suffix(local) else []
-        else:
-            paths = (file for file in sorted(local.rglob("*")) if data_suffix(file) and file.is_file())
-            files = [p for p in paths if not any(part.startswith(".") for part in p.relative_to(local).parts)]
-    except OSError as error:
-        raise InputError(f"{error.filename or local}: cannot be read ({error.strerror})") from error
+    files = [file for file in ([local] if local.is_file() else _files_below(local)) if data_suffix(file)]
     if not files:
         raise InputError(f"{local}: no data file; {', '.join(READERS)} are read, each also with .gz")
     return files
+
+
+def _files_below(top: Path) -> list[Path]:
+    """Return the files below a folder in sorted order, without hidden ones and without what this project wrote there.
+
+    An output folder may be inside the folder of the data: what is written to it must not change the data.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename or top}: cannot be read ({error.strerror})") from error
+
+    files = []
+    for name, folders, names in os.walk(top, onerror=refuse):
+        folder = Path(name)
+        if folder != top and not {OURS, RUN_LOCK, CACHE_TAG}.isdisjoint(names):
+            _warn_of_output(folder)
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [folder / name for name in names if not name.startswith(".") and (folder / name).is_file()]
+    return sorted(files)
+
+
+@functools.cache
+def _warn_of_output(folder: Path) -> None:
+    log.warning("%s: left out of the data, because a run wrote it", folder)
 
 
 def _is_saved_dataset(local: Path) -> bool:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pipeline.configuration.groups import RunConfig
+from pipeline.files import RUN_LOCK
 
 
 def run_folder(run: RunConfig, stage: str) -> Path:
@@ -29,7 +30,7 @@ def rank_log_file(run_dir: Path, rank: int) -> Path:
 
 def lock_file(run_dir: Path) -> Path:
     """Return the file that names the process that runs in this folder (pipeline/run/lock.py)."""
-    return run_dir / "run.lock"
+    return run_dir / RUN_LOCK
 
 
 def done_file(run_dir: Path) -> Path:

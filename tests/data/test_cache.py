@@ -154,7 +154,8 @@ def test_second_call_loads_and_returns_the_same(options, bpe_tokenizer, monkeypa
 def test_nothing_is_pickled_and_the_folder_is_private(options, bpe_tokenizer):
     built = load_or_build("sft", options, bpe_tokenizer)
     folder = Path(built.train.cache_files[0]["filename"]).parent
-    assert sorted(file.name for file in folder.iterdir()) == ["counts.json", "eval.arrow", "train.arrow"]
+    files = ["CACHEDIR.TAG", "counts.json", "eval.arrow", "train.arrow"]
+    assert sorted(file.name for file in folder.iterdir()) == files
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(Path(options.cache_dir).stat().st_mode) == 0o700
 

@@ -106,6 +106,26 @@ def test_folder_of_files_gives_splits_by_name(tmp_path):
     assert found == expected
 
 
+def test_folders_that_a_run_wrote_are_no_data(tmp_path, caplog):
+    """Neither as rows nor in the hash; folders that only look like them are data."""
+    for place in ("files", "saved"):
+        folder = tmp_path / place
+        folder.mkdir()
+        write(folder / "train.jsonl", b'{"prompt": "x"}')
+        if place == "saved":
+            datasets.Dataset.from_list(ROWS).save_to_disk(folder)
+        rows, before = list(read_rows(str(folder))), fingerprint(str(folder))
+        for mark in ("training_config.json", "run.lock", "CACHEDIR.TAG"):
+            (folder / f"out/{mark}/log").mkdir(parents=True)
+            for name in (mark, "config.json", "log/rank-0.txt", "samples.jsonl"):
+                write(folder / f"out/{mark}/{name}", b'{"prompt": "y"}')
+        assert list(read_rows(str(folder))) == rows and fingerprint(str(folder)) == before
+        said = {record.getMessage() for record in caplog.records if place in record.getMessage()}
+        assert len(said) == 3 and f"{folder}/out/run.lock: left out of the data, because a run wrote it" in said
+    write(tmp_path / "files/out/config.json", b'{"prompt": "z"}')
+    assert [row.values["prompt"] for row in read_rows(str(tmp_path / "files"))] == ["z", "x"]
+
+
 def test_folder_without_data_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("x")
     with pytest.raises(InputError, match=r"no data file; .jsonl"):

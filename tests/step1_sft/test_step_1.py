@@ -74,6 +74,25 @@ def test_ends_well_with_all_files(trained: Trained, ranks: int) -> None:
     assert not list(trained.folder.rglob("*.writing"))
 
 
+@pytest.mark.slow
+def test_outputs_inside_the_folder_of_the_data(tmp_path: Path) -> None:
+    """A try that fails leaves a run folder there; the next one reads the same rows, and so does one that resumes."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        (make_folder(tmp_path) / name).rename(data / name)
+    inside = {"data_path": data, "eval_data_path": data, "output_dir": data / "out/sft", "data_output_path": data / "c"}
+    tries: list[dict[str, object]] = [{"max_seq_len": 4096}, {"max_steps": 1}, {"max_steps": 2}]
+    first, *others = [
+        run_command("step1_sft", words(tmp_path, "", 8, **inside, **changes), folder=tmp_path) for changes in tries
+    ]
+    assert first.code == 2 and "128 positions" in first.stderr
+    for ended in others:
+        assert ended.code == 0 and "sft rows: 64 to train on, 8 held out" in ended.stderr, ended.stderr
+        assert f"{data}/out/runs/sft: left out of the data, because a run wrote it" in ended.stderr
+    assert [line["step"] for line in read_metrics(data / "out/runs/sft") if "loss" in line] == [1, 2]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_piped_output_is_plain(trained: Trained, ranks: int) -> None:
     printed = trained.ended[ranks].stdout + trained.ended[ranks].stderr
