@@ -69,7 +69,9 @@ def train(run: Run, config: SFTConfig) -> None:
             state.count_step(stepped=stepped, engines=[sft.engine])
             if not stepped:
                 sft.note_skipped(step, state)
-            flops = sft.work.flops(num_tokens=step.num_tokens, num_rows=step.num_rows, num_head_tokens=step.num_trained)
+            flops = sft.work.flops(
+                num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=step.num_trained
+            )
             sft.log_step(step, state, course, loss=loss / step.num_trained, flops=flops)
         evaluate_held_out(sft, state, course)
     course.finish(state, sft.content(state), lambda: save_unless_best(sft, state))

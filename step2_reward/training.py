@@ -64,7 +64,7 @@ def train(run: Run, config: RewardConfig) -> None:
             state.count_step(stepped=stepped, engines=[reward.engine])
             if not stepped:
                 reward.note_skipped(step, state)
-            flops = reward.work.flops(num_tokens=step.num_tokens, num_rows=2 * step.num_rows)
+            flops = reward.work.flops(num_tokens=step.num_tokens, num_squares=step.num_squares)
             reward.log_step(step, state, course, loss=loss / step.num_rows, flops=flops)
         evaluate(reward, state, course)
     course.finish(state, reward.content(state), lambda: save_unless_best(reward, state))

@@ -23,7 +23,7 @@ from pipeline.generation.rollouts import Rollout
 from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, round_up, whiten
 from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, places
 from step3_ppo.config import PPOCoefficients
-from step3_ppo.estimators import gae, kl_estimate, shape_scores, token_rewards
+from step3_ppo.estimators import gae, kl_estimate, normalise_scores, shape_scores, token_rewards
 
 
 class Rows:
@@ -163,11 +163,15 @@ def gather_responses(parts: Sequence[Responses]) -> Responses:
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """An Experience, and what is logged of it: sequence_rewards (N,) before the KL penalty, kl (N, T) by k1."""
+    """An Experience, and what is logged of it: sequence_rewards (N,) before the KL penalty, kl (N, T) by k1.
+
+    clipped: (N,) bool, True = `reward_clip` cut the score.
+    """
 
     experience: Experience
     valid: Tensor
     sequence_rewards: Tensor
+    clipped: Tensor
     kl: Tensor
     kl_k3: Tensor
     advantage_mean: float
@@ -188,8 +192,9 @@ def reward_responses(
     log_probs, ref_log_probs, values = (
         torch.where(mask, tensor, 0.0) for tensor in (scores.log_probs, scores.ref_log_probs, scores.values)
     )
+    raw = torch.where(valid, scores.scores, 0.0)
     shaped = shape_scores(
-        torch.where(valid, scores.scores, 0.0),
+        raw,
         responses.finished,
         score_mean=score_mean,
         score_std=score_std,
@@ -205,6 +210,7 @@ def reward_responses(
         experience=Experience(mask, log_probs, ref_log_probs, values, used, returns),
         valid=valid,
         sequence_rewards=shaped,
+        clipped=normalise_scores(raw, mean=score_mean, std=score_std).abs() > ppo.reward_clip,
         kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
         kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
         advantage_mean=mean.item(),

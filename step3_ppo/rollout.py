@@ -1,7 +1,7 @@
 """The prompts of a run, those that each rollout takes, and the sampling of responses on all ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,12 @@ from pipeline.training.inputs import prepare_data
 from pipeline.training.steps import Interrupted
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses, gather_responses, pack_responses
+
+# What a model's generation_config.json may ask of transformers' `generate`, besides ids of tokens.
+SAMPLING_SETTINGS = frozenset(
+    "do_sample temperature top_p top_k min_p typical_p repetition_penalty num_beams length_penalty max_length "
+    "max_new_tokens min_length no_repeat_ngram_size".split()
+)
 
 
 def make_prompts(config: PPOConfig, tokenizer: Any) -> StageData:
@@ -91,6 +97,19 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Sc
     rollouts = max(1, math.ceil(config.run.num_train_epochs * per_epoch))
     limit = config.run.max_steps
     return Schedule(prompts, per_step, steps, per_epoch, limit or rollouts * steps, None if limit else rollouts)
+
+
+def sampling_line(config: PPOConfig, eos_ids: Iterable[int], generation_config: Mapping[str, Any]) -> str:
+    """Return the values that responses are sampled with, and those of the model's folder that are not used."""
+    sampling = config.sampling
+    ends = ", ".join(map(str, sorted(eos_ids)))
+    unused = [f"{name} {value}" for name, value in generation_config.items() if name in SAMPLING_SETTINGS]
+    return (
+        f"sampling: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k or 'off'}, "
+        f"no other filter; at most {sampling.max_answer_seq_len} tokens, ended by id {ends}; "
+        f"{sampling.num_samples_per_prompt} for each prompt"
+        + (f"; not used of generation_config.json: {', '.join(unused)}" if unused else "")
+    )
 
 
 @dataclass(frozen=True, slots=True)

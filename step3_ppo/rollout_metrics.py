@@ -1,21 +1,32 @@
 """Evaluation on held-out prompts, and the numbers of a rollout."""
 
 import json
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.files import tolerated
-from pipeline.tensor_ops import masked_mean, moments
+from pipeline.tensor_ops import masked_sum, moments
+from pipeline.training.metrics import finite
 from step3_ppo.estimators import explained_variance
 from step3_ppo.experience import Responses, Rewarded, Scores
 
 SAMPLES_SHOWN = 8
+EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
+# Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
+NEGATIVE_KL_WARNING = -1.0
+
+log = logging.getLogger(__name__)
 
 
 def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *, kl_coef: float) -> dict[str, float]:
-    """Compute the objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows)."""
+    """Compute the objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows).
+
+    NaN where no row counts: it is logged as null.
+    """
     valid, mask = rewarded.valid, rewarded.experience.response_mask
     kl, kl_k3 = (torch.where(mask, kl, 0.0).sum(1) for kl in (rewarded.kl, rewarded.kl_k3))
     finished = responses.finished.float()
@@ -23,19 +34,38 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
     errors = moments(experience.returns - experience.values, mask)
     found = policy_metrics(responses, scores, mask)
     return found | {
-        "objective/kl": masked_mean(kl, valid).item(),
-        "objective/kl_k3": masked_mean(kl_k3, valid).item(),
-        "objective/scores": masked_mean(scores.scores, valid).item(),
-        "objective/rlhf_reward": masked_mean(rewarded.sequence_rewards - kl_coef * kl, valid).item(),
+        "objective/kl": mean_of(kl, valid),
+        "objective/kl_k3": mean_of(kl_k3, valid),
+        "objective/scores": mean_of(scores.scores, valid),
+        "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
+        "objective/rlhf_reward": mean_of(rewarded.sequence_rewards - kl_coef * kl, valid),
         "value/explained_variance": explained_variance(moments(experience.returns, mask), errors).item(),
-        "advantages/mean": rewarded.advantage_mean,
-        "advantages/std": rewarded.advantage_std,
-        "completions/mean_length": masked_mean(responses.response_lengths.float(), valid).item(),
-        "completions/truncated_fraction": masked_mean(1.0 - finished, valid).item(),
-        "completions/eos_fraction": masked_mean(finished, valid).item(),
-        "completions/empty_fraction": masked_mean((responses.response_lengths == 1) * finished, valid).item(),
+        "advantages/mean": rewarded.advantage_mean if mask.any() else math.nan,
+        "advantages/std": rewarded.advantage_std if mask.any() else math.nan,
+        "completions/mean_length": mean_of(responses.response_lengths.float(), valid),
+        "completions/truncated_fraction": mean_of(1.0 - finished, valid),
+        "completions/eos_fraction": mean_of(finished, valid),
+        "completions/empty_fraction": mean_of((responses.response_lengths == 1) * finished, valid),
         "rows_masked": float((responses.valid & ~valid).sum()),
     }
+
+
+def warn_of_rollout(metrics: dict[str, float], *, step: int) -> None:
+    """Log what a healthy policy's rollout does not show."""
+    if metrics["completions/empty_fraction"] > EMPTY_WARNING:
+        log.warning("step %d: most responses are an EOS alone: the policy answers nothing", step)
+    if metrics["objective/kl"] < NEGATIVE_KL_WARNING:
+        log.warning(
+            "step %d: the mean KL is negative, %.2f nats per sequence: responses are not sampled from the policy that "
+            "scores them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error",
+            step,
+            metrics["objective/kl"],
+        )
+
+
+def mean_of(values: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return the mean of the values that count; NaN where none does."""
+    return (masked_sum(values, mask) / mask.sum()).item()
 
 
 def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor) -> dict[str, float]:
@@ -44,15 +74,15 @@ def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor) -> 
         return {}
     sampler_error = torch.where(mask, (responses.sampler_log_probs - scores.log_probs).abs(), 0.0).max()
     return {
-        "objective/entropy": masked_mean(scores.entropy, mask).item(),
-        "policy/sampler_error": sampler_error.item(),
+        "objective/entropy": mean_of(scores.entropy, mask),
+        "policy/sampler_error": sampler_error.item() if mask.any() else math.nan,
     }
 
 
 def evaluation_metrics(found: dict[str, float]) -> dict[str, float]:
     """Keep the metrics that describe a policy on held-out prompts, with the prefix `eval_`."""
-    kept = ("objective/kl", "objective/kl_k3", "objective/entropy", "objective/scores", "objective/rlhf_reward")
-    return {f"eval_{name}": found[name] for name in found if name in kept or name.startswith("completions/")}
+    kept = ("objective/", "completions/")
+    return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)}
 
 
 def append_samples(
@@ -68,8 +98,8 @@ def append_samples(
             "step": step,
             "prompt": tokenizer.decode(responses.sequences[n, :start], skip_special_tokens=True),
             "response": tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True),
-            "score": round(scores.scores[n].item(), 4),
-            "kl": round(rewarded.kl[n].sum().item(), 4),
+            "score": finite(round(scores.scores[n].item(), 4)),
+            "kl": round(rewarded.kl[n].sum().item(), 4) if rewarded.valid[n] else None,
             "tokens": length,
             "finished": bool(responses.finished[n]),
         }

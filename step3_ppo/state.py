@@ -1,5 +1,6 @@
 """Everything of stage 3 that stays as it is (PPO) and that evolves (State, Collected): built, restored and saved."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,14 +21,16 @@ from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.models.reward_model import pad_id_for_pooling
 from pipeline.models.tokenizers import eos_ids
 from pipeline.run.run import Run
-from pipeline.training.flops import ForwardWork, forward_work
+from pipeline.training.flops import TrainingWork, training_work
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Counters, rate_factor
 from step3_ppo.config import PPOConfig, check_generation
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.models import Models, generation_options, make_models, make_tokenizers
-from step3_ppo.rollout import Schedule, make_prompts, make_schedule, make_text
+from step3_ppo.rollout import Schedule, make_prompts, make_schedule, make_text, sampling_line
 from step3_ppo.updater import Updater
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,12 +38,12 @@ class State(Counters):
     """Everything of stage 3 that evolves, besides the engines and the moving average.
 
     rollout: rollouts that are done. update: minibatches of the current rollout that are done; 0: a new rollout has to
-    be sampled. first_ratio_error: of the current rollout's first update.
+    be sampled. first_ratio_error: of the current rollout's first update; None where that trained no policy.
     """
 
     rollout: int = 0
     update: int = 0
-    first_ratio_error: float = 0.0
+    first_ratio_error: float | None = None
     kl_coef: float = 0.0
 
     def finish_rollout(self) -> None:
@@ -85,7 +88,7 @@ class Collected:
 class PPO:
     """Everything of stage 3 that stays as it is while it trains.
 
-    actor_work, critic_work: matrix operations of their forward passes.
+    actor_work, critic_work: matrix operations of their passes in training.
     """
 
     run: Run
@@ -99,8 +102,8 @@ class PPO:
     average: MovingAverage | None
     hybrid: HybridEngine
     updater: Updater
-    actor_work: ForwardWork
-    critic_work: ForwardWork
+    actor_work: TrainingWork
+    critic_work: TrainingWork
 
     @property
     def engines(self) -> dict[str, TrainingEngine]:
@@ -157,15 +160,17 @@ def assemble(
         average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
         hybrid=make_hybrid(config, models),
         updater=make_updater(run, config, models, schedule),
-        actor_work=forward_work(models.actor.module.model),
-        critic_work=forward_work(models.critic.module.model),
+        actor_work=training_work(models.actor.module.model),
+        critic_work=training_work(models.critic.module.model),
     )
 
 
 def make_hybrid(config: PPOConfig, models: Models) -> HybridEngine:
-    """Make the engine that samples from the actor."""
-    ends = eos_ids(models.tokenizer, models.actor.module.model.generation_config)
+    """Make the engine that samples from the actor, and log what it samples with."""
+    configured = models.actor.module.model.generation_config
+    ends = eos_ids(models.tokenizer, configured)
     pad_id, options = models.tokenizer.pad_token_id, generation_options(config)
+    log.info("%s", sampling_line(config, ends, configured.to_diff_dict()))
     return HybridEngine(models.actor, eos_ids=ends, pad_id=pad_id, options=options)
 
 

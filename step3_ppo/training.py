@@ -3,11 +3,12 @@
 The functions below the loop are its steps, in order: each hands the settings of the run to the module that does it.
 """
 
-import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.data.batching import SFTBatch
+from pipeline.data.loader import Step
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey, Sampling
 from pipeline.heartbeat import beat
@@ -20,14 +21,12 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.estimators import next_kl_coef
 from step3_ppo.experience import Responses, Rewarded, Scores, reward_responses
 from step3_ppo.rollout import Sampler
-from step3_ppo.rollout_metrics import append_samples, evaluation_metrics, rollout_metrics
+from step3_ppo.rollout_metrics import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout
 from step3_ppo.scoring import score_responses
 from step3_ppo.state import PPO, Collected, State, build, checkpoint_content, resume, save_models
+from step3_ppo.updater import StepSize
 
-log = logging.getLogger(__name__)
-
-EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
-SHOWN = ("objective/scores", "objective/kl", "policy/approx_kl", "loss/value")
+SHOWN = ("objective/scores", "objective/kl", "completions/mean_length", "loss/value")
 
 
 def train(run: Run, config: PPOConfig) -> None:
@@ -74,7 +73,8 @@ def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
         resumed_step=resumed_step,
         total_steps=ppo.schedule.total_steps,
         engines=ppo.models.named(),
-        shown=SHOWN,
+        # With one step a rollout the policy has not moved when its step is taken: approx_kl is 0 by construction.
+        shown=SHOWN + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ()),
     )
 
 
@@ -120,8 +120,7 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
     rewarded = reward_all(ppo, responses, scores, state)
     metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
-    if metrics["completions/empty_fraction"] > EMPTY_WARNING:
-        log.warning("step %d: most responses are an EOS alone: the policy answers nothing", state.step)
+    warn_of_rollout(metrics, step=state.step)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
     metrics |= {
@@ -137,15 +136,18 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step: this rank's micro-batches, the response tokens that count on all ranks, metrics.
+    """One optimizer step: this rank's micro-batches, its size on all ranks, the ptx text, metrics.
 
-    stepped: False where a loss or gradient was not finite, and nothing was changed.
+    trained_actor: False where only the critic learns. stepped: False where a loss or gradient was not finite, and
+    nothing was changed.
     """
 
     batches: list[MicroBatch]
-    num_tokens: float
-    metrics: dict[str, float]
-    stepped: bool
+    size: StepSize
+    text: Step[SFTBatch] | None = None
+    trained_actor: bool = True
+    metrics: dict[str, float] = field(default_factory=dict)
+    stepped: bool = False
 
 
 def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
@@ -156,27 +158,29 @@ def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Co
     """
     beat("train", state.step)
     batches = list(rollout.minibatches[state.update])
-    num_tokens, num_sampled = ppo.updater.num_tokens(rollout.responses, rollout.experience, batches)
-    if not num_sampled:
+    size = ppo.updater.step_size(rollout.responses, rollout.experience, batches)
+    if not size.num_rows:
         # Padding of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
         return None
     course.begin("train")
-    if not num_tokens:
-        return Update(batches, num_tokens, {}, False)
+    if not size.num_trained:
+        return Update(batches, size)
+    train_actor = state.step >= ppo.config.ppo.critic_warmup_steps
+    text = ppo.text.step(state.step) if ppo.text and train_actor else None
     metrics, stepped = ppo.updater.update(
         rollout.responses,
         rollout.experience,
         batches,
-        num_tokens=num_tokens,
+        num_tokens=size.num_trained,
         kl_coef=state.kl_coef,
         rate_factor=ppo.rate(state.step),
-        train_actor=state.step >= ppo.config.ppo.critic_warmup_steps,
-        text=ppo.text.step(state.step) if ppo.text else None,
+        train_actor=train_actor,
+        text=text,
         stopping=course.stopping,
     )
     if stepped and ppo.average is not None:
         ppo.average.update()
-    return Update(batches, num_tokens, metrics, stepped)
+    return Update(batches, size, text, train_actor, metrics, stepped)
 
 
 def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, course: Course) -> None:
@@ -188,20 +192,19 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
     metrics, first = dict(update.metrics), state.update == 0
     if first:
         state.num_tokens = int(rollout.metrics["num_tokens"])
-        state.first_ratio_error = metrics.get("policy/first_ratio_error", state.first_ratio_error)
+        state.first_ratio_error = metrics.get("policy/first_ratio_error")
         metrics |= rollout.metrics
     state.count_step(stepped=update.stepped, engines=ppo.engines.values())
     seconds = course.recorder.seconds("train")
     metrics |= {
-        "policy/first_ratio_error": state.first_ratio_error,
+        "policy/first_ratio_error": math.nan if state.first_ratio_error is None else state.first_ratio_error,
         "time/train_s": seconds,
         "skipped_updates": state.skipped_updates,
     }
-    rows = ppo.schedule.rows_per_step
-    num_tokens = int(rollout.responses.attention_mask.sum()) * rows // len(rollout.responses.order)
-    metrics |= update_mfu(ppo, num_tokens, int(update.num_tokens), seconds)
+    metrics |= update_mfu(ppo, update, seconds)
+    num_tokens = update.size.num_tokens + (update.text.num_tokens if update.text else 0)
     total = seconds + (metrics["time/generate_s"] + metrics["time/score_s"] if first else 0.0)
-    course.log(state, metrics, seconds=total, num_tokens=num_tokens, num_rows=rows)
+    course.log(state, metrics, seconds=total, num_tokens=num_tokens, num_rows=update.size.num_rows)
     if not update.stepped:
         note_skipped(ppo, rollout, update, state)
 
@@ -209,7 +212,7 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
 def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> None:
     """Write down the prompts of a step that was skipped. Raises DivergedError after too many in a row."""
     rows = rollout.responses.select(places(update.batches, ppo.run.world.device))
-    cause = "loss or gradient not finite" if update.num_tokens else "no finite reward"
+    cause = "loss or gradient not finite" if update.size.num_trained else "no finite reward"
     prompts, ids = rows.row_index.tolist(), [rows.sequences]
     note_skipped_step(ppo.run, state, rows=prompts, input_ids=ids, cause=cause, rate_flag="--actor_learning_rate")
 
@@ -230,7 +233,7 @@ def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
             observed,
             target=settings.kl_target,
             horizon=settings.kl_horizon,
-            num_sequences=len(rollout.responses.order),
+            num_sequences=int(rollout.experience.response_mask.any(1).sum()),  # those whose KL was observed
         )
 
 
@@ -240,11 +243,10 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
     Raises:
         Interrupted: the run is to stop.
     """
-    rows, limit = ppo.prompts.eval, ppo.config.run.eval_iters
-    count = min(len(rows), limit) if limit else len(rows)
+    rows, limit, size = ppo.prompts.eval, ppo.config.run.eval_iters, ppo.config.optimizer.per_device_eval_batch_size
+    count = min(len(rows), limit * size * ppo.run.world.size) if limit else len(rows)
     if state.evaluated == state.step or not count:
         return
-    size = ppo.config.optimizer.per_device_eval_batch_size
     sampler = make_sampler(ppo, state, rows, num_samples=1, batch_size=size)
     with optimizer_states_on_host(ppo.idle_optimizers):
         responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
@@ -320,9 +322,17 @@ def reward_all(ppo: PPO, responses: Responses, scores: Scores, state: State) -> 
     return reward_responses(responses, scores, ppo.config.ppo, kl_coef=state.kl_coef, score_mean=mean, score_std=std)
 
 
-def update_mfu(ppo: PPO, num_tokens: int, num_response_tokens: int, seconds: float) -> dict[str, float]:
-    """`mfu` of an optimizer step of both models."""
-    rows, world = ppo.schedule.rows_per_step, ppo.run.world
-    flops = ppo.actor_work.flops(num_tokens=num_tokens, num_rows=rows, num_head_tokens=num_response_tokens)
-    flops += ppo.critic_work.flops(num_tokens=num_tokens, num_rows=rows)
+def update_mfu(ppo: PPO, update: Update, seconds: float) -> dict[str, float]:
+    """`mfu` of an optimizer step: the passes of the models that were trained in it; {} where none was."""
+    if not update.size.num_trained:
+        return {}
+    size, text, world = update.size, update.text, ppo.run.world
+    rows = {"num_tokens": size.num_tokens, "num_squares": size.num_squares}
+    flops = ppo.critic_work.flops(**rows)
+    if update.trained_actor:
+        flops += ppo.actor_work.flops(**rows, num_head_tokens=size.num_response_tokens)
+    if text is not None:
+        flops += ppo.actor_work.flops(
+            num_tokens=text.num_tokens, num_squares=text.num_squares, num_head_tokens=text.num_trained
+        )
     return training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device)

@@ -47,6 +47,21 @@ class UpdateSums:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSize:
+    """Counts of an optimizer step over all ranks; rows that pad an epoch's last rollout are in none of them.
+
+    num_trained: response tokens of rows with a finite reward, which losses are divided by. num_response_tokens: of all
+    rows. num_tokens, num_squares: the sums of the rows' lengths and of their squares, prompts included.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_squares: int
+    num_response_tokens: int
+    num_trained: int
+
+
+@dataclass(frozen=True, slots=True)
 class Updater:
     """The models, coefficients and batch sizes with which a rollout is turned into optimizer steps.
 
@@ -86,17 +101,14 @@ class Updater:
             rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=self.micro_batch_size
         )
 
-    def num_tokens(
-        self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]
-    ) -> tuple[float, float]:
-        """Count the response tokens of a step over all ranks: (those that count, those sampled). A collective.
-
-        The second is 0 for a step of padding rows; only the first is, where no row of the step has a finite reward.
-        """
-        rows = places(batches, experience.response_mask.device)
-        sums = [mask[rows].sum().double() for mask in (experience.response_mask, responses.response_mask)]
-        counted, sampled = dist.sum_over_ranks(torch.stack(sums)).tolist()
-        return counted, sampled
+    def step_size(self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]) -> StepSize:
+        """Measure a step over all ranks. A collective."""
+        rows = places(batches, responses.valid.device)
+        valid = responses.valid[rows]
+        lengths = torch.where(valid, (responses.prompt_lengths + responses.response_lengths)[rows], 0)
+        masks = (responses.response_mask[rows], experience.response_mask[rows])
+        sums = [column.sum().double() for column in (valid, lengths, lengths.square(), *masks)]
+        return StepSize(*map(int, dist.sum_over_ranks(torch.stack(sums)).tolist()))
 
     def update(
         self,
@@ -104,7 +116,7 @@ class Updater:
         experience: Experience,
         batches: Sequence[MicroBatch],
         *,
-        num_tokens: float,
+        num_tokens: int,
         kl_coef: float,
         rate_factor: float,
         train_actor: bool,
@@ -114,6 +126,7 @@ class Updater:
         """Take one optimizer step of both models on rows of which some count. A collective.
 
         Losses are sums over response tokens divided by `num_tokens`, their number in the whole step on all ranks.
+        Without `train_actor` only the critic learns, and there are no metrics of the policy; `text` is for the actor.
 
         Returns:
             The metrics, and whether the step was taken: not where a loss or gradient is not finite.
@@ -121,7 +134,6 @@ class Updater:
         Raises:
             Interrupted: the run is to stop; the gradients are dropped.
         """
-        text = text if train_actor else None
         scale = self.world.size / num_tokens
         sums = UpdateSums(responses.sequences.device)
         engines = [self.actor, self.critic] if train_actor else [self.critic]
@@ -139,7 +151,8 @@ class Updater:
             self._ptx_backward(text, sums)
         totals = sums.over_ranks()
         stepped = step_together(engines, rate_factor, loss=sum(totals[name] for name in SUMS))
-        return self._metrics(totals, num_tokens, text, train_actor=train_actor), stepped
+        metrics = self._value_metrics(totals, num_tokens)
+        return metrics | (self._policy_metrics(totals, num_tokens, text) if train_actor else {}), stepped
 
     def _policy_loss(
         self, batch: MicroBatch, part: Responses, known: Experience, kl_coef: float, sums: UpdateSums
@@ -187,27 +200,32 @@ class Updater:
             sums.add(ptx=loss)
             self.actor.backward(loss * scale, last=number + 1 == len(text.micro_batches))
 
-    def _metrics(
-        self, totals: dict[str, float], num_tokens: float, text: Step[SFTBatch] | None, *, train_actor: bool
+    def _value_metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
+        return {
+            "loss/value": totals["value"] / num_tokens,
+            "value/clipfrac": totals["value_clipped"] / num_tokens,
+            "critic/grad_norm": self.critic.last_gradient_norm,
+            "critic/learning_rate": self.critic.learning_rate,
+        }
+
+    def _policy_metrics(
+        self, totals: dict[str, float], num_tokens: int, text: Step[SFTBatch] | None
     ) -> dict[str, float]:
         metrics = {
             "loss/policy": totals["policy"] / num_tokens,
-            "loss/value": totals["value"] / num_tokens,
             "policy/ratio_mean": totals["ratio"] / num_tokens,
             "policy/ratio_max": totals["ratio_max"],
+            "policy/first_ratio_error": totals["log_ratio_max"],
             "policy/clipfrac": totals["clipped"] / num_tokens,
             "policy/approx_kl": totals["approx_kl"] / num_tokens,
-            "value/clipfrac": totals["value_clipped"] / num_tokens,
             "actor/grad_norm": self.actor.last_gradient_norm,
-            "critic/grad_norm": self.critic.last_gradient_norm,
             "actor/learning_rate": self.actor.learning_rate,
-            "critic/learning_rate": self.critic.learning_rate,
         }
         if text is not None:
             metrics["loss/ptx"] = totals["ptx"] / max(text.num_trained, 1)
-        if self.old_log_probs_from_sampler and train_actor:
+        if self.old_log_probs_from_sampler:
             metrics |= {
                 "objective/entropy": totals["entropy"] / num_tokens,
                 "policy/sampler_error": totals["log_ratio_max"],
             }
-        return metrics | {"policy/first_ratio_error": totals["log_ratio_max"]}
+        return metrics

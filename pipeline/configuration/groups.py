@@ -53,7 +53,9 @@ class RunConfig(Group):
     save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="free")
     print_steps: int = flag(1, "Steps between progress lines", ge=1, on_resume="free")
     eval_interval: int = flag(0, "Steps between evaluations; 0: only before and after training", ge=0, on_resume="free")
-    eval_iters: int = flag(0, "Batches (stage 3: prompts) per evaluation; 0: all rows", ge=0, on_resume="free")
+    eval_iters: int = flag(
+        0, "Batches of per_device_eval_batch_size per evaluation, on each rank; 0: all rows", ge=0, on_resume="free"
+    )
     enable_tensorboard: bool = flag(True, "Write TensorBoard curves to <run_dir>/tensorboard", on_resume="free")
     enable_csv: bool = flag(False, "Write <run_dir>/metrics.csv", on_resume="free")
     enable_wandb: bool = flag(False, "Log to Weights & Biases (needs the wandb package)", on_resume="free")

@@ -26,6 +26,7 @@ class Step(Generic[B]):
     """The data of one optimizer step: this rank's micro-batches, and counts over all ranks.
 
     rows: indices of this rank's rows. num_rows, num_tokens, num_trained: of all ranks, known before the first backward.
+    num_squares: the sum of the squared lengths of all sequences, which attention costs.
     """
 
     micro_batches: list[B]
@@ -33,6 +34,7 @@ class Step(Generic[B]):
     num_rows: int
     num_tokens: int
     num_trained: int
+    num_squares: int
 
 
 class StepLoader(Generic[B]):
@@ -60,6 +62,7 @@ class StepLoader(Generic[B]):
         self.steps_per_epoch = num_steps(len(units), self.rows_per_step)
         counted = [name for name in ("num_tokens", "num_trained") if name in rows.column_names]
         self._counts = {name: np.asarray(rows[name][:]) for name in counted}
+        self._counts["num_squares"] = (sequence_lengths(rows) ** 2).sum(1)
         self._lengths = [self._total("num_tokens", unit) for unit in units] if lengths is None else lengths
 
     def total_steps(self, epochs: float, max_steps: int) -> int:
@@ -81,6 +84,7 @@ class StepLoader(Generic[B]):
             num_rows=len(rows),
             num_tokens=self._total("num_tokens", rows),
             num_trained=self._total("num_trained", rows),
+            num_squares=self._total("num_squares", rows),
         )
 
     def _total(self, column: str, rows: Sequence[int]) -> int:
@@ -123,11 +127,16 @@ class PrefetchedSteps(Generic[B]):
         return replace(step, micro_batches=pinned)
 
 
+def sequence_lengths(rows: Any) -> np.ndarray:
+    """Return the tokens of each row's sequences, (N, 1), or (N, 2) for pairs, of a `datasets.Dataset`."""
+    names = [name for name in rows.column_names if name.endswith("ids")]
+    table = rows.select_columns(names).with_format("arrow")[:]
+    return np.stack([compute.list_value_length(table[name]).to_numpy() for name in names], axis=1).astype(np.int64)
+
+
 def pair_lengths(rows: Any) -> list[int]:
     """Return the tokens of the longer side of each pair of a `datasets.Dataset` with chosen_ids and rejected_ids."""
-    table = rows.with_format("arrow")[:]
-    sides = (compute.list_value_length(table[name]).to_numpy() for name in ("chosen_ids", "rejected_ids"))
-    return np.maximum(*sides).tolist()
+    return sequence_lengths(rows).max(1).tolist()
 
 
 def evaluation_batches(

@@ -1,9 +1,10 @@
-"""Matrix work of a forward pass, and what devices can do: the two numbers behind MFU.
+"""Matrix work of training steps, and what devices can do: the two numbers behind MFU.
 
-Counted: weights, attention and head at the positions actually computed; a backward pass is twice the forward.
-Recomputation under gradient checkpointing is not counted.
+Counted: linear layers, attention and head, on real tokens alone, with the gradients that training needs. Recomputation
+under gradient checkpointing and passes over padding are not counted: they are no progress.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,49 +13,73 @@ import torch
 from pipeline.models.loading import base_model
 from pipeline.models.partitions import whole_numel
 
-# Dense bf16 TFLOP/s of a device, by a part of its name (vendors' data sheets; H200: measured on real matrices).
-PEAK_TFLOPS = {"H200": 790.0, "H100": 790.0, "A100": 312.0, "A6000": 155.0, "L40": 181.0, "V100": 125.0}
+# Dense 16-bit TFLOP/s of a device, by a word of its name: vendors' data sheets, but for the SXM forms of H100 and H200,
+# which have the same cores and reach this on large matrices (the data sheet says 989).
+PEAK_TFLOPS = {
+    "H200": 790.0, "GH200": 790.0, "H100": 790.0, "A100": 312.0, "A6000": 155.0, "L40S": 362.0, "L40": 181.0,
+    "V100": 125.0,
+}  # fmt: skip
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the matrix operations per second of a CUDA device in 16 bits, or None where they are not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    words = re.split(r"[ -]", torch.cuda.get_device_name(device))
+    return next((PEAK_TFLOPS[word] * 1e12 for word in words if word in PEAK_TFLOPS), None)
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardWork:
-    """The size of a forward pass: configuration, weights of the linear layers but the head, the head's width."""
+class TrainingWork:
+    """The size of a model's passes in training: layers, width of attention (all heads), and weights of matrices.
 
-    config: Any
-    parameters: int
-    head_width: int
+    weights: of the linear layers without the head; head_weights: of the head. Each with how many of them are trained.
+    """
 
-    def flops(self, *, num_tokens: int, num_rows: int, num_head_tokens: int = 0) -> float:
-        """Count the operations of a forward pass over causal rows of `num_tokens` tokens, the head at some of them.
+    layers: int
+    attention_width: int
+    weights: int
+    trained_weights: int
+    head_weights: int
+    trained_head_weights: int
 
-        2 per weight and token; attention 2 * hidden * length per layer and token; the head where it is computed.
+    def flops(self, *, num_tokens: int, num_squares: int, num_head_tokens: int = 0) -> float:
+        """Count the operations of forward and backward passes over causal rows, with the head at some of their tokens.
+
+        Forward: 2 for each weight and token; attention: 2 * width * length^2 for each row and layer. Backward: as much
+        for the gradients of inputs; those of weights only where weights are trained (with LoRA few are); attention has
+        two inputs for each of its products.
+
+        Args:
+            num_squares: the sum of the rows' squared lengths.
         """
-        attention = 2.0 * self.config.num_hidden_layers * self.config.hidden_size * num_tokens / max(num_rows, 1)
-        head = 2.0 * self.head_width * self.config.vocab_size
-        return num_tokens * (2.0 * self.parameters + attention) + num_head_tokens * head
+        linear = 4.0 * self.weights + 2.0 * self.trained_weights
+        head = 4.0 * self.head_weights + 2.0 * self.trained_head_weights
+        attention = 6.0 * self.layers * self.attention_width * num_squares
+        return num_tokens * linear + num_head_tokens * head + attention
 
 
-def forward_work(model: Any) -> ForwardWork:
+def training_work(model: Any) -> TrainingWork:
     """Measure a transformers or peft model; ZeRO-3's partitioned weights are counted whole."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [
-        module
+        module.weight
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head and "score" not in name.split(".")
     ]
-    count = sum(whole_numel(module.weight) for module in linear)
-    return ForwardWork(base_model(model).config.get_text_config(), count, getattr(head, "in_features", 0))
+    heads = [] if head is None else [head.weight]
+    config = base_model(model).config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return TrainingWork(config.num_hidden_layers, config.num_attention_heads * head_size, *numel(linear), *numel(heads))
+
+
+def numel(weights: list[torch.Tensor]) -> tuple[int, int]:
+    """Return the number of elements of all `weights`, and of those that are trained."""
+    sizes = [whole_numel(weight) for weight in weights]
+    return sum(sizes), sum(size for size, weight in zip(sizes, weights, strict=True) if weight.requires_grad)
 
 
 def training_mfu(flops: float, *, seconds: float, world_size: int, device: torch.device) -> dict[str, float]:
-    """`mfu` of a training step whose forward pass took `flops` on all ranks together; {} where the peak is unknown."""
+    """Return `mfu` of a training step of `flops` operations on all ranks together; {} where the peak is unknown."""
     peak = peak_flops(device)
-    return {} if peak is None else {"mfu": 3.0 * flops / (seconds * peak * world_size)}
+    return {} if peak is None else {"mfu": flops / (seconds * peak * world_size)}

@@ -15,7 +15,7 @@ from pipeline.data.loader import Step, StepLoader, evaluation_batches
 from pipeline.engine.engine import TrainingEngine
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.flops import ForwardWork, forward_work, training_mfu
+from pipeline.training.flops import TrainingWork, training_mfu, training_work
 from pipeline.training.steps import Counters, note_skipped_step, rate_factor
 
 
@@ -45,7 +45,7 @@ class Supervised(Generic[C, B]):
     loader: StepLoader[B]
     held_out: list[Callable[[], B]]
     engine: TrainingEngine
-    work: ForwardWork
+    work: TrainingWork
     total_steps: int
     rate: Callable[[int], float]
 
@@ -74,7 +74,7 @@ class Supervised(Generic[C, B]):
         return checkpoint.Content(state=asdict(state), engines={"model": self.engine})
 
     def log_step(self, step: Step[B], state: Counters, course: Course, *, loss: float, flops: float) -> None:
-        """Write the metrics of an optimizer step whose forward passes took `flops` matrix operations on all ranks."""
+        """Write the metrics of an optimizer step that took `flops` matrix operations on all ranks."""
         seconds, world = course.recorder.seconds("train"), self.run.world
         values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
             "loss": loss,
@@ -131,5 +131,5 @@ def assemble(
         max_batches=settings.eval_iters,
     )
     total_steps = loader.total_steps(settings.num_train_epochs, settings.max_steps)
-    work, rate = forward_work(engine.module.model), rate_factor(optimizer, total_steps=total_steps)
+    work, rate = training_work(engine.module.model), rate_factor(optimizer, total_steps=total_steps)
     return Supervised(run, config, tokenizer, loader, held_out, engine, work, total_steps, rate)

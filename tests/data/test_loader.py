@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from pipeline.data.batching import packed_sft_batch
-from pipeline.data.loader import PrefetchedSteps, StepLoader, pair_lengths, to_device
+from pipeline.data.loader import PrefetchedSteps, StepLoader, pair_lengths, sequence_lengths, to_device
 
 CPU = torch.device("cpu")
 SIZES = [3, 11, 5, 2, 8, 13, 4, 6, 9, 7, 12]
@@ -74,6 +74,19 @@ def test_a_pair_is_as_long_as_its_longer_side():
     )
     assert pair_lengths(pairs) == [5, 4, 1, 6]
     assert pair_lengths(pairs.select([3, 1])) == [6, 4]
+    assert sequence_lengths(pairs).tolist() == [[3, 5], [4, 2], [1, 1], [0, 6]]
+
+
+def test_a_step_knows_what_attention_costs_whatever_the_packing():
+    """Sequences do not see each other, also where they share a row."""
+    step = loader(micro=8).step(0)
+    assert step.num_squares == sum(SIZES[row] ** 2 for row in step.rows)
+    units = [[0, 1, 2], [3, 4], [5], [6, 7, 8], [9, 10]]
+    packed = StepLoader(
+        ROWS, units, lambda packs: packed_sft_batch(packs, pad_id=0), micro_batch_size=8, accumulation=1, world_size=1,
+        rank=0, seed=5,
+    )  # fmt: skip
+    assert packed.step(0).num_squares == sum(size**2 for size in SIZES)
 
 
 def test_steps_made_ahead_are_the_loaders_own():

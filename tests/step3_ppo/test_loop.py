@@ -7,43 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from support.packed_rows import give_bounds, plain_kernel
-from support.ppo_loop import KeptMetrics, PPOLoop
-from support.ppo_settings import make_run, ppo_config
-from support.ppo_updates import MEAN, STD, equal_weights, never_stopping, weights
-from support.tiny_models import random_rows
+from support.ppo_loop import PPOLoop, loop_on_random_prompts
+from support.ppo_settings import ppo_config
+from support.ppo_updates import MEAN, STD, equal_weights, weights
 
-from pipeline.data.cache import StageData
-from pipeline.data.counts import Counts
 from pipeline.errors import DivergedError
 from step3_ppo import models
-from step3_ppo.config import PPOCoefficients, PPOConfig
-from step3_ppo.models import make_models, make_tokenizers
-from step3_ppo.rollout import make_schedule
-from step3_ppo.state import State, assemble
+from step3_ppo.config import PPOCoefficients
 from step3_ppo.training import Update, moved_too_far
-
-
-def make_loop(world, folder, config: PPOConfig, *, num_prompts: int = 4, num_eval: int = 3) -> PPOLoop:
-    def rows(seed: int, count: int) -> Dataset:
-        ids = [row.tolist() for row in random_rows(seed, (5, 2, 8, 1, 3, 4, 6, 7)[:count])]
-        turns = json.dumps([{"role": "user", "content": "tea"}])
-        return Dataset.from_list([{"prompt_ids": row, "prompt_id": n, "messages": turns} for n, row in enumerate(ids)])
-
-    run = make_run(world, folder, config)
-    schedule = replace(make_schedule(config, num_prompts=num_prompts, world_size=1), total_steps=100)
-    ppo = assemble(
-        run, config, make_models(run, config, make_tokenizers(config)),
-        prompts=StageData(rows(1, num_prompts), rows(2, num_eval), Counts()), text=None, schedule=schedule,
-        fingerprint=None,
-    )  # fmt: skip
-    ppo = replace(ppo, rate=lambda step: 1.0)
-    return PPOLoop(ppo, State(kl_coef=config.ppo.kl_coef), KeptMetrics(never_stopping(world)))
+from step3_ppo.updater import StepSize
 
 
 def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_path):
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders, ppo_epochs=2))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, ppo_epochs=2))
     for rollout in range(2):
         steps = loop.iterate()
         assert len(steps) == 4 and loop.state.rollout == rollout + 1
@@ -56,9 +33,9 @@ def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_pat
 
 def test_rollouts_of_packed_rows_score_and_train_as_padded_ones(world, trained_folders, tmp_path, monkeypatch):
     config = ppo_config(trained_folders, accumulation=2)
-    padded = make_loop(world, tmp_path, config)
+    padded = loop_on_random_prompts(world, tmp_path, config)
     monkeypatch.setattr(models, "enable_packed_attention", give_bounds)
-    packed = make_loop(world, tmp_path, config)
+    packed = loop_on_random_prompts(world, tmp_path, config)
     assert packed.ppo.models.pack_rows and not padded.ppo.models.pack_rows
     with plain_kernel() as kernel:
         found = packed.iterate()
@@ -84,7 +61,7 @@ SAMPLER = {"old_log_probs": "sampler", "accumulation": 2}
 def test_the_samplers_log_probs_spare_a_pass_over_each_rollout(world, trained_folders, tmp_path):
     numbers = []
     for settings in ({"accumulation": 2}, SAMPLER):
-        loop = make_loop(world, tmp_path, ppo_config(trained_folders, **settings))
+        loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **settings))
         seen = watched_passes(loop)
         steps = [values for _ in range(2) for values in loop.iterate()]
         assert len(steps) == 2 and loop.state.rollout == 2
@@ -99,7 +76,7 @@ def test_the_samplers_log_probs_spare_a_pass_over_each_rollout(world, trained_fo
 
 
 def test_a_sampler_of_other_weights_is_found_out(world, trained_folders, tmp_path):
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders, **SAMPLER))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **SAMPLER))
     collected = loop.collect()
     with torch.no_grad():
         for parameter in loop.ppo.models.actor.module.parameters():
@@ -109,7 +86,7 @@ def test_a_sampler_of_other_weights_is_found_out(world, trained_folders, tmp_pat
 
 
 def test_a_restored_rollout_trains_as_the_sampled_one(world, trained_folders, tmp_path):
-    kept, restored = (make_loop(world, tmp_path, ppo_config(trained_folders, **SAMPLER)) for _ in range(2))
+    kept, restored = (loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **SAMPLER)) for _ in range(2))
     collected = kept.collect()
     kept.update(collected)
     restored.update(restored.restored(collected))
@@ -130,7 +107,7 @@ def test_the_samplers_log_probs_are_refused_for_several_steps(trained_folders, s
 
 
 def test_with_learning_rate_0_the_ratio_stays_one(world, trained_folders, tmp_path):
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders, ppo_epochs=2))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, ppo_epochs=2))
     loop.ppo = replace(loop.ppo, rate=lambda step: 0.0)
     found = [values for _ in range(2) for values in loop.iterate()]
     assert max(abs(values["policy/ratio_max"] - 1) for values in found) < 1e-5  # other rows in a batch, other rounding
@@ -138,7 +115,7 @@ def test_with_learning_rate_0_the_ratio_stays_one(world, trained_folders, tmp_pa
 
 
 def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(world, trained_folders, tmp_path):
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
     assert (loop.ppo.models.score_mean, loop.ppo.models.score_std) == (MEAN, STD)
     collected = loop.collect()
     assert abs(collected.metrics["objective/kl"]) < 1e-6
@@ -147,20 +124,20 @@ def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(worl
     last = responses.attention_mask.sum(1) - 1
     raw = loop.scores.scores
     torch.testing.assert_close(values[torch.arange(4), last], (raw - MEAN) / STD, rtol=1e-4, atol=1e-4)
-    plain = make_loop(world, tmp_path, ppo_config(trained_folders, normalise_scores=False))
+    plain = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, normalise_scores=False))
     assert (plain.ppo.models.critic.module.score_mean, plain.ppo.models.score_std) == (0.0, 1.0)
 
 
 def test_an_update_phase_stops_where_the_policy_has_moved_too_far(world, trained_folders, tmp_path):
     far = {"actor_rate": 3e-2, "ppo_epochs": 4}
-    assert len(make_loop(world, tmp_path, ppo_config(trained_folders, **far)).iterate()) == 8
-    stopped = make_loop(world, tmp_path, ppo_config(trained_folders, **far, approx_kl_stop=1e-3)).iterate()
+    assert len(loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **far)).iterate()) == 8
+    stopped = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **far, approx_kl_stop=1e-3)).iterate()
     assert 1 < len(stopped) < 8
     assert stopped[-1]["policy/approx_kl"] > 1e-3 >= max(values["policy/approx_kl"] for values in stopped[:-1])
 
 
 def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, trained_folders, tmp_path):
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
     collected = loop.collect()
     bad = torch.where(collected.experience.response_mask, math.nan, 0.0)
     spoiled = replace(collected.experience, returns=bad)
@@ -176,7 +153,7 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, tr
 
 
 def test_the_first_steps_may_be_the_critics_alone(world, trained_folders, tmp_path):
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=2))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=2))
     actor, critic = weights(loop.ppo.models.actor), weights(loop.ppo.models.critic)
     loop.iterate()
     assert equal_weights(weights(loop.ppo.models.actor), actor)
@@ -186,13 +163,13 @@ def test_the_first_steps_may_be_the_critics_alone(world, trained_folders, tmp_pa
 
 
 def test_an_adaptive_coefficient_follows_the_kl(world, trained_folders, tmp_path):
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders, kl_target=5.0, kl_horizon=100))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, kl_target=5.0, kl_horizon=100))
     loop.iterate()  # KL 0 against a target of 5: the error is clipped at -20 %, of 4 sequences in 100
     assert loop.state.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))
 
 
 def test_evaluations_repeat_and_train_nothing(world, trained_folders, tmp_path):
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
     before = weights(loop.ppo.models.actor)
     loop.evaluate()
     loop.evaluate()  # the same step: nothing to do
@@ -208,7 +185,7 @@ def test_evaluations_repeat_and_train_nothing(world, trained_folders, tmp_path):
 
 def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_folders, tmp_path):
     actor = {"lora_dim": 4, "lora_learning_rate": 3e-2}
-    loop = make_loop(world, tmp_path, ppo_config(trained_folders, actor=actor))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, actor=actor))
     assert loop.ppo.models.reference is None
     start = loop.collect()
     assert abs(start.metrics["objective/kl"]) < 1e-5  # the reference is scored in other batches: other rounding
@@ -223,7 +200,9 @@ def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_fo
 def test_early_stop_by_hand():
     def moved(approx_kl: float, limit: float) -> bool:
         ppo = SimpleNamespace(config=SimpleNamespace(ppo=PPOCoefficients(approx_kl_stop=limit)))
-        return moved_too_far(ppo, Update([], 1.0, {"policy/approx_kl": approx_kl}, True))
+        return moved_too_far(
+            ppo, Update([], StepSize(1, 2, 4, 1, 1), metrics={"policy/approx_kl": approx_kl}, stepped=True)
+        )
 
     assert moved(0.3, 0.2) and not moved(0.1, 0.2)
     assert not moved(9.0, 0.0) and not moved(math.nan, 0.2)

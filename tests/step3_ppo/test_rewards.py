@@ -190,6 +190,15 @@ def test_rollout_metrics_by_hand():
     assert shown["eval_objective/kl"] == metrics["objective/kl"] and "eval_policy/sampler_error" not in shown
 
 
+def test_the_share_of_clipped_scores_by_hand():
+    # Normalised (score - 1) / 2: 4 and -5 are beyond 3, 0 and exactly 3 are not; the last row only fills the batch.
+    scores = scores_by_hand([[-1.0]] * 5, [[-1.0]] * 5, [[0.0]] * 5, [9.0, -9.0, 1.0, 7.0, 50.0])
+    responses = rows_of([1] * 5, [False] * 5, [True, True, True, True, False])
+    found = rewarded(responses, scores, mean=1.0, std=2.0, reward_clip=3.0)
+    metrics = evaluation_metrics(rollout_metrics(responses, scores, found, kl_coef=0.5))
+    assert metrics["eval_objective/score_clipfrac"] == 0.5
+
+
 def test_masked_rows_are_counted_and_left_out_of_the_metrics():
     scores = random_scores(LENGTHS)
     bad = replace(scores, scores=torch.where(torch.arange(5) == 2, math.nan, scores.scores))

@@ -1,16 +1,26 @@
 """PPO's loop taken apart for tests: one rollout, its updates, an evaluation; metrics are kept, nothing is written."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from datasets import Dataset
+from support.ppo_settings import make_run
+from support.ppo_updates import never_stopping
+from support.tiny_models import random_rows
+
+from pipeline.data.cache import StageData
+from pipeline.data.counts import Counts
 from pipeline.run.run import Run
 from pipeline.training.metrics import check_name
 from pipeline.training.steps import Stopping
 from step3_ppo import training
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Responses, Scores
-from step3_ppo.state import PPO, Collected, State, build, resume
+from step3_ppo.models import make_models, make_tokenizers
+from step3_ppo.rollout import make_schedule
+from step3_ppo.state import PPO, Collected, State, assemble, build, resume
 
 
 class KeptMetrics:
@@ -21,6 +31,7 @@ class KeptMetrics:
         self.recorder = self
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.evaluations: list[dict[str, float]] = []
+        self.rates: list[dict[str, float]] = []
 
     def begin(self, phase: str) -> None:
         """Phases are not timed."""
@@ -36,6 +47,7 @@ class KeptMetrics:
         for name in values:
             check_name(name)
         self.steps.append((state.step, dict(values)))
+        self.rates.append(rates)
 
     def column(self, name: str) -> list[float]:
         """A metric of the training steps that have it."""
@@ -92,3 +104,24 @@ def make_loop(run: Run, config: PPOConfig) -> PPOLoop:
     ppo, resumed = build(run, config)
     state, _ = resume(ppo, resumed)
     return PPOLoop(replace(ppo, rate=lambda step: 1.0), state, KeptMetrics(Stopping(run)))
+
+
+def loop_on_random_prompts(
+    world, folder, config: PPOConfig, *, num_prompts: int = 4, num_eval: int = 3, text: Any = None
+) -> PPOLoop:
+    """The loop on prompts of random tokens, at a constant rate; `text`: a loader of the ptx text."""
+
+    def rows(seed: int, count: int) -> Dataset:
+        ids = [row.tolist() for row in random_rows(seed, (5, 2, 8, 1, 3, 4, 6, 7)[:count])]
+        turns = json.dumps([{"role": "user", "content": "tea"}])
+        return Dataset.from_list([{"prompt_ids": row, "prompt_id": n, "messages": turns} for n, row in enumerate(ids)])
+
+    run = make_run(world, folder, config)
+    schedule = replace(make_schedule(config, num_prompts=num_prompts, world_size=1), total_steps=100)
+    ppo = assemble(
+        run, config, make_models(run, config, make_tokenizers(config)),
+        prompts=StageData(rows(1, num_prompts), rows(2, num_eval), Counts()), text=text, schedule=schedule,
+        fingerprint=None,
+    )  # fmt: skip
+    ppo = replace(ppo, rate=lambda step: 1.0)
+    return PPOLoop(ppo, State(kl_coef=config.ppo.kl_coef), KeptMetrics(never_stopping(world)))

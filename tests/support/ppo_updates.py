@@ -177,7 +177,7 @@ def update(
         responses,
         experience,
         cut,
-        num_tokens=updater.num_tokens(responses, experience, cut)[0],
+        num_tokens=updater.step_size(responses, experience, cut).num_trained,
         kl_coef=kl_coef,
         rate_factor=rate_factor,
         train_actor=train_actor,
@@ -197,4 +197,4 @@ def text_step() -> Step:
     """Rows of 6, 3 and 5 tokens, of which the first two are no targets."""
     rows = [{"ids": row.tolist(), "trained": [n > 1 for n in range(len(row))]} for row in random_rows(8, (6, 3, 5))]
     batches = [packed_sft_batch(packs, pad_id=PAD) for packs in ([[rows[0]], [rows[1]]], [[rows[2]], None])]
-    return Step(micro_batches=batches, rows=[0, 1, 2], num_rows=3, num_tokens=14, num_trained=8)
+    return Step(micro_batches=batches, rows=[0, 1, 2], num_rows=3, num_tokens=14, num_trained=8, num_squares=70)

@@ -1,0 +1,176 @@
+"""Metrics of step 3's loop: what is counted, and what is null or absent because nothing was computed."""
+
+import json
+import logging
+import math
+import re
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.ppo_loop import loop_on_random_prompts
+from support.ppo_settings import ppo_config
+from support.ppo_updates import TEMPERATURE, text_step
+from support.tiny_models import EOS, PAD
+
+from step3_ppo import training
+from step3_ppo.estimators import next_kl_coef
+
+OF_THE_POLICY = {
+    "loss/policy", "policy/ratio_mean", "policy/ratio_max", "policy/clipfrac", "policy/approx_kl", "actor/grad_norm",
+    "actor/learning_rate", "loss/ptx",
+}  # fmt: skip
+
+
+class TextLoader:
+    """Gives the same ptx text at each step, and keeps the steps that asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def step(self, number: int):
+        self.asked.append(number)
+        return text_step()
+
+
+@pytest.fixture
+def fast_device(monkeypatch) -> float:
+    """A device of 1000 operations per second, so that MFU is known on a CPU; each phase takes a second."""
+    monkeypatch.setattr("pipeline.training.flops.peak_flops", lambda device: 1000.0)
+    return 1000.0
+
+
+def test_a_warm_up_step_has_no_metrics_of_the_policy_and_reads_no_text(world, trained_folders, tmp_path):
+    text = TextLoader()
+    config = ppo_config(trained_folders, critic_warmup_steps=3)
+    loop = loop_on_random_prompts(world, tmp_path, config, text=text)
+    warm_up, mixed = loop.iterate(), loop.iterate()
+    for values in (*warm_up, mixed[0]):
+        assert not OF_THE_POLICY & set(values) and values["loss/value"] > 0
+        assert math.isnan(values["policy/first_ratio_error"])
+    assert set(mixed[1]) >= OF_THE_POLICY and text.asked == [3]
+    assert math.isnan(mixed[1]["policy/first_ratio_error"]), "of the rollout's first update, which trained no policy"
+
+
+def test_a_first_update_without_a_reward_has_no_ratio(world, trained_folders, tmp_path):
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
+    loop.iterate()
+    rollout = loop.collect()
+    mask = rollout.experience.response_mask.clone()
+    mask[:2] = False  # the rows of the first of two updates
+    before = len(loop.course.steps)
+    loop.update(replace(rollout, experience=replace(rollout.experience, response_mask=mask)))
+    errors = [values["policy/first_ratio_error"] for _, values in loop.course.steps[before:]]
+    assert len(errors) == 2 and all(map(math.isnan, errors)), "not the error of the rollout before"
+    assert loop.state.skipped_updates == 1
+
+
+def test_rates_and_mfu_count_the_real_tokens_of_each_step(world, trained_folders, tmp_path, fast_device):
+    """Three prompts fill three quarters of a rollout of four; the text of the ptx loss is trained on as well."""
+    text = TextLoader()
+    config = ppo_config(trained_folders, critic_warmup_steps=1)
+    loop = loop_on_random_prompts(world, tmp_path, config, num_prompts=3, text=text)
+    rollout = loop.collect()
+    responses = rollout.responses
+    loop.update(rollout)
+    assert responses.valid.tolist() == [True, True, True, False]
+    lengths = (responses.prompt_lengths + responses.response_lengths).tolist()
+    steps = [lengths[:2], lengths[2:3]]
+    actor, critic = loop.ppo.actor_work, loop.ppo.critic_work
+    expected = []
+    for rows in steps:
+        expected.append(critic.flops(num_tokens=sum(rows), num_squares=sum(length**2 for length in rows)))
+    expected[1] += actor.flops(
+        num_tokens=lengths[2], num_squares=lengths[2] ** 2, num_head_tokens=int(responses.response_lengths[2])
+    )
+    expected[1] += actor.flops(num_tokens=14, num_squares=6 * 6 + 3 * 3 + 5 * 5, num_head_tokens=8)
+    assert loop.course.column("mfu") == pytest.approx([flops / fast_device for flops in expected])
+    assert [rates["num_tokens"] for rates in loop.course.rates] == [sum(steps[0]), sum(steps[1]) + 14]
+    assert [rates["num_rows"] for rates in loop.course.rates] == [2, 1]
+
+
+def test_the_adaptive_coefficient_counts_the_sequences_whose_kl_was_seen(world, trained_folders, tmp_path):
+    config = ppo_config(trained_folders, kl_target=5.0, kl_horizon=10)
+    loop = loop_on_random_prompts(world, tmp_path, config, num_prompts=3)
+    rollout = loop.collect()
+    mask = rollout.experience.response_mask.clone()
+    mask[1] = False
+    rollout = replace(rollout, experience=replace(rollout.experience, response_mask=mask))
+    training.adapt_kl(loop.ppo, rollout, loop.state)
+    expected = next_kl_coef(0.1, rollout.metrics["objective/kl"], target=5.0, horizon=10, num_sequences=2)
+    assert loop.state.kl_coef == expected == pytest.approx(0.1 * (1 - 0.2 * 2 / 10))
+
+
+def spoiled_scores(monkeypatch, **parts: float) -> None:
+    """Let the models say other numbers: each given field of Scores is filled with its value."""
+    true_scores = training.score_responses
+
+    def spoiled(*args, **settings):
+        scores = true_scores(*args, **settings)
+        return replace(scores, **{name: torch.full_like(getattr(scores, name), value) for name, value in parts.items()})
+
+    monkeypatch.setattr(training, "score_responses", spoiled)
+
+
+def test_metrics_of_masked_rewards_are_not_numbers(world, trained_folders, tmp_path, monkeypatch):
+    spoiled_scores(monkeypatch, scores=math.inf)
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, kl_target=5.0))
+    rollout = loop.collect()
+    assert rollout.metrics["rows_masked"] == 4
+    for name, value in rollout.metrics.items():
+        known = name.startswith(("time/", "generate_")) or name in ("rows_masked", "objective/kl_coef", "epoch")
+        assert known or name == "num_tokens" or math.isnan(value), name
+    training.adapt_kl(loop.ppo, rollout, loop.state)
+    assert loop.state.kl_coef == 0.1, "no KL was observed"
+    loop.evaluate()
+    (evaluation,) = loop.course.evaluations
+    assert "eval_objective/score_clipfrac" in evaluation and all(map(math.isnan, evaluation.values()))
+    samples = (tmp_path / "samples.jsonl").read_text().splitlines()
+    for line in samples:
+        sample = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert sample["score"] is None and sample["kl"] is None
+
+
+@pytest.mark.parametrize(("reference", "warned"), [(0.0, True), (-9.0, False)])
+def test_a_negative_kl_is_warned_of(world, trained_folders, tmp_path, monkeypatch, caplog, reference, warned):
+    spoiled_scores(monkeypatch, ref_log_probs=reference)
+    with caplog.at_level(logging.WARNING):
+        loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders)).collect()
+    assert ("step 0: the mean KL is negative, -" in caplog.text) == warned
+
+
+def test_the_values_of_sampling_are_logged_at_the_start(world, trained_folders, tmp_path, caplog):
+    folder = shutil.copytree(trained_folders.actor, tmp_path / "actor")
+    settings = {"eos_token_id": [EOS, 9], "pad_token_id": PAD, "temperature": 0.6, "top_k": 20, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    folders = SimpleNamespace(actor=str(folder), reward=trained_folders.reward)
+    with caplog.at_level(logging.INFO):
+        loop_on_random_prompts(world, tmp_path, ppo_config(folders))
+    assert (
+        f"sampling: temperature {TEMPERATURE}, top_p 1, top_k off, no other filter; at most 8 tokens, ended by id "
+        f"{EOS}, 9; 1 for each prompt; not used of generation_config.json: "
+    ) in caplog.text
+    (unused,) = re.findall("not used of generation_config.json: (.*)", caplog.text)
+    assert set(unused.split(", ")) == {"do_sample True", "temperature 0.6", "top_k 20"}
+
+
+def test_the_terminal_shows_approx_kl_only_where_it_moves(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(training, "Course", lambda *args, shown, **settings: seen.append(shown))
+    for steps in (1, 2):
+        schedule = SimpleNamespace(total_steps=4, steps_per_rollout=steps)
+        models = SimpleNamespace(named=dict)
+        training.make_course(
+            SimpleNamespace(run=None, fingerprint=None, schedule=schedule, models=models), resumed_step=None
+        )
+    assert ["policy/approx_kl" in shown for shown in seen] == [False, True]
+
+
+def test_an_evaluation_takes_batches_on_each_rank(world, trained_folders, tmp_path):
+    config = ppo_config(trained_folders)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"eval_iters": 1})})
+    loop = loop_on_random_prompts(world, tmp_path, config, num_eval=5)
+    loop.evaluate()
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2, "one batch of per_device_eval_batch_size"
