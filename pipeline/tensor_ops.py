@@ -79,6 +79,12 @@ def lengths_to_mask(lengths: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=lengths.device) < lengths.unsqueeze(1)
 
 
+def check_right_padded(mask: Tensor) -> None:
+    """Raise ValueError for a row of an (N, T) mask in which padding precedes a real token. Waits for a GPU's mask."""
+    if (mask[:, 1:] & ~mask[:, :-1]).any():
+        raise ValueError("rows must be padded on the right: a real token follows padding")
+
+
 def position_ids_from_mask(mask: Tensor) -> Tensor:
     """Return (N, T) int64 positions that count real tokens only, for either padding side; 0 on padding at the left."""
     assert mask.dim() == 2 and mask.dtype == torch.bool, (mask.shape, mask.dtype)

@@ -17,7 +17,9 @@ def forward_log_probs(model: Any, batch: SFTBatch, *, packed: bool) -> tuple[tor
     """(log-probabilities (B, S - 1) fp32 of trained tokens, their mask (B, S - 1))."""
     trained = batch.trained_mask[:, 1:]
     mask = packed_mask(model.config, batch) if packed else batch.attention_mask
-    statistics = model(batch.input_ids, attention_mask=mask, selected=trained, position_ids=batch.position_ids)
+    statistics = model(
+        batch.input_ids, attention_mask=mask, selected=trained, position_ids=batch.position_ids, right_padded=True
+    )
     return statistics.log_probs, trained
 
 

@@ -63,7 +63,7 @@ def score_pairs(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for make in batches:
         batch = to_device(make(), device)
-        values = model(batch.input_ids, batch.attention_mask)
+        values = model(batch.input_ids, batch.attention_mask, right_padded=True)
         loss_sum += batch_loss(values, batch, per_token=per_token, centering_coef=centering_coef).double()
         scores = last_token_scores(values, batch.lengths).chunk(2)
         lengths = (batch.lengths - batch.prompt_lengths.repeat(2)).float().chunk(2)

@@ -96,7 +96,7 @@ def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, st
         beat("train", state.step)
         stopping.within_step([reward.engine])
         batch = to_device(cpu_batch, world.device)
-        values = reward.engine(batch.input_ids, batch.attention_mask, batch.position_ids)
+        values = reward.engine(batch.input_ids, batch.attention_mask, batch.position_ids, right_padded=True)
         loss = batch_loss(
             values, batch, per_token=config.reward_loss == "per_token", centering_coef=config.centering_coef
         )

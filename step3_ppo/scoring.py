@@ -34,9 +34,17 @@ def log_probs_of(
         num_tokens=batch.num_packed_tokens,
         temperature=temperature,
         with_entropy=with_entropy,
+        right_padded=True,
     )
     entropy = None if found.entropy is None else responses.in_response_space(found.entropy)
     return responses.in_response_space(found.log_probs), entropy
+
+
+def values_of(critic: Any, responses: Responses, batch: MicroBatch) -> Tensor:
+    """(n, T) values at the response tokens of a micro-batch."""
+    num_tokens = batch.num_packed_tokens
+    values = critic(responses.sequences, responses.attention_mask, num_tokens=num_tokens, right_padded=True)
+    return responses.in_response_space(values)
 
 
 @torch.no_grad()
@@ -86,8 +94,8 @@ def score_batch(
     """(n, T') reference log-probabilities, (n, T') values and (n,) scores of one micro-batch, on this rank."""
     with models.reference_policy() as reference:
         ref_log_probs, _ = log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)
-    values = models.critic(responses.sequences, responses.attention_mask, num_tokens=batch.num_packed_tokens)
-    return ref_log_probs, responses.in_response_space(values), sequence_scores(models, responses, batch, rows)
+    values = values_of(models.critic, responses, batch)
+    return ref_log_probs, values, sequence_scores(models, responses, batch, rows)
 
 
 def sequence_scores(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> Tensor:
@@ -98,7 +106,7 @@ def sequence_scores(models: Models, responses: Responses, batch: MicroBatch, row
         lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
         sequences = pad_rows(encoded, models.reward_tokenizer.pad_token_id or 0)
         mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), sum(map(len, encoded))
-    return last_token_scores(models.reward(sequences, mask, num_tokens=num_packed), mask.sum(1))
+    return last_token_scores(models.reward(sequences, mask, num_tokens=num_packed, right_padded=True), mask.sum(1))
 
 
 def reward_ids(models: Models, responses: Responses, rows: Any) -> list[list[int]]:

@@ -16,7 +16,7 @@ from pipeline.training.steps import Stopping, step_together
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Experience, Responses, cut
 from step3_ppo.losses import kl_loss, policy_loss, value_loss
-from step3_ppo.scoring import log_probs_of
+from step3_ppo.scoring import log_probs_of, values_of
 
 # Over this rank's tokens in an update, in the order of `UpdateSums.sums` and `UpdateSums.maxima`.
 SUMS = ("policy", "ratio", "clipped", "approx_kl", "entropy", "value", "value_clipped", "ptx")
@@ -175,8 +175,7 @@ class Updater:
         return loss
 
     def _value_loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: UpdateSums) -> torch.Tensor:
-        outputs = self.critic(part.sequences, part.attention_mask, num_tokens=batch.num_packed_tokens)
-        values = part.in_response_space(outputs)
+        values = values_of(self.critic, part, batch)
         loss, clipped = value_loss(
             values, known.values, known.returns, known.response_mask, value_clip=self.ppo.value_clip or None
         )
@@ -195,6 +194,7 @@ class Updater:
                 selected=trained,
                 num_selected=int(cpu_batch.trained_mask[:, 1:].sum()),
                 position_ids=batch.position_ids,
+                right_padded=True,
             )
             loss = -outputs.log_probs.sum()
             sums.add(ptx=loss)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.tensor_ops import lengths_to_mask, pad_rows
+from pipeline.tensor_ops import check_right_padded, lengths_to_mask, pad_rows
 
 Row = Mapping[str, Any]
 
@@ -36,6 +36,9 @@ class SFTBatch:
     segment_bounds: Tensor
     weights: Tensor
 
+    def __post_init__(self) -> None:
+        _check_on_host(self.attention_mask)
+
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
@@ -53,6 +56,9 @@ class PairBatch:
     prompt_lengths: Tensor
     margins: Tensor
     weights: Tensor
+
+    def __post_init__(self) -> None:
+        _check_on_host(self.attention_mask)
 
 
 def packed_sft_batch(packs: Sequence[Sequence[Row] | None], *, pad_id: int) -> SFTBatch:
@@ -199,6 +205,12 @@ def balanced_slices(
 def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
     """Pad ragged rows on the right to (B,S) int64."""
     return pad_rows([torch.from_numpy(np.asarray(row, dtype=np.int64)) for row in rows], fill)
+
+
+def _check_on_host(mask: Tensor) -> None:
+    """Check a batch's padding where it is collated; a copy on a GPU is one of a batch that was checked."""
+    if mask.device.type == "cpu":
+        check_right_padded(mask)
 
 
 def _weights(rows: Sequence[object]) -> Tensor:

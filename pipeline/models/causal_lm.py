@@ -50,6 +50,7 @@ class CausalLM(nn.Module):
         temperature: float = 1.0,
         position_ids: torch.Tensor | None = None,
         num_tokens: int | None = None,
+        right_padded: bool = False,
         with_entropy: bool = False,
     ) -> TokenStatistics:
         """Return log-probabilities (fp32, nats) of the selected tokens given the tokens before them.
@@ -62,9 +63,12 @@ class CausalLM(nn.Module):
             temperature: divides the logits.
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
             num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
+            right_padded: False: rows are checked for padding on their left, which synchronises with a GPU.
             with_entropy: compute also the entropy of each selected token's distribution, without gradient.
         """
-        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
+        hidden = hidden_states(
+            self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens, right_padded=right_padded
+        )  # (B, S, H)
         flat = selected.flatten()
         places = flat.nonzero() if num_selected is None else torch.nonzero_static(flat, size=num_selected)
         index = places.squeeze(1)  # (M,) into (B, S - 1)

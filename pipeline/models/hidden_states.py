@@ -12,7 +12,7 @@ from torch.nn import functional
 from pipeline.kernels.attention_choice import choose_attention_kernel
 from pipeline.models.loading import backbone, base_model
 from pipeline.models.packed_attention import uses_packed_attention
-from pipeline.tensor_ops import round_up
+from pipeline.tensor_ops import check_right_padded, round_up
 
 # Tokens of a pass without padding are a multiple of this, so that the allocator can reuse memory of earlier passes.
 PACKED_UNIT = 64
@@ -25,6 +25,7 @@ def hidden_states(
     position_ids: Tensor | None,
     *,
     num_tokens: int | None = None,
+    right_padded: bool = False,
 ) -> Tensor:
     """Return (B, S, H) last hidden states of a causal model in its dtype; values at padding are undefined.
 
@@ -35,13 +36,19 @@ def hidden_states(
         position_ids: (B, S) int64 of packed rows; other rows count from 0.
         num_tokens: number of real tokens in padded rows. Only these pass through the model then, if its attention can
             keep rows apart (`enable_packed_attention`). None: padding passes through it too.
+        right_padded: True: the caller knows that rows are padded on the right, as those of a collated batch are;
+            False: it is checked here, which synchronises with a GPU.
+
+    Raises:
+        ValueError: a row is padded on its left: its tokens would attend to the padding.
     """
     if attention_mask.dim() != 2:
         if base_model(model).config._attn_implementation == "eager":  # adds the mask to its scores
             zeros = torch.zeros_like(attention_mask, dtype=next(model.parameters()).dtype)
             attention_mask = zeros.masked_fill(~attention_mask, torch.finfo(zeros.dtype).min)
         return last_hidden(model, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
-    check_padding(attention_mask)
+    if not right_padded:
+        check_right_padded(attention_mask)
     if num_tokens is not None and uses_packed_attention(base_model(model).config):
         return without_padding(model, input_ids, attention_mask, num_tokens)
     choose_attention_kernel(model, *input_ids.shape)
@@ -75,12 +82,3 @@ def without_padding(model: Any, input_ids: Tensor, mask: Tensor, num_tokens: int
     )[0, :num_tokens]
     whole = hidden.new_zeros(rows * width, hidden.shape[-1])
     return whole.index_copy_(0, places[:num_tokens], hidden).view(rows, width, -1)
-
-
-def check_padding(mask: Tensor) -> None:
-    """Raise ValueError for a row of a (B, S) mask with padding on its left; checks only masks on a CPU.
-
-    On a GPU the check would cost a synchronisation per forward pass; callers are the same on both.
-    """
-    if mask.device.type == "cpu" and (mask[:, 1:] & ~mask[:, :-1]).any():
-        raise ValueError("rows must be padded on the right: a real token follows padding")

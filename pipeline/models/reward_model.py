@@ -47,6 +47,7 @@ class TokenValueModel(nn.Module):
         position_ids: torch.Tensor | None = None,
         *,
         num_tokens: int | None = None,
+        right_padded: bool = False,
     ) -> torch.Tensor:
         """Return (B, S) fp32 values, one per prefix; values at padding are undefined.
 
@@ -55,8 +56,11 @@ class TokenValueModel(nn.Module):
             attention_mask: (B, S) bool, True = real token, and every row padded on the right; or packed rows' 4-D mask.
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
             num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
+            right_padded: False: rows are checked for padding on their left, which synchronises with a GPU.
         """
-        hidden = hidden_states(self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens)  # (B, S, H)
+        hidden = hidden_states(
+            self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens, right_padded=right_padded
+        )  # (B, S, H)
         raw = base_model(self.model).score(hidden).squeeze(-1)  # (B, S)
         return (raw - self.score_mean) / self.score_std
 

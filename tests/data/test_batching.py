@@ -1,5 +1,7 @@
 """Tensors written out by hand; the plan of an epoch covers every row once on any number of ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,15 @@ def test_packed_batch_by_hand():
     assert batch.trained_mask[0].tolist() == [False, True, False, False, True, False]
     assert not batch.trained_mask[2].any()
     assert batch.weights.tolist() == [1.0, 1.0, 0.0]
+
+
+def test_rows_padded_on_the_left_are_refused_where_they_are_collated():
+    """On the host, so that it holds for every device: `to_device` copies batches that were made here."""
+    pairs = [{"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4], "prompt_length": 1, "margin": 0.0}]
+    for batch in (packed_sft_batch([[LONG], [SHORT]], pad_id=PAD), pair_batch(pairs, pad_id=PAD)):
+        flipped = {name: getattr(batch, name).flip(1) for name in ("input_ids", "attention_mask")}
+        with pytest.raises(ValueError, match="padded on the right"):
+            replace(batch, **flipped)
 
 
 def test_segment_bounds_by_hand():

@@ -57,6 +57,25 @@ def test_kernel_equals_dense_masks(name):
             assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
 
 
+def test_rows_padded_on_the_left_are_refused_and_checked_rows_cost_no_synchronisation():
+    """On a GPU as on a CPU; the loops, whose batches are checked on the host, do not wait for the device."""
+    inner = AutoModelForCausalLM.from_config(without_dropout(tiny_config("llama")), attn_implementation="sdpa")
+    model = CausalLM(inner.to(CUDA, torch.bfloat16))
+    mask = lengths_to_mask(torch.tensor([9, 4], device=CUDA), 9)
+    ids = torch.randint(3, 400, mask.shape, device=CUDA)
+    counts = {"num_selected": 11, "num_tokens": 13}
+    for options in ({}, counts):
+        with pytest.raises(ValueError, match="padded on the right: a real token follows padding"):
+            model(ids, attention_mask=mask.flip(1), selected=mask.flip(1)[:, 1:], **options)
+    expected = model(ids, attention_mask=mask, selected=mask[:, 1:]).log_probs
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = model(ids, attention_mask=mask, selected=mask[:, 1:], **counts, right_padded=True).log_probs
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.equal(expected)
+
+
 def config_of(name: str):
     if name == "mistral":  # each token sees 40: itself and 39 before it
         return MistralConfig(

@@ -25,7 +25,6 @@ from support.ppo_updates import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.models import hidden_states
 from pipeline.tensor_ops import lengths_to_mask
 from pipeline.training.micro_batches import Lengths
 
@@ -192,8 +191,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("old_log_probs", ["trainer", "sampler"])
-def test_micro_batches_do_not_wait_for_the_device(world, opt, monkeypatch, old_log_probs):
-    monkeypatch.setattr(hidden_states, "check_padding", lambda mask: None)  # looks at a CPU's masks only
+def test_micro_batches_do_not_wait_for_the_device(world, opt, old_log_probs):
     responses = make_responses()
     experience = make_experience(opt, responses)
     counts = []
