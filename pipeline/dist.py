@@ -1,11 +1,13 @@
 """Process group, ranks and the few collectives of the training loops: the only module that imports torch.distributed.
 
 Every function here is called the same number of times on every rank whatever the data (docs/design.md, section 8).
+Before a collective that other ranks may reach much later, `meet` waits: no timeout ends it, and its ranks beat.
 """
 
 import os
 import re
 import socket
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.errors import EnvironmentFault, RunError
+from pipeline.heartbeat import beat_again
 
 T = TypeVar("T")
 
@@ -27,8 +30,16 @@ PEER_GONE = re.compile(
 )
 
 
+# A counter in the rendezvous store: how many times a rank has called `meet`.
+ARRIVALS = "rlhf/arrivals"
+POLL_S = 0.2
+
+_store: Any = None  # the rendezvous store of the process group
+_num_meetings = 0
+
+
 class PeerError(RuntimeError):
-    """An error on the other ranks: the work of rank 0 failed."""
+    """An error on another rank, whose work this one was waiting for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +108,17 @@ def start(*, timeout_s: int) -> World:
 
 def join(device: torch.device, timeout: timedelta) -> None:
     """Join the other ranks; ranks of one machine use the loopback interface only."""
+    global _store
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = loopback_store(timeout) if on_loopback() else {}
+        _store = loopback_store(timeout) if on_loopback() else next(dist.rendezvous("env://", timeout=timeout))[0]
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            store=_store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
-            **store,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise EnvironmentFault(f"cannot join {address}: {str(error).splitlines()[0]}") from error
@@ -117,14 +131,14 @@ def on_loopback() -> bool:
     return local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def loopback_store(timeout: timedelta) -> dict[str, Any]:
-    """Return init_process_group's arguments for a store on the loopback interface; torch's own listens on all."""
+def loopback_store(timeout: timedelta) -> Any:
+    """Return a rendezvous store on the loopback interface; torch's own listens on all interfaces."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
     listener = listening_socket(port) if rank == 0 else None
-    store = dist.TCPStore(
+    return dist.TCPStore(
         LOOPBACK,
         port,
         world_size=size,
@@ -133,7 +147,6 @@ def loopback_store(timeout: timedelta) -> dict[str, Any]:
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener else None,  # the store closes it
     )
-    return {"store": store, "rank": rank, "world_size": size}
 
 
 def listening_socket(port: int) -> socket.socket:
@@ -155,6 +168,7 @@ def follows_from_another_rank(error: BaseException) -> bool:
 def finish() -> None:
     """Leave the process group. Without the barrier, a rank that ends first aborts the others."""
     if dist.is_initialized():
+        meet()
         dist.barrier()
         dist.destroy_process_group()
 
@@ -247,24 +261,55 @@ class RankGroup:
         return value if self.size == 1 else -int(self.largest(torch.tensor(-value, device=device)).item())
 
 
+def meet() -> None:
+    """Wait until every rank is here, however long that takes: collectives that follow are then short.
+
+    The ranks poll a counter in the rendezvous store and beat, so that neither --process_group_timeout_s nor
+    --rank_timeout_s ends the wait.
+    """
+    global _num_meetings
+    if world_size() == 1:
+        return
+    _num_meetings += 1
+    wait_s = 0.001
+    num_arrived = _store.add(ARRIVALS, 1)
+    while num_arrived < _num_meetings * world_size():
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, POLL_S)
+        beat_again()
+        num_arrived = _store.add(ARRIVALS, 0)
+
+
 def on_main(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 only; its result, or its error, reaches every rank.
+    """Run `work` on rank 0 only, while the others wait in `meet`; its result, or its error, reaches every rank.
 
     Raises:
         RunError: what `work` raised, on every rank.
         PeerError: `work` raised something else on rank 0, where that is raised.
     """
+    return _on_workers(work, is_worker=is_main())
+
+
+def on_each_machine(work: Callable[[], T]) -> T:
+    """Run `work` on the first rank of each machine, as `on_main` does; the result is rank 0's."""
+    return _on_workers(work, is_worker=is_main() or os.environ.get("LOCAL_RANK", "0") == "0")
+
+
+def _on_workers(work: Callable[[], T], *, is_worker: bool) -> T:
     if world_size() == 1:
         return work()
-    outcome: list[Any] = [None, None]
+    result: Any = None
     failure: Exception | None = None
-    if is_main():
+    if is_worker:
         try:
-            outcome[0] = work()
+            result = work()
         except Exception as error:
-            peer_error = PeerError(f"rank 0 failed: {type(error).__name__}: {error}")
-            failure, outcome[1] = error, error if isinstance(error, RunError) else peer_error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise failure or outcome[1]
-    return outcome[0]
+            failure = error
+    meet()
+    told = failure
+    if failure is not None and not isinstance(failure, RunError):
+        told = PeerError(f"rank {rank()} failed: {type(failure).__name__}: {failure}")
+    outcomes = gather_objects((result, told))
+    if errors := [error for _, error in outcomes if error is not None]:
+        raise failure or errors[0]
+    return outcomes[0][0]

@@ -6,15 +6,18 @@ nothing. Imports no torch.
 
 import json
 import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pipeline.files import replace_json
 
 Phase = Literal["start", "generate", "score", "train", "evaluate", "save"]
 INTERVAL_S = 0.5
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,14 @@ def beat_again() -> None:
     """Beat in the phase and step of the last beat, from work and waiting that know neither."""
     if _heart:
         beat(_heart.phase, _heart.step)
+
+
+def result_of(future: Future[T]) -> T:
+    """Return the result of work in another thread or process, or raise its error; beats until it is done."""
+    while not future.done():
+        wait([future], timeout=INTERVAL_S)
+        beat_again()
+    return future.result()
 
 
 def current_phase() -> Phase:

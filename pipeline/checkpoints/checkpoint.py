@@ -28,6 +28,7 @@ from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
 from pipeline.engine.state import counters, engine_fragments, restore_counters, restore_fragments
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, replacing, write_json
+from pipeline.heartbeat import result_of
 from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,9 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        results = dist.gather_objects(pending.written.result())
+        own = result_of(pending.written)
+        dist.meet()  # ranks may write at very different speeds
+        results = dist.gather_objects(own)
         if problems := [problem for _, problem in results if problem]:
             dist.on_main(lambda: shutil.rmtree(pending.fresh, ignore_errors=True))
             raise EnvironmentFault(problems[0])

@@ -10,11 +10,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts
@@ -24,6 +25,7 @@ from pipeline.data.templates import set_template
 from pipeline.data.tokenization import pair_rows, prompt_rows, sft_rows, text_blocks
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import CACHE_TAG
+from pipeline.heartbeat import INTERVAL_S, beat_again
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,7 +58,7 @@ def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedToke
     cache = cache_folder(options.cache_dir)
     folder = cache / f"{stage}-{cache_key(stage, options, tokenizer)[:32]}"
     if not folder.is_dir():
-        with FileLock(f"{folder}.lock"):
+        with held(FileLock(f"{folder}.lock")):
             if not folder.is_dir():
                 _build_folder(folder, stage, options, tokenizer)
     from datasets import Dataset
@@ -64,6 +66,20 @@ def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedToke
     counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
     train, evaluation = (Dataset.from_file(str(folder / f"{split}.arrow")) for split in ("train", "eval"))
     return StageData(train, evaluation, counts)
+
+
+@contextmanager
+def held(lock: BaseFileLock) -> Iterator[None]:
+    """Hold `lock` while the context is open; waits and beats while another process of any run holds it."""
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=INTERVAL_S)
+        except Timeout:
+            beat_again()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def cache_folder(cache_dir: str | None) -> Path:

@@ -35,6 +35,7 @@ class FrozenEngine:
         if config["zero_optimization"]["stage"] < 3:
             self._forward: Any = module.to(device)
             return
+        dist.meet()  # ranks may read weights at very different speeds
         once = set_gathering(module, config, gather)
         self._forward = deepspeed.initialize(model=module, config=config)[0]
         self._forward.eval()
@@ -66,6 +67,7 @@ class TrainingEngine:
         gather: Gather = "auto",
     ) -> None:
         self.module: Any = module
+        dist.meet()  # ranks may read weights at very different speeds
         fuse_layers(module, torch.device(get_accelerator().device_name()))
         optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
         trainable = [parameter for group in groups for parameter in group["params"]]

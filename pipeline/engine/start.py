@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
+from pipeline import dist
 from pipeline.engine.private_names import check_private_names
 
 
@@ -45,6 +46,7 @@ def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    dist.meet()  # loading makes collectives
     keep_alive = HfDeepSpeedConfig(config)  # transformers holds a weak reference to it
     try:
         yield

@@ -111,6 +111,7 @@ def restore_fragments(engine: TrainingEngine, reader: FragmentReader) -> None:
             state[kind] = torch.zeros_like(master, requires_grad=False)
             for piece in stepped:
                 reader.read_into(f"{kind}/{piece.name}", piece.start, state[kind].view(-1)[piece.place])
+    dist.meet()  # ranks may read at very different speeds
     refresh_weights(engine)
 
 

@@ -48,8 +48,8 @@ def prepare_data(stage: Stage, data: DataConfig, *, tokenizer: Any, **limits: An
         cache_dir=data.data_output_path or None,
         **limits,
     )
-    # Rank 0 reports errors for all; the other processes of a node find the cache built.
-    dist.on_main(lambda: load_or_build(stage, options, tokenizer) and None)
+    # Machines may share the cache or not: the first rank of each builds it, or finds it built.
+    dist.on_each_machine(lambda: load_or_build(stage, options, tokenizer) and None)
     built = load_or_build(stage, options, tokenizer)
     if dist.is_main():
         log.info("%s rows: %d to train on, %d held out", stage, len(built.train), len(built.eval))

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.source_tree import ROOT
@@ -11,53 +12,79 @@ from support.source_tree import ROOT
 from pipeline import dist
 from pipeline.errors import EnvironmentFault
 
-TWO_RANKS = """
-import os
+START = """
+import json, os, pathlib, time
 import torch
-from pipeline import dist
+from pipeline import dist, heartbeat
 from pipeline.errors import InputError
+
+rank = int(os.environ["RANK"])
+ready = [pathlib.Path(f"ready-{number}") for number in (0, 1)]
+ready[rank].touch()
+while not all(file.exists() for file in ready):
+    time.sleep(0.01)
+heartbeat.start(pathlib.Path(f"beat-{rank}.json"))
+world = dist.start(timeout_s=2)
 
 def told(work):
     try:
-        work()
+        return work()
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0][:80], dist.follows_from_another_rank(error)
 
-def wrong():
-    raise InputError("no such file")
-
-world = dist.start(timeout_s=30)
-print(world.rank, os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
-print(world.rank, told(lambda: dist.on_main(wrong)), flush=True)
-print(world.rank, told(lambda: dist.on_main(lambda: 1 / 0)), flush=True)
+def fail(error):
+    raise error
+"""
+PEERS = """
+print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
+print(dist.on_main(lambda: time.sleep(2.5)), flush=True)
+print(time.time() - heartbeat.read_beat(pathlib.Path("beat-1.json")).time < 1.5, flush=True)
+print(told(lambda: dist.on_main(lambda: fail(InputError("no such file")))), flush=True)
+print(told(lambda: dist.on_main(lambda: 1 / 0)), flush=True)
 torch.distributed.barrier()
-if world.rank == 1:
+if rank == 1:
     os._exit(0)
 lost = told(lambda: [dist.sum_over_ranks(torch.ones(10)) for _ in range(1000)])
-print(world.rank, "lost a peer", lost and lost[1], flush=True)
+print("lost a peer", lost and lost[1], flush=True)
+os._exit(0)
+"""
+MACHINES = """
+os.environ["LOCAL_RANK"] = "0"  # a machine each
+print(dist.on_each_machine(lambda: time.sleep(3.0 * rank) or rank))
+print(told(lambda: dist.on_each_machine(lambda: time.sleep(3.0) or (fail(InputError("b.jsonl:8")) if rank else 0))))
+if rank:
+    time.sleep(3.0)
+dist.finish()
+print("end", flush=True)
 os._exit(0)
 """
 
 
-def test_errors_of_rank_0_and_lost_ranks_are_told_apart():
-    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(dist.free_port())}
-    command = [sys.executable, "-c", TWO_RANKS]
+def run_two_ranks(code: str, folder: Path) -> list[list[str]]:
+    """Return the lines that each of two ranks printed; they work in `folder`."""
+    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(dist.free_port()), "PYTHONPATH": str(ROOT)}
     ranks = [
-        subprocess.Popen(command, cwd=ROOT, env=common | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", START + code], cwd=folder, env=os.environ | own | {"RANK": str(rank)},
+            stdout=subprocess.PIPE, text=True,
+        )
         for rank in (0, 1)
-    ]
-    said = [process.communicate(timeout=60)[0].splitlines() for process in ranks]
-    assert said[0] == [
-        "0 lo lo",
-        "0 ('InputError: no such file', False)",
-        "0 ('ZeroDivisionError: division by zero', False)",
-        "0 lost a peer True",
-    ]
-    assert said[1] == [
-        "1 lo lo",
-        "1 ('InputError: no such file', False)",
-        "1 ('PeerError: rank 0 failed: ZeroDivisionError: division by zero', True)",
-    ]
+    ]  # fmt: skip
+    return [process.communicate(timeout=60)[0].splitlines() for process in ranks]
+
+
+def test_waiting_and_errors_of_rank_0_and_lost_ranks(tmp_path):
+    """The work of 2.5 s on rank 0 lasts longer than the timeout of collectives, 2 s."""
+    printed = run_two_ranks(PEERS, tmp_path)
+    both = ["lo lo", "None", "True", "('InputError: no such file', False)"]
+    assert printed[0] == [*both, "('ZeroDivisionError: division by zero', False)", "lost a peer True"]
+    assert printed[1] == [*both, "('PeerError: rank 0 failed: ZeroDivisionError: division by zero', True)"]
+
+
+@pytest.mark.slow
+def test_machines_work_and_end_at_their_own_speed(tmp_path):
+    printed = run_two_ranks(MACHINES, tmp_path)
+    assert printed[0] == printed[1] == ["0", "('InputError: b.jsonl:8', False)", "end"]
 
 
 @pytest.mark.parametrize(
