@@ -27,6 +27,7 @@ from pipeline.launching.machine import (
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, make_plan, path_from_here, without_flag
 from pipeline.launching.train_config import TrainConfig, model_size
+from pipeline.run.evaluations import evaluations
 from pipeline.run.layout import done_file
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -164,8 +165,7 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
 
 def reached(stage: Stage) -> str:
     """Return `, eval_perplexity 15.4 -> 5.1`: the first and the last evaluation of a run; empty without its metrics."""
-    file, text = stage.run_dir / "metrics.jsonl", ""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    text, lines = "", evaluations(stage.run_dir)
     for name in stage.kind.reached:
         values = [line[name] for line in lines if line.get(name) is not None]
         text += f", {name} {values[0]:.4g} -> {values[-1]:.4g}" if values else ""

@@ -10,7 +10,8 @@ import torch
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
+from pipeline.checkpoints.model_card import model_documents
+from pipeline.checkpoints.model_folder import is_saved, save_model, saved_dtype
 from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
 from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
 from pipeline.engine.build import language_model_engine

@@ -7,14 +7,15 @@ import torch
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.model_folder import is_saved, model_documents, save_model, saved_dtype
+from pipeline.checkpoints.model_card import model_documents
+from pipeline.checkpoints.model_folder import is_saved, save_model, saved_dtype
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_device
 from pipeline.engine.build import value_model_engine
 from pipeline.engine.start import start_deepspeed
 from pipeline.heartbeat import beat
 from pipeline.models.loading import check_attention, check_positions
-from pipeline.models.reward_model import pad_id_for_pooling
+from pipeline.models.reward_model import score_head_fields
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
@@ -149,11 +150,8 @@ def save(reward: Reward, state: State) -> None:
         reward.tokenizer,
         Path(config.run.output_dir),
         dtype=saved_dtype(run),
-        documents=model_documents(run, base=config.model.model_name_or_path, kind="Reward model"),
-        config_changes={
-            "num_labels": 1,
-            "pad_token_id": pad_id_for_pooling(reward.tokenizer),
-            "score_mean": state.score_mean,
-            "score_std": state.score_std,
-        },
+        documents=model_documents(run, base=config.model.model_name_or_path, kind="Reward model", scores=True),
+        config_changes=score_head_fields(
+            reward.tokenizer, score_mean=state.score_mean, score_std=state.score_std, label="reward"
+        ),
     )

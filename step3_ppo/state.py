@@ -10,7 +10,8 @@ import torch
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
-from pipeline.checkpoints.model_folder import model_documents, save_model, saved_dtype
+from pipeline.checkpoints.model_card import model_documents
+from pipeline.checkpoints.model_folder import save_model, saved_dtype
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
@@ -18,7 +19,7 @@ from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.engine.start import start_deepspeed
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.models.reward_model import pad_id_for_pooling
+from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import eos_ids
 from pipeline.run.run import Run
 from pipeline.training.flops import TrainingWork, training_work
@@ -238,13 +239,10 @@ def save_models(ppo: PPO) -> None:
         models.tokenizer,
         output / "critic",
         dtype=saved_dtype(run),
-        documents=model_documents(run, base=config.critic.model_name_or_path, kind="PPO critic"),
-        config_changes={
-            "num_labels": 1,
-            "pad_token_id": pad_id_for_pooling(models.tokenizer),
-            "score_mean": critic.score_mean,
-            "score_std": critic.score_std,
-        },
+        documents=model_documents(run, base=config.critic.model_name_or_path, kind="PPO critic", scores=True),
+        config_changes=score_head_fields(
+            models.tokenizer, score_mean=critic.score_mean, score_std=critic.score_std, label="value"
+        ),
     )
 
 

@@ -4,7 +4,6 @@ Under ZeRO-3 the weights are gathered one parameter at a time, so no GPU ever ho
 in host memory until transformers writes the shards.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -122,13 +121,3 @@ def saved_dtype(run: Run) -> torch.dtype:
     """Return the data type of saved weights: `--save_dtype`, or that of training."""
     name = run.resolved.config.run.save_dtype
     return weights_dtype(run) if name == "auto" else DTYPES[name]
-
-
-def model_documents(run: Run, *, base: str, kind: str) -> dict[str, str]:
-    """Return README.md (the model card) and training_config.json of a saved model."""
-    config = run.resolved.config
-    card = (
-        f"# {kind}\n\nTrained by `{run.stage}` of rlhf-pipeline from `{base}` on {', '.join(config.data.data_path)}.\n"
-        "All settings are in `training_config.json`.\n"
-    )
-    return {"README.md": card, "training_config.json": json.dumps(config.model_dump(), indent=2) + "\n"}

@@ -120,6 +120,18 @@ def initialise_head(head: Any, *, seed: int) -> None:
         head.weight.data.copy_(drawn) if head.weight.numel() else None
 
 
+def score_head_fields(tokenizer: Any, *, score_mean: float, score_std: float, label: str) -> dict[str, Any]:
+    """Return the fields of config.json of a saved model whose score head has one output, named `label`."""
+    return {
+        "num_labels": 1,
+        "id2label": {0: label},
+        "label2id": {label: 0},
+        "pad_token_id": pad_id_for_pooling(tokenizer),
+        "score_mean": score_mean,
+        "score_std": score_std,
+    }
+
+
 def pad_id_for_pooling(tokenizer: Any) -> int | None:
     """Return the pad id of a saved reward model, never an EOS: transformers scores the rightmost non-padding id."""
     padding = choose_padding_token(tokenizer)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from support.model_card import run_example
 from support.tiny_models import EOS, NAMES, PAD, padded, random_rows, save_tiny
 from torch import nn
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from pipeline.checkpoints import model_folder as saving
+from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model, state_dict
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.errors import EnvironmentFault, InputError
@@ -173,6 +175,14 @@ def test_only_the_adapter_on_request(tiny_folders, tmp_path):
     assert not (folder / "model.safetensors").exists() and (folder / "adapter_model.safetensors").exists()
     torch.testing.assert_close(logits(load_causal_lm(str(folder), dtype=torch.float32)), logits(model), **CLOSE)
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == EOS
+
+
+def test_the_example_of_an_adapters_card_runs(tiny_folders, tmp_path, monkeypatch):
+    source = tiny_folders["llama"]
+    folder = save(with_lora(load_causal_lm(source, dtype=torch.float32), "CAUSAL_LM"), source, tmp_path, merged=False)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (folder / "README.md").write_text(f"```python\n{example(scores=False, adapter=True)}```")
+    run_example(folder, monkeypatch)
 
 
 # --- reward models ---

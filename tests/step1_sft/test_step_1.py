@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.command_run import Ended, run_command, run_fresh
 from support.in_process import error_lines, undone_afterwards
+from support.model_card import files_that_name, read_card, run_example
 from support.tiny_run import make_folder, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -142,6 +143,19 @@ def test_model_loads_in_transformers(trained: Trained) -> None:
     turn = [{"role": "user", "content": "Describe the otter."}]
     text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     assert text.endswith("Human: Describe the otter.\n\nAssistant:")
+
+
+def test_the_model_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Its card has metadata, metrics and an example that runs; no file names a path of this machine."""
+    metadata, metrics = read_card(trained.model())
+    assert (metadata["library_name"], metadata["pipeline_tag"]) == ("transformers", "text-generation")
+    assert "sft" in metadata["tags"] and "base_model" not in metadata, "the base is a folder of this machine"
+    last = [line for line in read_metrics(trained.run()) if "eval_loss" in line][-1]
+    assert metrics == {name: float(f"{value:.4g}") for name, value in last.items() if name.startswith("eval_")}
+    assert files_that_name(trained.folder, trained.model()) == []
+    assert json.loads((trained.model() / "training_config.json").read_text())["data"]["data_path"] == ["train.jsonl"]
+    run_example(trained.model(), monkeypatch)
+    assert capsys.readouterr().out.strip()
 
 
 def test_a_finished_run_is_left_alone_until_overwritten(trained: Trained) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.command_run import Ended, run_command
 from support.in_process import error_lines, undone_afterwards
+from support.model_card import files_that_name, read_card, run_example
 from support.tiny_run import make_folder, read_metrics
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -129,6 +130,15 @@ def test_scores_in_transformers_equal_ours(trained: Trained, ranks: int) -> None
             load_reward_model(str(folder), dtype=torch.float32).eval()(batch["input_ids"], mask), mask.sum(1)
         )
     assert (theirs - ours).abs().max() < TOLERANCE
+
+
+def test_the_model_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    metadata, metrics = read_card(trained.model())
+    assert metadata["pipeline_tag"] == "text-classification" and "eval_accuracy" in metrics
+    assert files_that_name(trained.folder, trained.model()) == []
+    assert json.loads((trained.model() / "config.json").read_text())["id2label"] == {"0": "reward"}
+    run_example(trained.model(), monkeypatch)
+    assert "tensor([[" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

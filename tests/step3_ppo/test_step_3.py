@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_run import Ended, run_command
 from support.in_process import error_lines, undone_afterwards
+from support.model_card import files_that_name, read_card, run_example
 from support.tiny_run import make_folder, read_metrics
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -142,6 +143,17 @@ def test_samples_are_readable(trained: Trained) -> None:
     lines = [json.loads(line) for line in (trained.run(2) / "samples.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} == {0, NUM_STEPS}
     assert all("Human:" in line["prompt"] for line in lines)
+
+
+def test_the_models_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    tasks = {"actor": "text-generation", "actor_ema": "text-generation", "critic": "text-classification"}
+    for name, task in tasks.items():
+        folder = trained.output() / name
+        metadata, metrics = read_card(folder)
+        assert metadata["pipeline_tag"] == task and "eval_objective/scores" in metrics
+        assert files_that_name(trained.folder, folder) == []
+        run_example(folder, monkeypatch)
+        assert capsys.readouterr().out.strip()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,97 @@
+"""The documents beside saved weights: a model card (README.md) and training_config.json. They are meant to be shared.
+
+So they name files and folders of this machine by their last component only; ids of a hub stay whole.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from pipeline.configuration.flag_table import flag_table
+from pipeline.files import OURS
+from pipeline.run.evaluations import evaluations
+from pipeline.run.run import Run
+
+# The lines of an example after its imports. {auto} is the class that loads the model.
+LOAD = """
+folder = "."  # this folder, or its id on a hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = {auto}.from_pretrained(folder)
+"""
+ANSWER = """\
+messages = [{"role": "user", "content": "Describe the sea."}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = model.generate(**inputs, max_new_tokens=32)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+"""
+SCORE = """\
+messages = [{"role": "user", "content": "Describe the sea."}, {"role": "assistant", "content": "It is blue."}]
+inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
+print(model(**inputs).logits)
+"""
+
+
+def model_documents(run: Run, *, base: str, kind: str, scores: bool = False) -> dict[str, str]:
+    """Return README.md (the model card) and training_config.json of a saved model.
+
+    Args:
+        base: the model that training began with.
+        kind: the heading of the card.
+        scores: True for a model with a score head, False for a language model.
+    """
+    config = run.resolved.config
+    settings = config.model_dump()
+    for flag in flag_table(type(config)).values():
+        if flag.kind in ("path", "written path"):
+            group = settings[flag.path[0]] if len(flag.path) > 1 else settings
+            group[flag.path[-1]] = shareable(group[flag.path[-1]])
+    sources = shareable(config.data.data_path)
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-classification" if scores else "text-generation",
+        base_model=base if is_hub_id(base) else None,
+        datasets=[source for source in config.data.data_path if is_hub_id(source)] or None,
+        tags=["rlhf", run.stage],
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---\n\n# {kind}",
+        f"Trained by `{run.stage}` of rlhf-pipeline from `{shareable(base)}` on {', '.join(sources)}. "
+        f"All settings are in `{OURS}`.",
+        f"```python\n{example(scores=scores, adapter=config.deepspeed.save_adapter_only)}```",
+        *measured_table(run),
+    ]
+    return {"README.md": "\n\n".join(parts) + "\n", OURS: json.dumps(settings, indent=2) + "\n"}
+
+
+def example(*, scores: bool, adapter: bool) -> str:
+    """Return code that loads the model of the folder where it runs and prints an answer or a score."""
+    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    imports = f"from transformers import {auto}, AutoTokenizer\n"
+    if adapter and not scores:  # a model with a score head is saved whole
+        auto = "AutoPeftModelForCausalLM"
+        imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer\n"
+    return imports + LOAD.format(auto=auto) + (SCORE if scores else ANSWER)
+
+
+def measured_table(run: Run) -> list[str]:
+    """Return the paragraphs of a card that tell the last evaluation of held-out rows; none before the first."""
+    logged = evaluations(run.folder)
+    if not logged:
+        return []
+    last = logged[-1]
+    rows = [f"| {name} | {last[name]:.4g} |" for name in last if name.startswith("eval_") and last[name] is not None]
+    return [f"Measured on held-out rows at step {last['step']}:", "\n".join(["| metric | value |", "|---|---|", *rows])]
+
+
+def shareable(value: Any) -> Any:
+    """Return a path, or a list of them, with local ones cut to their last component."""
+    if isinstance(value, list):
+        return [shareable(item) for item in value]
+    return value if not value or is_hub_id(value) else Path(value).name
+
+
+def is_hub_id(path: str) -> bool:
+    """Tell whether a path can only be that of a hub: `name` or `owner/name`, and no such file here."""
+    return path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()

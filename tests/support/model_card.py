@@ -1,0 +1,26 @@
+"""What a reader of a model card does: parse its metadata, run its example, look for paths of the author's machine."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+
+def read_card(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the metadata of README.md by huggingface_hub, and the numbers of its table of metrics."""
+    card = ModelCard.load(folder / "README.md")
+    numbers = re.findall(r"^\| (eval_\S+) \| (\S+) \|$", card.text, re.MULTILINE)
+    return card.data.to_dict(), {name: float(value) for name, value in numbers}
+
+
+def run_example(folder: Path, monkeypatch: Any) -> None:
+    """Run the card's code in the model's folder."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(folder)
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def files_that_name(machine: Path, folder: Path) -> list[str]:
+    """Return the files of a model's folder that hold the path of a folder of this machine."""
+    return [file.name for file in folder.rglob("*") if file.is_file() and str(machine).encode() in file.read_bytes()]
