@@ -51,10 +51,10 @@ class RewardEvalConfig(Group):
 
     path: str = flag("output/reward", "Reward model: the output of stage 2", kind="path")
     data_path: list[str] = flag(..., "Pairs; the held-out rows are scored", min_length=1, kind="path")
-    eval_fraction: float = flag(0.1, "Share held out where a source has no test split", gt=0, lt=1)
+    eval_fraction: float = flag(0.1, "Share held out where a source has no test split; 1: all rows", gt=0, le=1)
     max_seq_len: int = flag(512, "Tokens; longer pairs lose the left of their prompt", ge=8)
     batch_size: int = flag(16, "Pairs scored at once", ge=1)
     data_seed: int = flag(1234, "The run's --data_seed: it chooses the held-out prompts", ge=0)
-    eval_data_path: list[str] = flag([], "The run's --eval_data_path, where it had one", kind="path")
+    eval_data_path: list[str] = flag([], "Pairs that are all scored, not those held out of --data_path", kind="path")
     column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
     json_output: bool = flag(False, "Print one JSON object instead of text")

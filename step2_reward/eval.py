@@ -22,7 +22,7 @@ from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.run.entry import run_command
 from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
-from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules
+from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,7 @@ def report(scores: PairScores, texts: tuple[list[str], list[str]]) -> dict[str, 
             name: asdict(value) for name, value in accuracy_by_length(chosen, rejected, *lengths).items()
         },
         "trivial_rules": {name: asdict(value) for name, value in trivial_rules(*texts).items()},
+        "verdict": asdict(verdict(chosen, rejected, *texts)),
         "calibration": asdict(calibration(chosen, rejected)),
     }
 
@@ -142,7 +143,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     for row in found["calibration"]["bins"]:
         if row["count"]:
             shown.append(f"  {row['predicted']:>9.2f}  {row['observed']:>9.2f}   {row['count']}")
-    return shown
+    said, gain = found["verdict"], found["verdict"]["gain"]
+    error = "" if gain["standard_error"] is None else f" +- {gain['standard_error']:.3f}"
+    word = "better" if said["is_better"] else "NOT shown to be better"
+    return [*shown, f"verdict: {word} than '{said['rule']}': accuracy {gain['mean']:+.3f}{error} on the same pairs"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -164,6 +168,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     settings = DataOptions(
         data_path=tuple(options.data_path),
         data_split="none",
+        held_out_only=True,
         eval_fraction=options.eval_fraction,
         seed=options.data_seed,
         eval_data_path=tuple(options.eval_data_path),
@@ -172,9 +177,11 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         max_seq_len=options.max_seq_len,
         long_pairs="truncate_left",
     )
-    rows = load_or_build("reward", settings, tokenizer).eval
-    if not len(rows):
-        raise InputError(f"--data_path {' '.join(options.data_path)}: no held-out pair; raise --eval_fraction")
+    data = load_or_build("reward", settings, tokenizer)
+    if not len(rows := data.eval):
+        paths = " ".join(options.eval_data_path or options.data_path)
+        kinds = "; ".join(data.counts.lines()) or "no row is held out; --eval_fraction 1 takes all"
+        raise InputError(f"{paths}: no pair to score: {kinds}")
     device = default_device()
     model = load_reward_model(options.path, dtype=torch.float32).to(device).eval()
     pad_id = choose_padding_token(tokenizer).pad_id

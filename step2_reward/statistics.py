@@ -142,6 +142,30 @@ TRIVIAL_RULES: dict[str, Callable[[str], float]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A reward model against the most accurate rule without a model, pair by pair.
+
+    gain: accuracy of the model minus that of the rule. is_better: the gain is above 0 by two standard errors.
+    """
+
+    rule: str
+    gain: Estimate
+    is_better: bool
+
+
+def verdict(
+    chosen: Sequence[float], rejected: Sequence[float], chosen_texts: Sequence[str], rejected_texts: Sequence[str]
+) -> Verdict:
+    """Compare the model's scores with the rule that does best on the same pairs."""
+    rules = trivial_rules(chosen_texts, rejected_texts)
+    name = max(rules, key=lambda rule: rules[rule].mean)
+    rule = TRIVIAL_RULES[name]
+    pairs = zip(chosen, rejected, chosen_texts, rejected_texts, strict=True)
+    gain = estimate([success(c, r) - success(rule(good), rule(bad)) for c, r, good, bad in pairs])
+    return Verdict(name, gain, gain.standard_error is not None and gain.mean > 2 * gain.standard_error)
+
+
 def trivial_rules(chosen_texts: Sequence[str], rejected_texts: Sequence[str]) -> dict[str, Estimate]:
     """Accuracy of each rule that a reward model must beat; texts are the answers alone, lengths are in characters."""
     return {

@@ -133,7 +133,7 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
         tokenise: Callable[..., Iterator[Any]] = TOKENISERS[stage]
         num_train = _write(partial / "train.arrow", stage, tokenise(records.train, tokenizer, options, counts))
         _write(partial / "eval.arrow", stage, tokenise(records.eval, tokenizer, options, counts))
-        if not num_train:
+        if not num_train and not options.held_out_only:
             kinds = "; ".join(counts.lines()) or "no row"
             raise InputError(f"stage {stage}: no training row is left: {kinds}")
         (partial / "counts.json").write_text(json.dumps(counts.to_json(), indent=1), encoding="utf-8")

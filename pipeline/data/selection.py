@@ -30,8 +30,8 @@ class DataOptions(TokenizationOptions):
 
     data_path: paths, each with an optional ':weight'. sft_only_data_path: more records for stage 'sft', all of
     them. data_split: 'a,b,c' shares of the stages, or 'none' (every stage sees all records). eval_fraction: share of
-    prompts to evaluate on, used if neither eval_data_path nor a source's own split says so. cache_dir: None for the
-    user's cache directory.
+    prompts to evaluate on, used if neither eval_data_path nor a source's own split says so. held_out_only: no row to
+    train on. cache_dir: None for the user's cache directory.
     """
 
     data_path: tuple[str, ...]
@@ -39,6 +39,7 @@ class DataOptions(TokenizationOptions):
     sft_only_data_path: tuple[str, ...] = ()
     data_split: str = "2,4,4"
     eval_fraction: float = 0.1
+    held_out_only: bool = False
     seed: int = 1234
     column_map: Mapping[str, str] = field(default_factory=dict)
     template: str = "auto"
@@ -81,7 +82,7 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
     """Read the stage's sources and divide their records, in source order.
 
     Evaluation records are those of eval_data_path, else a source's own test rows, else a share of its prompts by hash;
-    they are the same for all stages. Raises InputError if no training record is left.
+    they are the same for all stages. Raises InputError if no training record is left where there should be some.
     """
     shares = None if stage == "text" else parse_shares(options.data_split)
     sources = [_divided(text, options, counts) for text in options.data_path]
@@ -96,6 +97,8 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
     for text in options.eval_data_path:
         records = _kept_records(text, options, counts)
         evaluation += [record for record in records if record.split == "test"] or records
+    if options.held_out_only:
+        return Selected([], evaluation)
     evaluated = {record.prompt_id for record in evaluation}
     for record in train:
         if record.prompt_id in evaluated:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from support.tiny_models import EOS, random_rows, save_tiny
+from support.tiny_run import write_lines
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.data.batching import PairBatch, pair_batch
@@ -94,8 +95,12 @@ def test_the_margin_of_a_filling_row_is_harmless():
     assert RewardConfig().reward_loss == "last_token"
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_the_command_reports_on_held_out_pairs(bpe_folder, tmp_path, capsys, monkeypatch, as_json):
+NUM_PAIRS = 40
+
+
+@pytest.fixture
+def judge(bpe_folder, tmp_path, monkeypatch) -> str:
+    """A tiny reward model; the folder beside it holds pairs of which the longer one is always chosen."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = save_tiny("llama", bpe_folder, tmp_path / "reward", reward=True, max_position_embeddings=256)
@@ -103,17 +108,49 @@ def test_the_command_reports_on_held_out_pairs(bpe_folder, tmp_path, capsys, mon
                 "{{ eos_token }}{% endif %}{% endfor %}"}  # fmt: skip
     config = tmp_path / "reward" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | template))
-    pairs = tmp_path / "pairs.jsonl"
-    rows = [{"prompt": f"What is {n}?", "chosen": f"It is {n} and more.", "rejected": "No."} for n in range(40)]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["--path", folder, "--data_path", str(pairs), "--eval_fraction", "0.5", "--max_seq_len", "128"]
+    rows = [{"prompt": f"What is {n}?", "chosen": f"It is {n} and more.", "rejected": "No."} for n in range(NUM_PAIRS)]
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "test_x.jsonl", rows)
+    return folder
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_command_reports_on_held_out_pairs(judge, tmp_path, capsys, as_json):
+    pairs = str(tmp_path / "data" / "test_x.jsonl")
+    argv = ["--path", judge, "--data_path", pairs, "--eval_fraction", "0.5", "--max_seq_len", "128"]
     assert main([*argv, "--json_output"] if as_json else argv) == 0
     shown = capsys.readouterr().out
     if not as_json:
-        assert "accuracy" in shown and "shorter response" not in shown and "longer wins" in shown
+        assert "accuracy" in shown and "shorter response" not in shown
+        assert shown.splitlines()[-1].startswith("verdict: NOT shown to be better than 'longer wins': accuracy -")
         return
     found = json.loads(shown)
     assert 10 <= found["pairs"] <= 30 and found["trivial_rules"]["longer wins"]["mean"] == 1.0
     assert lines(found)[0].split()[0] == "accuracy"
     weighted = [v["mean"] * v["count"] for v in found["accuracy_by_length"].values()]
     assert sum(weighted) / found["pairs"] == pytest.approx(found["accuracy"]["mean"])
+    gain = found["verdict"]["gain"]["mean"]
+    assert gain == pytest.approx(found["accuracy"]["mean"] - 1.0) and not found["verdict"]["is_better"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--data_path data/test_x.jsonl --eval_data_path data/test_x.jsonl",
+        "--data_path data/test_x.jsonl --eval_fraction 1.0",
+        "--data_path data",
+    ],
+)
+def test_all_rows_of_a_file_can_be_scored(judge, tmp_path, capsys, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--path", judge, *words.split(), "--max_seq_len", "128", "--json_output"]) == 0
+    assert json.loads(capsys.readouterr().out)["pairs"] == NUM_PAIRS
+
+
+def test_a_file_without_pairs_names_the_columns_of_a_pair(judge, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    write_lines(tmp_path / "chats.jsonl", [{"messages": turns}])
+    assert main(["--path", judge, "--data_path", "chats.jsonl", "--eval_fraction", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: chats.jsonl: no pair to score: 1 no pair: columns chosen and rejected are needed")
