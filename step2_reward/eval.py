@@ -15,6 +15,7 @@ from pipeline.data.cache import load_or_build
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
 from pipeline.errors import InputError
+from pipeline.models.finite_weights import check_finite
 from pipeline.models.loading import default_device
 from pipeline.models.paths import check_reward_model
 from pipeline.models.reward_model import last_token_scores, load_reward_model
@@ -184,6 +185,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         raise InputError(f"{paths}: no pair to score: {kinds}")
     device = default_device()
     model = load_reward_model(options.path, dtype=torch.float32).to(device).eval()
+    check_finite(model, options.path)
     pad_id = choose_padding_token(tokenizer).pad_id
     batches = evaluation_batches(
         rows, pair_collator(pad_id), batch_size=options.batch_size, world_size=1, rank=0, max_batches=0

@@ -5,7 +5,7 @@ in host memory until transformers writes the shards.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.engine.build import weights_dtype
+from pipeline.errors import DivergedError
 from pipeline.files import has_config, with_new_folder
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import is_lora, merged_weight
@@ -29,15 +30,35 @@ PEFT_WRAPPERS = re.compile(r"base_layer\.|modules_to_save\.default\.")
 def state_dict(model: nn.Module, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the whole weights of the transformers model in `model`, LoRA merged: on rank 0's CPU, {} elsewhere.
 
-    A collective under ZeRO-3. Buffers that transformers saves are included; tied weights occur once.
+    Buffers that transformers saves are included; tied weights occur once. A collective.
+
+    Raises:
+        DivergedError: on every rank, a weight is not finite.
     """
     inner = base_model(model)
     tied = set(getattr(inner, "all_tied_weights_keys", {}) or {})
-    weights: dict[str, torch.Tensor] = {}
-    for name, value in whole_tensors(inner):
-        plain = PEFT_WRAPPERS.sub("", name)
-        if value is not None and plain not in tied:
-            weights[plain] = value.detach().to(dtype if value.is_floating_point() else value.dtype).cpu()
+    named = ((PEFT_WRAPPERS.sub("", name), value) for name, value in whole_tensors(inner))
+    return on_host(((name, value) for name, value in named if name not in tied), dtype)
+
+
+def on_host(named: Iterable[tuple[str, torch.Tensor | None]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors that rank 0 has, in `dtype` and on the CPU. A collective; raises as `state_dict` does."""
+    weights, bad = {}, []
+    for name, value in named:
+        if value is not None:
+            saved = value.detach().to(dtype if value.is_floating_point() else value.dtype)
+            if not saved.isfinite().all():
+                bad.append(name)
+            weights[name] = saved.cpu()
+
+    def refuse() -> None:
+        if bad:
+            raise DivergedError(
+                f"nothing is saved: {len(bad)} of {len(weights)} tensors hold NaN or infinity in "
+                f"{str(dtype).removeprefix('torch.')}, the first is {bad[0]}; go on from a checkpoint with a lower rate"
+            )
+
+    dist.on_main(refuse)
     return weights
 
 
@@ -107,14 +128,15 @@ def is_saved(folder: str) -> bool:
 
 
 def adapter_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the adapter's tensors by peft's names on rank 0, {} elsewhere; a collective under ZeRO-3."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        if "lora_" in name or ".modules_to_save." in name:
-            with gathered([parameter]):
-                if dist.is_main():
-                    tensors[name] = parameter.data.to(dtype).cpu().clone()
-    return tensors
+    """Return the adapter's tensors by peft's names on rank 0, {} elsewhere. A collective; raises as `state_dict`."""
+
+    def named() -> Iterator[tuple[str, torch.Tensor | None]]:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or ".modules_to_save." in name:
+                with gathered([parameter]):
+                    yield name, parameter.data.clone() if dist.is_main() else None
+
+    return on_host(named(), dtype)
 
 
 def saved_dtype(run: Run) -> torch.dtype:

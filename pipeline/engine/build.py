@@ -12,6 +12,7 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading
 from pipeline.models.causal_lm import CausalLM
+from pipeline.models.finite_weights import check_finite
 from pipeline.models.loading import DTYPES, base_model, default_dtype, load_causal_lm, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
@@ -80,7 +81,9 @@ def frozen_engine(
     ds_json = frozen_json(settings, model, placement(run), offload=offload)
     with partitioned_loading(ds_json):
         loaded = load(path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation)
-    return FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)
+    engine = FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)
+    check_finite(engine.module, path)
+    return engine
 
 
 def weights_dtype(run: Run) -> torch.dtype:
@@ -91,7 +94,11 @@ def weights_dtype(run: Run) -> torch.dtype:
 def training_engine(
     run: Run, module: CausalLM | TokenValueModel, model: ModelConfig, ds_json: dict[str, Any]
 ) -> TrainingEngine:
-    """Put `module` under DeepSpeed, with LoRA, gradient checkpointing and parameter groups as configured."""
+    """Put `module` under DeepSpeed, with LoRA, gradient checkpointing and parameter groups as configured.
+
+    Raises:
+        InputError: a weight is not finite.
+    """
     config, optimizer = run.resolved.config, run.resolved.config.optimizer
     if model.lora_dim:
         module.model = add_lora(
@@ -108,7 +115,9 @@ def training_engine(
         use_gradient_checkpointing(base_model(module.model))
     groups, betas = parameter_groups(module, model), (optimizer.adam_beta1, optimizer.adam_beta2)
     gather = config.deepspeed.zero3_gather
-    return TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
+    engine = TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
+    check_finite(engine.module, model.model_name_or_path)
+    return engine
 
 
 def parameter_groups(model: nn.Module, config: ModelConfig) -> list[dict[str, Any]]:

@@ -63,10 +63,13 @@ class GenerationStopped(Exception):
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw (N,) int64 tokens by inverting the cumulative distribution of (N, V) logits at (N,) uniforms in (0, 1)."""
+    """Draw (N,) int64 tokens by inverting the cumulative distribution of (N, V) logits at (N,) uniforms in (0, 1).
+
+    Logits that are not finite give some token of the vocabulary; its log-probability tells.
+    """
     cumulative = logits.double().softmax(-1).cumsum(-1)
     threshold = uniform.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
 
 
 def rollout_uniforms(

@@ -19,6 +19,7 @@ from pipeline.data.templates import encode_conversation, encode_prompt, set_temp
 from pipeline.data.turns import Message, Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
+from pipeline.models.finite_weights import check_finite
 from pipeline.models.loading import (
     DTYPES,
     adapter_base,
@@ -80,6 +81,7 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     tokenizer = load_chat_tokenizer(path)
     model = load_causal_lm(path, dtype=dtype).to(default_device()).eval()  # type: ignore[arg-type]
+    check_finite(model, path)
     end_ids = eos_ids(tokenizer, model.generation_config)
     # generate() takes settings that are not passed from here: published models set temperatures and top_k of their own.
     model.generation_config = GenerationConfig()
@@ -242,6 +244,7 @@ def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
     check_model(path, "--reward_model")
     tokenizer = load_chat_tokenizer(path)
     model = load_reward_model(path, dtype=dtype).to(default_device()).eval()
+    check_finite(model, path)
     return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
 
 

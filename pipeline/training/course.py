@@ -10,6 +10,7 @@ from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.groups import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.errors import DivergedError
 from pipeline.heartbeat import beat
 from pipeline.run.run import Run, write_done
 from pipeline.training.recorder import Recorder
@@ -93,7 +94,16 @@ class Course:
             self.recorder.end()
 
     def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
-        """Write the last checkpoint and the model folders, and mark the run as done."""
+        """Write the last checkpoint and the model folders, and mark the run as done.
+
+        Raises:
+            DivergedError: every step was skipped, so that the models are those of the start.
+        """
+        if state.step and state.skipped_updates == state.step:
+            raise DivergedError(
+                f"all {state.step} steps were skipped, their losses or gradients were not finite: nothing was trained "
+                "and nothing is saved; lower the learning rate, or use --dtype bf16 instead of fp16"
+            )
         beat("save", state.step)
         attempt(lambda: self._write(state, content))
         attempt(self._saver.finish)

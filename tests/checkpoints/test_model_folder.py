@@ -23,7 +23,7 @@ from pipeline.checkpoints import model_folder as saving
 from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model, state_dict
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import DivergedError, EnvironmentFault, InputError
 from pipeline.files import OURS, with_new_folder, write_json
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
@@ -114,6 +114,28 @@ def test_collected_weights_hold_a_tied_one_once(tiny_folders):
     collected = state_dict(model, dtype=torch.bfloat16)
     assert set(collected) == {name for name, _ in model.named_parameters()}
     assert {value.dtype for value in collected.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e5, torch.float16)])
+def test_a_model_that_is_not_finite_does_not_replace_the_last_one(causal_folder, tmp_path, value, dtype):
+    """Also where only the data type of the file cannot hold a weight."""
+    model = load_causal_lm(causal_folder, dtype=torch.float32)
+    folder = save(model, causal_folder, tmp_path / "sft", dtype=dtype)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    name, weight = next((name, weight) for name, weight in model.named_parameters() if "norm" in name)
+    weight.data[0] = value
+    with pytest.raises(DivergedError, match=f"nothing is saved: 1 of .* in float.., the first is {name}"):
+        save(model, causal_folder, folder, dtype=dtype)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_adapter_that_is_not_finite_is_not_saved(tiny_folders, tmp_path):
+    model = with_lora(load_causal_lm(tiny_folders["opt"], dtype=torch.float32), "CAUSAL_LM")
+    name, weight = next((name, weight) for name, weight in model.named_parameters() if "lora_A" in name)
+    weight.data[0] = float("inf")
+    with pytest.raises(DivergedError):
+        save(model, tiny_folders["opt"], tmp_path / "adapter", merged=False)
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_above_the_shard_size_there_are_shards_and_an_index(causal_folder, tmp_path, monkeypatch):

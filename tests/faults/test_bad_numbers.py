@@ -113,9 +113,9 @@ def inject(place: str, times: int) -> None:
     (MASKS[place] if place in MASKS else SKIPS[place][1])(times)
 
 
-def run(folder: Path, stage: str, out: str, place: str, times: int) -> tuple[int, Story]:
+def run(folder: Path, stage: str, out: str, place: str, times: int, *, steps: int = STEPS) -> tuple[int, Story]:
     more = ("--max_bad_steps", LIMIT, "--lora_dim", 0) if stage != "ppo" else ("--max_bad_steps", LIMIT)
-    story = Story(stage, folder, steps=STEPS, more=more)
+    story = Story(stage, folder, steps=steps, more=more)
     return exit_code(start(story, out, first=partial(inject, place, times))), story
 
 
@@ -153,6 +153,14 @@ def test_for_good_ends_with_4(folder, place):
     last = (folder / f"{out}.{stage}.log").read_text()
     assert "Traceback" not in last
     assert_weights_are_finite(story, out)
+
+
+def test_a_short_run_that_trained_nothing_is_not_done(folder):
+    """It ends before `--max_bad_steps` in a row end it."""
+    code, story = run(folder, "sft", "short", "sft loss", 10**6, steps=2)
+    assert code == 4 and not (story.run_dir("short") / "done.json").exists()
+    outcome = json.loads((story.run_dir("short") / "outcome" / "rank-0.json").read_text())
+    assert outcome["message"].startswith("all 2 steps were skipped")
 
 
 @pytest.mark.faults

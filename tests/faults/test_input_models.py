@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from broken_models import BROKEN, MISSING, Broken, config, make, tokenizer
+from broken_models import BROKEN, MISSING, WEIGHTS, Broken, config, make, tokenizer
 from input_calls import Ending, call, make_inputs, stage_words, stopped_at_the_models
+from safetensors.torch import load_file, save_file
 
 FLAG = {"sft": "model_name_or_path", "reward": "model_name_or_path", "chat": "path", "prompt_eval": "models"}
 
@@ -185,6 +186,36 @@ def test_a_classifier_of_two_labels_is_no_start_of_a_reward_model(folder: Path, 
     config(id2label=MISSING, label2id=MISSING)(path)
     ending = call("reward", stage_words("reward", folder, tmp_path / "out", model_name_or_path=path))
     assert "its head has 2 labels" in refusal(ending)
+
+
+# Command, the flag that names the model, the tensor that is spoiled.
+NOT_FINITE = [
+    ("sft", "model_name_or_path", "model.decoder.layers.1.fc1.weight"),
+    ("reward", "model_name_or_path", "model.decoder.embed_tokens.weight"),
+    ("ppo", "actor_model_name_or_path", "model.decoder.final_layer_norm.bias"),
+    ("ppo", "critic_model_name_or_path", "score.weight"),
+    ("ppo", "reward_model_name_or_path", "score.weight"),
+    ("chat", "path", "model.decoder.layers.0.self_attn.q_proj.bias"),
+    ("prompt_eval", "models", "model.decoder.layers.1.fc2.weight"),
+    ("prompt_eval", "reward_model", "score.weight"),
+    ("reward_eval", "path", "score.weight"),
+]
+
+
+@pytest.mark.parametrize(("command", "flag", "tensor"), NOT_FINITE)
+def test_a_model_whose_weights_are_not_finite(
+    command: str, flag: str, tensor: str, folder: Path, tmp_path: Path
+) -> None:
+    path, number = tmp_path / "spoiled", float("inf" if "bias" in tensor else "nan")
+    shutil.copytree(folder / ("judge" if tensor == "score.weight" else "base"), path)
+    weights = load_file(path / WEIGHTS)
+    weights[tensor].view(-1)[-1] = number
+    save_file(weights, path / WEIGHTS, metadata={"format": "pt"})
+    words = stage_words(
+        command, folder, tmp_path / "out", **{flag: [folder / "base", path] if flag == "models" else path}
+    )
+    assert refusal(call(command, words)).startswith(f"error: {path / WEIGHTS}: {tensor} holds NaN or infinity; ")
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
 FLASH = {

@@ -1,5 +1,6 @@
 """The eager backend: its distribution, its independence of the batch, exact ids of a scripted model, its log-probs."""
 
+import math
 import shutil
 from collections.abc import Iterable, Sequence
 
@@ -118,6 +119,12 @@ def test_draw_inverts_the_cumulative_distribution():
     logits = torch.tensor([[0.2, 0.0, 0.5, 0.3]]).log().expand(5, -1)
     uniform = torch.tensor([1e-17, 0.19, 0.21, 0.69, 1 - 2**-53], dtype=torch.float64)
     assert draw(logits, uniform).tolist() == [0, 0, 2, 2, 3]
+
+
+def test_logits_that_are_not_finite_give_a_token_of_the_vocabulary():
+    """The run is to end by its skipped steps, not by an index out of bounds."""
+    logits = torch.tensor([[math.nan, 0.0, 1.0], [math.inf, 0.0, 1.0], [0.0, 0.0, math.nan]])
+    assert set(draw(logits, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()) <= {0, 1, 2}
 
 
 def test_a_token_is_the_one_of_its_own_uniform():

@@ -1,5 +1,6 @@
 """The course of a run: what is due at which step, and what a stop becomes."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from pipeline.configuration.groups import RunConfig
 from pipeline.dist import World
-from pipeline.errors import EnvironmentFault, StoppedRun
+from pipeline.errors import DivergedError, EnvironmentFault, StoppedRun
 from pipeline.training.course import Course
 from pipeline.training.steps import Counters, Interrupted
 
@@ -71,6 +72,17 @@ def test_an_interrupted_run_saves_its_state_and_is_stopped(tmp_path):
         state.step = 6
         raise Interrupted
     assert course._saver.steps == [6] and course._saver.finished == 1
+
+
+@pytest.mark.parametrize(("skipped", "is_done"), [(2, True), (3, False)])
+def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, monkeypatch, skipped, is_done):
+    written = []
+    monkeypatch.setattr("pipeline.training.course.write_done", lambda run, steps: written.append("done"))
+    course = make_course(tmp_path)
+    state = Counters(step=3, skipped_updates=skipped)
+    with nullcontext() if is_done else pytest.raises(DivergedError, match="all 3 steps were skipped"):
+        course.finish(state, None, lambda: written.append("models"))
+    assert written == (["models", "done"] if is_done else []) and course._saver.steps == ([3] if is_done else [])
 
 
 def test_a_full_disk_ends_a_run_that_is_to_stop(tmp_path):

@@ -1,0 +1,67 @@
+"""Refuse a loaded model whose weights hold NaN or infinity: what it computes would look like numbers for a while.
+
+For the engines, chat, comparison and the report on a reward model, once after loading. That nothing else is ever saved
+is checked in `checkpoints/model_folder.py`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import safetensors
+import torch
+from torch import nn
+
+from pipeline import dist
+from pipeline.errors import InputError
+from pipeline.models.partitions import local_range, local_share
+from pipeline.models.paths import read_adapter_config
+from pipeline.models.weight_files import ADAPTER_WEIGHTS, weight_files
+
+
+def check_finite(model: nn.Module, path: str) -> None:
+    """Refuse a model, loaded from `path`, with a weight that is not finite. A collective under ZeRO-3.
+
+    One reduction on the weights' device, whose result is read once.
+
+    Raises:
+        InputError: with the file and the tensor, where the file is a safetensors file on this machine.
+    """
+    weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+    largest = [largest_magnitude(weight) for weight in weights.values()]
+    if not largest:
+        return
+    flags = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().logical_not()
+    counts = dist.sum_over_ranks(flags.int()).tolist()  # each rank has looked at its own shards
+    if bad := [name for name, count in zip(weights, counts, strict=True) if count]:
+        raise not_finite(path, bad[0], next(iter(weights.values())).dtype)
+
+
+def largest_magnitude(weight: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude in this rank's share of a weight, a fp32 scalar; NaN where there is a NaN."""
+    count = local_range(weight)[1]
+    share = local_share(weight).flatten()[:count]  # what pads a shard was never written
+    return torch.linalg.vector_norm(share, ord=torch.inf).float() if count else share.new_zeros((), dtype=torch.float32)
+
+
+def not_finite(path: str, name: str, dtype: torch.dtype) -> InputError:
+    """Return the error for a model whose weight `name` is not finite, with the file and the tensor if there is one."""
+    files = list(local_files(Path(path).expanduser()))
+    for file in files:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - no dictionary
+                if not opened.get_tensor(key).isfinite().all():
+                    return InputError(f"{file}: {key} holds NaN or infinity; fetch the file again, or train it anew")
+    if files:
+        kind = str(dtype).removeprefix("torch.")
+        return InputError(f"{path}: {name} is finite in its file, but not in {kind}; give --dtype bf16 or fp32")
+    return InputError(f"{path}: {name} holds NaN or infinity; fetch the model again, or train it anew")
+
+
+def local_files(folder: Path) -> Iterator[Path]:
+    """Yield the safetensors files that a model is loaded from; none for a hub id or pickles."""
+    adapter = read_adapter_config(folder)
+    if adapter is not None:
+        yield folder / ADAPTER_WEIGHTS
+        yield from local_files(Path(adapter["base_model_name_or_path"]).expanduser())
+    elif folder.is_dir():
+        yield from weight_files(folder)
