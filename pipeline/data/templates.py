@@ -4,8 +4,8 @@ Texts are rendered by transformers' sandboxed `apply_chat_template` and encoded 
 template contains the BOS. Training, rollouts and chat all encode prompts with `encode_prompt`.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pipeline.data.turns import Message
@@ -38,6 +38,14 @@ BOS_PREFIX = "{{- bos_token -}}"
 
 class RefusedTurnsError(InputError):
     """The template refuses these turns, a system turn for example; other rows may be accepted."""
+
+
+class SpecialTokens(NamedTuple):
+    """Special tokens of a tokenizer: their texts, longest first, the text of each id, and the ids that end a turn."""
+
+    texts: tuple[str, ...]
+    by_id: Mapping[int, str]
+    ends: frozenset[int]
 
 
 class EncodedConversation(NamedTuple):
@@ -87,7 +95,7 @@ def render(
         RefusedTurnsError: the template does not accept the turns.
         InputError: rendering takes longer than MAX_RENDER_S, or makes more text than MAX_GROWTH allows.
     """
-    turns = [asdict(message) for message in messages]
+    turns = [{"role": message.role, "content": message.content} for message in messages]
     num_chars = sum(len(message.content) for message in messages)
     try:
         with time_limit(MAX_RENDER_S):
@@ -145,43 +153,48 @@ def broken_up(text: str, special: Sequence[str]) -> str:
     return text
 
 
-def plain_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[Message]:
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
+    """Return what encoding looks for; callers with many conversations compute it once."""
+    texts = special_texts(tokenizer)
+    by_id = dict(zip(tokenizer.convert_tokens_to_ids(list(texts)), texts, strict=True))
+    return SpecialTokens(texts, by_id, end_token_ids(tokenizer))
+
+
+def plain_turns(messages: Sequence[Message], special: Sequence[str]) -> list[Message]:
     """Return the turns with every text that spells a special token broken up."""
-    special = special_texts(tokenizer)
     return [Message(message.role, broken_up(message.content, special)) for message in messages]
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[int]:
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], special: SpecialTokens | None = None
+) -> list[int]:
     """Encode the prompt up to and with the generation prompt, as a model gets it."""
-    return encode_text(tokenizer, render(tokenizer, plain_turns(tokenizer, messages), add_generation_prompt=True))
+    texts = special.texts if special else special_texts(tokenizer)
+    return encode_text(tokenizer, render(tokenizer, plain_turns(messages, texts), add_generation_prompt=True))
 
 
 def encode_conversation(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     train_turns: TrainTurns = "all",
-    ends: frozenset[int] | None = None,
+    special: SpecialTokens | None = None,
 ) -> EncodedConversation:
     """Encode turns that end in an assistant turn; the prompt before each trained turn is an exact token prefix.
 
     Trained are the content of the assistant turns ('all', or the 'last' one only) and the token that ends each turn.
     The ids end with the last turn's end token; if the template puts none there, EOS is appended. Callers with many
-    conversations pass `ends` = end_token_ids(tokenizer). Raises InputError if the template rewrites
-    earlier turns, so that a prompt is no prefix of the whole.
+    conversations pass `special`. Takes time linear in turns where the template ends each turn with a special token.
+    Raises InputError if the template rewrites earlier turns, so that a prompt is no prefix of the whole.
     """
     targets = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not targets or targets[-1] != len(messages) - 1:
         raise ValueError("a conversation to train on ends in an assistant turn")
-    messages = plain_turns(tokenizer, messages)
+    special = special or special_tokens(tokenizer)
+    messages, ends = plain_turns(messages, special.texts), special.ends
     pieces = _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:])
-    ends = end_token_ids(tokenizer) if ends is None else ends
-    text, ids, trained, num_boundaries = "", list[int](), list[bool](), 0
-    for piece, is_response in pieces:
-        text += piece
-        whole = encode_text(tokenizer, text)
-        is_joined = whole[: len(ids)] == ids
-        # The tokenizer may merge across the boundary. A model that gets the prompt cannot: encode the piece by itself.
-        new = whole[len(ids) :] if is_joined else encode_text(tokenizer, piece)
+    ids, trained, num_boundaries = list[int](), list[bool](), 0
+    encoded = _ids_of_pieces(tokenizer, [piece for piece, _ in pieces], special)
+    for (_, is_response), (new, is_joined) in zip(pieces, encoded, strict=True):
         num_boundaries += not is_joined
         # Trained are a response's tokens up to its last end token, or all if it has none.
         last = max((position for position, token in enumerate(new, 1) if token in ends), default=len(new))
@@ -211,24 +224,84 @@ def end_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     return frozenset(ends)
 
 
+def _ids_of_pieces(
+    tokenizer: "PreTrainedTokenizerBase", pieces: Sequence[str], special: SpecialTokens
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield the ids that each piece of a text adds to those of the text before it, and True.
+
+    The tokenizer may merge tokens across a boundary. A model that gets the text before it cannot: from there on the ids
+    of each piece by itself are yielded, and False. Tokenizers cut texts at special tokens first, so that nothing before
+    the last one changes what follows it: only the text from there on is encoded again.
+    """
+    text, start, end = "".join(pieces), 0, 0
+    earlier, known, is_joined = list[int](), list[int](), True  # ids of text[:start] and text[start:end]
+    for piece in pieces:
+        end += len(piece)
+        if is_joined:
+            ids = encode_text(tokenizer, text[start:end])
+            if start and ids[: len(known)] != known:
+                start, earlier, known = 0, [], earlier + known  # perhaps a special token that is not cut at
+                ids = encode_text(tokenizer, text[:end])
+            is_joined = ids[: len(known)] == known
+        if not is_joined:
+            yield encode_text(tokenizer, piece), False
+            continue
+        yield ids[len(known) :], True
+        last = next((position for position in range(len(ids) - 1, 0, -1) if ids[position] in special.by_id), 0)
+        known, cut = ids, text.rfind(special.by_id[ids[last]], start, end) if last else -1
+        if cut > start:
+            start, earlier, known = cut, earlier + ids[:last], ids[last:]
+
+
 def _pieces(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int]
 ) -> list[tuple[str, bool]]:
-    """Render and cut the text at each target turn: (text, True for a response with what the template puts after it)."""
+    """Render and cut the text at each target turn: (text, True for a response with what the template puts after it).
+
+    A template that renders turns one after the other gives an exchange the same text behind any other exchange, so
+    each is first rendered behind a short one, which takes linear time. Where these texts are not those of the whole,
+    every prefix is rendered.
+    """
     whole = render(tokenizer, messages)
+    if len(targets) > 2:
+        short = [Message(message.role, "a") for message in messages[: targets[0] + 1]]
+        with suppress(RefusedTurnsError):
+            if pieces := _cut(tokenizer, whole, messages, targets, short):
+                return pieces
+    if pieces := _cut(tokenizer, whole, messages, targets, None):
+        return pieces
+    raise InputError(
+        f"the chat template of {_name(tokenizer)} rewrites earlier turns, so that no prompt is a prefix of its "
+        "conversation; --train_turns last or --template human_assistant are right"
+    )
+
+
+def _cut(
+    tokenizer: "PreTrainedTokenizerBase",
+    whole: str,
+    messages: Sequence[Message],
+    targets: Sequence[int],
+    before: Sequence[Message] | None,
+) -> list[tuple[str, bool]]:
+    """Cut `whole` at each target turn, rendered behind `before`, else behind all earlier turns; [] where none fits."""
     pieces: list[tuple[str, bool]] = []
-    start = 0
+    start = first = 0
+    head, head_text = list[Message](), ""
     for index in targets:
-        prompt = render(tokenizer, messages[:index], add_generation_prompt=True)
-        turn = whole if index == len(messages) - 1 else render(tokenizer, messages[: index + 1])
-        if not (whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= start):
-            raise InputError(
-                f"the chat template of {_name(tokenizer)} rewrites earlier turns, so that no prompt is a prefix of its "
-                "conversation; --train_turns last or --template human_assistant are right"
-            )
-        pieces += [(whole[start : len(prompt)], False), (whole[len(prompt) : len(turn)], True)]
-        start = len(turn)
-    return pieces
+        exchange = [*head, *messages[first : index + 1]]
+        prompt = render(tokenizer, exchange[:-1], add_generation_prompt=True)
+        turn = whole if before is None and index + 1 == len(messages) else render(tokenizer, exchange)
+        size = len(turn) - len(head_text)
+        is_prefix = turn.startswith(prompt) and prompt.startswith(head_text)
+        if not is_prefix or not whole.startswith(turn[len(head_text) :], start):
+            return []
+        pieces += [(prompt[len(head_text) :], False), (turn[len(prompt) :], True)]
+        start, first = start + size, index + 1
+        if before is None:
+            head, head_text = list(messages[:first]), whole[:start]
+        elif not head:
+            head, head_text = list(before), render(tokenizer, before)
+    return pieces if start == len(whole) else []
 
 
 def _name(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -18,8 +18,8 @@ from pipeline.data.templates import (
     encode_conversation,
     encode_prompt,
     encode_text,
-    end_token_ids,
     special_texts,
+    special_tokens,
 )
 from pipeline.data.turns import BadRowError, Message, Turns, turns_to_json
 from pipeline.errors import InputError
@@ -82,7 +82,7 @@ class _RowMaker:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts) -> None:
         self.tokenizer, self.options, self.counts = tokenizer, options, counts
-        self.ends, self.special_tokens = end_token_ids(tokenizer), special_texts(tokenizer)
+        self.special = special_tokens(tokenizer)
         self.prompt_ids: set[int] = set()
 
     def rows(self, records: Iterable[Record], make: Callable[[Record], R]) -> Iterator[R]:
@@ -143,7 +143,7 @@ class _RowMaker:
             raise BadRowError("prompt repeated")
         self.prompt_ids.add(record.prompt_id)
         self._count_special(record, record.messages)
-        ids, limit = encode_prompt(self.tokenizer, record.messages), self.options.max_prompt_seq_len
+        ids, limit = encode_prompt(self.tokenizer, record.messages, self.special), self.options.max_prompt_seq_len
         if len(ids) > limit:
             if self.options.long_prompts == "drop":
                 raise BadRowError("prompt longer than max_prompt_seq_len")
@@ -153,13 +153,13 @@ class _RowMaker:
 
     def _conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> EncodedConversation:
         self._count_special(record, turns)
-        encoded = encode_conversation(self.tokenizer, turns, train_turns, self.ends)
+        encoded = encode_conversation(self.tokenizer, turns, train_turns, self.special)
         if encoded.num_boundaries:
             self.counts.add("tokens would merge across the prompt's end: pieces encoded apart", record.origin)
         return encoded
 
     def _count_special(self, record: Record, turns: Turns) -> None:
-        if any(token in turn.content for turn in turns for token in self.special_tokens):
+        if any(token in turn.content for turn in turns for token in self.special.texts):
             self.counts.add(SPECIAL_BROKEN, record.origin)
 
     def _without_start(self, ids: list[int], num_kept: int) -> list[int]:

@@ -42,6 +42,11 @@ OPEN_SPACE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} A: {% else %}{{ m.content }}{{ eos_token }}"
     "{% endif %}{% endfor %}"
 )
+# Every turn tells its number, and the generation prompt how many there were: no turn is the same behind other turns.
+NUMBERED = (
+    "{% for m in messages %}{{ loop.index }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ messages | length + 1 }}:{% endif %}"
+)
 QUESTION = Message("user", "How do I make tea?")
 ANSWER = Message("assistant", "Boil water.")
 LONGER = (QUESTION, ANSWER, Message("user", "How long?"), Message("assistant", "four minutes"))
@@ -202,3 +207,64 @@ def test_all_turns_and_last_turn_encode_alike_on_real_transcripts(real_data, rea
         num_ends = sum(t and i == real_tokenizer.eos_token_id for i, t in zip(every.ids, every.trained, strict=True))
         is_same = every.ids == last.ids
         assert is_same and num_ends == num_answers, record.origin
+
+
+# --- conversations of many turns --------------------------------------------------------------------------------------
+
+SAYINGS = ("x", "the capital of", "  Boil  water,\n\nadd the leaves", "Human: 猫 🦀", "Sphinx </s> of quartz", "a 10:")
+
+
+def exchanges(number: int) -> list[Message]:
+    """A conversation of `number` questions and answers."""
+    sayings = itertools.islice(itertools.cycle(SAYINGS), 2 * number)
+    return [Message(("user", "assistant")[place % 2], text.strip()) for place, text in enumerate(sayings)]
+
+
+def ids_by_definition(tokenizer, turns) -> list[int]:
+    """Every prompt and every turn rendered and encoded with all that comes before it."""
+    turns = [Message(turn.role, turn.content.replace("</s>", "< /s>")) for turn in turns]
+    ids, text = [], ""
+    for end in range(0, len(turns), 2):
+        prompt = render(tokenizer, turns[: end + 1], add_generation_prompt=True)
+        for longer in (prompt, render(tokenizer, turns[: end + 2])):
+            whole = encode_text(tokenizer, longer)
+            ids = whole if whole[: len(ids)] == ids else ids + encode_text(tokenizer, longer[len(text) :])
+            text = longer
+    return ids
+
+
+@pytest.mark.parametrize("template", [HUMAN_ASSISTANT_TEMPLATE, CHATML, NO_END, OPEN_SPACE, NUMBERED])
+@pytest.mark.parametrize("number", [1, 2, 3, 9])
+def test_ids_of_many_turns_are_those_of_their_definition(chatml, template, number):
+    chatml.chat_template = template
+    ids = ids_by_definition(chatml, exchanges(number))
+    encoded = encode_conversation(chatml, exchanges(number)).ids
+    ends = [EOS] if template == NO_END else []  # no end token in the text: one is appended
+    assert encoded == [*ids[: len(encoded) - len(ends)], *ends] and len(ids) - len(encoded) <= 1
+    if template == OPEN_SPACE:
+        assert ids != encode_text(chatml, render(chatml, exchanges(number))), "the tokenizer merges at boundaries"
+
+
+def test_many_turns_take_time_linear_in_turns(bpe_tokenizer, monkeypatch):
+    """By the characters that are rendered and encoded for twice as many turns: a quadratic way takes four times."""
+    set_template(bpe_tokenizer, "human_assistant")
+    counted = [0]
+    render_text, encode = type(bpe_tokenizer).apply_chat_template, type(bpe_tokenizer).__call__
+
+    def counted_render(self, *arguments, **options):
+        text = render_text(self, *arguments, **options)
+        counted[0] += len(text)
+        return text
+
+    def counted_encode(self, text, **options):
+        counted[0] += len(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(bpe_tokenizer), "apply_chat_template", counted_render)
+    monkeypatch.setattr(type(bpe_tokenizer), "__call__", counted_encode)
+    needed = []
+    for number in (24, 48):
+        counted[0] = 0
+        encode_conversation(bpe_tokenizer, exchanges(number))
+        needed.append(counted[0])
+    assert needed[1] < 2.1 * needed[0]
