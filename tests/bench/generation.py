@@ -87,12 +87,13 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:cut])
     BATCHES.update(sizes=[int(size) for size in options.batches.split(",")], **vars(options))
 
+    from pipeline.launching.dry_run import show_own_stage
     from step3_ppo.config import PPOConfig
 
     entry = importlib.import_module("pipeline.run.entry")
     # The stage's own way in imports a loop by its name: it is to find this module, not a second copy.
     sys.modules["bench.generation"] = sys.modules[__name__]
-    code = entry.enter(PPOConfig, "ppo", "bench.generation", sys.argv[cut + 1 :])
+    code = entry.enter(PPOConfig, "ppo", "bench.generation", sys.argv[cut + 1 :], dry_run=show_own_stage)
     sys.stdout.flush()
     os._exit(code)
 

@@ -36,11 +36,11 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def environment() -> dict[str, str]:
-    """Modules of the project and of this folder, no network, no variables of another launcher."""
+def environment(site: str = "") -> dict[str, str]:
+    """Modules of the project, of this folder and of `site`; no network, no variables of another launcher."""
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
     kept = {name: value for name, value in os.environ.items() if name not in launched}
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [site, kept.get("PYTHONPATH")])]
     quiet = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return kept | quiet | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
@@ -69,13 +69,13 @@ class Jobs:
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
-    def run(self, name: str, command: Sequence[str]) -> str:
-        """Run a command to its end, its output in <work>/<name>.log; returns its stdout."""
+    def run(self, name: str, command: Sequence[str], *, site: str = "") -> str:
+        """Run a command to its end, its output in <work>/<name>.log; returns its stdout. site: a folder of packages."""
         print(f"[bench] {name} ...", file=sys.stderr, flush=True)
         started = time.monotonic()
         with (self.folder / f"{plain(name)}.log").open("w", encoding="utf-8") as log:
             done = subprocess.run(
-                command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=log, text=True, check=False
+                command, cwd=ROOT, env=environment(site), stdout=subprocess.PIPE, stderr=log, text=True, check=False
             )
             log.write(done.stdout)
         print(f"[bench] {name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
@@ -84,10 +84,12 @@ class Jobs:
             raise BenchError(f"{' '.join(command[:4])} ...: exit code {done.returncode}\n{tail}")
         return done.stdout
 
-    def worker(self, name: str, module: str, words: Sequence[object], *, gpus: int = 1) -> dict[str, Any]:
+    def worker(
+        self, name: str, module: str, words: Sequence[object], *, gpus: int = 1, site: str = ""
+    ) -> dict[str, Any]:
         """Run a module of this folder and return its last line of JSON; {} if it failed."""
         try:
-            found = json.loads(last_json(self.run(name, launched(module, words, gpus=gpus))))
+            found = json.loads(last_json(self.run(name, launched(module, words, gpus=gpus), site=site)))
         except BenchError as error:
             found = self._failed(error)
         return self._keep(name, found, words)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.figures import Figures, quotient
-from bench.jobs import Jobs, output_words, ppo_words
+from bench.jobs import BenchError, Jobs, flags, output_words, ppo_words
 from bench.random_models import SHAPES, config_of
 from bench.roofline import Device, data_sheet
 from bench.watched import WATCHED
@@ -116,6 +116,23 @@ def generation(jobs: Jobs, figures: Figures) -> None:
             if device is not None:
                 share = share_of_bound(jobs, run, device)
                 figures.add(f"share of the bound ({by} bandwidth), batch {batch}", share)
+
+
+def vllm(jobs: Jobs, figures: Figures) -> None:
+    """Sampling beside vLLM's of the same weights: prompts included, full responses, temperature 1."""
+    options = jobs.options
+    if not options.vllm:
+        raise BenchError("--vllm: wanted the folder of vLLM's packages, made by pip install --target")
+    jobs.make_models()
+    sizes = {"prompt": options.prompt, "answer": options.answer, "repeats": options.repeats, "warm_up": options.warm_up}
+    for batch, mine in generate_alone(jobs, "generation", options.batches).items():
+        words = flags({"model": jobs.models / "actor", "batch": batch} | sizes)
+        theirs = jobs.worker(f"vLLM, batch {batch}", "bench.vllm_rollouts", words, site=options.vllm)
+        rate = mine["generate_tokens_per_s"]
+        figures.add(f"this project, batch {batch}", rate, "tokens/s")
+        for name, key in (("", "generate_tokens_per_s"), (" with log-probabilities", "with_log_probs_tokens_per_s")):
+            figures.add(f"vLLM{name}, batch {batch}", theirs.get(key), "tokens/s")
+            figures.add(f"this project over vLLM{name}, batch {batch}", quotient(rate, theirs.get(key)), "x")
 
 
 def share_of_bound(jobs: Jobs, run: dict[str, Any], device: Device) -> float:
@@ -257,6 +274,7 @@ Row = Callable[[Jobs, Figures], None]
 PPO_ROWS: dict[str, Row] = {
     "step3": step3,
     "generation": generation,
+    "vllm": vllm,
     "training": training,
     "scaling": scaling,
     "zero3": zero3,

@@ -57,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=numbers, default=[64, 128, 256], help="of the row generation (64,128,256)")
     parser.add_argument("--mean_length", type=float, default=110.0, help="mean response of the row early (110)")
     parser.add_argument("--cap_gib", type=float, default=0.0, help="memory that the row memory may use; 0: all")
+    parser.add_argument("--vllm", default="", help="folder of vLLM's packages, for the row vllm")
     parser.add_argument("--work", default="output/bench", help="folder of models, data and logs (output/bench)")
     parser.add_argument("--json", default="", help="file that the JSON line is added to")
     return parser
@@ -74,7 +75,7 @@ def run_row(options: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
         ROWS[options.row](jobs, figures)
     except BenchError as error:  # of the models, without which there is no run
         jobs.runs["models"] = {"error": str(error)}
-    settings = {name: value for name, value in vars(options).items() if name not in ("row", "work", "json")}
+    settings = {name: value for name, value in vars(options).items() if name not in ("row", "work", "json", "vllm")}
     return {
         "row": options.row,
         "settings": settings | {"extra": extra},

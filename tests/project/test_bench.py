@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -229,16 +230,13 @@ def test_targets():
 # --- a row ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def step3(tmp_path_factory):
-    """The row step3 on tiny models, as a user runs it: (what it printed, the file that it wrote)."""
-    work = tmp_path_factory.mktemp("bench")
+def run_row(row: str, work: Path, *words: str) -> str:
+    """A row on tiny models, as a user runs it; returns what it printed."""
     sizes = "--actor tiny --critic tiny --batch 4 --micro_batch 2 --prompt 16 --answer 8 --dtype fp32 --warm_up 1"
-    rest = ["--steps", "2", "--copy_mib", "8", "--matrix", "128", "--work", work, "--json", work / "found.jsonl"]
-    command = [sys.executable, ROOT / "tests" / "bench", "step3", *sizes.split(), *rest, "--", "--kl_coef", "0.2"]
+    rest = ["--steps", "2", "--copy_mib", "8", "--matrix", "128", "--work", str(work), *words]
     # One thread: more only get into each other's way in models of this size.
     done = subprocess.run(
-        list(map(str, command)),
+        [sys.executable, str(ROOT / "tests" / "bench"), row, *sizes.split(), *rest],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -246,7 +244,46 @@ def step3(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, work / "found.jsonl"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def step3(tmp_path_factory):
+    """The row step3: (what it printed, the file that it wrote)."""
+    work = tmp_path_factory.mktemp("bench")
+    file = work / "found.jsonl"
+    return run_row("step3", work, "--json", str(file), "--", "--kl_coef", "0.2"), file
+
+
+VLLM = """
+import time
+__version__ = "0.0.test"
+class SamplingParams:
+    def __init__(self, **settings): self.settings = settings
+class Output:
+    def __init__(self, length): self.token_ids = [0] * length
+class Answer:
+    def __init__(self, length): self.outputs = [Output(length)]
+class LLM:
+    def __init__(self, **settings): self.settings = settings
+    def generate(self, prompts, sampling, use_tqdm):
+        assert len(prompts) == self.settings["max_num_seqs"] and len(prompts[0]["prompt_token_ids"]) == 16
+        time.sleep(0.1 if sampling.settings["logprobs"] is None else 0.2)
+        return [Answer(sampling.settings["max_tokens"]) for _ in prompts]
+"""
+
+
+@pytest.mark.slow
+def test_the_row_beside_vllm_compares_rates_of_the_same_work(tmp_path):
+    """vLLM is played by a module that takes a known time; the real one needs a GPU."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/vllm.py").write_text(VLLM)
+    printed = run_row("vllm", tmp_path / "work", "--vllm", str(tmp_path / "site"), "--batches", "4", "--repeats", "2")
+    figures = {figure["name"]: figure["value"] for figure in json.loads(printed.splitlines()[-1])["figures"]}
+    assert figures["vLLM, batch 4"] == pytest.approx(4 * 8 / 0.1, rel=0.1)
+    assert figures["vLLM with log-probabilities, batch 4"] == pytest.approx(4 * 8 / 0.2, rel=0.1)
+    ratio = figures["this project, batch 4"] / figures["vLLM, batch 4"]
+    assert figures["this project over vLLM, batch 4"] == pytest.approx(ratio)
 
 
 def test_last_line_is_the_json_that_the_file_holds(step3):
@@ -281,7 +318,7 @@ def test_numbers_of_a_row_are_finite_and_fit_together(step3):
 def test_report_holds_versions_sizes_configuration_and_figures(step3):
     found = json.loads(step3[0].splitlines()[-1])
     text = markdown(found)
-    for part in (f"torch {torch.__version__}", "batch 4", "kl_coef: 0.2", "| DeepSpeed-Chat ", "Commit "):
+    for part in (f"torch {metadata.version('torch')}", "batch 4", "kl_coef: 0.2", "| DeepSpeed-Chat ", "Commit "):
         assert part in text
     assert f"{found['figures'][0]['value']:.5g}" in text
     assert found["figures"][0]["met"] is None  # tiny sizes have no targets
