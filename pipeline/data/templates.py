@@ -6,7 +6,7 @@ template contains the BOS. Training, rollouts and chat all encode prompts with `
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
@@ -156,8 +156,8 @@ def broken_up(text: str, special: Sequence[str]) -> str:
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
     """Return what encoding looks for; callers with many conversations compute it once."""
     texts = special_texts(tokenizer)
-    by_id = dict(zip(tokenizer.convert_tokens_to_ids(list(texts)), texts, strict=True))
-    return SpecialTokens(texts, by_id, end_token_ids(tokenizer))
+    ids: Any = tokenizer.convert_tokens_to_ids(list(texts))
+    return SpecialTokens(texts, dict(zip(ids, texts, strict=True)), end_token_ids(tokenizer))
 
 
 def plain_turns(messages: Sequence[Message], special: Sequence[str]) -> list[Message]:
