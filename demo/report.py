@@ -84,6 +84,6 @@ def table(results: dict[str, Any]) -> str:
     lines += [
         "",
         f"Measured on {results['prompts']} prompts that no step has seen, answers sampled at temperature 1,",
-        f"after {results['minutes']:.1f} minutes. Talk to it:  python chat.py --path output/actor",
+        f"after {results['minutes']:.1f} minutes. Talk to it:  python chat.py output/actor",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Talk to a model: `rlhf chat --path output/actor`. For one question from a pipe, stdout holds only the answer."""
+"""Talk to a model: `rlhf chat output/actor`. For one question from a pipe, stdout holds only the answer."""
 
 import contextlib
 import secrets
@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import parse, stage_arguments
+from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import InputError, nearest
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.terminal_text import printable
 from pipeline.models.paths import check_language_model
-from pipeline.run.entry import run_command
+from pipeline.run.entry import command_config, run_command
 
 if TYPE_CHECKING:
     from pipeline.inference.chat_session import Conversation, Reply
@@ -33,9 +33,11 @@ COMMANDS = {
 
 
 class ChatConfig(Group):
-    """Talk to a model, for example with: --path output/actor"""
+    """Talk to a model, for example with: output/actor"""
 
-    path: str = flag("", "Folder (a merged model or a LoRA adapter) or hub id of the model", kind="path")
+    model: str = flag(
+        "", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", aliases=("path",), positional=True
+    )
     system: str = flag("", "System prompt; none: the template's own, if it has one", kind="text")
     prompt: str = flag("", "Answer this one question and leave; so does a question from a pipe", kind="text")
     seed: int = flag(-1, "Makes sampled replies repeatable; -1: another one each time", ge=-1, lt=MAX_SEED)
@@ -50,16 +52,16 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf chat") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then answer one question or talk."""
-    config = parse(ChatConfig, argv, section="chat", prog=prog).config
-    if not config.path:
-        raise InputError("--path: missing; name a model's folder, for example --path output/actor")
-    check_language_model(config.path, "--path")
+    config = command_config(ChatConfig, argv, section="chat", prog=prog)
+    if not config.model:
+        raise InputError(f"--model: missing; name a model's folder, for example: {prog} output/actor")
+    check_language_model(config.model, "--model")
     question = single_question(config)
     from pipeline.inference.answers import load_chat_model, resolve_dtype
     from pipeline.inference.chat_session import Conversation
 
     seed = secrets.randbelow(MAX_SEED) if config.seed < 0 else config.seed
-    chat_model = load_chat_model(config.path, dtype=resolve_dtype(config.dtype))
+    chat_model = load_chat_model(config.model, dtype=resolve_dtype(config.dtype))
     conversation = Conversation(chat_model, config.sampling, system=config.system, seed=seed)
     if question is None:
         Shell(conversation).run()

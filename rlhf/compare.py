@@ -11,26 +11,40 @@ from typing import Literal
 from rich.console import Console
 
 from pipeline.configuration.flag_table import flag, flat_items
-from pipeline.configuration.flags import parse, stage_arguments
-from pipeline.configuration.groups import Dtype, Group
+from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.groups import END_TOKEN_IS_TRAINED, Dtype, Group
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model
-from pipeline.run.entry import run_command
+from pipeline.run.entry import command_config, run_command
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class CompareConfig(Group):
-    """Compare models, for example with: --models output/sft output/actor --reward_model output/reward"""
+    """Compare models, for example with: output/sft output/actor --reward_model output/reward"""
 
-    models: list[str] = flag([], "Folders or hub ids; the first is the baseline", max_length=len(LABELS), kind="path")
-    model_name_or_path_baseline: str = flag("", "DeepSpeed-Chat's name for the first of two --models")
-    model_name_or_path_finetune: str = flag("", "DeepSpeed-Chat's name for the second of two --models")
-    reward_model: str = flag("", "Folder of a reward model that scores all answers; none: no scores", kind="path")
+    model: list[str] = flag(
+        [],
+        "Folders or hub ids; the first is the baseline",
+        max_length=len(LABELS),
+        kind="path",
+        aliases=("models",),
+        positional=True,
+        ignored=dict.fromkeys(("num_beam_groups", "penalty_alpha"), "it had no effect there either")
+        | {"add_eot_token": END_TOKEN_IS_TRAINED},
+    )
+    model_name_or_path_baseline: str = flag("", "DeepSpeed-Chat's name for the first of two models")
+    model_name_or_path_finetune: str = flag("", "DeepSpeed-Chat's name for the second of two models")
+    reward_model: str = flag(
+        "",
+        "Folder of a reward model that scores all answers; none: no scores",
+        kind="path",
+        aliases=("reward_model_name_or_path",),
+    )
     prompts: str = flag(
         "", "File of prompts: .txt, one per line; .json or .jsonl, `prompt`; none: bundled", kind="path"
     )
@@ -49,10 +63,10 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf compare") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then answer, score, print and write."""
-    config = parse(CompareConfig, argv, section="compare", prog=prog).config
+    config = command_config(CompareConfig, argv, section="compare", prog=prog)
     paths = model_paths(config)
     for path in paths:
-        check_language_model(path, "--models")
+        check_language_model(path, "--model")
     if config.reward_model:
         check_reward_model(config.reward_model, "--reward_model")
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
@@ -80,11 +94,11 @@ def run(argv: list[str], prog: str) -> None:
 def model_paths(config: CompareConfig) -> list[str]:
     """Return the models in order. Raises InputError unless there are two or more, named in one of the two ways."""
     pair = [config.model_name_or_path_baseline, config.model_name_or_path_finetune]
-    if config.models and any(pair):
-        raise InputError("--models: give this, or --model_name_or_path_baseline and --model_name_or_path_finetune")
-    paths = config.models or [path for path in pair if path]
+    if config.model and any(pair):
+        raise InputError("--model: give this, or --model_name_or_path_baseline and --model_name_or_path_finetune")
+    paths = config.model or [path for path in pair if path]
     if len(paths) < 2:
-        raise InputError(f"--models: found {len(paths)}, wanted two or more, like --models output/sft output/actor")
+        raise InputError(f"--model: found {len(paths)}, wanted two or more, like --model output/sft output/actor")
     return paths
 
 
@@ -139,7 +153,7 @@ def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[T
 
 def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestants: list[Contestant]) -> None:
     """Write the comparison as `<prefix>.json` and `<prefix>.md`."""
-    settings = {name: value for name, value in flat_items(config) if value != "" and name not in ("models", "output")}
+    settings = {name: value for name, value in flat_items(config) if value != "" and name not in ("model", "output")}
     content = to_json(texts, contestants, settings)
     line = "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + "."
     # with_name, not with_suffix: a prefix such as run-0.5 has a point of its own.

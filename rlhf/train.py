@@ -193,7 +193,7 @@ def run(argv: list[str], prog: str) -> int:
             return code
     last = plan.chosen[-1]
     # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
-    chat = f"{prog.replace('train', 'chat')} --path {shlex.quote(str(last.model_dir))}"
+    chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
     print(f"next: {f'{prog} --step 3' if last.number == 2 else chat}")
     return EXIT_DONE
 

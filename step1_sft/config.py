@@ -7,13 +7,19 @@ from pydantic import model_validator
 from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
+from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
+from pipeline.configuration.run_flags import RunConfig
 
 
 class SFTDataConfig(DataConfig):
     """Data"""
 
-    max_seq_len: int = flag(512, "Tokens of a training row; longer rows are cut on the right", ge=8)
+    max_seq_len: int = flag(
+        512,
+        "Tokens of a training row; longer rows are cut on the right",
+        ge=8,
+        other_tools="max_length max_seq_length cutoff_len sequence_len max_len",
+    )
     train_on_prompt: bool = flag(False, "Train on prompt tokens too, as DeepSpeed-Chat does")
     train_turns: Literal["all", "last"] = flag("all", "Assistant turns that are trained in a conversation")
     packing: bool = flag(False, "Put several rows into one sequence; they do not see each other")

@@ -7,13 +7,28 @@ from pydantic import model_validator
 from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
+from pipeline.configuration.groups import (
+    END_TOKEN_IS_TRAINED,
+    PADDING_IS_NEVER_COUNTED,
+    DataConfig,
+    DeepSpeedConfig,
+    Group,
+    ModelConfig,
+    OptimizerConfig,
+)
+from pipeline.configuration.run_flags import RunConfig
 
 
 class PairDataConfig(DataConfig):
     """Data"""
 
-    max_seq_len: int = flag(512, "Tokens of prompt and response together", ge=8)
+    max_seq_len: int = flag(
+        512,
+        "Tokens of prompt and response together",
+        ge=8,
+        other_tools="max_length max_seq_length cutoff_len sequence_len max_len",
+        ignored={"num_padding_at_beginning": PADDING_IS_NEVER_COUNTED},
+    )
     long_pairs: Literal["drop", "truncate_left"] = flag(
         "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
     )
@@ -28,7 +43,9 @@ class RewardConfig(Group):
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output/reward")
     reward_loss: Literal["last_token", "per_token"] = flag(
-        "last_token", "Bradley-Terry on the score of the last token, or DeepSpeed-Chat's mean over tokens"
+        "last_token",
+        "Bradley-Terry on the score of the last token, or DeepSpeed-Chat's mean over tokens",
+        refused=dict.fromkeys(("beta", "label_smoothing", "offload_reference_model"), "there is no DPO stage"),
     )
     centering_coef: float = flag(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0)
     keep_best: bool = flag(False, "Keep the weights of the best accuracy, not the last ones", on_resume="free")
@@ -49,7 +66,14 @@ class RewardConfig(Group):
 class RewardEvalConfig(Group):
     """Evaluate a reward model on held-out pairs: accuracy, margins, calibration, and what trivial rules reach."""
 
-    path: str = flag("output/reward", "Reward model: the output of stage 2", kind="path")
+    model: str = flag(
+        "output/reward",
+        "Reward model: the output of stage 2",
+        kind="path",
+        aliases=("path", "model_name_or_path"),
+        positional=True,
+        ignored={"num_padding_at_beginning": PADDING_IS_NEVER_COUNTED, "add_eot_token": END_TOKEN_IS_TRAINED},
+    )
     data_path: list[str] = flag(..., "Pairs; the held-out rows are scored", min_length=1, kind="path")
     eval_fraction: float = flag(0.1, "Share held out where a source has no test split; 1: all rows", gt=0, le=1)
     max_seq_len: int = flag(512, "Tokens; longer pairs lose the left of their prompt", ge=8)

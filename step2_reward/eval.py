@@ -1,4 +1,4 @@
-"""Scores of held-out pairs, and what they say: `python -m step2_reward.eval --path output/reward --data_path ...`."""
+"""Scores of held-out pairs, and what they say: `python -m step2_reward.eval output/reward --data_path ...`."""
 
 import json
 import sys
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from pipeline import dist
-from pipeline.configuration.flags import parse
 from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.data.cache import load_or_build
 from pipeline.data.loader import evaluation_batches, to_device
@@ -20,7 +19,7 @@ from pipeline.models.loading import default_device
 from pipeline.models.paths import check_reward_model
 from pipeline.models.reward_model import last_token_scores, load_reward_model
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
-from pipeline.run.entry import run_command
+from pipeline.run.entry import command_config, run_command
 from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
 from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules, verdict
@@ -155,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         words = sys.argv[1:] if argv is None else argv
-        options = parse(RewardEvalConfig, words, section="reward", prog="step2_reward.eval").config
+        options = command_config(RewardEvalConfig, words, section="reward", prog="python -m step2_reward.eval")
         found = evaluate_folder(options)
         print(json.dumps(found) if options.json_output else "\n".join(lines(found)))
 
@@ -163,9 +162,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
-    """Score the held-out pairs of `--data_path` with the model of `--path` on this machine's device."""
-    check_reward_model(options.path, "--path")
-    tokenizer = load_tokenizer(options.path)
+    """Score the held-out pairs of `--data_path` with the model of `--model` on this machine's device."""
+    check_reward_model(options.model, "--model")
+    tokenizer = load_tokenizer(options.model)
     settings = DataOptions(
         data_path=tuple(options.data_path),
         data_split="none",
@@ -184,8 +183,8 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         kinds = "; ".join(data.counts.lines()) or "no row is held out; --eval_fraction 1 takes all"
         raise InputError(f"{paths}: no pair to score: {kinds}")
     device = default_device()
-    model = load_reward_model(options.path, dtype=torch.float32).to(device).eval()
-    check_finite(model, options.path)
+    model = load_reward_model(options.model, dtype=torch.float32).to(device).eval()
+    check_finite(model, options.model)
     pad_id = choose_padding_token(tokenizer).pad_id
     batches = evaluation_batches(
         rows, pair_collator(pad_id), batch_size=options.batch_size, world_size=1, rank=0, max_batches=0

@@ -8,7 +8,15 @@ from pydantic import model_validator
 from pipeline.configuration.ds_config import Json, Placement, frozen_json, training_json
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig, RunConfig
+from pipeline.configuration.groups import (
+    PADDING_IS_NEVER_COUNTED,
+    DataConfig,
+    DeepSpeedConfig,
+    Group,
+    ModelConfig,
+    OptimizerConfig,
+)
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.errors import InputError
 from pipeline.generation.options import why_not_streamed
 
@@ -16,12 +24,23 @@ from pipeline.generation.options import why_not_streamed
 class PromptDataConfig(DataConfig):
     """Data"""
 
-    max_prompt_seq_len: int = flag(256, "Tokens of a prompt", ge=1)
+    max_prompt_seq_len: int = flag(
+        256,
+        "Tokens of a prompt",
+        ge=1,
+        other_tools="max_prompt_length prompt_max_len",
+        ignored={"num_padding_at_beginning": PADDING_IS_NEVER_COUNTED},
+    )
     long_prompts: Literal["drop", "truncate_left"] = flag(
         "drop", "Prompts above max_prompt_seq_len: dropped, or cut on their left"
     )
     unsupervised_data_path: list[str] = flag(
-        [], "Plain text for the ptx loss; empty: no ptx loss", kind="path", on_resume="content"
+        [],
+        "Plain text for the ptx loss; empty: no ptx loss",
+        kind="path",
+        on_resume="content",
+        aliases=("unsupervised_dataset_name",),
+        refused={"unsupervised_dataset_config_name": "give --unsupervised_data_path a hub id or a file"},
     )
     unsup_coef: float = flag(27.8, "Weight of the ptx loss (InstructGPT, section 3.4)", ge=0)
 
@@ -36,15 +55,37 @@ class PPOOptimizerConfig(OptimizerConfig):
 class SamplingConfig(Group):
     """Rollout"""
 
-    per_device_generation_batch_size: int = flag(16, "Prompts sampled at once on a device", ge=1, on_resume="rounding")
-    generation_batches: int = flag(1, "Generation batches per update phase", ge=1, on_resume="rounding")
-    num_samples_per_prompt: int = flag(1, "Responses sampled for each prompt", ge=1)
-    max_answer_seq_len: int = flag(256, "Tokens of a response, EOS included", ge=1)
+    per_device_generation_batch_size: int = flag(
+        16,
+        "Prompts sampled at once on a device",
+        ge=1,
+        on_resume="rounding",
+        other_tools="rollout_batch_size generation_batch_size",
+        refused={
+            "per_device_mini_train_batch_size": "--per_device_train_batch_size is that of training here: use it, and "
+            "--per_device_generation_batch_size for rollouts"
+        },
+    )
+    generation_batches: int = flag(
+        1, "Generation batches per update phase", ge=1, on_resume="rounding", aliases=("generation_batch_numbers",)
+    )
+    num_samples_per_prompt: int = flag(
+        1, "Responses sampled for each prompt", ge=1, other_tools="num_generations n_samples_per_prompt rloo_k"
+    )
+    max_answer_seq_len: int = flag(
+        256,
+        "Tokens of a response, EOS included",
+        ge=1,
+        other_tools="max_new_tokens response_length max_completion_length generate_max_len",
+    )
     temperature: float = flag(1.0, "Divides the logits of sampling and of every log-probability", gt=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
     generation_engine: Literal["auto", "fused", "static", "eager"] = flag(
-        "auto", "Generation backend; auto: the fastest that knows the model and the device", on_resume="rounding"
+        "auto",
+        "Generation backend; auto: the fastest that knows the model and the device",
+        on_resume="rounding",
+        ignored=dict.fromkeys(("enable_hybrid_engine", "unpin_actor_parameters"), "the hybrid engine is always on"),
     )
     merge_lora_for_generation: bool = flag(
         True, "Sample from a copy of the weights plus adapters; false: with adapters apart", on_resume="rounding"
@@ -67,13 +108,24 @@ class SamplingConfig(Group):
 class PPOCoefficients(Group):
     """PPO"""
 
-    ppo_epochs: int = flag(1, "Passes over the rollouts of one update phase", ge=1)
-    policy_clip: float = flag(0.2, "Clip range of the probability ratio", gt=0)
-    value_clip: float = flag(0.2, "Clip range of the new value around the old one; 0: no clip", ge=0)
+    ppo_epochs: int = flag(1, "Passes over the rollouts of one update phase", ge=1, other_tools="num_ppo_epochs")
+    policy_clip: float = flag(
+        0.2, "Clip range of the probability ratio", gt=0, other_tools="cliprange clip_range eps_clip clip_eps"
+    )
+    value_clip: float = flag(
+        0.2,
+        "Clip range of the new value around the old one; 0: no clip",
+        ge=0,
+        other_tools="cliprange_value value_clip_range",
+    )
     gamma: float = flag(1.0, "Discount per token", ge=0, le=1)
-    gae_lambda: float = flag(0.95, "Lambda of generalised advantage estimation", ge=0, le=1)
-    whiten_advantages: bool = flag(True, "Advantages get mean 0 and variance 1 over all ranks")
-    kl_coef: float = flag(0.1, "Weight of the KL penalty; the start value where it is adaptive", ge=0)
+    gae_lambda: float = flag(0.95, "Lambda of generalised advantage estimation", ge=0, le=1, other_tools="lam lambd")
+    whiten_advantages: bool = flag(
+        True, "Advantages get mean 0 and variance 1 over all ranks", other_tools="whiten_rewards"
+    )
+    kl_coef: float = flag(
+        0.1, "Weight of the KL penalty; the start value where it is adaptive", ge=0, other_tools="init_kl_coef beta"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "Estimator of the KL per token")
     kl_in_loss: bool = flag(False, "Put the KL into the policy loss (k2 or k3) instead of the reward")
     kl_target: float = flag(0.0, "Nats per sequence that an adaptive kl_coef aims at; 0: fixed", ge=0)
@@ -102,7 +154,11 @@ class PPOConfig(Group):
     actor: ModelConfig = ModelConfig(learning_rate=1e-6)
     critic: ModelConfig = ModelConfig(learning_rate=5e-6)
     reward_model_name_or_path: str = flag(
-        "", "Reward model; empty: the folder the critic starts from", kind="path", on_resume="content"
+        "",
+        "Reward model; empty: the folder the critic starts from",
+        kind="path",
+        on_resume="content",
+        aliases=("reward_model",),
     )
     offload_reference_model: bool = flag(False, "Reference weights in host memory (ZeRO stage 3)", on_resume="rounding")
     offload_reward_model: bool = flag(False, "Reward weights in host memory (ZeRO stage 3)", on_resume="rounding")

@@ -21,7 +21,8 @@ def unsafe_paths(table: Mapping[str, Flag], values: Mapping[str, Any], origins: 
     """Yield a line for each value of a path flag that no file can have, or that is not what it looks like."""
     for name, flag in table.items():
         if flag.kind in ("path", "written path"):
-            for text in values[name] if isinstance(values[name], list) else [values[name]]:
+            value = values.get(name, "")
+            for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and (problem := path_problem(flag, text)):
                     yield f"--{name}: found {text[:80]!r} ({origins[name]}): {problem}"
 

@@ -6,7 +6,7 @@ resume check and DeepSpeed's JSON loop over the table.
 
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 Kind = Literal["plain", "path", "written path", "text"]
 OnResume = Literal["same", "rounding", "content", "free"]
 Need = Literal["", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA"]
+NOTHING: Mapping[str, str] = {}
 ZERO_STAGE = "zero_optimization.stage"  # the key of a DeepSpeed JSON that the flags of the ZeRO stage set
 
 
@@ -27,6 +28,12 @@ def flag(
     on_resume: OnResume = "same",
     needs: Need = "",
     deepspeed: str | tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    other_tools: str = "",
+    ignored: Mapping[str, str] = NOTHING,
+    refused: Mapping[str, str] = NOTHING,
+    positional: bool = False,
+    per_stage: bool = False,
     **checks: Any,
 ) -> Any:
     """Define a flag: return the field of a pydantic model.
@@ -41,10 +48,27 @@ def flag(
             content; free: another value changes how long a run is and what it writes, not what it learns.
         needs: what the flag has no effect without.
         deepspeed: the dotted key, or keys, of a DeepSpeed JSON that say the same.
+        aliases: further names of the flag.
+        other_tools: its names in other programs, with spaces between them; they are refused with this flag's name.
+        ignored: flags of DeepSpeed-Chat that change nothing here, and why; they are accepted with a note.
+        refused: flags of DeepSpeed-Chat without a counterpart, and what to do instead.
+        positional: words before the first flag of a command line are its values.
+        per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
         checks: pydantic's own: ge, gt, le, lt, min_length, max_length.
     """
     keys = (deepspeed,) if isinstance(deepspeed, str) else deepspeed
-    rules: Any = {"kind": kind, "on_resume": on_resume, "needs": needs, "deepspeed": keys}
+    rules: Any = {
+        "kind": kind,
+        "on_resume": on_resume,
+        "needs": needs,
+        "deepspeed": keys,
+        "aliases": aliases,
+        "other_tools": tuple(other_tools.split()),
+        "ignored": ignored,
+        "refused": refused,
+        "positional": positional,
+        "per_stage": per_stage,
+    }
     return Field(default, description=meaning, json_schema_extra=rules, **checks)
 
 
@@ -61,6 +85,18 @@ class Flag:
     on_resume: OnResume = "same"
     needs: Need = ""
     deepspeed: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    other_tools: tuple[str, ...] = ()
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    positional: bool = False
+    per_stage: bool = False
+
+    @property
+    def meaning(self) -> str:
+        """The help text, with the flag's further names."""
+        also = ", ".join(f"--{name}" for name in self.aliases)
+        return (self.info.description or "") + (f" (also {also})" if also else "")
 
     @property
     def is_list(self) -> bool:
@@ -105,27 +141,38 @@ def is_group(annotation: Any) -> bool:
 
 
 def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
-    """Return {flat name: Flag}. A group class that occurs twice gives its flags the field's name as a prefix."""
+    """Return {flat name: Flag}.
+
+    A group class that occurs twice gives its flags the field's name as a prefix; without it, the first one is meant.
+    """
     groups = [info.annotation for info in config_class.model_fields.values() if is_group(info.annotation)]
+    seen: list[Any] = []
     table: dict[str, Flag] = {}
     for name, info in config_class.model_fields.items():
         if is_group(info.annotation):
-            table |= group_flags(name, info, prefixed=groups.count(info.annotation) > 1)
+            prefixed = groups.count(info.annotation) > 1
+            table |= group_flags(name, info, prefixed=prefixed, is_first=info.annotation not in seen)
+            seen.append(info.annotation)
         else:
             default = info.get_default(call_default_factory=True)
             table[name] = Flag(name, (name,), "Stage", info, default, **rules_of(info))
     return table
 
 
-def group_flags(name: str, info: FieldInfo, *, prefixed: bool) -> dict[str, Flag]:
+def group_flags(name: str, info: FieldInfo, *, prefixed: bool, is_first: bool) -> dict[str, Flag]:
     """Return the flags of one group field, with its name before theirs if `prefixed`."""
     group: Any = info.annotation
     title = (group.__doc__ or name).strip().splitlines()[0]
     flags = {}
     for leaf, leaf_info in group.model_fields.items():
+        rules = rules_of(leaf_info)
         flat = f"{name}_{leaf}" if prefixed else leaf
         shown = f"{title} ({name})" if prefixed else title
-        flags[flat] = Flag(flat, (name, leaf), shown, leaf_info, getattr(info.default, leaf), **rules_of(leaf_info))
+        if prefixed:
+            own = rules.get("aliases", ())
+            aliases = [f"{name}_{alias}" for alias in own] + ([leaf, *own] if is_first else [])
+            rules = rules | {"aliases": tuple(aliases)}
+        flags[flat] = Flag(flat, (name, leaf), shown, leaf_info, getattr(info.default, leaf), **rules)
     return flags
 
 

@@ -8,32 +8,33 @@ nor deepspeed is imported, so that `--help` answers at once.
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.ds_json import flags_from_json, read_user_json
-from pipeline.configuration.dschat_flags import ALIASES, RETIRED
 from pipeline.configuration.flag_checks import unsafe_paths
 from pipeline.configuration.flag_table import Flag, flag_table, flat_items, nest
 from pipeline.configuration.help import help_text
+from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise
 from pipeline.configuration.redact import redacted, secret_values
 from pipeline.errors import InputError, nearest
 
 SECTIONS = ("train", "sft", "reward", "ppo")
-FILE_FLAGS = ("preset", "config")
 COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A checked configuration and, for every flag, where its value came from."""
+    """A checked configuration, where the value of every flag came from, and what its user should know of it."""
 
     config: Any
     origins: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 class FlagLoader(yaml.SafeLoader):
@@ -43,10 +44,10 @@ class FlagLoader(yaml.SafeLoader):
         """Build a mapping like yaml's own method; a key that occurs twice is an error."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            if key_node.value in seen:
+            if (name := normalise(str(key_node.value))) in seen:
                 problem = f"{key_node.value}: occurs twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key_node.value)
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 
@@ -70,41 +71,34 @@ def load_yaml(path: str) -> dict[Any, Any]:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, dict):
         raise InputError(f"{path}: found a {type(content).__name__}, wanted `flag: value` lines")
-    # No flag has a mapping for its value.
-    for name in [str(key) for key, value in (content or {}).items() if isinstance(value, dict) and key not in SECTIONS]:
-        raise InputError(f"{path}: {name}: unknown section{nearest(name, SECTIONS)}; {', '.join(SECTIONS)} are right")
     return content or {}
 
 
-def read_yaml(path: str, section: str) -> dict[str, Any]:
+def read_yaml(path: str, section: str) -> tuple[dict[str, Any], list[str]]:
     """Read the flags of `section` from a YAML mapping of flags, or of sections that hold flags.
 
-    Raises:
-        InputError: no such file, not YAML, not a mapping, or flags and sections mixed.
+    Returns (flags, error lines about sections); the flags are those that can be told all the same. Raises InputError:
+    see load_yaml.
     """
     content = load_yaml(path)
+    # No flag has a mapping for its value.
+    unknown = [str(key) for key, value in content.items() if isinstance(value, dict) and key not in SECTIONS]
+    errors = [
+        f"{path}: {name}: unknown section{nearest(name, SECTIONS)}; {', '.join(SECTIONS)} are right" for name in unknown
+    ]
     used = [key for key in content if key in SECTIONS]
+    flags = {normalise(str(key)): value for key, value in content.items() if key not in (*used, *unknown)}
     if not used:
-        return normalise_names(content)
-    if mixed := sorted(map(str, set(content) - set(SECTIONS))):
-        hint = nearest(mixed[0], SECTIONS)
-        raise InputError(
-            f"{path}: {', '.join(mixed)}: beside the sections {', '.join(used)}; put flags into a section{hint}"
+        return flags, errors
+    if flags:
+        hint = nearest(min(flags), SECTIONS)
+        errors.append(
+            f"{path}: {', '.join(sorted(flags))}: beside the sections {', '.join(used)}; put flags into a section{hint}"
         )
     values = content.get(section) or {}
     if not isinstance(values, dict):
-        raise InputError(f"{path}: {section}: found {values!r}, wanted `flag: value` lines")
-    return normalise_names(values)
-
-
-def normalise_name(name: str) -> str:
-    name = name.replace("-", "_")
-    return ALIASES.get(name, name)
-
-
-def normalise_names(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Spell flag names with `_`, and replace DeepSpeed-Chat's spellings."""
-    return {normalise_name(str(key)): value for key, value in values.items()}
+        return {}, [*errors, f"{path}: {section}: found {values!r}, wanted `flag: value` lines"]
+    return {normalise(str(key)): value for key, value in values.items()}, errors
 
 
 def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
@@ -120,25 +114,31 @@ def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
         if name or words:
             yield name, words
         name, equals, value = word[2:].partition("=")
-        name, words = normalise_name(name), [value] if equals else []
+        name, words = normalise(name), [value] if equals else []
     if name or words:
         yield name, words
 
 
-def read_command_line(table: Mapping[str, Flag], argv: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return (given flags, error lines), names and numbers of words checked. The last of a repeated flag counts."""
+def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return (given flags, error lines, notes); the last of a repeated flag counts."""
     given: dict[str, Any] = {}
-    errors = []
-    for name, words in scan(argv):
-        if name not in table and name not in FILE_FLAGS:
-            errors.append(unknown_word(name, words, table))
-        elif problem := wrong_count(table.get(name), words):
-            errors.append(f"--{name}: {problem}")
-        elif (flag := table.get(name)) and flag.is_list:
+    errors, notes = [], []
+    for word, words in scan(argv):
+        name = names.known.get(word or names.positional, word)
+        flag = names.table.get(name)
+        if word in names.ignored:
+            notes.append(f"--{word}: {IGNORED}: {names.ignored[word]}")
+        elif not word and not flag:
+            errors.append(f"found {' '.join(words)!r} before any flag, wanted --FLAG VALUE")
+        elif not flag and name not in FILE_FLAGS:
+            errors.append(f"--{name}: {names.unknown(name, FILE_FLAGS, '--')}")
+        elif problem := wrong_count(flag, words):
+            errors.append(f"--{word or name}: {problem}")
+        elif flag and flag.is_list:
             given[name] = words
         else:
             given[name] = words[0] if words else "true"
-    return given, errors
+    return given, errors, notes
 
 
 def wrong_count(flag: Flag | None, words: list[str]) -> str:
@@ -150,19 +150,6 @@ def wrong_count(flag: Flag | None, words: list[str]) -> str:
     if len(words) > 1 and not (flag and flag.is_list):
         return f"found {len(words)} values ({' '.join(words)}), wanted one; quote a value with spaces"
     return ""
-
-
-def unknown_word(name: str, words: list[str], names: Iterable[str]) -> str:
-    """Return a line about a word that is no flag of this command."""
-    if not name:
-        return f"found {' '.join(words)!r} before any flag, wanted --FLAG VALUE"
-    return f"--{name}: {unknown_reason(name, [*names, *FILE_FLAGS], '--')}"
-
-
-def unknown_reason(name: str, names: Iterable[str], dashes: str = "") -> str:
-    if name in RETIRED:
-        return f"a flag of DeepSpeed-Chat that is not needed here: {RETIRED[name]}"
-    return f"unknown flag{nearest(dashes + name, [dashes + valid for valid in names])}"
 
 
 def parse(
@@ -182,22 +169,29 @@ def parse(
         InputError: every wrong name and value of the command line and the files, one per line.
     """
     if any(word in ("-h", "--help") for word in argv):
-        print(help_maker(config_class, prog or section))
+        print(help_maker(config_class, prog or section), flush=True)
         raise SystemExit(0)
-    given, errors = read_command_line(flag_table(config_class), argv)
+    names = Names(config_class)
+    given, errors, notes = read_command_line(names, argv)
     layers = []
     for path in [given.pop(key) for key in FILE_FLAGS if key in given]:
         try:
-            layers.append((path, read_yaml(path, section)))
+            flags, about_sections = read_yaml(path, section)
         except InputError as error:
             errors.append(str(error))
-    return resolve_layers(config_class, [*layers, (COMMAND_LINE, given)], errors)
+            continue
+        values, about_flags, more_notes = names.of_file(path, flags)
+        errors += [*about_sections, *about_flags]
+        notes += more_notes
+        layers.append((path, values))
+    resolved = resolve_layers(config_class, [*layers, (COMMAND_LINE, given)], errors)
+    return replace(resolved, notes=tuple(notes))
 
 
 def resolve_layers(
     config_class: type[BaseModel], layers: list[tuple[str, dict[str, Any]]], errors: list[str]
 ) -> Resolved:
-    """Merge (origin, flat values) layers, later ones winning, and check the result.
+    """Merge (origin, values by flag) layers, later ones winning, and check the result.
 
     Raises:
         InputError: `errors` and all errors of the values, one per line.
@@ -205,13 +199,10 @@ def resolve_layers(
     table = flag_table(config_class)
     errors = list(errors)
     origins = dict.fromkeys(table, "default")
-    values: dict[str, Any] = {name: flag.default for name, flag in table.items()}
+    values = {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
     for origin, layer in layers:
-        for name, value in layer.items():
-            if name in table:
-                values[name], origins[name] = value, origin
-            else:
-                errors.append(f"{origin}: {name}: {unknown_reason(name, table)}")
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
     errors += [*secret_values(table, values, origins), *unsafe_paths(table, values, origins)]
     config = None
     try:
@@ -264,6 +255,8 @@ def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any],
     for name, flag in table.items():
         if location[: len(flag.path)] == flag.path:
             found = problem["input"]
+            if problem["type"] == "missing":
+                return f"--{name}: missing; wanted {flag.type_name}: {flag.meaning}"
             hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
             return f"--{name}: found {found!r} ({origins[name]}): {message}{hint}"
     return message

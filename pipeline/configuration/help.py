@@ -28,7 +28,7 @@ def help_text(config_class: type[BaseModel], prog: str) -> str:
 def help_lines(flag: Flag) -> Iterator[str]:
     """Yield `--name TYPE` and, indented below it, meaning and default."""
     yield f"  --{flag.name} {flag.type_name}"
-    text = f"{flag.info.description} [{flag.shown_default}]"
+    text = f"{flag.meaning} [{flag.shown_default}]"
     yield from textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
@@ -42,5 +42,5 @@ def reference(config_class: type[BaseModel]) -> str:
 
 
 def reference_row(flag: Flag) -> str:
-    cells = (f"`--{flag.name}`", f"`{flag.type_name}`", f"`{flag.shown_default}`", flag.info.description or "")
+    cells = (f"`--{flag.name}`", f"`{flag.type_name}`", f"`{flag.shown_default}`", flag.meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

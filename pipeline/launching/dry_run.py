@@ -38,6 +38,8 @@ def show_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
     jsons = engine_jsons(resolved, section, ranks=ranks)
     for name, value in flat_items(resolved.config):
         print(f"  {name:<34} {value!s:<30} {resolved.origins[name]}")
+    for line in resolved.notes:
+        print(f"  note: {line}")
     for name, content in jsons.items():
         print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
 

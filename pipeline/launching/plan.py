@@ -4,15 +4,24 @@ The caller passes the stages, since nothing in pipeline/ imports a stage.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.configuration.flags import SECTIONS, Resolved, load_yaml, parse, read_yaml, scan
 from pipeline.configuration.groups import Group
-from pipeline.errors import InputError
+from pipeline.configuration.names import Names, normalise
+from pipeline.errors import InputError, nearest
 from pipeline.launching.launcher import launch_file
-from pipeline.launching.train_config import TrainConfig, contradictions, model_size, short_help, split_overrides
+from pipeline.launching.train_config import (
+    TrainConfig,
+    contradictions,
+    model_size,
+    short_help,
+    split_common,
+    split_overrides,
+)
 from pipeline.run.layout import run_folder
 
 
@@ -60,19 +69,56 @@ def make_plan(argv: list[str], kinds: Mapping[int, StageKind], *, prog: str) -> 
     Raises:
         InputError: every wrong flag, of `rlhf train` itself and of the stages, one per line.
     """
-    own, overrides = split_overrides(argv, [kind.section for kind in kinds.values()])
+    words, overrides = split_overrides(argv, [kind.section for kind in kinds.values()])
+    own, common = split_common(words)
     config_file = "".join(dict(scan(own)).get("config", [])[-1:])
     config, errors = train_config(own, config_file, prog)
+    chosen = {number: kinds[number] for number in sorted(set(config.step))}
+    for flag in common:
+        if problem := why_not_common(flag[0], chosen):
+            errors.append(problem)
+            continue
+        for kind in chosen.values():
+            # What is given for one stage is stronger.
+            overrides[kind.section] = [*flag, *overrides[kind.section]]
     stages: dict[int, Stage] = {}
     for number, kind in kinds.items():
         try:
             file, override = config_file_of(number, config, config_file), overrides[kind.section]
             stages[number] = plan_stage(number, kind, config, config_file=file, override=override, before=stages)
         except InputError as error:
-            errors += [as_override(line, kind.section) for line in str(error).splitlines()]
+            errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
     return Plan(config, stages)
+
+
+def is_common(name: str, stages: Collection[Names]) -> bool:
+    """Return True if one value of the flag `name` serves all stages that run."""
+    several = len(stages) > 1
+    flags = [names.table.get(names.known.get(name, "")) for names in stages]
+    ignored = [name in names.ignored for names in stages]
+    return all(i or (flag and not (several and flag.per_stage)) for i, flag in zip(ignored, flags, strict=True))
+
+
+def why_not_common(word: str, chosen: Mapping[int, StageKind]) -> str:
+    """Return the reason why a flag without a section is not for all stages that run, or ""."""
+    given = word.partition("=")[0]
+    name, stages = normalise(given[2:]), {kind.section: Names(kind.config_class) for kind in chosen.values()}
+    if is_common(name, stages.values()):
+        return ""
+    if flags := [f"--{section}.{names.known[name]}" for section, names in stages.items() if name in names.known]:
+        return f"{given}: not one value for all stages that run; give {' or '.join(flags)}"
+    if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
+        return f"{given}: a flag of DeepSpeed-Chat without a counterpart here: {reasons[0]}"
+    meant = {s: [names.table[flag] for flag in names.other_tools.get(name, [])] for s, names in stages.items()}
+    right = [f"--{section}.{flag.name}" for section, flags in meant.items() for flag in flags]
+    leaves = {flag.path[-1] for flags in meant.values() for flag in flags}
+    right = [f"--{leaf}" for leaf in leaves if is_common(leaf, stages.values())] or right
+    if right:
+        return f"{given}: unknown flag; here it is {' or '.join(right)}"
+    valid = [f"--{flag}" for names in (Names(TrainConfig), *stages.values()) for flag in names.known]
+    return f"{given}: unknown flag{nearest('--' + name, valid)}"
 
 
 def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, list[str]]:
@@ -137,7 +183,8 @@ def plan_stage(
     replaceable, fixed = chained_flags(number, config, before), inherited_flags(number, config)
     if config_file:
         argv += ["--config", config_file]
-        from_file = read_yaml(config_file, kind.section)
+        known = Names(kind.config_class).known
+        from_file = {known.get(name) for name in read_yaml(config_file, kind.section)[0]}
         replaceable = {name: value for name, value in replaceable.items() if name not in from_file}
     for name, value in (replaceable | fixed).items():
         argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
@@ -186,4 +233,4 @@ def as_override(line: str, section: str) -> str:
     """Return a stage's error line with its flags as the user of `rlhf train` types them."""
     if not line.startswith("--"):
         return f"{section}: {line}"
-    return f"--{section}.{line[2:]}".replace("did you mean --", f"did you mean --{section}.")
+    return re.sub(r"(did you mean|here it is|or) --", rf"\1 --{section}.", f"--{section}.{line[2:]}")

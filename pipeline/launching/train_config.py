@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from pipeline.configuration.flag_table import flag, flag_table
 from pipeline.configuration.groups import Group
+from pipeline.configuration.names import FILE_FLAGS, Names, normalise
 from pipeline.errors import InputError, nearest
 from pipeline.launching.machine import DEFAULT_HOSTFILE
 from pipeline.models.paths import check_model_path
@@ -37,7 +38,7 @@ class TrainConfig(Group):
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
         "single_gpu", "or single_node, multi_node"
     )
-    actor_model: str = flag("1.3b", "tiny, 125m ... 66b, a hub id or a folder")
+    actor_model: str = flag("1.3b", "tiny ... 66b, hub id, folder", aliases=("model",))
     reward_model: str = flag("350m", "the same, for reward model and critic", kind="path")
     actor_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the preset says")
     reward_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the preset says")
@@ -64,10 +65,10 @@ def short_help(config_class: type[BaseModel], prog: str) -> str:
         f"  {prog} --step 1 3 --num-gpus 4 --deployment-type single_node",
     ]
     for name, row in flag_table(config_class).items():
-        lines.append(f"  --{name.replace('_', '-'):<18}{row.info.description} [{row.shown_default}]")
+        lines.append(f"  --{name.replace('_', '-'):<18}{row.meaning} [{row.shown_default}]")
     lines += [
         "  --config FILE       YAML with sections train, sft, reward, ppo",
-        "  --sft.FLAG VALUE    any flag of a stage; also --reward.FLAG, --ppo.FLAG",
+        "  --FLAG VALUE        of all stages; of one: --sft.FLAG, --reward.FLAG, ...",
         "All flags of a stage: python -m step1_sft.main --help; step2_reward, step3_ppo",
     ]
     return "\n".join(lines)
@@ -85,6 +86,22 @@ def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[
             word = f"--{word[match.end() :]}" if match else word
         target.append(word)
     return own, overrides
+
+
+def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+    """Split the words without a section into those of `rlhf train` itself and the flags, with values, of its stages."""
+    names = Names(TrainConfig)
+    own: list[str] = []
+    common: list[list[str]] = []
+    target = own
+    for word in words:
+        if word.startswith("--"):
+            target = own
+            if normalise(word[2:].partition("=")[0]) not in {*names.known, *FILE_FLAGS, "help"}:
+                common.append([])
+                target = common[-1]
+        target.append(word)
+    return own, common
 
 
 def model_size(model: str) -> str | None:

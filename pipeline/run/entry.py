@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.groups import Group
@@ -65,6 +66,14 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if _run_dir is None else exit_code(code, _run_dir))
+
+
+def command_config(config_class: type[Group], argv: list[str], *, section: str, prog: str) -> Any:
+    """Return the checked configuration of a small command; what its user should know of the flags goes to stderr."""
+    resolved = parse(config_class, argv, section=section, prog=prog)
+    for line in resolved.notes:
+        print(f"note: {line}", file=sys.stderr)
+    return resolved.config
 
 
 def run_command(work: Callable[[], None]) -> int:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.configuration.groups import RunConfig
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.files import RUN_LOCK
 
 

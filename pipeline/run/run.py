@@ -24,8 +24,8 @@ from pipeline import dist, heartbeat
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import RunConfig
 from pipeline.configuration.redact import redacted
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.errors import (
     EXIT_DONE,
     EXIT_FAULT,
@@ -288,7 +288,7 @@ def begin(run: Run, train: Train) -> None:
         return
     dist.on_main(lambda: write_run_files(run))
     if run.world.is_main:
-        for line in idle_flags(run.resolved.config, run.resolved.origins):
+        for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins)]:
             log.warning("%s", line)
     train()(run, run.resolved.config)
 

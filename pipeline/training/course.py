@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.fingerprint import RunFingerprint
-from pipeline.configuration.groups import RunConfig
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import DivergedError
 from pipeline.heartbeat import beat

@@ -9,7 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import run_fingerprint
-from pipeline.configuration.groups import Group, ModelConfig, OptimizerConfig, RunConfig
+from pipeline.configuration.groups import Group, ModelConfig, OptimizerConfig
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader, evaluation_batches
 from pipeline.engine.engine import TrainingEngine

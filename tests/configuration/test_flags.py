@@ -6,14 +6,17 @@ import pytest
 from pydantic import Field
 from support.launch_stub import fastest_run_s
 
-from pipeline.configuration.dschat_flags import ALIASES, RETIRED
-from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.flag_table import flag, flag_table, flat_items
 from pipeline.configuration.flags import parse, read_yaml, scan
-from pipeline.configuration.groups import Group
+from pipeline.configuration.groups import Group, ModelConfig
 from pipeline.configuration.help import help_text, reference
+from pipeline.configuration.names import Names
 from pipeline.errors import InputError, nearest
+from pipeline.launching.train_config import TrainConfig
+from rlhf.chat import ChatConfig
+from rlhf.compare import CompareConfig
 from step1_sft.config import SFTConfig
-from step2_reward.config import RewardConfig
+from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_ppo.config import PPOConfig
 
 STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
@@ -138,7 +141,7 @@ def test_layers_and_origins(tmp_path):
 def test_yaml_scientific_notation_is_a_number(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("rate: 2e-5\nsteps: 5e2\ncolumns: 1e3x\n")
-    assert read_yaml(str(file), "sft") == {"rate": 2e-5, "steps": 500.0, "columns": "1e3x"}
+    assert read_yaml(str(file), "sft") == ({"rate": 2e-5, "steps": 500.0, "columns": "1e3x"}, [])
     config = one("--config", str(file)).config
     assert config.model.rate == 2e-5 and config.steps == 500
 
@@ -152,8 +155,9 @@ def test_yaml_conveniences(tmp_path):
 
 def test_yaml_takes_dashes_and_old_names(tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("per-device-training-batch-size: 3\n")
-    assert read_yaml(str(file), "ppo") == {"per_device_train_batch_size": 3}
+    file.write_text("per-device-training-batch-size: 3\nper_device_generation_batch_size: 3\n")
+    config = parse(PPOConfig, ["--config", str(file)], section="ppo").config
+    assert config.optimizer.per_device_train_batch_size == 3
 
 
 @pytest.mark.parametrize(
@@ -162,6 +166,8 @@ def test_yaml_takes_dashes_and_old_names(tmp_path):
         ("- a\n", "c.yaml: found a list, wanted `flag: value` lines"),
         ("a: [1\nb: 2\n", "c.yaml: line 2:"),
         ("steps: 1\nsteps: 2\n", "c.yaml: line 2: steps: occurs twice"),
+        ("a_b: 1\na-b: 2\n", "c.yaml: line 2: a-b: occurs twice"),
+        ("sft: {a-b: 1, a_b: 2}\n", "c.yaml: line 1: a_b: occurs twice"),
         ("sft: 3\n", "c.yaml: sft: found 3, wanted"),
         ("sft: {}\nsteps: 3\n", "c.yaml: steps: beside the sections sft; put flags into a section"),
         ("sft: {}\nrewrd: {}\n", "did you mean reward?"),
@@ -212,41 +218,97 @@ def test_checks_over_several_fields_keep_their_message():
     assert line == "--offload_optimizer_during_rollout: with --offload the states never are on the device"
 
 
-# --- DeepSpeed-Chat -------------------------------------------------------------------------------------------------
-
-COMMON = """data_path data_split data_output_path per_device_train_batch_size num_train_epochs
-    gradient_accumulation_steps lr_scheduler_type num_warmup_steps output_dir seed local_rank offload dtype
-    only_optimize_lora compute_fp32_loss enable_tensorboard tensorboard_path add_eot_token deepspeed deepspeed_config
-    deepscale deepscale_config"""
-ONE_MODEL = """model_name_or_path per_device_eval_batch_size max_seq_len learning_rate weight_decay
-    gradient_checkpointing dropout zero_stage lora_dim lora_module_name lora_learning_rate"""
-DEEPSPEED_CHAT = {
-    "sft": f"{COMMON} {ONE_MODEL} sft_only_data_path eot_token print_loss",
-    "reward": f"{COMMON} {ONE_MODEL} num_padding_at_beginning eval_interval eval_iters",
-    "ppo": f"""{COMMON} unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef actor_model_name_or_path
-        critic_model_name_or_path num_padding_at_beginning per_device_generation_batch_size
-        per_device_training_batch_size generation_batches ppo_epochs max_prompt_seq_len max_answer_seq_len
-        actor_learning_rate critic_learning_rate actor_weight_decay critic_weight_decay preprocessing_num_workers
-        enable_hybrid_engine unpin_actor_parameters release_inference_cache inference_tp_size tp_gather_partition_size
-        offload_reference_model offload_reward_model actor_zero_stage critic_zero_stage actor_gradient_checkpointing
-        critic_gradient_checkpointing actor_dropout critic_dropout actor_lora_dim critic_lora_dim
-        actor_lora_module_name critic_lora_module_name actor_lora_learning_rate critic_lora_learning_rate enable_ema
-        enable_mixed_precision_lora align_overflow print_answers print_answers_interval enable_test_mode
-        test_stop_step""",
-}
+# --- names ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("section", STAGES)
-def test_every_flag_of_deepspeed_chat_is_known_or_explained(section):
-    table = flag_table(STAGES[section])
-    names = [ALIASES.get(name, name) for name in DEEPSPEED_CHAT[section].split()]
-    assert [name for name in names if name not in table and name not in RETIRED] == []
-    assert not set(RETIRED) & set(table), "what exists is not retired"
+class Named(Group):
+    """A stage whose flags have several names."""
+
+    model: str = flag("", "Model", aliases=("path",), positional=True)
+    rate: float = flag(0.0, "Rate", other_tools="lr step_size", ignored={"fused": "it always is"})
+    end: str = flag("", "End", refused={"stop_word": "use --end"})
 
 
-def test_retired_flags_say_what_to_do():
-    (line,) = errors_of("--print_loss")
-    assert line == "--print_loss: a flag of DeepSpeed-Chat that is not needed here: use --print_steps"
+class NamedPair(Group):
+    """A stage with two models that have several names."""
+
+    actor: ModelConfig = ModelConfig()
+    critic: ModelConfig = ModelConfig()
+
+
+def test_an_alias_and_a_word_before_any_flag_are_the_flag():
+    for words in (["x", "--rate", "2"], ["--path", "x", "--rate", "2"], ["--model", "y", "--path", "x", "--rate=2"]):
+        resolved = parse(Named, words, section="sft")
+        assert (resolved.config.model, resolved.config.rate) == ("x", 2.0)
+        assert resolved.origins["model"] == "command line"
+
+
+def test_a_file_may_use_an_alias_but_not_both_names(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("path: x\n")
+    assert parse(Named, ["--config", str(file)], section="sft").config.model == "x"
+    file.write_text("path: x\nmodel: y\nstop-word: z\n")
+    assert errors_of("--config", str(file), config_class=Named) == [
+        f"{file}: model: --model is given twice, under two names; give one",
+        f"{file}: stop_word: a flag of DeepSpeed-Chat without a counterpart here: use --end",
+    ]
+
+
+def test_names_of_other_tools_are_answered_with_the_flag():
+    assert errors_of("--lr", "1", "--step-size", "1", config_class=Named) == [
+        "--lr: unknown flag; here it is --rate",
+        "--step_size: unknown flag; here it is --rate",
+    ]
+    (line,) = errors_of("--lr", "1", config_class=NamedPair)
+    assert line == "--lr: unknown flag; here it is --actor_learning_rate or --critic_learning_rate"
+    (line,) = errors_of("--critic_lr", "1", config_class=NamedPair)
+    assert line == "--critic_lr: unknown flag; here it is --critic_learning_rate"
+
+
+def test_what_changes_nothing_is_accepted_with_a_note(tmp_path):
+    resolved = parse(Named, ["--fused", "7", "--rate", "2"], section="sft")
+    assert resolved.config.rate == 2.0
+    assert resolved.notes == ("--fused: a flag of DeepSpeed-Chat that changes nothing here: it always is",)
+    (tmp_path / "c.yaml").write_text("fused: true\n")
+    (note,) = parse(Named, ["--config", str(tmp_path / "c.yaml")], section="sft").notes
+    assert note.startswith(f"{tmp_path / 'c.yaml'}: fused: a flag of DeepSpeed-Chat that changes nothing")
+
+
+def test_a_models_flags_without_its_name_mean_the_first_model():
+    config = parse(NamedPair, ["--lora_dim", "8", "--model", "x", "--critic_model", "y"], section="ppo").config
+    assert (config.actor.lora_dim, config.critic.lora_dim) == (8, 0)
+    assert (config.actor.model_name_or_path, config.critic.model_name_or_path) == ("x", "y")
+    assert (
+        "(also --actor_model, --model_name_or_path, --model)"
+        in flag_table(NamedPair)["actor_model_name_or_path"].meaning
+    )
+
+
+@pytest.mark.parametrize(
+    "config_class", [SFTConfig, RewardConfig, PPOConfig, RewardEvalConfig, TrainConfig, ChatConfig, CompareConfig]
+)
+def test_a_name_means_one_flag(config_class):
+    table, names = flag_table(config_class), Names(config_class)
+    assert len(names.known) == sum(1 + len(row.aliases) for row in table.values())
+    assert not names.known.keys() & (names.ignored.keys() | names.refused.keys())
+    assert "model" in names.known, "the one name for a model's path"
+
+
+def test_a_required_flag_that_is_left_out_is_named():
+    (line,) = errors_of("output/reward", config_class=RewardEvalConfig)
+    assert line == "--data_path: missing; wanted str ...: Pairs; the held-out rows are scored"
+
+
+def test_an_unknown_section_hides_no_other_error(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("sft: {stpes: 3, stage: 9}\nrewrd: {}\nrate: 1\n")
+    lines = errors_of("--config", str(file))
+    assert lines == [
+        f"{file}: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo are right",
+        f"{file}: rate: beside the sections sft; put flags into a section",
+        f"{file}: stpes: unknown flag; did you mean steps?",
+        f"--stage: found 9 ({file}): Input should be less than or equal to 3",
+    ]
 
 
 # --- help and reference ---------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ import pytest
 from support.launch_stub import ROOT, TINY, fastest_run_s, make_model, started, train
 
 from pipeline.configuration.ds_config import Placement
+from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import InputError
+from pipeline.launching.plan import make_plan
 from pipeline.launching.train_config import model_size, split_overrides
-from rlhf.train import STAGES
+from rlhf.train import STAGES, command_of
 
 PRESETS = ROOT / "launch" / "presets"
 
@@ -30,7 +32,7 @@ def test_three_steps_in_order_with_chained_folders(tmp_path):
          "--actor_model_name_or_path", "my out/sft", "--critic_model_name_or_path", "my out/reward",
          "--output_dir", "my out"],
     ]  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "next: python chat.py --path 'my out/actor'"
+    assert done.stdout.splitlines()[-1] == "next: python chat.py 'my out/actor'"
     assert "== stage 2: reward model" in done.stdout and "== stage 3: done in" in done.stdout
 
 
@@ -56,6 +58,78 @@ def test_flags_reach_their_step(tmp_path):
     assert ppo[ppo.index("--actor_zero_stage") :] == [
         "--actor_zero_stage", "2", "--critic_zero_stage", "1", "--overwrite", "--kl-coef=0.2"
     ]  # fmt: skip
+
+
+def planned(*words: str) -> dict[str, dict[str, object]]:
+    """Section -> flags of each stage that `train.py WORDS` would run."""
+    plan = make_plan(["--actor-model", "tiny", "--reward-model", "tiny", *words], STAGES, prog="python train.py")
+    return {stage.kind.section: dict(flat_items(stage.resolved.config)) for stage in plan.chosen}
+
+
+def refused(*words: str) -> list[str]:
+    with pytest.raises(InputError) as error:
+        planned(*words)
+    return str(error.value).splitlines()
+
+
+def test_a_flag_without_a_section_is_for_all_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "--data-path",
+        "a.jsonl",
+        "b.jsonl",
+        "--column-map=prompt=q",
+        "--template",
+        "tokenizer",
+        "--max-steps",
+        "9",
+    )
+    flags = planned(*words, "--lora-dim", "8", "--ppo.max_steps", "4")
+    for section in ("sft", "reward", "ppo"):
+        assert flags[section]["data_path"] == ["a.jsonl", "b.jsonl"]
+        assert flags[section]["column_map"] == "prompt=q" and flags[section]["template"] == "tokenizer"
+    assert [flags[section]["max_steps"] for section in flags] == [9, 9, 4], "what is given for one stage is stronger"
+    assert [flags["sft"]["lora_dim"], flags["reward"]["lora_dim"]] == [8, 8]
+    assert [flags["ppo"]["actor_lora_dim"], flags["ppo"]["critic_lora_dim"]] == [8, 0]
+
+
+def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert planned("--step", "1", "2", "--max_seq_len", "64")["reward"]["max_seq_len"] == 64
+    assert refused("--max_seq_len", "64", "--kl-coef", "1") == [
+        "--max_seq_len: not one value for all stages that run; give --sft.max_seq_len or --reward.max_seq_len",
+        "--kl-coef: not one value for all stages that run; give --ppo.kl_coef",
+    ]
+    rates = "--sft.learning_rate or --reward.learning_rate or --ppo.actor_learning_rate"
+    assert refused("--learning-rate", "1") == [f"--learning-rate: not one value for all stages that run; give {rates}"]
+    assert planned("--step", "3", "--learning-rate", "1e-7")["ppo"]["actor_learning_rate"] == 1e-7
+    folders = "--sft.run_dir or --reward.run_dir or --ppo.run_dir"
+    assert refused("--run-dir", "x") == [f"--run-dir: not one value for all stages that run; give {folders}"]
+
+
+@pytest.mark.parametrize(
+    ("word", "right"),
+    [
+        ("--epochs", "here it is --num_train_epochs"),
+        ("--lora_r", "here it is --lora_dim"),
+        (
+            "--lr",
+            "here it is --sft.learning_rate or --reward.learning_rate or --ppo.actor_learning_rate or "
+            "--ppo.critic_learning_rate",
+        ),
+        ("--batch-size", "here it is --per_device_train_batch_size"),
+        ("--cliprange", "here it is --ppo.policy_clip"),
+        ("--max-step", "did you mean --max_steps?"),
+    ],
+)
+def test_names_of_other_tools_are_answered_with_ours(tmp_path, monkeypatch, word, right):
+    monkeypatch.chdir(tmp_path)
+    assert refused(word, "1") == [f"{word}: unknown flag; {right}"]
+
+
+def test_one_name_for_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert planned("--model", "org/model")["sft"]["model_name_or_path"] == "org/model"
 
 
 @pytest.mark.parametrize(
@@ -112,8 +186,6 @@ def test_dry_run_starts_nothing(tmp_path):
 @pytest.mark.parametrize("deployment", ["single_gpu", "single_node", "multi_node"])
 @pytest.mark.parametrize("size", ["tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b"])
 def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, size):
-    from rlhf.train import command_of, make_plan
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("a slots=8\n")
     hostfile = ["--hostfile", "hosts"] if deployment == "multi_node" else []

@@ -51,7 +51,7 @@ def test_prompt_flag_needs_no_stdin(speaking, capsys):
 
 
 def test_a_real_process_with_a_pipe(speaking):
-    command = [sys.executable, "chat.py", "--path", speaking, "--temperature=0"]
+    command = [sys.executable, "chat.py", speaking, "--temperature=0"]
     done = subprocess.run(command, input="hello", capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert (done.returncode, done.stdout) == (0, SHOWN + "\n"), done.stderr
     assert "\x1b" not in done.stderr and "\r" not in done.stderr
@@ -274,9 +274,9 @@ def test_commands_act_on_the_conversation(speaking, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--pth", "x"], "--pth: unknown flag; did you mean --path?"),
-        ([], "--path: missing"),
-        (["--path", "/no/such/model"], "--path: /no/such/model: no such folder; the nearest folder that exists is /"),
+        (["--modl", "x"], "--modl: unknown flag; did you mean --model?"),
+        ([], "--model: missing"),
+        (["--path", "/no/such/model"], "--model: /no/such/model: no such folder; the nearest folder that exists is /"),
         (["--path", str(ROOT / "pipeline")], "holds no model"),
         (["--path", str(ROOT / "chat.py")], "is a file"),
         (["--path", "x", "--temperature", "-1"], "--temperature: found '-1'"),

@@ -163,7 +163,7 @@ def test_the_markdown_file_shows_texts_literally(bpe_folder, questions, capsys, 
 
 
 def test_a_real_process_sends_tables_to_stdout_and_the_rest_to_stderr(plain, questions):
-    command = [sys.executable, "prompt_eval.py", "--models", plain, plain, "--prompts", questions, "--max_new_tokens=4"]
+    command = [sys.executable, "prompt_eval.py", plain, plain, "--prompts", questions, "--max_new_tokens=4"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "[3/3] three" in done.stdout, done.stderr
     assert "3 answers in" in done.stderr and "\x1b" not in done.stdout + done.stderr

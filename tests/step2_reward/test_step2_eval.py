@@ -117,7 +117,7 @@ def judge(bpe_folder, tmp_path, monkeypatch) -> str:
 @pytest.mark.parametrize("as_json", [True, False])
 def test_the_command_reports_on_held_out_pairs(judge, tmp_path, capsys, as_json):
     pairs = str(tmp_path / "data" / "test_x.jsonl")
-    argv = ["--path", judge, "--data_path", pairs, "--eval_fraction", "0.5", "--max_seq_len", "128"]
+    argv = [judge, "--data_path", pairs, "--eval_fraction", "0.5", "--max_seq_len", "128"]
     assert main([*argv, "--json_output"] if as_json else argv) == 0
     shown = capsys.readouterr().out
     if not as_json:

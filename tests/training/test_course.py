@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.configuration.groups import RunConfig
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.errors import DivergedError, EnvironmentFault, StoppedRun
 from pipeline.training.course import Course

@@ -14,7 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from pipeline.configuration.groups import RunConfig
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.run.run import StderrHandler
 from pipeline.training import metrics

@@ -1,0 +1,112 @@
+"""The flags of a run that every stage has: folders, length, checkpoints, evaluation and logs."""
+
+from pydantic import model_validator
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.groups import Dtype, Group
+
+
+class RunConfig(Group):
+    """Run"""
+
+    output_dir: str = flag(
+        "output", "Folder of the finished model (stage 3: of actor/, critic/)", kind="written path", on_resume="free"
+    )
+    run_dir: str = flag(
+        "",
+        "Folder of metrics, logs, checkpoints; empty: <parent>/runs/<stage>",
+        kind="written path",
+        on_resume="free",
+        per_stage=True,
+        ignored={"tensorboard_path": "curves are in <run_dir>/tensorboard"},
+    )
+    seed: int = flag(1234, "Every random number of the run is a function of it", ge=0)
+    num_train_epochs: float = flag(
+        1.0,
+        "Passes over the training rows; may be fractional",
+        gt=0,
+        on_resume="free",
+        other_tools="epochs num_epochs n_epochs max_epochs",
+    )
+    max_steps: int = flag(
+        0,
+        "Stop after this many optimizer steps; 0: whole epochs",
+        ge=0,
+        on_resume="free",
+        refused=dict.fromkeys(("enable_test_mode", "test_stop_step"), "use --max_steps"),
+        other_tools="num_steps total_steps max_train_steps",
+    )
+    save_steps: int = flag(
+        0,
+        "Steps between checkpoints; 0: only at the end or on a signal",
+        ge=0,
+        on_resume="free",
+        other_tools="save_interval save_freq checkpoint_interval",
+    )
+    keep_checkpoints: int = flag(
+        2,
+        "Resume checkpoints kept; older ones are deleted; 0: none",
+        ge=0,
+        on_resume="free",
+        other_tools="save_total_limit",
+    )
+    save_in_background: bool = flag(
+        False, "Train on while a checkpoint is written; takes host memory for a copy of what it holds", on_resume="free"
+    )
+    resume: str = flag(
+        "auto",
+        "auto: newest valid checkpoint; never: afresh; or a checkpoint folder",
+        kind="path",
+        on_resume="free",
+        other_tools="resume_from_checkpoint load_checkpoint",
+    )
+    force_resume: bool = flag(False, "Resume although settings, data or start models are other ones", on_resume="free")
+    deterministic: bool = flag(False, "Bitwise repeatable on GPUs, slower; CPU runs always are", on_resume="rounding")
+    overwrite: bool = flag(False, "Start over although the output holds a finished run", on_resume="free")
+    save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="free")
+    print_steps: int = flag(
+        1,
+        "Steps between progress lines",
+        ge=1,
+        on_resume="free",
+        other_tools="logging_steps log_interval log_every",
+        ignored={"print_loss": "the loss is printed every --print_steps"},
+    )
+    eval_interval: int = flag(
+        0,
+        "Steps between evaluations; 0: only before and after training",
+        ge=0,
+        on_resume="free",
+        other_tools="eval_steps eval_every",
+        ignored=dict.fromkeys(
+            ("print_answers", "print_answers_interval"), "samples of each evaluation are in <run_dir>/samples.jsonl"
+        ),
+    )
+    eval_iters: int = flag(
+        0,
+        "Batches of per_device_eval_batch_size per evaluation, on each rank; 0: all rows",
+        ge=0,
+        on_resume="free",
+        other_tools="eval_batches limit_val_batches",
+    )
+    enable_tensorboard: bool = flag(True, "Write TensorBoard curves to <run_dir>/tensorboard", on_resume="free")
+    enable_csv: bool = flag(False, "Write <run_dir>/metrics.csv", on_resume="free")
+    enable_wandb: bool = flag(
+        False,
+        "Log to Weights & Biases (needs the wandb package)",
+        on_resume="free",
+        other_tools="wandb use_wandb report_to",
+    )
+    process_group_timeout_s: int = flag(1800, "Seconds before a stuck collective fails", ge=1, on_resume="free")
+    rank_timeout_s: int = flag(
+        1800, "Seconds without a sign of life before a rank is hung and the run ends; 0: never", ge=0, on_resume="free"
+    )
+    dry_run: bool = flag(False, "Check and print flags and DeepSpeed's JSON, start nothing", on_resume="free")
+    debug: bool = flag(False, "Show tracebacks of expected errors", on_resume="free")
+    local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK wins", on_resume="free")
+
+    @model_validator(mode="after")
+    def _start_over_or_resume(self) -> "RunConfig":
+        if self.overwrite and self.resume not in ("auto", "never"):
+            raise ValueError(f"overwrite: starts over, and resume names {self.resume}; give one of them")
+        return self
