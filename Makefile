@@ -29,8 +29,12 @@ test-slow: $(VENV)/installed-dev
 test-faults: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -m "faults and not gpu"
 
+# Parts of less than nine minutes on one GPU: all in turn, or PART=1/3; PART=two needs two GPUs.
+PART ?= 1/3 2/3 3/3
 test-gpu: $(VENV)/installed-dev
-	$(PYTHON) -m pytest -m gpu
+	set -e; for part in $(PART); do \
+	if [ $$part = two ]; then $(PYTHON) -m pytest -m two_gpus; \
+	else $(PYTHON) -m pytest -m "gpu and not two_gpus" --shard $$part; fi; done
 
 # A row of tests/bench and its options: make bench ROW="step3 --batch 128"
 ROW ?= step3

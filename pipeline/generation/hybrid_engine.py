@@ -67,6 +67,7 @@ class HybridEngine:
             raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {self.backend}")
         if heads % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
+        log.info("generation: tensor parallel, over %d ranks", size)
 
     def _why_not_streamed(self) -> str | None:
         return why_not_streamed(
@@ -138,6 +139,8 @@ class HybridEngine:
     def _must_stream(self, whole: "FusedForward") -> bool:
         """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
         if self.options.weights != "auto" or self._why_not_streamed():
+            if self.options.weights == "streamed":
+                log.info("generation: weights are streamed, as --rollout_weights says")
             return self.options.weights == "streamed"
         bytes_per_slot = whole.bytes_per_token * self.options.max_sequence_length
         fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self._device)

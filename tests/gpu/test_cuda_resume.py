@@ -35,7 +35,8 @@ def test_fp16_with_its_loss_scales(folder):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_from_two_gpus_to_one(folder):
     found = tell(regroup, "ppo", folder, count=1, more="--dtype fp32 --deterministic true")
     print(found["worst"])

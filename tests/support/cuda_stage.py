@@ -1,0 +1,57 @@
+"""A stage's command on one or more CUDA devices, and what its training lines say."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from support.command_run import run_command
+from support.tiny_run import read_metrics
+
+MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+SUPERVISED: dict[str, Any] = {"model_name_or_path": "base", "max_seq_len": 64, "learning_rate": 1e-3}
+PPO: dict[str, Any] = {
+    "actor_model_name_or_path": "base",
+    "critic_model_name_or_path": "scorer",
+    "max_prompt_seq_len": 48,
+    "max_answer_seq_len": 16,
+    "actor_learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+}
+
+
+def run_stage(stage: str, folder: Path, output: str, *, ranks: int = 1, batch: int = 8, **given: Any) -> list[dict]:
+    """Run a stage for two optimizer steps of `batch` rows on all ranks; its training lines, all numbers finite.
+
+    PPO takes both steps on one rollout, whose responses are then the same wherever the weights are.
+    """
+    common = {"data_path": "train.jsonl", "eval_data_path": "test.jsonl", "data_split": "none", "max_steps": 2,
+              "keep_checkpoints": 0, "dtype": "fp32", "per_device_train_batch_size": batch // ranks}  # fmt: skip
+    if stage == "ppo":
+        common |= PPO | {"per_device_generation_batch_size": batch // ranks, "ppo_epochs": 2}
+    else:
+        common |= SUPERVISED
+    flags = common | given | {"output_dir": output}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    ended = run_command(MODULES[stage], words, folder=folder, ranks=ranks)
+    assert ended.code == 0, ended.stderr[-2000:]
+    lines = [line for line in read_metrics(run_folder(stage, folder, output)) if "step_s" in line]
+    assert [line["step"] for line in lines] == list(range(1, flags["max_steps"] + 1))
+    assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
+    return lines
+
+
+def run_folder(stage: str, folder: Path, output: str) -> Path:
+    """The run folder of `run_stage`."""
+    return folder / output / "runs" / "ppo" if stage == "ppo" else folder / "runs" / output
+
+
+def log_of(stage: str, folder: Path, output: str) -> str:
+    """The log of a run's first rank."""
+    return (run_folder(stage, folder, output) / "log.txt").read_text()
+
+
+def furthest(mine: list[dict], theirs: list[dict], *names: str) -> float:
+    """The largest difference between the same metrics of the same steps, where both have them."""
+    pairs = [(a[name], b[name]) for a, b in zip(mine, theirs, strict=True) for name in names if name in a]
+    assert pairs, names
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
