@@ -91,7 +91,10 @@ class SamplingConfig(Group):
         True, "Sample from a copy of the weights plus adapters; false: with adapters apart", on_resume="rounding"
     )
     release_inference_cache: bool = flag(
-        False, "Give the memory of generation (cache, graph, copied weights) back after each rollout", on_resume="free"
+        False,
+        "Give the memory of generation (cache, graph, copied weights) back after each rollout; false: only where less "
+        "than a third of the device is free",
+        on_resume="free",
     )
     rollout_weights: Literal["auto", "whole", "streamed"] = flag(
         "auto",

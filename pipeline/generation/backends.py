@@ -22,6 +22,8 @@ BACKENDS: tuple[Backend, ...] = ("fused", "static", "eager")
 # Share of the free device memory that the KV cache may take; the rest is for activations and fragmentation. Chosen by
 # hand.
 CACHE_MEMORY_FRACTION = 0.9
+# Share of a device's memory that an update is to find free; the KV cache goes back where it is less. Chosen by hand.
+FREE_SHARE_FOR_UPDATE = 1 / 3
 # Slots that must fit next to whole weights; where fewer fit, the weights are streamed. Chosen by hand.
 MIN_SLOTS_WITH_WHOLE_WEIGHTS = 8
 
@@ -94,6 +96,11 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + reserved_unused
 
 
+def free_share(device: torch.device) -> float:
+    """Return the share of a CUDA device's memory that is free; 1 for a CPU."""
+    return free_bytes(device) / torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1.0
+
+
 def check_copies_fit(num_bytes: int, device: torch.device) -> None:
     """Log and check the memory that copies of weights take at most on a CUDA device.
 
@@ -146,10 +153,7 @@ def slots_that_fit(forward: CachedForward, requested: int, cache_length: int) ->
     )
     if fitting < requested:
         log.warning(
-            "generation: memory for %d slots, not %d; the other responses wait for a free one. The KV cache stays "
-            "during updates: where they run out of memory, give --release_inference_cache true",
-            fitting,
-            requested,
+            "generation: memory for %d slots, not %d; the other responses wait for a free one", fitting, requested
         )
     return fitting
 

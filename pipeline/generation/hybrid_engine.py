@@ -15,13 +15,21 @@ from pipeline import dist
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.files import GIB
-from pipeline.generation.backends import CachedForward, check_copies_fit, choose_backend, whole_weights_fit
+from pipeline.generation.backends import (
+    FREE_SHARE_FOR_UPDATE,
+    CachedForward,
+    check_copies_fit,
+    choose_backend,
+    free_share,
+    whole_weights_fit,
+)
 from pipeline.generation.eager import generate_batches
 from pipeline.generation.options import Backend, GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.static import StaticCacheForward
 from pipeline.models.architecture import read_architecture
 from pipeline.models.loading import base_model
+from pipeline.models.weight_files import warn_once
 
 if TYPE_CHECKING:  # they import triton, which the eager backend does without
     from pipeline.generation.fused import FusedForward
@@ -89,8 +97,18 @@ class HybridEngine:
                 yield
             finally:
                 self._open = False
-                if self.options.release_cache:
-                    self._generator = None
+            if self.backend != "eager" and (self.options.release_cache or self._update_lacks_memory()):
+                self._generator = None
+
+    def _update_lacks_memory(self) -> bool:
+        """Tell whether some rank's device has too little free for an update beside the KV cache. A collective."""
+        lacks = dist.max_over_ranks(float(free_share(self._device) < FREE_SHARE_FOR_UPDATE), self._device) > 0
+        if lacks:
+            warn_once(
+                f"generation: less than {FREE_SHARE_FOR_UPDATE:.0%} of the device's memory is free beside the KV "
+                "cache, which is given back before each update"
+            )
+        return lacks
 
     def _refresh(self) -> None:
         """Let the generator read the weights as they are now, and build it the first time."""

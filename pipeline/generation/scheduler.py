@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Self
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from pipeline.dist import RankGroup
 from pipeline.generation.rollouts import GenerationStopped
-from pipeline.generation.slots import GenerationBuffers
+from pipeline.generation.slots import GenerationBuffers, second_stream
 from pipeline.tensor_ops import pad_rows
 
 # Decode steps between two polls of finished slots, when no response waits for a slot. A poll makes the host wait for
@@ -103,12 +102,6 @@ class SideStream:
         """Let later work of the current stream wait for the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-
-
-@cache
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream per process: torch keeps memory, and cuBLAS a workspace, for each stream ever used."""
-    return torch.cuda.Stream(device)
 
 
 def overlapped_prefill_stream(device: torch.device) -> SideStream | None:

@@ -5,6 +5,7 @@ without the host. M slots, each with at most one response; R responses of at mos
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -76,6 +77,12 @@ class ResponseBuffers:
         return cls(tokens, torch.zeros(shape, device=device), uniforms, *counts)
 
 
+@cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream per process: torch keeps memory, and cuBLAS a workspace, for each stream ever used."""
+    return torch.cuda.Stream(device)
+
+
 class GenerationBuffers:
     """KV cache, sampling state and CUDA graph of a request; reused by all requests that they cover."""
 
@@ -134,7 +141,7 @@ class GenerationBuffers:
     def _captured_graph(self) -> torch.cuda.CUDAGraph:
         """Capture one decode step, after two runs to warm up; no slot is active, so that they write nothing."""
         self._decode_step()  # on this stream, which then owns a cache that is allocated at its first use
-        side = torch.cuda.Stream()
+        side = second_stream(self.forward.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._decode_step()

@@ -18,6 +18,7 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import go_offline_without_network
 from pipeline.models.paths import check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
+from pipeline.out_of_memory import is_out_of_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -191,10 +192,8 @@ def load_pretrained(
         model, info = auto_class.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
     except Exception as error:
-        if dist.follows_from_another_rank(error):  # under ZeRO-3 loading is a collective
+        if dist.follows_from_another_rank(error) or is_out_of_memory(error):  # under ZeRO-3 loading is a collective
             raise
         raise reading_error(path, "cannot load the model", error) from error
     if missing := sorted(set(info["missing_keys"]) - may_lack):

@@ -12,7 +12,8 @@ from typing import Any
 
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.groups import Group
-from pipeline.errors import EXIT_DONE, EXIT_STOPPED, InputError, RunError, print_error
+from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, print_error
+from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.run.layout import run_folder
 from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
 from pipeline.run.stop_request import StopRequest, quit_now
@@ -88,4 +89,9 @@ def run_command(work: Callable[[], None]) -> int:
     except BrokenPipeError:
         # The reader (head, less) has read enough. The interpreter must not flush into the closed pipe at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        advice = "lower --batch_size or --max_new_tokens where the command has them, or give --dtype bf16"
+        return print_error(EnvironmentFault(f"{memory_line(error)}; {advice}"))
     return EXIT_DONE

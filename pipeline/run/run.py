@@ -22,12 +22,13 @@ from typing import Any
 
 from pipeline import dist, heartbeat
 from pipeline.configuration.flag_checks import idle_flags
-from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.redact import redacted
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.errors import (
     EXIT_DONE,
+    EXIT_ENVIRONMENT,
     EXIT_FAULT,
     EXIT_STOPPED,
     EnvironmentFault,
@@ -36,8 +37,8 @@ from pipeline.errors import (
     StoppedRun,
     print_error,
 )
-from pipeline.files import GIB, check_replaceable, has_config, refused_by_disk, write_json
-from pipeline.processes import read_process
+from pipeline.files import check_replaceable, has_config, refused_by_disk, write_json
+from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.run.layout import beat_file, done_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
@@ -54,11 +55,19 @@ from pipeline.run.stop_request import StopRequest, stop_without
 
 log = logging.getLogger(__name__)
 # Logs to files only: the console prints the first cause of all ranks, once (`report`).
-file_log = logging.getLogger("pipeline.end")
+file_log = logging.getLogger(f"{__name__}.files_only")
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
 RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
-OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc")
+# Flags of any stage that take less memory in a phase where they are lower.
+LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
+    "start": (),
+    "generate": ("per_device_generation_batch_size", "per_device_eval_batch_size", "max_answer_seq_len"),
+    "score": ("per_device_train_batch_size", "max_prompt_seq_len", "max_answer_seq_len"),
+    "train": ("per_device_train_batch_size", "max_seq_len", "max_answer_seq_len"),
+    "evaluate": ("per_device_eval_batch_size", "max_seq_len"),
+    "save": (),
+}
 QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock", "compilers")
 
 
@@ -255,9 +264,9 @@ def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str,
         file_log.info(message)
     except Exception as error:
         trace = traceback.format_exc()
-        code, message = EXIT_FAULT, redacted(describe(error, resolved))
-        secondary = dist.follows_from_another_rank(error)
-        file_log.exception("fault")
+        code, message = described(error, resolved.config)
+        message, secondary = redacted(message), dist.follows_from_another_rank(error)
+        file_log.exception("%s", message)
     if run_config.debug:
         sys.stderr.write(redacted(trace))
     stop.is_set()  # from now on a signal must not end the process as if nothing had been done
@@ -271,15 +280,20 @@ def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str,
     return code
 
 
-def describe(error: Exception, resolved: Resolved) -> str:
-    """Return `ValueError: its message`, with a hint if memory ran out."""
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
-    if not isinstance(error, MemoryError) and not any(words in text for words in OUT_OF_MEMORY):
-        return text
-    own = read_process(os.getpid())
-    held = f" (this rank held {own.rss_bytes / GIB:.1f} GiB of host memory)" if own else ""
-    shard = " or ".join(f"--{name}" for name in flags_of_key(type(resolved.config), ZERO_STAGE))
-    return f"{text}; out of memory{held}: lower --per_device_train_batch_size or the lengths, or shard with {shard}"
+def described(error: Exception, config: Any) -> tuple[int, str]:
+    """Return the exit code and the words of an error that nothing expected; want of memory is told in one line."""
+    if not is_out_of_memory(error):
+        return EXIT_FAULT, f"{type(error).__name__}: {error}".rstrip(": ")
+    phase = heartbeat.current_phase()
+    lower = [f"--{name}" for name in flag_table(type(config)) if name in LOWERED_IN[phase]]
+    recompute = [f"--{name}" for name in flag_table(type(config)) if name.endswith("gradient_checkpointing")]
+    shard = [f"--{name}" for name in flags_of_key(type(config), ZERO_STAGE)]
+    ways = [
+        f"lower {' or '.join(lower)}" if lower else "",
+        f"give {' or '.join(recompute)}" if phase == "train" else "",
+        f"shard the models with {' or '.join(shard)}",
+    ]
+    return EXIT_ENVIRONMENT, f"phase {phase}: {memory_line(error)}; {', or '.join(filter(None, ways))}"
 
 
 def begin(run: Run, train: Train) -> None:

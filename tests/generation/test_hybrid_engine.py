@@ -176,6 +176,15 @@ def test_the_cache_is_given_back_where_wanted():
     assert_same(rollout(released), first)
 
 
+@pytest.mark.parametrize(("share", "stays"), [(0.2, False), (0.5, True)])
+def test_the_cache_is_given_back_where_an_update_would_lack_memory(monkeypatch, share, stays):
+    monkeypatch.setattr("pipeline.generation.hybrid_engine.free_share", lambda device: share)
+    hybrid = hybrid_of(engine_of(opt(), 0))
+    first = rollout(hybrid)
+    assert (hybrid._generator is not None) == stays
+    assert_same(rollout(hybrid), first)
+
+
 def test_training_goes_on_after_a_rollout_that_was_broken_off():
     engine = engine_of(opt(), 3)
     hybrid = hybrid_of(engine)

@@ -172,6 +172,19 @@ def test_weights_that_move_get_another_graph():
     assert gen._buffers is not buffers
 
 
+def test_graphs_are_captured_on_streams_that_exist(monkeypatch):
+    """torch keeps memory, and cuBLAS a workspace, for each stream that was ever used."""
+    generators = [generator_of(fused(opt(hidden_size=64, word_embed_proj_dim=64))) for _ in range(3)]
+    request = {"num_samples": 1, "num_slots": 3, "sampling": Sampling(8), "key": KEY}
+    generators[0].generate(random_prompts(LENGTHS), **request)
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **settings: made.append(args))
+    for gen in generators[1:]:
+        gen.generate(random_prompts(LENGTHS), **request)
+        assert gen._buffers._graph is not None
+    assert made == []
+
+
 def test_a_stop_leaves_the_graph_usable():
     model = llama(hidden_size=128)
     gen = generator_of(fused(model))

@@ -1,16 +1,26 @@
 """Memory on a CUDA device: peaks of the phases, and optimizer states that leave the device during a rollout."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_run import run_command
+from support.decode_models import EOS, PAD, assert_same, llama, random_prompts
+from support.in_process import group_of_one
+from support.ppo_updates import engine_of
 from support.tiny_run import make_folder, read_metrics
 from torch import nn
 
 from pipeline.engine.memory import optimizer_tensors
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
+from pipeline.generation.backends import free_share
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.options import GenerationOptions
+from pipeline.generation.rollouts import RandomKey, Rollout, Sampling
+from pipeline.models.causal_lm import CausalLM
+from pipeline.out_of_memory import memory_line
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,3 +81,33 @@ def test_a_run_goes_the_same_way_with_and_without(tmp_path: Path, stage: int):
         assert "peak of generate" in (run / "log.txt").read_text()
         found.append(load_file(folder / f"out-{flag}" / "actor" / "model.safetensors"))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_the_cache_goes_back_where_less_than_a_third_of_the_device_is_free():
+    with group_of_one():
+        engine = engine_of(CausalLM(llama(hidden_size=1024, num_attention_heads=8, num_hidden_layers=4)))
+        hybrid = HybridEngine(engine, eos_ids=frozenset({EOS}), pad_id=PAD, options=GenerationOptions(backend="fused"))
+
+        def rollout() -> Rollout:
+            with hybrid.generation():
+                settings = {"num_samples": 1, "sampling": Sampling(3), "key": RandomKey(3, "rollout")}
+                return hybrid.generate(random_prompts((3, 1)), **settings)
+
+        first = rollout()
+        assert hybrid._generator is not None and free_share(torch.device("cuda")) > 0.5
+        with_cache = torch.cuda.memory_allocated()
+        ballast = torch.empty(int(0.7 * torch.cuda.mem_get_info()[1]), dtype=torch.uint8, device="cuda")
+        assert_same(rollout(), first)
+        assert hybrid._generator is None and torch.cuda.memory_allocated() - ballast.nbytes < with_cache
+        del ballast
+        torch.cuda.empty_cache()
+        assert_same(rollout(), first)
+        assert hybrid._generator is not None
+
+
+def test_want_of_device_memory_is_read_from_torchs_own_words():
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        torch.empty(2**41, dtype=torch.uint8, device="cuda")
+    assert re.fullmatch(
+        r"out of memory: 2048\.00 GiB asked for, [\d.]+ \wiB free of [\d.]+ GiB on the device", memory_line(error.value)
+    )

@@ -1,0 +1,118 @@
+"""Want of memory is one line, in every phase and command: how much was asked for and free, and what to lower."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from input_calls import call, make_inputs, stage_words
+
+from pipeline.inference import answers
+from pipeline.out_of_memory import memory_line
+from step1_sft import training as sft_training
+from step3_ppo import training as ppo_training
+
+# As torch 2.11 says it, without the advice that follows.
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 44.69 MiB is "
+    "free. Including non-PyTorch memory, this process has 79.05 GiB memory in use. Of the allocated memory 70.00 GiB "
+    "is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated."
+)
+FREE = r"[\d.]+ of [\d.]+ GiB were free \(this process held [\d.]+ GiB\)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("memory"))
+
+
+def lacks_device_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError(CUDA)
+
+
+def lacks_host_memory(*_: object, **__: object) -> None:
+    torch.empty(2**48)  # 1 PiB
+
+
+def raise_memory_error(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+def line_of(command: str, words: list[object]) -> str:
+    ending = call(command, words)
+    assert ending.code == 3 and len(ending.errors) == 1 and "Traceback" not in ending.stderr, ending.stderr
+    return ending.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "line"),
+    [
+        (
+            "accumulate_gradients", lacks_device_memory,
+            r"phase train: out of memory: 2.00 GiB asked for, 44.69 MiB free of 79.11 GiB on the device; lower "
+            r"--max_seq_len or --per_device_train_batch_size, or give --gradient_checkpointing, or shard the models "
+            r"with --zero_stage",
+        ),
+        (
+            "evaluate", lacks_host_memory,
+            rf"phase evaluate: out of memory on the host: 1048576.00 GiB asked for, {FREE}; lower --max_seq_len or "
+            r"--per_device_eval_batch_size, or shard the models with --zero_stage",
+        ),
+        (
+            "language_model_engine", raise_memory_error,
+            rf"phase start: out of memory on the host: {FREE}; shard the models with --zero_stage",
+        ),
+    ],
+    ids=["device", "host", "loading"],
+)  # fmt: skip
+def test_a_stage_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch, place, fault, line) -> None:
+    def lacking(*given: object, **further: object) -> None:
+        if place == "accumulate_gradients":
+            sft_training.beat("train", 0)
+        fault()
+
+    monkeypatch.setattr(sft_training, place, lacking)
+    assert re.fullmatch(f"error: {line}", line_of("sft", stage_words("sft", folder, tmp_path)))
+    log = next((tmp_path / "model").parent.rglob("rank-0.txt")).read_text()
+    assert "Traceback" in log, "where it was is in the log"
+
+
+def test_a_rollout_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    def lacking(ppo: object, state: SimpleNamespace, course: object) -> None:
+        ppo_training.beat("generate", 0)
+        lacks_device_memory()
+
+    monkeypatch.setattr(ppo_training, "evaluate", lambda *_: None)
+    monkeypatch.setattr(ppo_training, "sample", lacking)
+    line = line_of("ppo", stage_words("ppo", folder, tmp_path))
+    assert line.startswith("error: phase generate: out of memory: 2.00 GiB asked for, 44.69 MiB free of 79.11 GiB")
+    assert "lower --per_device_generation_batch_size or --max_answer_seq_len or --per_device_eval_batch_size" in line
+    assert line.endswith(", or shard the models with --actor_zero_stage or --critic_zero_stage")
+
+
+def test_a_model_that_does_not_fit_is_no_fault_of_its_folder(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lacks_host_memory)
+    assert "phase start: out of memory on the host: 1048576.00 GiB" in line_of(
+        "sft", stage_words("sft", folder, tmp_path)
+    )
+
+
+@pytest.mark.parametrize("command", ["chat", "prompt_eval"])
+def test_a_command_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch, command) -> None:
+    monkeypatch.setattr(answers, "generation_config", lacks_host_memory)
+    line = line_of(command, stage_words(command, folder, tmp_path))
+    assert re.fullmatch(
+        rf"error: out of memory on the host: 1048576.00 GiB asked for, {FREE}; lower --batch_size .*", line
+    )
+
+
+def test_what_libraries_say_of_memory_is_read() -> None:
+    with pytest.raises(MemoryError) as numpys:
+        np.empty(2**50)
+    assert memory_line(numpys.value).startswith("out of memory on the host: 8.00 PiB asked for, ")
+    cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    assert memory_line(cublas).startswith("out of memory on the device: CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
