@@ -105,6 +105,8 @@ def save_model(
     def fill(fresh: Path) -> None:
         if merged or lora_weights is None:
             inner = base_model(model)
+            if inner.can_generate():
+                inner.generation_config.pad_token_id = tokenizer.pad_token_id
             inner.save_pretrained(fresh, state_dict=weights, max_shard_size=SHARD_SIZE)
             # The source model's configuration: its dropouts, its names.
             config = inner.source_config

@@ -26,6 +26,8 @@ from pipeline.errors import InputError, nearest
 
 Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")
+# Margins are on the scale of scores; the sum of a step's losses has to stay finite in fp32.
+MAX_MARGIN = 1e6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,8 +231,8 @@ def _margin(values: Values) -> float | None:
         margin = float(values["margin"])
     except (TypeError, ValueError):
         margin = math.nan
-    if not math.isfinite(margin):
-        raise BadRowError("margin is no finite number")
+    if not abs(margin) <= MAX_MARGIN:
+        raise BadRowError(f"margin is no number from {-MAX_MARGIN:g} to {MAX_MARGIN:g}")
     return margin
 
 

@@ -54,7 +54,9 @@ def add_lora(
     with torch.random.fork_rng(devices=[]):
         # peft draws A from the global generator, on the CPU.
         torch.manual_seed(seed)
-        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+        wrapped: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
+    # A set so far, whose order in adapter_config.json would be another one in each process.
+    config.target_modules = sorted(config.target_modules or ())
     if not only_lora:  # all but the base weights of LoRA layers and the originals of saved modules
         frozen = {id(module.get_base_layer().weight) for module in wrapped.modules() if isinstance(module, LoraLayer)}
         for name, parameter in wrapped.named_parameters():

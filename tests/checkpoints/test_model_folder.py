@@ -265,6 +265,27 @@ def test_the_trained_head_is_in_the_adapter(tiny_folders, tmp_path):
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
+def test_an_adapters_configuration_is_the_same_in_every_process(bpe_folder, tmp_path):
+    """Its layers are a set for peft, which condenses 20 or more of them; the order of a set is chance."""
+    source = save_tiny("opt", bpe_folder, tmp_path / "source", num_hidden_layers=4)
+    settings = {"dim": 4, "alpha": 8.0, "dropout": 0.0, "only_lora": True, "task": "CAUSAL_LM", "seed": 0}
+    for pattern, number in (("layers.1", 6), ("all-linear", 6)):
+        model = add_lora(load_causal_lm(source, dtype=torch.float32), module_name=pattern, **settings)
+        folder = save(model, source, tmp_path / pattern, merged=False)
+        layers = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+        assert layers == sorted(layers) and len(layers) == number
+
+
+def test_generation_pads_with_the_tokenizers_padding(bpe_folder, tmp_path):
+    """Published models name the EOS, or nothing."""
+    source = save_tiny("opt", bpe_folder, tmp_path / "source")
+    GenerationConfig(pad_token_id=EOS, eos_token_id=EOS, temperature=0.6, do_sample=True).save_pretrained(source)
+    folder = save(load_causal_lm(source, dtype=torch.float32), source, tmp_path / "sft")
+    saved = GenerationConfig.from_pretrained(folder)
+    assert saved.pad_token_id == tokenizer(folder).pad_token_id == PAD != EOS
+    assert (saved.eos_token_id, saved.temperature, saved.do_sample) == (EOS, 0.6, True)
+
+
 def test_padding_that_is_the_eos_does_not_reach_the_reward_folder(tiny_folders, tmp_path):
     source = tiny_folders["opt"]
     folder = save_reward(trained_reward_model(source, lora=False), source, tmp_path / "reward", pad_token="</s>")

@@ -190,8 +190,10 @@ def test_own_split_column():
         ({**GOOD, "chosen": " "}, "chosen is empty"),
         ({**GOOD, "rejected": ["x"]}, "rejected is no list of messages"),
         ({**GOOD, "chosen": "no"}, "chosen equals rejected"),
-        ({**GOOD, "margin": "wide"}, "margin is no finite number"),
-        ({**GOOD, "margin": float("nan")}, "margin is no finite number"),
+        ({**GOOD, "margin": "wide"}, "margin is no number from -1e+06 to 1e+06"),
+        ({**GOOD, "margin": float("nan")}, "margin is no number from -1e+06 to 1e+06"),
+        ({**GOOD, "margin": 1e308}, "margin is no number from -1e+06 to 1e+06"),
+        ({**GOOD, "margin": "-1000001"}, "margin is no number from -1e+06 to 1e+06"),
         ({**GOOD, "prompt": TRANSCRIPT + " x"}, "prompt does not end in a user turn"),
         (
             {"chosen": TRANSCRIPT + " a", "rejected": "\n\nHuman: Other\n\nAssistant: b"},

@@ -182,9 +182,10 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "number as rejected": ({**PAIR, "rejected": 1}, "rejected is no text but int"),
     "empty rejected": ({**PAIR, "rejected": ""}, "rejected is empty"),
     "chosen is rejected": ({**PAIR, "rejected": PAIR["chosen"]}, "chosen equals rejected"),
-    "word as margin": ({**PAIR, "margin": "x"}, "margin is no finite number"),
-    "infinite margin": ({**PAIR, "margin": 1e400}, "margin is no finite number"),
-    "list as margin": ({**PAIR, "margin": [1]}, "margin is no finite number"),
+    "word as margin": ({**PAIR, "margin": "x"}, "margin is no number from -1e+06 to 1e+06"),
+    "infinite margin": ({**PAIR, "margin": 1e400}, "margin is no number from -1e+06 to 1e+06"),
+    "absurd margin": ({**PAIR, "margin": 1e308}, "margin is no number from -1e+06 to 1e+06"),
+    "list as margin": ({**PAIR, "margin": [1]}, "margin is no number from -1e+06 to 1e+06"),
     "unknown role": (turns(("alien", "x")), "messages has a turn whose role is not system, user or assistant"),
     "number as role": (turns((1, "x")), "messages has a turn whose role is not system, user or assistant"),  # type: ignore[arg-type]
     "two users": (turns(("user", "a"), ("user", "b")), "turns do not alternate user, assistant"),
