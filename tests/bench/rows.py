@@ -97,7 +97,8 @@ def generate_alone(
     found = jobs.worker(name, "bench.generation", [*sizes, *words, *jobs.extra])
     for batch in (str(size) for size in batches if str(size) in found):
         # A line of its own in the table; lengths are for the bounds.
-        jobs.runs[f"{name}, batch {batch}"] = {k: v for k, v in found[batch].items() if k not in ("lengths", "seconds")}
+        shown = {k: v for k, v in found[batch].items() if k not in ("lengths", "seconds")}
+        jobs.runs[f"{name}, batch {batch}"] = shown | {"flags": jobs.runs[name]["flags"]}
     if found:
         del jobs.runs[name]
     return found

@@ -22,7 +22,7 @@ PPO: dict[str, Any] = {
 def run_stage(stage: str, folder: Path, output: str, *, ranks: int = 1, batch: int = 8, **given: Any) -> list[dict]:
     """Run a stage for two optimizer steps of `batch` rows on all ranks; its training lines, all numbers finite.
 
-    PPO takes both steps on one rollout, whose responses are then the same wherever the weights are.
+    given: further flags; None leaves a flag out. PPO takes both steps on one rollout, whose responses are then the same wherever the weights are.
     """
     common = {"data_path": "train.jsonl", "eval_data_path": "test.jsonl", "data_split": "none", "max_steps": 2,
               "keep_checkpoints": 0, "dtype": "fp32", "per_device_train_batch_size": batch // ranks}  # fmt: skip
@@ -31,7 +31,7 @@ def run_stage(stage: str, folder: Path, output: str, *, ranks: int = 1, batch: i
     else:
         common |= SUPERVISED
     flags = common | given | {"output_dir": output}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
     ended = run_command(MODULES[stage], words, folder=folder, ranks=ranks)
     assert ended.code == 0, ended.stderr[-2000:]
     lines = [line for line in read_metrics(run_folder(stage, folder, output)) if "step_s" in line]
