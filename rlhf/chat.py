@@ -203,3 +203,7 @@ def summary(reply: "Reply", num_positions: int | None) -> str:
     if reply.num_forgotten:
         parts.append(f"the oldest {reply.num_forgotten} turns no longer fit into {num_positions} positions: left out")
     return "; ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.chat"))

@@ -161,3 +161,7 @@ def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestan
     json_file.write_text(json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     markdown_file.write_text(markdown(texts, contestants, line), encoding="utf-8")
     print(f"written: {json_file} and {markdown_file}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.compare"))

@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from pipeline.configuration.flags import stage_arguments
+from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, nearest
 
 # Subcommand, which is also the module in this package -> its line of help.
@@ -19,6 +20,7 @@ SUBCOMMANDS = {
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
     """Run a subcommand; returns the exit code. `prog` is how a user calls this program, for its messages."""
+    outlive_console()
     words = stage_arguments(argv)
     if not words or words[0] in ("-h", "--help"):
         rows = (f"  {name:<9}{meaning}" for name, meaning in SUBCOMMANDS.items())
@@ -32,3 +34,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
         print(f"error: {name}: unknown subcommand{hint}", file=sys.stderr)
         return EXIT_INPUT
     return importlib.import_module(f"rlhf.{name}").main(rest, prog=f"{prog} {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.main"))

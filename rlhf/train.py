@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
+from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
 from pipeline.launching.dry_run import NOTHING_STARTED, engine_jsons, show_stage
@@ -200,6 +201,7 @@ def run(argv: list[str], prog: str) -> int:
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
     """Run the stages; returns the exit code. `prog` is how a user calls this program, for its messages."""
+    outlive_console()
     words = stage_arguments(argv)
     try:
         return run(words, prog)
@@ -211,3 +213,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
         if "--debug" in words:
             raise
         return print_error(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.train"))

@@ -7,12 +7,14 @@ signals the ranks itself, reads how they ended (pipeline/run/outcome.py) and lea
 
 import sys
 
+from pipeline.console import outlive_console
 from pipeline.errors import RunError, print_error
 from pipeline.launching.launcher import Signals
 
 
 def main(argv: list[str]) -> int:
     """Run the job; returns its exit code."""
+    outlive_console()
     signals = Signals()
     # Imported once the handlers are installed: reading all flags takes a good part of a second.
     from pipeline.launching.job import run_job

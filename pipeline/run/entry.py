@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.groups import Group
+from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, print_error
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.run.layout import run_folder
@@ -37,6 +38,7 @@ def enter(
     With `--dry_run`, rank 0 calls `dry_run(flags, stage)` instead. Returns the exit code of design.md, section 3.
     """
     global _run_dir
+    outlive_console()
     prog = f"python -m {loop.rpartition('.')[0]}.main"
     try:
         resolved = parse(config_class, stage_arguments(argv), section=stage, prog=prog)

@@ -1,0 +1,66 @@
+"""A reader that goes away (`| head`, a closed terminal) neither shows a traceback nor ends a run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.launch_stub import ROOT, TINY, started, stub_environment
+
+
+def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subprocess.Popen[bytes]:
+    """Start a command whose standard output (and error, with `both`) nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**stub_environment(folder, gpus=1, **more), "PYTHONPATH": str(ROOT)},
+        stdout=writer,
+        stderr=writer if both else subprocess.PIPE,
+    )
+    os.close(writer)
+    return process
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (str(ROOT / "train.py"), "--help"),
+        (str(ROOT / "train.py"), *TINY, "--dry-run"),
+        (str(ROOT / "chat.py"), "--help"),
+        ("-m", "rlhf", "--help"),
+        ("-m", "step1_sft.main", "--help"),
+        ("-m", "step1_sft.main", "--dry-run"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_printed_may_be_cut_off(tmp_path, words):
+    process = unread(tmp_path, *words)
+    stderr = process.communicate(timeout=60)[1]
+    assert (process.returncode, stderr) == (0, b"")
+
+
+def test_a_run_goes_on_without_its_console(tmp_path):
+    process = unread(tmp_path, str(ROOT / "train.py"), *TINY, both=True, STUB_OUTCOMES="0,0")
+    assert process.wait(60) == 0 and len(started(tmp_path)) == 3
+
+
+def test_a_run_without_a_console_stops_in_order(tmp_path):
+    words = (str(ROOT / "train.py"), *TINY, "--step", "1")
+    process = unread(tmp_path, *words, both=True, STUB_OUTCOMES="wait")
+    outcome, end = tmp_path / "output/runs/sft/outcome/rank-0.json", time.monotonic() + 30
+    while not outcome.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75
+
+
+@pytest.mark.parametrize("program", ["train", "chat", "compare", "main"])
+def test_a_program_runs_as_a_module(program):
+    command = [sys.executable, "-m", f"rlhf.{program}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and f"usage: python -m rlhf.{program}" in done.stdout
