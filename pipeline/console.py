@@ -13,6 +13,7 @@ class LastingFile(io.FileIO):
     """A file descriptor of the console. When its reader has gone, it and its copies in children lead to /dev/null."""
 
     def write(self, data: Any) -> int:
+        """Write bytes; bytes that nobody can read count as written."""
         try:
             return super().write(data)
         except OSError as error:

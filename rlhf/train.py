@@ -23,7 +23,9 @@ from pipeline.launching.machine import (
     DEFAULT_HOSTFILE,
     check_device_count,
     check_port,
+    count_chosen,
     count_gpus,
+    count_present_gpus,
     read_hostfile,
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, make_plan, path_from_here, without_flag
@@ -62,15 +64,18 @@ def command_of(stage: Stage, config: TrainConfig) -> list[str]:
 
 
 def num_ranks(config: TrainConfig, gpus: int) -> int | None:
-    """Return the number of ranks of a run; None if --include or --exclude decide."""
+    """Return the number of ranks of a run on `gpus` visible GPUs; None where only the launcher will know.
+
+    Raises:
+        InputError: the host file, or a host or GPU number of --include or --exclude.
+    """
+    several = config.deployment_type == "multi_node"
+    hosts = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE)) if several else {"localhost": count_present_gpus()}
     if config.include or config.exclude:
-        return None
-    if config.deployment_type == "single_gpu":
-        return 1
-    if config.deployment_type == "single_node":
-        return config.num_gpus or gpus or 1
-    hosts = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE))
-    return sum(config.num_gpus or slots for slots in hosts.values())
+        return count_chosen(hosts, include=config.include, exclude=config.exclude)
+    if several:
+        return sum(config.num_gpus or slots for slots in hosts.values())
+    return 1 if config.deployment_type == "single_gpu" else config.num_gpus or gpus or 1
 
 
 def check_machine(config: TrainConfig) -> None:

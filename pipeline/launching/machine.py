@@ -5,22 +5,28 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import EnvironmentFault, InputError, nearest
 
 # A name that began with a dash would be an option to ssh.
 HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
 
 
-def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that a process sees: those of CUDA_VISIBLE_DEVICES if it is set, else all."""
+def count_present_gpus() -> int:
+    """Return the number of NVIDIA GPUs of this machine."""
     if not shutil.which("nvidia-smi"):
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    present = sum(line.startswith("GPU ") for line in listed.splitlines())
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs that a process sees: those of CUDA_VISIBLE_DEVICES if it is set, else all."""
+    present = count_present_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
@@ -79,3 +85,33 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not hosts:
         raise InputError(f"--hostfile: {path}: found no host, wanted `name slots=NUMBER` lines")
     return hosts
+
+
+def count_chosen(hosts: Mapping[str, int], *, include: str = "", exclude: str = "") -> int | None:
+    """Return the number of GPUs that the launcher's --include or --exclude chooses; None where that cannot be told.
+
+    Args:
+        hosts: host -> number of its GPUs; 0: it has none, and processes on its CPU are not checked.
+        include, exclude: `host:0,1@host`, as DeepSpeed's launcher reads it; a host alone stands for all of its GPUs.
+
+    Raises:
+        InputError: an unknown host or GPU number, or no GPU is left.
+    """
+    flag, text = ("--include", include) if include else ("--exclude", exclude)
+    chosen: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        host, colon, slots = part.partition(":")
+        if host not in hosts:
+            raise InputError(f"{flag}: {host}: unknown host{nearest(host, hosts)}; there are {', '.join(hosts)}")
+        if not re.fullmatch(r"\d+(,\d+)*" if colon else "", slots):
+            raise InputError(f"{flag}: {part}: found {slots!r}, wanted numbers of GPUs such as {host}:0,1")
+        numbers = set(map(int, slots.split(","))) if colon else set(range(hosts[host]))
+        if hosts[host] and (unknown := sorted(number for number in numbers if number >= hosts[host])):
+            raise InputError(f"{flag}: {host}:{unknown[0]}: no such GPU; {host} has 0 to {hosts[host] - 1}")
+        chosen[host] = chosen.get(host, set()) | numbers
+    if not all(hosts.values()):
+        return None
+    count = sum(map(len, chosen.values()))
+    if not (count := count if include else sum(hosts.values()) - count):
+        raise InputError(f"{flag}: {text}: leaves no GPU")
+    return count

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.console import outlive_console
+from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, print_error
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.run.layout import run_folder
@@ -41,9 +42,10 @@ def enter(
     outlive_console()
     prog = f"python -m {loop.rpartition('.')[0]}.main"
     try:
+        check_srun()
         resolved = parse(config_class, stage_arguments(argv), section=stage, prog=prog)
-    except InputError as error:
-        return print_error(error) if own_rank() == 0 else error.code
+    except RunError as error:
+        return print_error(error) if is_first_process() else error.code
     if resolved.config.run.dry_run:
         return run_command(lambda: dry_run(resolved, stage)) if own_rank() == 0 else EXIT_DONE
     _run_dir = run_dir = run_folder(resolved.config.run, stage)
@@ -54,6 +56,22 @@ def enter(
     from pipeline.run.run import run_stage
 
     return run_stage(resolved, stage=stage, train=lambda: importlib.import_module(loop).train, stop=stop)
+
+
+def is_first_process() -> bool:
+    """Return True on rank 0; of tasks of srun that are no ranks, on the first."""
+    return own_rank() == 0 and os.environ.get("SLURM_PROCID", "0") == "0"
+
+
+def check_srun() -> None:
+    """Raise EnvironmentFault if srun started several tasks and none of them knows of the others."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and supervisor_name() is None:
+        raise EnvironmentFault(
+            f"SLURM_NTASKS is {tasks}, but this task is a run of one rank, as each of the others would be: start one "
+            "task per machine and the ranks by torchrun (srun --ntasks-per-node 1 torchrun --nproc_per_node GPUS ...; "
+            "docs/running.md); for a single rank unset SLURM_NTASKS"
+        )
 
 
 def leave_early(run_dir: Path) -> None:

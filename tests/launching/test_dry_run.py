@@ -67,3 +67,13 @@ def test_train_prints_the_same_for_each_stage(tmp_path):
     assert done.returncode == 0 and done.stdout.count("DeepSpeed JSON of the ") == 6
     asked_of_a_stage = train(tmp_path, *TINY, "--sft.dry_run")
     assert asked_of_a_stage.stdout.endswith("dry run: nothing was started\n") and started(tmp_path) == []
+
+
+def test_a_task_of_srun_that_is_alone_says_what_to_do(tmp_path):
+    command, variables = (sys.executable, "-m", MODULES[1], "--dry-run"), {"SLURM_NTASKS": "4"}
+    done = dry_run(tmp_path / "empty", *command, SLURM_PROCID="0", **variables)
+    assert done.returncode == 3 and done.stderr.startswith("error: SLURM_NTASKS is 4, but this task is a run of one")
+    assert "torchrun" in done.stderr and done.stderr.count("\n") == 1
+    other = dry_run(tmp_path / "empty", *command, SLURM_PROCID="1", **variables)
+    assert (other.returncode, other.stderr) == (3, "")
+    assert dry_run(tmp_path / "empty", *command, RANK="0", WORLD_SIZE="4", **variables).returncode == 0

@@ -12,7 +12,7 @@ import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
 
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.launching.machine import check_device_count, read_hostfile
+from pipeline.launching.machine import check_device_count, count_chosen, read_hostfile
 
 # --- ends -----------------------------------------------------------------------------------------------------------
 
@@ -181,3 +181,34 @@ def test_device_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", stub_environment(tmp_path / "none")["PATH"])
     with pytest.raises(EnvironmentFault, match="no GPU"):
         check_device_count(10_000)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "count"),
+    [
+        ("a:0,2@b", "", 4),
+        ("a", "", 3),
+        ("", "a:1", 4),
+        ("", "b", 3),
+        ("a:1,1", "", 1),
+    ],
+)
+def test_hosts_are_chosen_as_deepspeeds_launcher_does(include, exclude, count):
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    hosts = {"a": 3, "b": 2}
+    theirs = parse_inclusion_exclusion(hosts, include, exclude)
+    assert count_chosen(hosts, include=include, exclude=exclude) == count == sum(map(len, theirs.values()))
+
+
+def test_the_dry_run_names_unknown_hosts_of_a_host_file(tmp_path):
+    (tmp_path / "hosts").write_text("worker-0 slots=8\nworker-1 slots=8\n")
+    words = (*TINY, "--deployment-type", "multi_node", "--hostfile", "hosts", "--dry-run", "--include")
+    good = train(tmp_path, *words, "worker-0:0,1@worker-1")
+    assert good.returncode == 0 and '"train_micro_batch_size_per_gpu": 32' in good.stdout, good.stderr
+    bad = train(tmp_path, *words, "worker-0@worker-2:0")
+    assert bad.returncode == 2
+    assert bad.stderr == (
+        "error: --include: worker-2: unknown host; did you mean worker-1?; there are worker-0, worker-1\n"
+    )
+    assert "worker-1:8: no such GPU; worker-1 has 0 to 7" in train(tmp_path, *words, "worker-1:7,8").stderr
