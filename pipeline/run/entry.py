@@ -13,8 +13,7 @@ from typing import Any
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.console import outlive_console
-from pipeline.console import outlive_console
-from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, print_error
+from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, RunError, print_error
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.run.layout import run_folder
 from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
