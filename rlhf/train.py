@@ -71,8 +71,10 @@ def num_ranks(config: TrainConfig, gpus: int) -> int | None:
     """
     several = config.deployment_type == "multi_node"
     hosts = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE)) if several else {"localhost": count_present_gpus()}
-    if config.include or config.exclude:
-        return count_chosen(hosts, include=config.include, exclude=config.exclude)
+    if config.include:
+        return count_chosen(hosts, "--include", config.include)
+    if config.exclude:
+        return count_chosen(hosts, "--exclude", config.exclude)
     if several:
         return sum(config.num_gpus or slots for slots in hosts.values())
     return 1 if config.deployment_type == "single_gpu" else config.num_gpus or gpus or 1

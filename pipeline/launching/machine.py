@@ -87,17 +87,16 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return hosts
 
 
-def count_chosen(hosts: Mapping[str, int], *, include: str = "", exclude: str = "") -> int | None:
+def count_chosen(hosts: Mapping[str, int], flag: Literal["--include", "--exclude"], text: str) -> int | None:
     """Return the number of GPUs that the launcher's --include or --exclude chooses; None where that cannot be told.
 
     Args:
         hosts: host -> number of its GPUs; 0: it has none, and processes on its CPU are not checked.
-        include, exclude: `host:0,1@host`, as DeepSpeed's launcher reads it; a host alone stands for all of its GPUs.
+        text: `host:0,1@host`, as DeepSpeed's launcher reads it; a host alone stands for all of its GPUs.
 
     Raises:
         InputError: an unknown host or GPU number, or no GPU is left.
     """
-    flag, text = ("--include", include) if include else ("--exclude", exclude)
     chosen: dict[str, set[int]] = {}
     for part in text.split("@"):
         host, colon, slots = part.partition(":")
@@ -112,6 +111,6 @@ def count_chosen(hosts: Mapping[str, int], *, include: str = "", exclude: str = 
     if not all(hosts.values()):
         return None
     count = sum(map(len, chosen.values()))
-    if not (count := count if include else sum(hosts.values()) - count):
+    if not (count := count if flag == "--include" else sum(hosts.values()) - count):
         raise InputError(f"{flag}: {text}: leaves no GPU")
     return count
