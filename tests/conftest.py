@@ -31,7 +31,9 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="1/1", help="K/N: the tests of every N-th file, from the K-th on")
+    parser.addoption(
+        "--shard", default="1/1", help="K/N: every N-th file (of faults: every N-th test) from the K-th on"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after -m has selected
@@ -44,9 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     number, count = map(int, config.getoption("--shard").split("/"))
-    mine = set(list(dict.fromkeys(item.path for item in items))[number - 1 :: count])
-    config.hook.pytest_deselected(items=[item for item in items if item.path not in mine])
-    items[:] = [item for item in items if item.path in mine]
+
+    def unit(item: pytest.Item) -> object:
+        return item.nodeid if item.get_closest_marker("faults") else item.path
+
+    mine = set(list(dict.fromkeys(map(unit, items)))[number - 1 :: count])
+    config.hook.pytest_deselected(items=[item for item in items if unit(item) not in mine])
+    items[:] = [item for item in items if unit(item) in mine]
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.errors import DivergedError
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError
 from pipeline.heartbeat import beat
 from pipeline.run.run import Run, write_done
 from pipeline.training.recorder import Recorder
@@ -89,7 +89,11 @@ class Course:
             beat("save", state.step)
             self._write(state, content())
             self._saver.finish()
+            self.recorder.close(EXIT_STOPPED)
             raise self._run.stopped(state.step, self._total_steps) from None
+        except Exception:
+            self.recorder.close(EXIT_FAULT)
+            raise
         finally:
             self.recorder.end()
 
@@ -109,6 +113,7 @@ class Course:
         attempt(self._saver.finish)
         save_models()
         write_done(self._run, steps=state.step)
+        self.recorder.close(EXIT_DONE)
 
     def _write(self, state: Counters, content: Content) -> None:
         self.recorder.sync()  # no line of metrics that the checkpoint counts on may be lost

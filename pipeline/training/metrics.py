@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ class MetricsWriter:
         if tensorboard:
             self._add_sink("tensorboard", lambda: tensorboard_sink(run_dir / "tensorboard", start_step))
         if wandb:
-            self._add_sink("wandb", lambda: wandb_sink(stage, run_dir))
+            self._add_sink("wandb", lambda: WandbSink(stage, run_dir, start_step))
 
     def _add_sink(self, name: str, make: Any) -> None:
         try:
@@ -126,6 +127,15 @@ class MetricsWriter:
         with tolerated("metrics"):
             for file in filter(None, (self._jsonl, self._csv)):
                 os.fsync(file.fileno())
+
+    def close(self, exit_code: int) -> None:
+        """End the sinks that need it; `exit_code` says how the run ended."""
+        for sink in self._sinks:
+            if isinstance(sink, WandbSink):
+                try:
+                    sink.close(exit_code)
+                except Exception as error:
+                    log.warning("wandb: the end of the run was not logged: %s", error)
 
     def _write_csv(self, step: int, values: Mapping[str, float | None]) -> None:
         # Long form: steps carry different metrics, and a header cannot grow.
@@ -171,8 +181,30 @@ def tensorboard_sink(folder: Path, start_step: int) -> Any:
     return sink
 
 
-def wandb_sink(stage: str, run_dir: Path) -> Any:
-    import wandb
+class WandbSink:
+    """Logs to Weights & Biases: one run for each run folder, which a resumed run continues, in the output's group."""
 
-    run = wandb.init(project="rlhf-pipeline", name=f"{run_dir.parent.parent.name}-{stage}", dir=str(run_dir))
-    return lambda step, values: run.log(dict(values), step=step)
+    def __init__(self, stage: str, run_dir: Path, start_step: int) -> None:
+        import wandb
+
+        id_file, output = run_dir / "wandb_id", run_dir.resolve().parent.parent.name
+        if start_step < 0 or not id_file.is_file():
+            write_text(id_file, uuid.uuid4().hex[:12])
+        settings = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "rlhf-pipeline"),
+            group=output,
+            name=f"{output}-{stage}",
+            config={name: setting["value"] for name, setting in settings.items()},
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=str(run_dir),
+            settings=wandb.Settings(console="off"),  # the run folder has the log
+        )
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, exit_code: int) -> None:
+        """Write all that was logged: its own process does so late, and ranks end without exit handlers."""
+        self._run.finish(exit_code=exit_code)

@@ -98,6 +98,11 @@ class Recorder:
         if self._writer is not None:
             self._writer.sync()
 
+    def close(self, exit_code: int) -> None:
+        """End the sinks of the metrics, when all is saved; `exit_code` says how the run ended."""
+        if self._writer is not None:
+            self._writer.close(exit_code)
+
     def end(self) -> None:
         """Remove the progress bar; metrics may still be written."""
         if self._writer is not None:

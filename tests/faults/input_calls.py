@@ -83,9 +83,11 @@ def make_inputs(folder: Path) -> Path:
 
 
 def flags(**values: object) -> list[object]:
-    """`--name value ...`; a list gives several values."""
+    """`--name value ...`; a list gives several values, None leaves a flag out."""
     words: list[object] = []
     for name, value in values.items():
+        if value is None:
+            continue
         words += [f"--{name}", *(value if isinstance(value, list) else [value])]
     return words
 

@@ -4,14 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from support.command_run import run_command
 from support.tiny_run import make_folder, read_metrics
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 CASES = [(0, "bf16"), (2, "fp16"), (3, "bf16")]

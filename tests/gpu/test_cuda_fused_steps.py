@@ -5,15 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.command_run import TIMEOUT_S
 from support.forks import environment
 from support.tiny_run import make_folder, read_metrics
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 # argv: from how many numbers on layers are fused, the module to run, its flags.
 RUN = """

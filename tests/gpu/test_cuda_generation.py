@@ -29,10 +29,7 @@ from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padde
 from pipeline.generation.static import StaticCacheForward
 from pipeline.tensor_ops import pad_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 # Head sizes of OPT-1.3B and of Llama: one key head for four query heads.
 SHAPES: dict[str, Any] = {

@@ -22,10 +22,7 @@ from pipeline.generation.rollouts import RandomKey, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.out_of_memory import memory_line
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Plain:

@@ -17,10 +17,7 @@ from pipeline.models.loading import without_dropout
 from pipeline.tensor_ops import lengths_to_mask
 from step1_sft.eval import forward_log_probs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 BF16_TOLERANCE = 0.03  # relative to the largest number

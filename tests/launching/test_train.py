@@ -46,17 +46,18 @@ def test_the_last_line_of_a_stage_tells_what_was_reached(tmp_path):
 
 
 def test_flags_reach_their_step(tmp_path):
+    common = ("--resume", "never", "--overwrite", "--debug")
     done = train(
         tmp_path, *TINY, "--deployment-type", "single_node", "--num_gpus", "2", "--actor-zero-stage", "2",
-        "--reward_zero_stage=1", "--overwrite", "--sft.data_path", "a b.jsonl", "c'd", "--ppo.kl-coef=0.2",
+        "--reward_zero_stage=1", *common, "--sft.data_path", "a b.jsonl", "c'd", "--ppo.kl-coef=0.2",
         "--reward.column_map", "two\nlines", STUB_OUTCOMES="0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     sft, reward, ppo = started(tmp_path)
-    assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", "--overwrite", "--data_path", "a b.jsonl", "c'd"]
-    assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", "--overwrite", "--column_map", "two\nlines"]
+    assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", *common, "--data_path", "a b.jsonl", "c'd"]
+    assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", *common, "--column_map", "two\nlines"]
     assert ppo[ppo.index("--actor_zero_stage") :] == [
-        "--actor_zero_stage", "2", "--critic_zero_stage", "1", "--overwrite", "--kl-coef=0.2"
+        "--actor_zero_stage", "2", "--critic_zero_stage", "1", *common, "--kl-coef=0.2"
     ]  # fmt: skip
 
 
@@ -130,6 +131,27 @@ def test_names_of_other_tools_are_answered_with_ours(tmp_path, monkeypatch, word
 def test_one_name_for_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert planned("--model", "org/model")["sft"]["model_name_or_path"] == "org/model"
+
+
+@pytest.mark.parametrize("place", [("--include", "a:0"), ("--exclude", "a:1")], ids=["include", "exclude"])
+def test_launcher_flags_reach_the_launcher(tmp_path, place):
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    nodes = (
+        "--deployment-type",
+        "multi_node",
+        "--hostfile",
+        "hosts",
+        "--master-addr",
+        "10.0.0.7",
+        "--master-port",
+        "29",
+    )
+    done = train(tmp_path, *TINY, "--step", "1", *nodes, *place, STUB_OUTCOMES="0")
+    assert done.returncode == 0, done.stderr
+    ((*words,),) = started(tmp_path)
+    given = dict(zip(words[2::2], words[3::2], strict=False))
+    assert given["--hostfile"] == "hosts" and given["--master_addr"] == "10.0.0.7" and given["--master_port"] == "29"
+    assert given[place[0]] == place[1]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +301,7 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
         (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: needs --actor_zero_stage 3"),
         (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 1 ranks"),
         (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
+        (("--ppo.offload_reward_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
     ],
 )
 def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):

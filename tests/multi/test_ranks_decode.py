@@ -63,7 +63,9 @@ def test_a_stop_on_one_rank_stops_its_group(found: Found) -> None:
 
 
 def test_inference_tp_size_changes_no_rollout_of_step_3(found: Found) -> None:
-    reference = found[1][0]["step 3"]
+    """Each rank copies its half of two layers of width 32: attention, MLP, and the biases of what is cut by outputs."""
+    reference = found[1][0]["step 3"]["responses"]
     for rank in found[2]:
-        assert rank["step 3"]["sequences"].equal(reference["sequences"])
-        assert apart(rank["step 3"], reference) < TOLERANCE
+        responses = rank["step 3"]["responses"]
+        assert responses["sequences"].equal(reference["sequences"]) and apart(responses, reference) < TOLERANCE
+        assert rank["step 3"]["copied bytes"] == 4 * 2 * (4 * 32 * 32 + 2 * 32 * 64 + 3 * 32 + 64) // 2

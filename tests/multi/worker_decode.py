@@ -119,12 +119,14 @@ def stopped_by_the_last_rank(hybrid: HybridEngine, sample: Callable[..., Rollout
 
 
 def step_3(inputs: Path) -> dict[str, Any]:
-    """The responses of a rollout of step 3: eager on one rank; on more they share the weights."""
+    """The responses of a rollout of step 3: eager on one rank; several ranks share and copy the weights."""
     size = dist.world_size()
     backend = ("--generation_engine", "eager") if size == 1 else ("--generation_engine", "fused")
     words = (*backend, "--inference_tp_size", size, "--max_answer_seq_len", 4)
     loop = setup(inputs, 2 // size, words)
-    return tensors_of(loop.collect().responses)
+    responses = tensors_of(loop.collect().responses)
+    generator = loop.ppo.hybrid._generator
+    return {"responses": responses, "copied bytes": generator.forward.num_copied_bytes if generator else 0}
 
 
 def cases() -> dict[str, Any]:

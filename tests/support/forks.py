@@ -31,7 +31,8 @@ context = multiprocessing.get_context("forkserver")
 def environment() -> dict[str, str]:
     """Variables of a run: none of a launcher's, one thread, offline."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def stub_environment(folder: Path, *, gpus: int = 0, **more: str) -> dict[str, s
     python = write_program(bin_dir / "python", PYTHON_STUB.format(python=sys.executable))
     listing = "\n".join(f"echo 'GPU {i}: NVIDIA (UUID: GPU-{i})'" for i in range(gpus))
     write_program(bin_dir / "nvidia-smi", f"#!/bin/sh\n{listing}\n[ {gpus} -gt 0 ]\n")
-    hidden = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DS_ACCELERATOR", "PYTHONPATH", "PYTHONWARNINGS", "PYTHON")
+    hidden = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DS_ACCELERATOR", "PYTHONWARNINGS", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     path = f"{bin_dir}:{os.environ['PATH']}"
     return {**kept, "PATH": path, "PYTHON": str(python), "STUB_LOG": str(folder / "log.jsonl"), **more}

@@ -139,10 +139,10 @@ def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(tmp_path, monkeypatch
 
 
 def test_a_sink_that_cannot_be_made_is_left_out(tmp_path, monkeypatch, caplog):
-    def missing(stage, run_dir):
+    def missing(stage, run_dir, start_step):
         raise ImportError("no wandb here")
 
-    monkeypatch.setattr(metrics, "wandb_sink", missing)
+    monkeypatch.setattr(metrics, "WandbSink", missing)
     with caplog.at_level(logging.WARNING):
         writer(tmp_path, wandb=True).write(1, {"loss": 1.0})
     assert "wandb: not available" in caplog.text and len(lines(tmp_path)) == 1

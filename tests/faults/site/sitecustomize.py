@@ -1,4 +1,4 @@
-"""Python imports this first where its folder is in PYTHONPATH: lets a test make a rank raise or hang by a signal."""
+"""Python imports this first where its folder is in PYTHONPATH: a test makes ranks fail, or a flag be ignored."""
 
 import os
 import signal
@@ -21,3 +21,8 @@ if "RANK" in os.environ:
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, hang)
     signal.signal(signal.SIGRTMIN, fill_memory)
+
+if "IGNORED_FLAG_FIELD" in os.environ:
+    import ignored_flag
+
+    ignored_flag.ignore_in_this_process()

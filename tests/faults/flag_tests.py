@@ -1,0 +1,218 @@
+"""The test of every flag that fails when the flag is ignored; test_flag_coverage.py ignores each and sees it fail.
+
+Keys are `<command>.<flag>`. One key stands for all commands that share the field (pipeline/configuration/groups.py).
+"""
+
+from typing import Any, Literal, NamedTuple
+
+Look = Literal["weights", "metrics", "files", "dtype", "printed", "answer", "calls"]
+
+
+class Twin(NamedTuple):
+    """Two small runs that differ in one flag alone: its other value, what must differ, and what both set besides."""
+
+    value: Any
+    look: Look = "weights"
+    both: dict[str, Any] = {}
+    spy: str = ""  # for the look "calls": the method whose calls are counted
+
+
+# Tokens that some of the rows have more of.
+SHORT, SHORT_PROMPT = 25, 18
+CUT = {"long_prompts": "truncate_left", "max_prompt_seq_len": 64}
+LORA = {"lora_dim": 2, "learning_rate": 1e-2, "max_steps": 3}
+WARM = {"max_steps": 3, "lr_scheduler_type": "linear"}
+EMA = {"enable_ema": "true"}
+ADAPTIVE = {"kl_target": 0.01, "max_steps": 2}
+TEXT = {"unsupervised_data_path": "@text.jsonl"}
+CLIPPED = {"ppo_epochs": 3, "max_steps": 3}
+GENERATE = "transformers:OPTForCausalLM.generate"
+OPT = "transformers.models.opt.modeling_opt"
+FETCH = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module"
+PAIR = {"models": None, "model_name_or_path_baseline": "@base", "model_name_or_path_finetune": "@base"}
+HOT = {"temperature": 2.0, "seed": 1}
+
+# An @ in front of a value: a file or folder of the inputs.
+TWINS: dict[str, Twin] = {
+    "sft.adam_beta1": Twin(0.5),
+    "sft.adam_beta2": Twin(0.5),
+    "sft.adam_eps": Twin(0.01),
+    "sft.column_map": Twin("prompt=chosen"),
+    "sft.data_path": Twin("@more.jsonl", both={"data_path": "@train.jsonl"}),
+    "sft.data_seed": Twin(7, both={"data_split": "2,4,4"}),
+    "sft.data_split": Twin("4,3,3"),
+    "sft.dtype": Twin("bf16"),
+    "sft.enable_csv": Twin("true", "files"),
+    "sft.enable_tensorboard": Twin("false", "files"),
+    "sft.eval_data_path": Twin("@more.jsonl", "metrics"),
+    "sft.eval_interval": Twin(1, "metrics"),
+    "sft.eval_iters": Twin(1, "metrics", both={"per_device_eval_batch_size": 1}),
+    "sft.gradient_accumulation_steps": Twin(2),
+    "sft.learning_rate": Twin(0.01),
+    "sft.lora_alpha": Twin(64, both=LORA),
+    "sft.lora_dim": Twin(2, "files"),
+    "sft.lora_dropout": Twin(0.5, both=LORA),
+    "sft.lora_learning_rate": Twin(0.1, both=LORA),
+    "sft.lora_module_name": Twin("q_proj", both=LORA),
+    "sft.lr_scheduler_type": Twin("constant"),
+    "sft.max_grad_norm": Twin(0.0001, both={"adam_eps": 0.01}),
+    "sft.max_seq_len": Twin(SHORT, both={"max_seq_len": 96}),
+    "sft.max_steps": Twin(1),
+    "sft.min_learning_rate_ratio": Twin(0.9, both=WARM),
+    "sft.model_name_or_path": Twin("@other", both={"model_name_or_path": "@base"}),
+    "sft.num_train_epochs": Twin(2, "metrics", both={"max_steps": 0}),
+    "sft.num_warmup_steps": Twin(2, both=WARM),
+    "sft.only_optimize_lora": Twin("false", both=LORA),
+    "sft.overwrite": Twin("true", "calls", both={"twice": True}, spy="transformers:OPTModel.forward"),
+    "sft.packing": Twin("true", both={"data_path": "@train.jsonl"}),
+    "sft.per_device_train_batch_size": Twin(2),
+    "sft.run_dir": Twin("@elsewhere", "files"),
+    "sft.save_adapter_only": Twin("true", "files", both=LORA),
+    "sft.save_dtype": Twin("bf16", "dtype"),
+    "sft.save_steps": Twin(1, "files"),
+    "sft.keep_checkpoints": Twin(1, "files", both={"save_steps": 1, "max_steps": 3}),
+    "sft.seed": Twin(99),
+    "sft.sft_only_data_path": Twin("@more.jsonl"),
+    "sft.template": Twin("human_assistant", both={"model_name_or_path": "@templated"}),
+    "sft.train_on_prompt": Twin("true"),
+    "sft.train_turns": Twin("last", both={"data_path": "@turns.jsonl", "eval_data_path": "@test.jsonl"}),
+    "sft.weight_decay": Twin(0.9, both={"learning_rate": 0.01}),
+    "reward.centering_coef": Twin(0.5),
+    "reward.reward_loss": Twin("per_token"),
+    "reward.long_pairs": Twin("truncate_left", both={"max_seq_len": 40}),
+    "ppo.approx_kl_stop": Twin(1e-12, both=CLIPPED),
+    "ppo.critic_warmup_steps": Twin(1),
+    "ppo.ema_decay": Twin(0.1, both=EMA),
+    "ppo.enable_ema": Twin("true", "files"),
+    "ppo.gae_lambda": Twin(0.1),
+    "ppo.gamma": Twin(0.5),
+    "ppo.generation_batches": Twin(2, "metrics"),
+    "ppo.kl_coef": Twin(5.0, both={"ppo_epochs": 1, "max_steps": 3}),
+    "ppo.kl_estimator": Twin("k3", "metrics", both={"max_steps": 3, "kl_coef": 5.0}),
+    "ppo.kl_in_loss": Twin("true", "metrics", both={"kl_estimator": "k2", "max_steps": 3, "kl_coef": 5.0}),
+    "ppo.kl_target": Twin(0.01, "metrics", both={"max_steps": 3}),
+    "ppo.kl_horizon": Twin(10, "metrics", both=ADAPTIVE),
+    "ppo.long_prompts": Twin("truncate_left", "metrics", both={"max_prompt_seq_len": SHORT_PROMPT}),
+    "ppo.max_answer_seq_len": Twin(3, "metrics", both={"max_answer_seq_len": 12}),
+    "ppo.max_prompt_seq_len": Twin(SHORT_PROMPT, "metrics", both=CUT),
+    "ppo.missing_eos_penalty": Twin(4.0),
+    "ppo.normalise_scores": Twin("false"),
+    "ppo.num_samples_per_prompt": Twin(2, "metrics"),
+    "ppo.old_log_probs": Twin("sampler", "metrics"),
+    "ppo.per_device_generation_batch_size": Twin(8, "metrics"),
+    "ppo.policy_clip": Twin(1e-06, both=CLIPPED),
+    "ppo.ppo_epochs": Twin(2, both={"max_steps": 2}),
+    "ppo.reward_clip": Twin(0.01),
+    "ppo.temperature": Twin(0.3, "metrics"),
+    "ppo.top_k": Twin(1, "metrics"),
+    "ppo.top_p": Twin(0.1, "metrics"),
+    "ppo.unsup_coef": Twin(0.1, both=TEXT),
+    "ppo.unsupervised_data_path": Twin("@text.jsonl"),
+    "ppo.value_clip": Twin(1e-06, both={"ppo_epochs": 3, "max_steps": 3, "learning_rate": 0.01}),
+    "ppo.whiten_advantages": Twin("false"),
+    "ppo.reward_model_name_or_path": Twin("@other-scorer"),
+    "sft.gradient_checkpointing": Twin("true", "calls", spy=f"{OPT}:OPTAttention.forward"),
+    "sft.attn_implementation": Twin("eager", "calls", spy=f"{OPT}:eager_attention_forward"),
+    "sft.per_device_eval_batch_size": Twin(1, "metrics", both={"eval_iters": 1}),
+    "sft.eval_fraction": Twin(0.5, "metrics", both={"eval_data_path": None}),
+    "sft.data_output_path": Twin("@kept", "files"),
+    "sft.output_dir": Twin("@named", "files"),
+    "ppo.adam_eps": Twin(1e-1),
+    "ppo.min_learning_rate_ratio": Twin(0.9, both=WARM),
+    "reward.max_seq_len": Twin(SHORT, "metrics", both={"long_pairs": "truncate_left", "max_seq_len": 96}),
+    "reward_eval.path": Twin("@other-judge", "answer", both={"path": "@judge"}),
+    "reward_eval.data_path": Twin("@more.jsonl", "answer", both={"data_path": "@train.jsonl", "eval_fraction": 0.5}),
+    "reward_eval.eval_fraction": Twin(0.5, "answer"),
+    "reward_eval.max_seq_len": Twin(SHORT, "answer"),
+    "reward_eval.batch_size": Twin(1, "calls", spy="transformers:OPTModel.forward"),
+    "reward_eval.data_seed": Twin(7, "answer", both={"eval_fraction": 0.5}),
+    "reward_eval.eval_data_path": Twin("@test.jsonl", "answer"),
+    "reward_eval.column_map": Twin("chosen=rejected,rejected=chosen", "answer"),
+    "reward_eval.json_output": Twin("true", "answer"),
+    "chat.path": Twin("@base", "answer", both={"path": "@other"}),
+    "chat.system": Twin("Be brief.", "answer"),
+    "chat.prompt": Twin("Who are you?", "answer", both={"prompt": "Hello."}),
+    "chat.dtype": Twin("bf16", "calls", spy=GENERATE),
+    "chat.max_new_tokens": Twin(2, "answer"),
+    "chat.temperature": Twin(2.0, "answer", both={"seed": 1}),
+    "chat.top_p": Twin(0.1, "answer", both=HOT),
+    "chat.top_k": Twin(1, "answer", both=HOT),
+    "chat.repetition_penalty": Twin(9.0, "answer"),
+    "prompt_eval.models": Twin(["@base", "@other"], "answer", both={"models": ["@base", "@base"]}),
+    "prompt_eval.model_name_or_path_baseline": Twin("@other", "answer", both=PAIR),
+    "prompt_eval.model_name_or_path_finetune": Twin("@other", "answer", both=PAIR),
+    "prompt_eval.reward_model": Twin("@judge", "answer"),
+    "prompt_eval.prompts": Twin("@test.jsonl", "answer"),
+    "prompt_eval.language": Twin("Japanese", "answer"),
+    "prompt_eval.output": Twin("@report", "files"),
+    "prompt_eval.batch_size": Twin(1, "calls", spy=GENERATE),
+    "prompt_eval.seed": Twin(5, "answer", both={"temperature": 2.0}),
+    "prompt_eval.dtype": Twin("bf16", "calls", spy=GENERATE),
+    "prompt_eval.num_beams": Twin(3, "answer"),
+    "prompt_eval.num_return_sequences": Twin(2, "answer", both={"temperature": 2.0}),
+    "sft.deterministic": Twin("true", "calls", spy="torch:use_deterministic_algorithms"),
+    "sft.dry_run": Twin("true", "files"),
+    "sft.zero3_gather": Twin("layers", "calls", both={"zero_stage": 3}, spy=FETCH),
+}  # fmt: skip
+
+# Test -> flags that it fails without.
+TESTS: dict[str, str] = {
+    "configuration/test_ds_config.py::test_fp16":
+        "sft.loss_scale sft.initial_scale_power sft.loss_scale_window sft.hysteresis",
+    "configuration/test_ds_config.py::test_monitors": "sft.deepspeed_monitor",
+    "configuration/test_ds_config.py::test_stage_2": "sft.zero_stage",
+    "configuration/test_ds_config.py::test_stage_3_with_everything_offloaded":
+        "sft.offload sft.offload_parameters sft.reduce_bucket_size sft.communication_data_type "
+        "sft.wall_clock_breakdown sft.stage3_param_persistence_threshold",
+    "configuration/test_ds_json.py::test_the_json_that_we_build_says_the_flags_that_it_was_built_from":
+        "sft.min_loss_scale sft.allgather_bucket_size sft.overlap_comm",
+    "configuration/test_ds_json.py::test_values_without_a_given_flag_win": "sft.deepspeed_config",
+    "faults/test_bad_numbers.py::test_for_good_ends_with_4[sft loss]": "sft.max_bad_steps",
+    "faults/test_flag_runs.py::test_debug_shows_the_traceback": "sft.debug",
+    "faults/test_flag_runs.py::test_optimizer_states_leave_during_a_rollout": "ppo.offload_optimizer_during_rollout",
+    "faults/test_flag_runs.py::test_progress_lines_are_as_far_apart_as_the_flag_says": "sft.print_steps",
+    "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[reward]": "reward.keep_best",
+    "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[sft]": "sft.keep_best",
+    "faults/test_flag_runs.py::test_the_process_group_gets_its_timeout": "sft.process_group_timeout_s",
+    "faults/test_flag_runs.py::test_training_goes_on_while_a_checkpoint_is_written": "sft.save_in_background",
+    "faults/test_ranks_ending.py::test_a_rank_that_hangs": "sft.rank_timeout_s",
+    "faults/test_resume_changed.py::test_an_older_step_is_resumed_by_name": "sft.resume",
+    "faults/test_resume_changed.py::test_changed_data_is_refused_unless_forced": "sft.force_resume",
+    "generation/test_generation_runs.py::test_a_run_with_another_backend_has_the_same_numbers[static]":
+        "ppo.generation_engine",
+    "generation/test_generation_runs.py::test_the_inference_cache_is_released": "ppo.release_inference_cache",
+    "generation/test_generation_runs.py::test_what_cannot_be_had_is_refused[unmerged adapters]":
+        "ppo.merge_lora_for_generation",
+    "launching/test_launcher.py::test_restarts[1-3]": "train.max_restarts",
+    "launching/test_train.py::test_every_preset_on_every_deployment[tiny-multi_node]": "train.deployment_type",
+    "launching/test_train.py::test_flags_reach_their_step":
+        "train.actor_zero_stage train.reward_zero_stage train.num_gpus train.resume train.overwrite train.debug",
+    "launching/test_train.py::test_launcher_flags_reach_the_launcher[exclude]": "train.exclude",
+    "launching/test_train.py::test_launcher_flags_reach_the_launcher[include]":
+        "train.hostfile train.include train.master_addr",
+    "launching/test_train.py::test_models": "train.step train.actor_model train.dry_run",
+    "launching/test_train.py::test_port_in_use": "train.master_port",
+    "launching/test_train.py::test_three_steps_in_order_with_chained_folders": "train.reward_model train.output_dir",
+    "launching/test_train.py::test_what_step_3_would_refuse_is_refused_before_step_1":
+        "ppo.offload_reference_model ppo.offload_reward_model",
+    "multi/test_ranks_decode.py::test_inference_tp_size_changes_no_rollout_of_step_3": "ppo.inference_tp_size",
+    "multi/test_ranks_streaming.py::test_rollout_weights_changes_no_rollout_of_step_3": "ppo.rollout_weights",
+    "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
+    "training/test_wandb.py::test_a_run_is_logged_under_its_project_group_and_name": "sft.enable_wandb",
+}  # fmt: skip
+NAMED = {key: test for test, keys in TESTS.items() for key in keys.split()}
+
+# Flags of which a CPU shows the DeepSpeed JSON alone; tests/gpu/test_cuda_flags.py compares what stays on the device.
+MEMORY = "pipeline.training.recorder:model_memory"
+PARTITIONED = {"zero_stage": 3, "critic_zero_stage": 3}
+ON_GPU: dict[str, Twin] = {
+    "sft.offload": Twin("true", "calls", spy=MEMORY, both={"zero_stage": 2}),
+    "sft.offload_parameters": Twin("true", "calls", spy=MEMORY, both={"zero_stage": 3}),
+    "ppo.offload_reference_model": Twin("true", "calls", spy=MEMORY, both=PARTITIONED),
+    "ppo.offload_reward_model": Twin("true", "calls", spy=MEMORY, both=PARTITIONED),
+}
+
+WITHOUT_EFFECT: dict[str, str] = {
+    "sft.local_rank": "launchers pass it; the environment's LOCAL_RANK is used",
+    "sft.deepspeed": "launchers pass it; DeepSpeed is always used",
+}

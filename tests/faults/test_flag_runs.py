@@ -1,0 +1,109 @@
+"""Flags whose effect is not in what a run leaves behind, or not in that alone; each is also made to be ignored."""
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from input_calls import call, make_inputs, stage_words
+from safetensors.torch import load_file
+from support.tiny_run import read_metrics
+
+from pipeline.checkpoints import checkpoint
+from pipeline.engine.memory import model_memory
+from pipeline.generation.hybrid_engine import HybridEngine
+
+FEW = {"per_device_train_batch_size": 4, "max_steps": 1}
+EVERY_STEP = {"eval_interval": 1, "lr_scheduler_type": "constant", "keep_checkpoints": 0}
+BEST = {"sft": ("eval_loss", min), "reward": ("eval_accuracy", max)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("flag-runs"))
+
+
+def test_debug_shows_the_traceback(folder: Path, tmp_path: Path) -> None:
+    words = stage_words("sft", folder, tmp_path, data_path=folder / "none.jsonl")
+    assert "Traceback" in call("sft", [*words, "--debug"]).stderr and "Traceback" not in call("sft", words).stderr
+
+
+def test_progress_lines_are_as_far_apart_as_the_flag_says(folder: Path, tmp_path: Path) -> None:
+    def lines(apart: int) -> int:
+        words = stage_words("sft", folder, tmp_path / str(apart), print_steps=apart, **{**FEW, "max_steps": 4})
+        return call("sft", words).stderr.count("steps/s")
+
+    assert (lines(1), lines(2)) == (4, 2)
+
+
+def run(stage: str, folder: Path, out: Path, **flags: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Run a stage; return the weights that it saved, and its metrics."""
+    ending = call(stage, stage_words(stage, folder, out, data_output_path=folder / "cache", **{**FEW, **flags}))
+    assert ending.code == 0, ending.stderr
+    return load_file(out / "model" / "model.safetensors"), read_metrics(out / "runs" / "model")
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_the_best_model_is_kept_and_not_the_last(stage: str, folder: Path, tmp_path: Path) -> None:
+    """Against a run that ends at the best step."""
+    metric, choose = BEST[stage]
+    flags = {**EVERY_STEP, "learning_rate": 3e-2, "max_steps": 4}
+    kept, lines = run(stage, folder, tmp_path / "kept", **flags, keep_best="true")
+    measured = {line["step"]: line[metric] for line in lines if metric in line and line["step"]}
+    best = next(step for step in measured if measured[step] == choose(measured.values()))
+    assert len(measured) == 4 and best < 4, "the last model is the best: nothing is shown"
+    last, _ = run(stage, folder, tmp_path / "last", **flags)
+    expected, _ = run(stage, folder, tmp_path / "best", **{**flags, "max_steps": best})
+    assert are_equal(kept, expected) and not are_equal(kept, last)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of step 1 are held back until step 2 is in the metrics."""
+    write, metrics, waited = checkpoint.write_rank_files, tmp_path / "runs" / "model" / "metrics.jsonl", []
+
+    def held_back(*given: Any) -> Any:
+        end = time.monotonic() + 5
+        while not waited and time.monotonic() < end and '"step": 2,' not in metrics.read_text():
+            time.sleep(0.02)
+        waited.append('"step": 2,' in metrics.read_text())
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "write_rank_files", held_back)
+    run("sft", folder, tmp_path, max_steps=2, save_steps=1, save_in_background="true")
+    assert waited[0], "training waited for the files"
+    assert json.loads((tmp_path / "runs" / "model" / "checkpoints" / "step-1" / "manifest.json").read_text())
+
+
+def test_the_process_group_gets_its_timeout(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, join = [], torch.distributed.init_process_group
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *words, **named: given.append(named) or join(*words, **named)
+    )
+    run("sft", folder, tmp_path, process_group_timeout_s=77)
+    assert [named["timeout"] for named in given] == [timedelta(seconds=77)]
+
+
+@pytest.mark.parametrize("flag", ["false", "true"])
+def test_optimizer_states_leave_during_a_rollout(
+    flag: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, held = HybridEngine.generate, []
+
+    def looking(self: HybridEngine, *given: Any, **more: Any) -> Any:
+        held.append(model_memory(self.engine, torch.device("cpu")).optimizer)
+        return sample(self, *given, **more)
+
+    monkeypatch.setattr(HybridEngine, "generate", looking)
+    sizes = {"per_device_train_batch_size": 4, "per_device_generation_batch_size": 4, "max_answer_seq_len": 4}
+    flags = {**sizes, "max_steps": 2, "actor_zero_stage": 1, "offload_optimizer_during_rollout": flag}
+    assert call("ppo", stage_words("ppo", folder, tmp_path, **flags)).code == 0
+    assert (max(held) == 0) is (flag == "true"), held
