@@ -60,7 +60,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "reward": TRAINED,
     "ppo": TRAINED | ROLLOUTS,
     "reward_eval": {"eval_fraction": 0.9},
-    "chat": {"path": "@other", **ANSWERS},
+    "chat": {"model": "@other", **ANSWERS},
     "prompt_eval": ANSWERS,
 }
 OF_A_MODEL = ("learning_rate", "lora_", "zero_stage", "weight_decay")  # of the actor in stage 3

@@ -29,7 +29,7 @@ CLIPPED = {"ppo_epochs": 3, "max_steps": 3}
 GENERATE = "transformers:OPTForCausalLM.generate"
 OPT = "transformers.models.opt.modeling_opt"
 FETCH = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module"
-PAIR = {"models": None, "model_name_or_path_baseline": "@base", "model_name_or_path_finetune": "@base"}
+PAIR = {"model": None, "model_name_or_path_baseline": "@base", "model_name_or_path_finetune": "@base"}
 HOT = {"temperature": 2.0, "seed": 1}
 
 # An @ in front of a value: a file or folder of the inputs.
@@ -120,7 +120,7 @@ TWINS: dict[str, Twin] = {
     "ppo.adam_eps": Twin(1e-1),
     "ppo.min_learning_rate_ratio": Twin(0.9, both=WARM),
     "reward.max_seq_len": Twin(SHORT, "metrics", both={"long_pairs": "truncate_left", "max_seq_len": 96}),
-    "reward_eval.path": Twin("@other-judge", "answer", both={"path": "@judge"}),
+    "reward_eval.model": Twin("@other-judge", "answer", both={"model": "@judge"}),
     "reward_eval.data_path": Twin("@more.jsonl", "answer", both={"data_path": "@train.jsonl", "eval_fraction": 0.5}),
     "reward_eval.eval_fraction": Twin(0.5, "answer"),
     "reward_eval.max_seq_len": Twin(SHORT, "answer"),
@@ -129,7 +129,7 @@ TWINS: dict[str, Twin] = {
     "reward_eval.eval_data_path": Twin("@test.jsonl", "answer"),
     "reward_eval.column_map": Twin("chosen=rejected,rejected=chosen", "answer"),
     "reward_eval.json_output": Twin("true", "answer"),
-    "chat.path": Twin("@base", "answer", both={"path": "@other"}),
+    "chat.model": Twin("@base", "answer", both={"model": "@other"}),
     "chat.system": Twin("Be brief.", "answer"),
     "chat.prompt": Twin("Who are you?", "answer", both={"prompt": "Hello."}),
     "chat.dtype": Twin("bf16", "calls", spy=GENERATE),
@@ -138,7 +138,7 @@ TWINS: dict[str, Twin] = {
     "chat.top_p": Twin(0.1, "answer", both=HOT),
     "chat.top_k": Twin(1, "answer", both=HOT),
     "chat.repetition_penalty": Twin(9.0, "answer"),
-    "prompt_eval.models": Twin(["@base", "@other"], "answer", both={"models": ["@base", "@base"]}),
+    "prompt_eval.model": Twin(["@base", "@other"], "answer", both={"model": ["@base", "@base"]}),
     "prompt_eval.model_name_or_path_baseline": Twin("@other", "answer", both=PAIR),
     "prompt_eval.model_name_or_path_finetune": Twin("@other", "answer", both=PAIR),
     "prompt_eval.reward_model": Twin("@judge", "answer"),
@@ -213,6 +213,7 @@ ON_GPU: dict[str, Twin] = {
 }
 
 WITHOUT_EFFECT: dict[str, str] = {
+    "sft.dropout": "0 is its only value",
     "sft.local_rank": "launchers pass it; the environment's LOCAL_RANK is used",
     "sft.deepspeed": "launchers pass it; DeepSpeed is always used",
 }

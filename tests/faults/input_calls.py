@@ -103,9 +103,9 @@ def stage_words(command: str, folder: Path, out: Path, **changes: object) -> lis
             **common, **rows, "actor_model_name_or_path": folder / "base",
             "critic_model_name_or_path": folder / "scorer", "max_prompt_seq_len": 64, "max_answer_seq_len": 32,
         },
-        "chat": {"path": folder / "base", "prompt": "Describe the otter.", "max_new_tokens": 4, "temperature": 0},
-        "prompt_eval": {"models": [folder / "base", folder / "base"], "max_new_tokens": 4},
-        "reward_eval": {"path": folder / "judge", "data_path": folder / "train.jsonl", "max_seq_len": 96},
+        "chat": {"model": folder / "base", "prompt": "Describe the otter.", "max_new_tokens": 4, "temperature": 0},
+        "prompt_eval": {"model": [folder / "base", folder / "base"], "max_new_tokens": 4},
+        "reward_eval": {"model": folder / "judge", "data_path": folder / "train.jsonl", "max_seq_len": 96},
     }  # fmt: skip
     return flags(**{**valid[command], **changes})
 

@@ -142,13 +142,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_a_hub_that_is_not_there_is_one_line_and_no_storm(
     command: str, folder: Path, tmp_path: Path, no_network: list[object]
 ) -> None:
-    flag = {"ppo": "actor_model_name_or_path", "chat": "path", "prompt_eval": "models", "reward_eval": "path"}
+    flag = {"ppo": "actor_model_name_or_path", "chat": "model", "prompt_eval": "model", "reward_eval": "model"}
     name, value = (flag.get(command, "model_name_or_path"), "some/model")
     words = stage_words(command if command != "data" else "sft", folder, tmp_path, **{name: value})
     if command == "data":
         words = stage_words("sft", folder, tmp_path, data_path="some/set")
     if command == "prompt_eval":
-        words = stage_words("prompt_eval", folder, tmp_path, models=[value, value])
+        words = stage_words("prompt_eval", folder, tmp_path, model=[value, value])
     start = time.monotonic()
     ending = call(command if command != "data" else "sft", words)
     assert time.monotonic() - start < 5
@@ -177,7 +177,7 @@ def processes(folder: Path, out: Path) -> dict[str, tuple[list[object], str]]:
         "half a config": (stage("reward", model_name_or_path=make("half-config", folder, out)), "as JSON"),
         "half the weights": (stage("sft", model_name_or_path=make("half-weights", folder, out)), "fetch it again"),
         "chat": (
-            [ROOT / "chat.py", *stage_words("chat", folder, out, path=make("no-weights", folder, out))], "no weights"
+            [ROOT / "chat.py", *stage_words("chat", folder, out, model=make("no-weights", folder, out))], "no weights"
         ),
         "prompts": (
             [ROOT / "prompt_eval.py", *stage_words("prompt_eval", folder, out, prompts=out / "latin.txt")], "latin.txt"

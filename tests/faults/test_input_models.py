@@ -138,7 +138,7 @@ def test_prompt_eval_takes_models_of_other_vocabularies(folder: Path, tmp_path: 
     path = tmp_path / "other"
     shutil.copytree(folder / "base", path)
     other_tokens(path)
-    ending = call("prompt_eval", stage_words("prompt_eval", folder, tmp_path, models=[folder / "base", path]))
+    ending = call("prompt_eval", stage_words("prompt_eval", folder, tmp_path, model=[folder / "base", path]))
     assert ending.code == 0, ending.stderr
 
 
@@ -241,5 +241,5 @@ def test_a_flash_kernel_that_is_not_installed(
 
 @pytest.mark.parametrize("path", ["{folder}/base", "{folder}/none"])
 def test_reward_evaluation_needs_a_reward_model(path: str, folder: Path, tmp_path: Path) -> None:
-    words = stage_words("reward_eval", folder, tmp_path, path=path.format(folder=folder))
+    words = stage_words("reward_eval", folder, tmp_path, model=path.format(folder=folder))
     assert path.format(folder=folder) in refusal(call("reward_eval", words))
