@@ -171,7 +171,7 @@ def test_a_reward_model_without_one_score_that_can_be_normalised(
     path = tmp_path / "judge"
     shutil.copytree(folder / "judge", path)
     change(path)
-    flags = {"critic": "critic_model_name_or_path", "reward": "reward_model_name_or_path", "reward_eval": "path"}
+    flags = {"critic": "critic_model_name_or_path", "reward": "reward_model_name_or_path", "reward_eval": "model"}
     command_name = "ppo" if command in ("critic", "reward") else command
     words = stage_words(command_name, folder, tmp_path / "out", **{flags.get(command, "reward_model"): path})
     with stopped_at_the_models(monkeypatch):

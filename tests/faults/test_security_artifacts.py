@@ -282,5 +282,5 @@ def test_a_slow_template_ends_in_time(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "base", spoilt)
     template(ENDLESS)(spoilt)
     start = time.monotonic()
-    assert call("chat", stage_words("chat", folder, tmp_path, path=spoilt)).code == 2
+    assert call("chat", stage_words("chat", folder, tmp_path, model=spoilt)).code == 2
     assert time.monotonic() - start < templates.MAX_RENDER_S + 5
