@@ -182,6 +182,8 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         paths = " ".join(options.eval_data_path or options.data_path)
         kinds = "; ".join(data.counts.lines()) or "no row is held out; --eval_fraction 1 takes all"
         raise InputError(f"{paths}: no pair to score: {kinds}")
+    for line in data.counts.lines():
+        print(f"  rows: {line}", file=sys.stderr)
     device = default_device()
     model = load_reward_model(options.model, dtype=torch.float32).to(device).eval()
     check_finite(model, options.model)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
-from pipeline.data.counts import Counts
+from pipeline.data.counts import Counts, Fate
+from pipeline.data.formats import Record
 from pipeline.data.selection import DataOptions, Stage, select_records
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.templates import set_template
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Part of every key: raise it when the same input gives other rows.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 ROWS_PER_WRITE = 1000
 TOKENISERS = {"sft": sft_rows, "reward": pair_rows, "ppo": prompt_rows, "text": text_blocks}
 
@@ -124,15 +125,25 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
     """Write the rows beside `folder`, then rename: a folder that exists is complete."""
     counts = Counts()
     records = select_records(stage, options, counts)
+    tokenise: Callable[..., Iterator[Any]] = TOKENISERS[stage]
+
+    def write(name: str, fate: Fate, chosen: list[Record]) -> int:
+        own = Counts()
+        num_rows = _write(partial / f"{name}.arrow", stage, tokenise(chosen, tokenizer, options, own))
+        own.settle(fate, (record.origin for record in chosen))
+        for fates in own.sources.values():
+            fates[fate] -= fates["dropped"]
+        counts.merge(own)
+        return num_rows
+
     # A killed build may have left this folder; the lock excludes that another process is writing it.
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(mode=0o700)
         (partial / CACHE_TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n", encoding="utf-8")
-        tokenise: Callable[..., Iterator[Any]] = TOKENISERS[stage]
-        num_train = _write(partial / "train.arrow", stage, tokenise(records.train, tokenizer, options, counts))
-        _write(partial / "eval.arrow", stage, tokenise(records.eval, tokenizer, options, counts))
+        num_train = write("train", "to train on", records.train)
+        write("eval", "held out", records.eval)
         if not num_train and not options.held_out_only:
             kinds = "; ".join(counts.lines()) or "no row"
             raise InputError(f"stage {stage}: no training row is left: {kinds}")

@@ -1,15 +1,24 @@
-"""Counts of dropped and repaired rows by kind, each with the place of its first example."""
+"""Counts of rows: what happened to them by kind, each with its first example, and where those of a source went."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# Each row ends as one of the first five. "cut" and "kept" (repaired, or repeated) are remarks on rows that go on.
+Fate = Literal["to train on", "held out", "of other stages", "left out", "dropped", "cut", "kept"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Origin:
-    """The place of a row: its file or hub id, and its number (from 1; the line number in line-based files)."""
+    """The place of a row: its file or hub id, and its number (from 1; the line number in line-based files).
+
+    source: the data path that the file belongs to.
+    """
 
     file: str
     row: int
+    source: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.row}"
@@ -17,31 +26,68 @@ class Origin:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of drops, truncations and repairs by kind. Each kind keeps its count and its first example's place."""
+    """Counts of rows by kind, each with its fate and its first example's place, and by source.
 
-    _kinds: dict[str, tuple[int, str]] = field(default_factory=dict)
+    sources: data path -> number of rows by fate. unread: data path -> columns that no row's layout reads.
+    lengths: tokens -> number of rows that were dropped because they have so many.
+    """
 
-    def add(self, kind: str, origin: object) -> None:
-        """Count one more of `kind`; the first `origin` of each kind is kept."""
-        count, first = self._kinds.get(kind, (0, str(origin)))
-        self._kinds[kind] = (count + 1, first)
+    _kinds: dict[str, tuple[Fate, int, str]] = field(default_factory=dict)
+    sources: dict[str, Counter[str]] = field(default_factory=dict)
+    unread: dict[str, set[str]] = field(default_factory=dict)
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def add(self, fate: Fate, kind: str, origin: Origin, *, num_tokens: int = 0) -> None:
+        """Count one more row of `kind`; the first `origin` of each kind is kept. num_tokens: of a row too long."""
+        _, count, first = self._kinds.get(kind, (fate, 0, str(origin)))
+        self._kinds[kind] = (fate, count + 1, first)
+        self.settle(fate, [origin])
+        if num_tokens:
+            self.lengths[num_tokens] += 1
+
+    def settle(self, fate: Fate, origins: Iterable[Origin]) -> None:
+        """Count the rows of `origins` among those of `fate`, which needs no kind and no example."""
+        for origin in origins:
+            self.sources.setdefault(origin.source or origin.file, Counter())[fate] += 1
+
+    def merge(self, other: "Counts") -> None:
+        """Add the counts of rows that come after these."""
+        for kind, (fate, count, first) in other._kinds.items():
+            _, before, earliest = self._kinds.get(kind, (fate, 0, first))
+            self._kinds[kind] = (fate, before + count, earliest)
+        for source, fates in other.sources.items():
+            self.sources.setdefault(source, Counter()).update(fates)
+        for source, columns in other.unread.items():
+            self.unread.setdefault(source, set()).update(columns)
+        self.lengths.update(other.lengths)
+
+    @property
+    def fates(self) -> Counter[str]:
+        """The number of rows of all sources by fate."""
+        return sum(self.sources.values(), Counter())
 
     def __getitem__(self, kind: str) -> int:
-        return self._kinds.get(kind, (0, ""))[0]
+        return self._kinds[kind][1] if kind in self._kinds else 0
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kinds)
 
     def lines(self) -> list[str]:
-        """Return one line per kind, most frequent first: '12 empty response (first: a.jsonl:3)'."""
-        ordered = sorted(self._kinds.items(), key=lambda item: (-item[1][0], item[0]))
-        return [f"{count} {kind} (first: {first})" for kind, (count, first) in ordered]
+        """Return one line per kind, most frequent first: '12 dropped: response is empty (first: a.jsonl:3)'."""
+        ordered = sorted(self._kinds.items(), key=lambda item: (-item[1][1], item[0]))
+        return [f"{count} {fate}: {kind} (first: {first})" for kind, (fate, count, first) in ordered]
 
-    def to_json(self) -> dict[str, dict[str, int | str]]:
-        """Return a JSON object: {kind: {"count": int, "first": str}}."""
-        return {kind: {"count": count, "first": first} for kind, (count, first) in self._kinds.items()}
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as a JSON object."""
+        unread = {source: sorted(columns) for source, columns in self.unread.items()}
+        return {"kinds": self._kinds, "sources": self.sources, "unread": unread, "lengths": self.lengths}
 
     @classmethod
-    def from_json(cls, data: dict[str, dict[str, int | str]]) -> "Counts":
-        """Return the counts whose `to_json` is `data`."""
-        return cls({kind: (int(entry["count"]), str(entry["first"])) for kind, entry in data.items()})
+    def from_json(cls, data: dict[str, Any]) -> "Counts":
+        """Return the counts whose `to_json` was written as `data`."""
+        return cls(
+            {kind: (fate, count, first) for kind, (fate, count, first) in data["kinds"].items()},
+            {source: Counter(fates) for source, fates in data["sources"].items()},
+            {source: set(columns) for source, columns in data["unread"].items()},
+            Counter({int(length): count for length, count in data["lengths"].items()}),
+        )

@@ -28,6 +28,8 @@ Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")
 # Margins are on the scale of scores; the sum of a step's losses has to stay finite in fp32.
 MAX_MARGIN = 1e6
+PROMPT_COLUMNS = ("messages", "conversations", "prompt")
+LABELS = {"true": True, "false": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Content:
     """The content of a row of any format.
 
     messages: the prompt's turns, ending in a user turn; empty for a plain text document. chosen, rejected: responses,
-    None where the row has none. text: a plain text document. margin: how much better chosen is, if the row says so.
+    None where the row has none; a single response that the row labels false is rejected. text: a plain text document.
+    margin: how much better chosen is, if the row says so.
     """
 
     messages: Turns = ()
@@ -63,12 +66,16 @@ class Record(Content):
 
 
 class Format(NamedTuple):
-    """A set of columns that rows can have: all of `needed`, and one of `any_of` if that is not empty."""
+    """A set of columns that rows can have: all of `needed`, and one of `any_of` if that is not empty.
+
+    `optional` columns are read where a row has them.
+    """
 
     name: str
     needed: tuple[str, ...]
     any_of: tuple[str, ...]
     parse: Callable[[Values], Content]
+    optional: tuple[str, ...] = ()
 
     def fits(self, columns: Iterable[str]) -> bool:
         """Return True if rows of these columns can be read in this format."""
@@ -87,13 +94,13 @@ def read_records(
     num_records = num_dropped = 0
     for row in rows:
         try:
-            record = _record(row, column_map or {})
+            record = _record(row, column_map or {}, counts)
         except (BadRowError, UnknownColumnsError) as error:
             is_known = isinstance(error, BadRowError)
             # A file whose first row has unknown columns is refused; a stray row among good ones is one more bad row.
             if not is_known and not num_records + num_dropped:
                 raise InputError(str(error)) from error
-            counts.add(str(error) if is_known else "columns fit no format", row.origin)
+            counts.add("dropped", str(error) if is_known else "columns fit no format", row.origin)
             num_dropped += 1
         else:
             num_records += 1
@@ -107,9 +114,18 @@ class UnknownColumnsError(ValueError):
     """Columns that fit no format; the message names them and what would be right."""
 
 
-def _record(row: Row, column_map: Mapping[str, str]) -> Record:
+def _record(row: Row, column_map: Mapping[str, str], counts: Counts) -> Record:
     values = _renamed(row, column_map)
-    content = _format_of(values, row.origin).parse(values)
+    form = _format_of(values, row.origin)
+    content = form.parse(values)
+    read = {*form.needed, *form.any_of, *form.optional, *column_map.values(), "split"}
+    is_good = LABELS.get(str(values.get("label")).lower()) if content.rejected is None else None
+    if is_good is not None:
+        read.add("label")
+        if not is_good:  # of the KTO layout: the prompt may serve, the response is none to learn
+            content = dataclasses.replace(content, chosen=None, rejected=content.chosen)
+    if unread := {name for name in values.keys() - read if values[name] is not None}:
+        counts.unread.setdefault(row.origin.source or row.origin.file, set()).update(unread)
     _check_characters(content)
     if content.text is None:
         check_turns(content.messages)
@@ -184,7 +200,7 @@ def _response(values: Values, *columns: str) -> str:
 
 def _prompt_turns(values: Values) -> Turns:
     """Read the prompt from the first that exists of `messages`, `conversations` and `prompt`."""
-    for column in ("messages", "conversations"):
+    for column in PROMPT_COLUMNS[:-1]:
         if values.get(column):
             turns = parse_turns(values[column], column)
             # Some sets keep the whole chosen conversation here.
@@ -274,8 +290,8 @@ def _parse_text(values: Values) -> Content:
 
 # In order of preference: if several fit, the first is taken.
 FORMATS: tuple[Format, ...] = (
-    Format("prompt/chosen/rejected", ("chosen", "rejected"), (), _parse_pair),
-    Format("instruction/input/output", ("instruction",), RESPONSE_COLUMNS, _parse_alpaca),
+    Format("prompt/chosen/rejected", ("chosen", "rejected"), (), _parse_pair, (*PROMPT_COLUMNS, "margin")),
+    Format("instruction/input/output", ("instruction",), RESPONSE_COLUMNS, _parse_alpaca, ("input",)),
     Format("prompt/response", ("prompt",), RESPONSE_COLUMNS, _parse_prompt_response),
     Format("question/answer", ("question", "answer"), (), _parse_question_answer),
     Format("messages", ("messages",), (), partial(_parse_messages, "messages")),

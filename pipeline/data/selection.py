@@ -8,6 +8,7 @@ import bisect
 import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -88,7 +89,9 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
     sources = [_divided(text, options, counts) for text in options.data_path]
     train = [record for source in sources for record in source.train]
     if shares is not None:
-        train = [r for r in train if share_of(r.prompt_id, options.seed, shares) == SHARE_INDEX[stage]]
+        is_mine = [share_of(record.prompt_id, options.seed, shares) == SHARE_INDEX[stage] for record in train]
+        counts.settle("of other stages", (r.origin for r, mine in zip(train, is_mine, strict=True) if not mine))
+        train = list(itertools.compress(train, is_mine))
     if stage == "sft":
         extra = [_divided(text, options, counts) for text in options.sft_only_data_path]
         train += [record for source in extra for record in source.train]
@@ -96,13 +99,17 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
     evaluation = [record for source in sources for record in source.eval]
     for text in options.eval_data_path:
         records = _kept_records(text, options, counts)
-        evaluation += [record for record in records if record.split == "test"] or records
+        own = [record for record in records if record.split == "test"]
+        for record in records if own else ():
+            if record.split != "test":
+                counts.add("left out", "no test row, beside test rows of the same evaluation data", record.origin)
+        evaluation += own or records
     if options.held_out_only:
         return Selected([], evaluation)
     evaluated = {record.prompt_id for record in evaluation}
     for record in train:
         if record.prompt_id in evaluated:
-            counts.add("prompt is also an evaluation prompt", record.origin)
+            counts.add("left out", "prompt is also an evaluation prompt", record.origin)
     train = [record for record in train if record.prompt_id not in evaluated]
     if not train:
         raise InputError(
@@ -120,7 +127,7 @@ def _divided(text: str, options: DataOptions, counts: Counts) -> Selected:
     if options.eval_data_path:
         for record in records:
             if record.split == "test":
-                counts.add("test row left out (eval_data_path is given)", record.origin)
+                counts.add("left out", "test row (eval_data_path is given)", record.origin)
         return Selected([record for record in records if record.split != "test"], [])
     has_split = any(record.split == "test" for record in records)
     divided = Selected([], [])
@@ -132,8 +139,14 @@ def _divided(text: str, options: DataOptions, counts: Counts) -> Selected:
 
 def _kept_records(text: str, options: DataOptions, counts: Counts) -> list[Record]:
     path, weight = parse_path(text)
-    records = read_records(read_rows(path), counts, column_map=options.column_map)
-    return [record for record in records if uniform("weight", options.seed, record.prompt_id) < weight]
+    kept = []
+    counts.sources.setdefault(path, Counter())  # in the order of the paths, whatever happens to their rows
+    for record in read_records(read_rows(path), counts, column_map=options.column_map):
+        if uniform("weight", options.seed, record.prompt_id) < weight:
+            kept.append(record)
+        else:
+            counts.add("left out", "prompt beyond the weight of its data path", record.origin)
+    return kept
 
 
 def _count_repeated(records: Iterable[Record], counts: Counts) -> None:
@@ -142,7 +155,7 @@ def _count_repeated(records: Iterable[Record], counts: Counts) -> None:
     for record in records:
         content = (record.prompt_id, record.chosen, record.rejected)
         if content in seen:
-            counts.add("row repeated (kept)", record.origin)
+            counts.add("kept", "row repeated", record.origin)
         seen.add(content)
 
 

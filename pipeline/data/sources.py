@@ -72,12 +72,12 @@ def read_rows(path: str) -> Iterator[Row]:
     if local is None:
         yield from _hub_rows(path)
     elif _is_saved_dataset(local):
-        yield from _dataset_rows(_load_saved(local), str(local))
+        yield from _dataset_rows(_load_saved(local), path)
     else:
         for file in _data_files(local):
             split = split_of(file.name) if local.is_dir() else None
             for number, values in read_file(file):
-                yield Row(values, Origin(str(file), number), split)
+                yield Row(values, Origin(str(file), number, path), split)
 
 
 def fingerprint(path: str) -> str:
@@ -214,4 +214,4 @@ def _dataset_rows(splits: dict[str, Any], file: str, eval_split: str | None = No
             continue
         origin = f"{file}[{name}]" if name else file
         for index, values in enumerate(dataset):
-            yield Row(values, Origin(origin, index + 1), split)
+            yield Row(values, Origin(origin, index + 1, file), split)

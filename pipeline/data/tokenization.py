@@ -77,6 +77,14 @@ class PromptRow:
     messages: str
 
 
+class TooLongError(BadRowError):
+    """A row that is left out because of its `num_tokens`."""
+
+    def __init__(self, kind: str, num_tokens: int) -> None:
+        super().__init__(kind)
+        self.num_tokens = num_tokens
+
+
 class _RowMaker:
     """A maker of rows from records: it counts what it repairs or cuts, and raises BadRowError for what it refuses."""
 
@@ -91,24 +99,26 @@ class _RowMaker:
             try:
                 row = make(record)
             except RefusedTurnsError:
-                self.counts.add("turns refused by the chat template", record.origin)
+                self.counts.add("dropped", "turns refused by the chat template", record.origin)
             except BadRowError as error:
-                self.counts.add(str(error), record.origin)
+                num_tokens = error.num_tokens if isinstance(error, TooLongError) else 0
+                self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens)
             else:
                 yield row
 
     def sequence(self, record: Record) -> SFTRow:
         if record.chosen is None:
-            raise BadRowError("no response to train on")
+            is_bad = record.rejected is not None
+            raise BadRowError("response is labelled false" if is_bad else "no response to train on")
         encoded = self._conversation(record, record.all_turns, self.options.train_turns)
         ids, limit = encoded.ids, self.options.max_seq_len
-        if len(ids) > limit:
-            self.counts.add("truncated", record.origin)
         # Nothing predicts the first token, so it is no target.
         trained = [True] * len(ids) if self.options.train_on_prompt else encoded.trained
         row = SFTRow(ids[:limit], [False, *trained[1:limit]])
         if not any(row.trained):
-            raise BadRowError("no trained token left after truncation")
+            raise TooLongError("no trained token left after truncation", len(ids))
+        if len(ids) > limit:
+            self.counts.add("cut", "response beyond max_seq_len", record.origin)
         return row
 
     def pair(self, record: Record) -> PairRow:
@@ -122,12 +132,11 @@ class _RowMaker:
         limit, longest = self.options.max_seq_len, max(len(chosen), len(rejected))
         if longest > limit:
             if self.options.long_pairs == "drop":
-                raise BadRowError("pair longer than max_seq_len")
-            self.counts.add("pair truncated", record.origin)
+                raise TooLongError("pair longer than max_seq_len", longest)
             longest_response = longest - prompt_length
             num_kept = min(prompt_length, max(limit - longest_response, int(limit * MIN_PROMPT_SHARE), 1))
-            if longest_response > limit - num_kept:
-                self.counts.add("response truncated", record.origin)
+            is_whole = longest_response <= limit - num_kept
+            self.counts.add("cut", "start of the prompt" if is_whole else "prompt and end of a response", record.origin)
             prompt = self._without_start(chosen[:prompt_length], num_kept)
             chosen, rejected = ((prompt + ids[prompt_length:])[:limit] for ids in (chosen, rejected))
             prompt_length = num_kept
@@ -146,8 +155,8 @@ class _RowMaker:
         ids, limit = encode_prompt(self.tokenizer, record.messages, self.special), self.options.max_prompt_seq_len
         if len(ids) > limit:
             if self.options.long_prompts == "drop":
-                raise BadRowError("prompt longer than max_prompt_seq_len")
-            self.counts.add("prompt truncated", record.origin)
+                raise TooLongError("prompt longer than max_prompt_seq_len", len(ids))
+            self.counts.add("cut", "start of the prompt", record.origin)
             ids = self._without_start(ids, limit)
         return PromptRow(ids, record.prompt_id, turns_to_json(record.messages))
 
@@ -155,12 +164,12 @@ class _RowMaker:
         self._count_special(record, turns)
         encoded = encode_conversation(self.tokenizer, turns, train_turns, self.special)
         if encoded.num_boundaries:
-            self.counts.add("tokens would merge across the prompt's end: pieces encoded apart", record.origin)
+            self.counts.add("kept", "tokens would merge across the prompt's end: pieces encoded apart", record.origin)
         return encoded
 
     def _count_special(self, record: Record, turns: Turns) -> None:
         if any(token in turn.content for turn in turns for token in self.special.texts):
-            self.counts.add(SPECIAL_BROKEN, record.origin)
+            self.counts.add("kept", SPECIAL_BROKEN, record.origin)
 
     def _without_start(self, ids: list[int], num_kept: int) -> list[int]:
         """Return the last `num_kept` ids; a BOS at the head is kept."""
@@ -216,10 +225,10 @@ def text_blocks(
     rest: list[int] = []
     for record in records:
         if record.text is None:
-            counts.add("no plain text", record.origin)
+            counts.add("dropped", "no plain text", record.origin)
         else:
             if any(token in record.text for token in special):
-                counts.add(SPECIAL_BROKEN, record.origin)
+                counts.add("kept", SPECIAL_BROKEN, record.origin)
             rest += [*encode_text(tokenizer, broken_up(record.text, special)), tokenizer.eos_token_id]
         num_full = len(rest) // size * size
         yield from (_all_trained(rest[start : start + size]) for start in range(0, num_full, size))

@@ -6,6 +6,7 @@ from typing import Any
 from pipeline import dist
 from pipeline.configuration.groups import DataConfig
 from pipeline.data.cache import StageData, load_or_build
+from pipeline.data.row_report import row_lines, row_warnings
 from pipeline.data.selection import DataOptions, Stage, parse_column_map
 from pipeline.data.templates import set_template
 from pipeline.models.loading import check_model, check_vocabulary
@@ -52,7 +53,8 @@ def prepare_data(stage: Stage, data: DataConfig, *, tokenizer: Any, **limits: An
     dist.on_each_machine(lambda: load_or_build(stage, options, tokenizer) and None)
     built = load_or_build(stage, options, tokenizer)
     if dist.is_main():
-        log.info("%s rows: %d to train on, %d held out", stage, len(built.train), len(built.eval))
-        for line in built.counts.lines():
-            log.info("  rows: %s", line)
+        for line in row_lines(stage, built.counts, data.data_split, num_sequences=len(built.train)):
+            log.info("%s", line)
+        for line in row_warnings(stage, built.counts):
+            log.warning("%s", line)
     return built

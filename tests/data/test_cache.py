@@ -96,7 +96,7 @@ def test_empty_share_is_an_input_error(options, bpe_tokenizer):
 
 
 def test_no_sample_left_is_an_input_error_and_leaves_nothing_behind(options, bpe_tokenizer):
-    with pytest.raises(InputError, match="no training row is left: .*pair longer than max_seq_len"):
+    with pytest.raises(InputError, match="no training row is left: .* dropped: pair longer than max_seq_len"):
         load_or_build("reward", replace(options, max_seq_len=4), bpe_tokenizer)
     assert not [entry for entry in Path(options.cache_dir).iterdir() if entry.is_dir()]
 
@@ -119,7 +119,7 @@ def test_eval_data_path_wins_over_test_rows(bpe_tokenizer, tmp_path):
     built = load_or_build("sft", options, bpe_tokenizer)
     assert prompts(built.train, bpe_tokenizer) == {f"question {i}?" for i in range(6)}
     assert prompts(built.eval, bpe_tokenizer) == {"question 20?", "question 21?", "question 22?"}
-    assert built.counts["test row left out (eval_data_path is given)"] == 2
+    assert built.counts["test row (eval_data_path is given)"] == 2
 
 
 def test_sft_only_rows_are_taken_whole_by_step_one_alone(bpe_tokenizer, tmp_path):
@@ -144,7 +144,7 @@ def test_second_call_loads_and_returns_the_same(options, bpe_tokenizer, monkeypa
     longest = max(load_or_build("sft", options, bpe_tokenizer).train["num_tokens"])
     small = replace(options, max_seq_len=longest - 1)
     first = load_or_build("sft", small, bpe_tokenizer)
-    assert first.counts["truncated"] > 0
+    assert first.counts["response beyond max_seq_len"] > 0
     monkeypatch.setattr(cache, "select_records", lambda *a: pytest.fail("built a second time"))
     second = load_or_build("sft", small, bpe_tokenizer)
     assert second.train.to_list() == first.train.to_list()

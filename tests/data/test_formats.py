@@ -149,6 +149,44 @@ def test_null_columns_of_a_mixed_table_do_not_decide_the_format():
     assert one({"prompt": "q", "chosen": None, "rejected": "b"}).chosen is None
 
 
+def test_a_response_is_good_only_where_a_label_does_not_say_false():
+    """The KTO layout; a CSV file spells a truth value as text, and a class number is no truth value."""
+    row = {"prompt": "q", "completion": "a"}
+    for label, chosen, rejected in ((True, "a", None), (False, None, "a"), ("False", None, "a"), (0, "a", None)):
+        record = one({**row, "label": label})
+        assert (record.chosen, record.rejected, record.messages) == (chosen, rejected, (user("q"),))
+    assert one({"prompt": "q", "chosen": "a", "rejected": "b", "label": False}).chosen == "a"
+
+
+@pytest.mark.parametrize(
+    ("values", "unread"),
+    [
+        ({**GOOD, "margin": 1, "split": "test", "id": 7}, {"id"}),
+        ({"prompt": "q", "response": "a", "label": True, "kind": "", "source": None}, {"kind"}),
+        ({"prompt": "q", "response": "a", "label": 2}, {"label"}),
+        ({"instruction": "q", "input": "", "output": "a", "system": "s"}, {"system"}),
+        ({"text": "words", "prompt": "q"}, {"prompt"}),
+    ],
+)
+def test_columns_that_are_not_read_are_named(values, unread):
+    _, counts = read(values)
+    assert counts.unread == {"f": unread}
+
+
+def test_a_mapped_column_is_read():
+    _, counts = read({"q": "q", "a": "a"}, column_map={"prompt": "q", "response": "a"})
+    assert counts.unread == {}
+
+
+def test_real_answers_labelled_false_are_not_chosen(real_data):
+    path = real_data / "raw" / "llamafactory_kto_en_demo.first50.json"
+    shipped = json.loads(path.read_text(encoding="utf-8"))
+    records, counts = read(*shipped)
+    good = [row["label"] for row in shipped]
+    assert len(records) == len(shipped) and 0 < sum(good) < len(good) and counts.unread == {}
+    assert [record.chosen is not None for record in records] == good
+
+
 def test_margin_is_read_from_numbers_and_from_csv_text():
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     assert one(pair).margin is None
@@ -231,11 +269,11 @@ def test_own_split_column():
 def test_bad_rows_are_counted_with_their_place(values, kind):
     records, counts = read(GOOD, values, values)
     assert len(records) == 1
-    assert counts.lines() == [f"2 {kind} (first: f:2)"]
+    assert counts.lines() == [f"2 dropped: {kind} (first: f:2)"]
 
 
 def test_nothing_left_is_an_error_that_says_why():
-    with pytest.raises(InputError, match=r"f: no usable row: 2 empty prompt \(first: f:1\)"):
+    with pytest.raises(InputError, match=r"f: no usable row: 2 dropped: empty prompt \(first: f:1\)"):
         read({"prompt": ""}, {"prompt": " "})
 
 

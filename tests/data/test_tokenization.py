@@ -75,7 +75,7 @@ def test_truncation_forges_no_end_and_is_counted(tokenizer):
     assert sample.ids == prompt + response[:3]
     assert EOS not in sample.ids
     assert sum(sample.trained) == 3
-    assert counts["truncated"] == 1
+    assert counts["response beyond max_seq_len"] == 1
 
 
 def test_row_without_a_trained_token_is_dropped_and_counted(tokenizer):
@@ -94,6 +94,12 @@ def test_rows_that_a_stage_cannot_use_are_counted(tokenizer):
     no_pair = "no pair: columns chosen and rejected are needed, with prompt or messages"
     expected = {"no response to train on", no_pair, "no prompt", "no plain text"}
     assert set(counts) == expected
+
+
+def test_a_response_that_its_row_labels_false_is_not_trained_on(tokenizer):
+    counts = Counts()
+    assert not list(sft_rows([record(rejected="x")], tokenizer, options(), counts))
+    assert counts.lines() == ["1 dropped: response is labelled false (first: f:1)"]
 
 
 def test_text_that_spells_a_special_token_is_broken_up(tokenizer):
@@ -118,7 +124,7 @@ def test_refused_turns_are_counted(tokenizer):
     counts = Counts()
     assert not list(sft_rows([row], tokenizer, options(), counts))
     assert not list(prompt_rows([row], tokenizer, options(), counts))
-    assert counts.lines() == ["2 turns refused by the chat template (first: f:4)"]
+    assert counts.lines() == ["2 dropped: turns refused by the chat template (first: f:4)"]
 
 
 def test_pair_shares_its_prompt(tokenizer):
@@ -148,7 +154,7 @@ def test_long_pair_loses_the_start_of_its_prompt(tokenizer):
     row = record(chosen="yes and more", rejected="no")
     (pair,) = pair_rows([row], tokenizer, options(max_seq_len=limit, long_pairs="truncate_left"), counts)
     assert pair == PairRow(prompt[2:] + chosen, prompt[2:] + rejected, len(prompt) - 2, 0.0)
-    assert {kind: counts[kind] for kind in counts} == {"pair truncated": 1}
+    assert {kind: counts[kind] for kind in counts} == {"start of the prompt": 1}
 
 
 def test_response_beyond_the_limit_loses_its_end_and_the_prompt_keeps_a_quarter(tokenizer):
@@ -159,7 +165,7 @@ def test_response_beyond_the_limit_loses_its_end_and_the_prompt_keeps_a_quarter(
     row = record(chosen="four minutes and the leaves of the tea", rejected="no")
     (pair,) = pair_rows([row], tokenizer, options(max_seq_len=8, long_pairs="truncate_left"), counts)
     assert pair == PairRow(prompt[-2:] + chosen[:6], prompt[-2:] + rejected, 2, 0.0)
-    assert counts["pair truncated"] == counts["response truncated"] == 1
+    assert {kind: counts[kind] for kind in counts} == {"prompt and end of a response": 1}
 
 
 def test_pair_that_becomes_equal_by_truncation_is_dropped(tokenizer):
@@ -177,7 +183,7 @@ def test_bos_stays_when_a_prompt_loses_its_start(tokenizer):
     cut = options(max_prompt_seq_len=5, long_prompts="truncate_left")
     (sample,) = prompt_rows([record("How do I make tea?")], tokenizer, cut, counts)
     assert sample.prompt_ids == [BOS, *prompt[-4:]]
-    assert counts["prompt truncated"] == 1
+    assert counts["start of the prompt"] == 1
 
 
 def test_prompts_are_distinct_and_carry_their_turns(tokenizer):

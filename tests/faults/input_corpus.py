@@ -135,7 +135,7 @@ TEXTS: dict[str, tuple[bytes, Ending, str]] = {
     "empty.txt": (b"\n\n", "REFUSED", "{name}: no rows"),
     "zeros.txt": (b"\0\0", "REFUSED", "1 text holds a NUL character (first: {name}:1)"),
     "latin.txt": (b"a\n\n\xe9", "REFUSED", "{name}:3: byte 1 is not UTF-8"),
-    "bom.txt": (b"\xef\xbb\xbfone\n\ntwo", "TAKEN", "1 to train on"),
+    "bom.txt": (b"\xef\xbb\xbfone\n\ntwo", "TAKEN", "2 to train on (sequences: 1)"),
 }
 NO_PROMPT = "no prompt: chosen is neither a transcript nor a list of messages"
 ANSWERED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -202,24 +202,24 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "number as text": ({"text": 3}, "text is no text but int"),
     "blank text": ({"text": " "}, "text is empty"),
 }  # fmt: skip
-# Rows that only some stages leave out: (stage, row, kind).
+# Rows that only some stages leave out, or remark on: (stage, row, what is said).
 STAGE_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "null chosen": ("sft", {**PAIR, "chosen": None}, "no response to train on"),
-    "null rejected": ("reward", {**PAIR, "rejected": None}, "no pair: columns chosen and rejected"),
-    "repeated": ("sft", dict(GOOD[0]), "row repeated (kept)"),
-    "repeated pair": ("reward", dict(GOOD[0]), "row repeated (kept)"),
-    "repeated prompt": ("ppo", dict(GOOD[0]), "prompt repeated"),
-    "long answer": ("sft", {**PAIR, "chosen": LONG}, "truncated"),
-    "long pair": ("reward", {**PAIR, "chosen": LONG}, "pair longer than max_seq_len"),
-    "long prompt": ("ppo", {**PAIR, "prompt": LONG}, "prompt longer than max_prompt_seq_len"),
-    "special token": ("sft", {**PAIR, "prompt": "a</s>b"}, "text that spells a special token (broken up)"),
-    "other columns": ("sft", {"question": "a", "answer": "b"}, "columns fit no format"),
+    "null chosen": ("sft", {**PAIR, "chosen": None}, "dropped: no response to train on"),
+    "null rejected": ("reward", {**PAIR, "rejected": None}, "dropped: no pair: columns chosen and rejected"),
+    "repeated": ("sft", dict(GOOD[0]), "kept: row repeated"),
+    "repeated pair": ("reward", dict(GOOD[0]), "kept: row repeated"),
+    "repeated prompt": ("ppo", dict(GOOD[0]), "dropped: prompt repeated"),
+    "long answer": ("sft", {**PAIR, "chosen": LONG}, "cut: response beyond max_seq_len"),
+    "long pair": ("reward", {**PAIR, "chosen": LONG}, "dropped: pair longer than max_seq_len"),
+    "long prompt": ("ppo", {**PAIR, "prompt": LONG}, "dropped: prompt longer than max_prompt_seq_len"),
+    "special token": ("sft", {**PAIR, "prompt": "a</s>b"}, "kept: text that spells a special token (broken up)"),
+    "other columns": ("sft", {"query": "a", "reply": "b"}, "dropped: columns fit no format"),
 }
 # Whole files in a wrong layout: the columns, and the mapping that the line proposes.
 LAYOUTS = {
     "promt,chosen,rejected": "no prompt: chosen is neither",
     "promt,chosn,rejectd": "nearest: --column_map prompt=promt, chosen=chosn, rejected=rejectd",
-    "question,answer": "name them with --column_map prompt=...",
+    "query,reply": "name them with --column_map prompt=...",
     "Prompt,Response": "nearest: --column_map prompt=Prompt, response=Response",
     "instructon,outputs": "nearest: --column_map instruction=instructon, output=outputs",
     "mesages": "nearest: --column_map messages=mesages",
@@ -267,11 +267,10 @@ def row_cases() -> Iterator[Case]:
     """A bad row behind good ones is counted; a file of bad rows alone is refused with the same words."""
     for number, (label, (row, kind)) in enumerate(ROWS.items()):
         command, name = STAGES[number % 3], f"{label.replace(' ', '-')}.jsonl"
-        yield Case(
-            command, name, lines_of([*GOOD, row]), "COUNTED", f"1 {kind} (first: {name}:{LAST})", f"{command}-{label}"
-        )
+        says = f"1 dropped: {kind} (first: {name}:{LAST})"
+        yield Case(command, name, lines_of([*GOOD, row]), "COUNTED", says, f"{command}-{label}")
         name = f"all-{name}"
-        says = f"no usable row: 2 {kind} (first: {name}:1)"
+        says = f"no usable row: 2 dropped: {kind} (first: {name}:1)"
         yield Case(STAGES[(number + 1) % 3], name, lines_of([row, row]), "REFUSED", says, f"only-{label}")
     for label, (command, row, kind) in STAGE_ROWS.items():
         name = f"{label.replace(' ', '-')}.jsonl"
@@ -291,7 +290,7 @@ def format_cases() -> Iterator[Case]:
             f"{stem}.json",
             array.encode(),
             "COUNTED",
-            f"1 {kind} (first: {stem}.json:{LAST})",
+            f"1 dropped: {kind} (first: {stem}.json:{LAST})",
             f"json-{label}",
         )
         packed = parquet_of(array)
@@ -300,12 +299,12 @@ def format_cases() -> Iterator[Case]:
             f"{stem}.parquet",
             packed,
             "COUNTED",
-            f"1 {kind} (first: {stem}.parquet:{LAST})",
+            f"1 dropped: {kind} (first: {stem}.parquet:{LAST})",
             f"parquet-{label}",
         )
         if row["prompt"] is not None:
             table = csv_of([*GOOD, row])
-            yield Case("sft", f"{stem}.csv", table, "COUNTED", f"1 {kind} (first: {stem}.csv:", f"csv-{label}")
+            yield Case("sft", f"{stem}.csv", table, "COUNTED", f"1 dropped: {kind} (first: {stem}.csv:", f"csv-{label}")
 
 
 def layout_cases() -> Iterator[Case]:

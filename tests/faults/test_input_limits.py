@@ -62,10 +62,10 @@ def test_a_prompt_around_the_limit(num_tokens: int, policy: Any, tokenizer: Any)
     if num_tokens <= LIMIT:
         assert found == [whole] and not list(counts)
     elif policy == "drop":
-        assert found == [] and counts.lines() == ["1 prompt longer than max_prompt_seq_len (first: a.jsonl:1)"]
+        assert found == [] and counts.lines() == ["1 dropped: prompt longer than max_prompt_seq_len (first: a.jsonl:1)"]
     else:
         assert [len(ids) for ids in found] == [LIMIT] and found[0][-LIMIT + 1 :] == whole[-LIMIT + 1 :]
-        assert counts.lines() == ["1 prompt truncated (first: a.jsonl:1)"]
+        assert counts.lines() == ["1 cut: start of the prompt (first: a.jsonl:1)"]
 
 
 def test_an_empty_prompt_is_counted_and_none_is_left(

@@ -153,4 +153,4 @@ def test_a_file_without_pairs_names_the_columns_of_a_pair(judge, tmp_path, capsy
     write_lines(tmp_path / "chats.jsonl", [{"messages": turns}])
     assert main(["--path", judge, "--data_path", "chats.jsonl", "--eval_fraction", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: chats.jsonl: no pair to score: 1 no pair: columns chosen and rejected are needed")
+    assert line.startswith("error: chats.jsonl: no pair to score: 1 dropped: no pair: columns chosen and rejected")

@@ -1,0 +1,88 @@
+"""Where rows went, as a run says it, against files whose rows were written for each fate."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from support.tiny_run import write_lines
+
+from pipeline.configuration.groups import DataConfig
+from pipeline.data.counts import Counts, Origin
+from pipeline.data.row_report import row_lines, row_warnings
+from pipeline.training.inputs import prepare_data
+
+
+def pair(name: str, words: int = 1, **extra: object) -> dict:
+    return {"prompt": f"{name}?", "chosen": "good " * words + "end", "rejected": "bad", **extra}
+
+
+def write_mixture(folder: Path) -> list[str]:
+    """First: 40 good rows, 3 of them twice, 2 empty, 4 too long for 60 tokens, 6 of test. Second: 20 rows at 0.5."""
+    good = [pair(f"first {n}") for n in range(40)]
+    bad = [pair("") | {"prompt": " "}] * 2 + [pair(f"long {n}", 100 + n) for n in range(4)]
+    held_out = [pair(f"test {n}", split="test") for n in range(6)]
+    write_lines(folder / "first.jsonl", [*good, *good[:3], *bad, *held_out])
+    write_lines(folder / "second.jsonl", [pair(f"second {n}", split="train", topic="t") for n in range(20)])
+    return [str(folder / "first.jsonl"), f"{folder / 'second.jsonl'}:0.5"]
+
+
+@pytest.mark.parametrize("split", ["none", "1,1,0"])
+def test_every_row_that_was_given_is_told_of(bpe_tokenizer, tmp_path, caplog, split):
+    """The numbers of a line add up to the lines of the files, and those of the sources to that of all."""
+    paths = write_mixture(tmp_path)
+    data = DataConfig(data_path=paths, data_split=split, eval_fraction=0.2, data_output_path=str(tmp_path / "cache"))
+    with caplog.at_level(logging.INFO):
+        built = prepare_data("reward", data, tokenizer=bpe_tokenizer, max_seq_len=60)
+    said = [record.getMessage() for record in caplog.records]
+    pattern = re.compile(r"(\d+) (to train on|held out|of other stages|left out|dropped|given)")
+    whole, first, second = (
+        {name: int(number) for number, name in pattern.findall(line)} for line in said if " given" in line
+    )
+    for told, path in ((first, "first.jsonl"), (second, "second.jsonl")):
+        assert sum(told.values()) - told["given"] == told["given"] == len((tmp_path / path).open().readlines())
+    assert whole == {name: first.get(name, 0) + second.get(name, 0) for name in whole}
+    assert (whole["to train on"], whole["held out"]) == (len(built.train), len(built.eval))
+    assert (first["held out"], first["given"]) == (6, 55)
+    mapped = said[0].partition("of other stages (--data_split 1,1,0)")[1]
+    if split == "none":
+        assert (first["to train on"], first["dropped"]) == (43, 6) and not mapped
+        assert 0 < second["left out"] < 20
+        assert f"  rows: 4 dropped: pair longer than max_seq_len (first: {tmp_path}/first.jsonl:46)" in said
+        assert any(line.startswith("  rows: 3 kept: row repeated (first: ") for line in said)
+    else:
+        assert mapped and first["of other stages"] > 0 and first["dropped"] >= 2
+    assert f"  rows: of {tmp_path}/second.jsonl: columns that are not read: topic" in said
+
+
+def counts_of(*, kept: int, dropped: int = 0, lengths: tuple[int, ...] = (), held_out: int = 5) -> Counts:
+    counts = Counts()
+    counts.settle("to train on", [Origin("f", n) for n in range(kept - held_out)])
+    counts.settle("held out", [Origin("f", n) for n in range(held_out)])
+    for length in (*[0] * dropped, *lengths):
+        counts.add("dropped", "why", Origin("f", 1), num_tokens=length)
+    return counts
+
+
+def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all():
+    assert row_warnings("reward", counts_of(kept=90, dropped=10)) == []
+    assert row_warnings("reward", counts_of(kept=89, dropped=11)) == ["reward rows: 11% dropped"]
+    lengths = tuple(range(601, 621))
+    for stage, flag in (("reward", "--max_seq_len"), ("ppo", "--max_prompt_seq_len")):
+        (line,) = row_warnings(stage, counts_of(kept=80, lengths=lengths))
+        assert line == f"{stage} rows: 20% dropped; {flag} 615 would keep 95%"
+    # By brute force: of 80 rows that fit and 20 longer ones, 615 is the least limit that 95 rows fit.
+    assert [limit for limit in range(600, 620) if 80 + sum(size <= limit for size in lengths) >= 95][0] == 615
+
+
+def test_no_held_out_row_is_warned_of_where_there_is_an_evaluation():
+    counts = counts_of(kept=9, held_out=0)
+    (line,) = row_warnings("sft", counts)
+    assert line.startswith("sft rows: 0 held out") and "--eval_fraction" in line and "--eval_data_path" in line
+    assert row_warnings("text", counts) == [] and row_warnings("sft", counts_of(kept=9)) == []
+
+
+def test_texts_that_fill_blocks_are_told_apart_from_sequences():
+    counts = counts_of(kept=9)
+    assert row_lines("sft", counts, "none", num_sequences=4) == ["sft rows: 4 to train on, 5 held out, of 9 given"]
+    assert "4 to train on (sequences: 2), 5 held out" in row_lines("sft", counts, "none", num_sequences=2)[0]
