@@ -151,6 +151,28 @@ def digest(path: Path) -> str:
 
 
 CONFIG_FILES = ("config.json", "adapter_config.json")
+EDGE_BYTES = 1 << 20
+
+
+def model_fingerprint(name_or_path: str) -> str:
+    """Hash a model folder's configuration, and size, head and tail of each weights file; return a hub id as it is.
+
+    Whole weights are not read: 7B parameters would take minutes on every start.
+    """
+    folder = Path(name_or_path)
+    if not name_or_path or not folder.is_dir():
+        return name_or_path
+    total = hashlib.sha256()
+    for name in CONFIG_FILES:
+        if (folder / name).is_file():
+            total.update((folder / name).read_bytes())
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        total.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            total.update(file.read(EDGE_BYTES))
+            file.seek(max(0, path.stat().st_size - EDGE_BYTES))
+            total.update(file.read(EDGE_BYTES))
+    return total.hexdigest()
 
 
 def has_config(folder: Path) -> bool:

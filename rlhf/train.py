@@ -3,7 +3,6 @@
 The whole configuration of every stage is checked before the first one starts. Imports neither torch nor deepspeed.
 """
 
-import json
 import os
 import shlex
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
@@ -28,10 +28,11 @@ from pipeline.launching.machine import (
     count_present_gpus,
     read_hostfile,
 )
-from pipeline.launching.plan import Plan, Stage, StageKind, make_plan, path_from_here, without_flag
+from pipeline.launching.plan import Plan, Stage, StageKind, as_override, make_plan, path_from_here, without_flag
 from pipeline.launching.train_config import TrainConfig, model_size
+from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import evaluations
-from pipeline.run.layout import done_file
+from pipeline.run.output_checks import check_outputs
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -122,16 +123,33 @@ def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
         raise InputError("\n".join(errors))
 
 
-def is_finished(stage: Stage) -> bool:
-    """Return True if the stage has finished, and --max_steps asks for no more steps than it took."""
-    done = done_file(stage.run_dir)
-    run = stage.resolved.config.run
-    if run.overwrite or run.resume not in ("auto", "never") or not has_config(stage.model_dir) or not done.is_file():
-        return False
-    try:
-        return run.max_steps <= json.loads(done.read_text(encoding="utf-8"))["steps"]
-    except (ValueError, KeyError, TypeError):
-        return False
+def finished_stages(plan: Plan) -> set[int]:
+    """Return the numbers of the chosen stages that are finished, with the settings and inputs of this plan.
+
+    Raises:
+        InputError: another run of a stage is finished; a line for each difference.
+    """
+    ranks, finished = num_ranks(plan.config, count_gpus()), set[int]()
+    made: dict[str, int] = {}  # model folders that this run makes anew
+    errors: list[str] = []
+    for stage in plan.chosen:
+        section, config = stage.kind.section, stage.resolved.config
+        try:
+            if not is_finished(stage.run_dir, config, section, ranks=ranks):
+                made[str(stage.model_dir)] = stage.number
+                continue
+        except InputError as error:
+            errors += [as_override(line, section) for line in str(error).splitlines()]
+        finished.add(stage.number)
+        for name, path in values_by_rule(config, "model").items():
+            if path in made:
+                errors.append(
+                    f"--{section}.{name}: stage {made[path]} makes {path} anew, and this stage is finished "
+                    f"with the model before; give --{section}.overwrite too"
+                )
+    if errors:
+        raise InputError("\n".join(errors))
+    return finished
 
 
 def show_plan(plan: Plan) -> None:
@@ -186,6 +204,8 @@ def run(argv: list[str], prog: str) -> int:
     check_stages(plan)
     check_inputs(plan, argv, prog)
     check_machine(plan.config)
+    check_outputs({stage.kind.section: stage.resolved.config for stage in plan.chosen}, named_by_section=True)
+    finished = finished_stages(plan)
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
         if model_size(model) is None:
             print(f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing")
@@ -195,7 +215,7 @@ def run(argv: list[str], prog: str) -> int:
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     for stage in plan.chosen:
-        if is_finished(stage):
+        if stage.number in finished:
             print(f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again")
         elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
             return code

@@ -23,7 +23,7 @@ class SFTDataConfig(DataConfig):
     train_on_prompt: bool = flag(False, "Train on prompt tokens too, as DeepSpeed-Chat does")
     train_turns: Literal["all", "last"] = flag("all", "Assistant turns that are trained in a conversation")
     packing: bool = flag(False, "Put several rows into one sequence; they do not see each other")
-    sft_only_data_path: list[str] = flag([], "Further sources, taken whole", kind="path", on_resume="content")
+    sft_only_data_path: list[str] = flag([], "Further sources, taken whole", kind="path", on_resume="data")
 
 
 class SFTConfig(Group):
@@ -34,7 +34,7 @@ class SFTConfig(Group):
     optimizer: OptimizerConfig = OptimizerConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output/sft")
-    keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="free")
+    keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="output")
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
         """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""

@@ -36,9 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of stage 1 that evolves, besides the engine."""
+    """Everything of stage 1 that evolves, besides the engine; best_step: of the model that `--keep_best` has saved."""
 
     best_eval_loss: float | None = None
+    best_step: int = 0
 
 
 SFT = Supervised[SFTConfig, SFTBatch]
@@ -68,12 +69,12 @@ def train(run: Run, config: SFTConfig) -> None:
             stepped = step_together([sft.engine], sft.rate(state.step), loss=loss)
             state.num_tokens += step.num_tokens
             state.count_step(stepped=stepped, engines=[sft.engine])
-            if not stepped:
-                sft.note_skipped(step, state)
             flops = sft.work.flops(
                 num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=step.num_trained
             )
             sft.log_step(step, state, course, loss=loss / step.num_trained, flops=flops)
+            if not stepped:
+                sft.note_skipped(step, state)
         evaluate_held_out(sft, state, course)
     course.finish(state, sft.content(state), lambda: save_unless_best(sft, state))
 
@@ -141,18 +142,21 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
     course.recorder.write(state.step, measured)
     state.evaluated = state.step
     loss = measured.get("eval_loss")
-    if loss is None or not math.isfinite(loss) or not state.step:
+    if not sft.config.keep_best or loss is None or not math.isfinite(loss):
         return
     is_best = state.best_eval_loss is None or loss < state.best_eval_loss
     # A model that cannot be saved does not count: the next one has to beat what is on the disk.
-    if is_best and (not sft.config.keep_best or checkpoint.attempt(lambda: save(sft))):
-        state.best_eval_loss = loss
+    if is_best and checkpoint.attempt(lambda: save(sft)):
+        state.best_eval_loss, state.best_step = loss, state.step
 
 
 def save_unless_best(sft: SFT, state: State) -> None:
     """Write the model folder, unless `--keep_best` has put the best model there."""
-    best_is_saved = state.best_eval_loss is not None and is_saved(sft.config.run.output_dir)
-    if not (sft.config.keep_best and best_is_saved):
+    if sft.config.keep_best and state.best_eval_loss is not None and is_saved(sft.config.run.output_dir):
+        log.info(
+            "--keep_best: the saved model is that of step %d, eval_loss %.4g", state.best_step, state.best_eval_loss
+        )
+    else:
         save(sft)
 
 

@@ -48,7 +48,7 @@ class RewardConfig(Group):
         refused=dict.fromkeys(("beta", "label_smoothing", "offload_reference_model"), "there is no DPO stage"),
     )
     centering_coef: float = flag(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0)
-    keep_best: bool = flag(False, "Keep the weights of the best accuracy, not the last ones", on_resume="free")
+    keep_best: bool = flag(False, "Keep the weights of the best accuracy, not the last ones", on_resume="output")
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
         """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""

@@ -1,5 +1,6 @@
 """Stage 2's loop: evaluate, save, accumulate gradients, take an optimizer step, log; from build to finish."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +26,18 @@ from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
 from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of stage 2 that evolves, besides the engine; score_mean, score_std: of the last evaluation."""
+    """Everything of stage 2 that evolves, besides the engine.
+
+    best_step: of the model that `--keep_best` has saved. score_mean, score_std: of the last evaluation.
+    """
 
     best_accuracy: float | None = None
+    best_step: int = 0
     score_mean: float = 0.0
     score_std: float = 1.0
 
@@ -63,10 +70,10 @@ def train(run: Run, config: RewardConfig) -> None:
             stepped = step_together([reward.engine], reward.rate(state.step), loss=loss)
             state.num_tokens += step.num_tokens
             state.count_step(stepped=stepped, engines=[reward.engine])
-            if not stepped:
-                reward.note_skipped(step, state)
             flops = reward.work.flops(num_tokens=step.num_tokens, num_squares=step.num_squares)
             reward.log_step(step, state, course, loss=loss / step.num_rows, flops=flops)
+            if not stepped:
+                reward.note_skipped(step, state)
         evaluate(reward, state, course)
     course.finish(state, reward.content(state), lambda: save_unless_best(reward, state))
 
@@ -127,18 +134,19 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
     state.evaluated = state.step
     state.score_mean, state.score_std = score_statistics(scores)
     accuracy = measured.get("eval_accuracy")
-    if accuracy is None or not state.step:
+    if not reward.config.keep_best or accuracy is None:
         return
     is_best = state.best_accuracy is None or accuracy > state.best_accuracy
     # A model that cannot be saved does not count: the next one has to beat what is on the disk.
-    if is_best and (not reward.config.keep_best or checkpoint.attempt(lambda: save(reward, state))):
-        state.best_accuracy = accuracy
+    if is_best and checkpoint.attempt(lambda: save(reward, state)):
+        state.best_accuracy, state.best_step = accuracy, state.step
 
 
 def save_unless_best(reward: Reward, state: State) -> None:
     """Write the model folder, unless `--keep_best` has put the best model there."""
-    best_is_saved = state.best_accuracy is not None and is_saved(reward.config.run.output_dir)
-    if not (reward.config.keep_best and best_is_saved):
+    if reward.config.keep_best and state.best_accuracy is not None and is_saved(reward.config.run.output_dir):
+        log.info("--keep_best: the saved model is that of step %d, accuracy %.4g", state.best_step, state.best_accuracy)
+    else:
         save(reward, state)
 
 

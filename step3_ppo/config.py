@@ -38,7 +38,7 @@ class PromptDataConfig(DataConfig):
         [],
         "Plain text for the ptx loss; empty: no ptx loss",
         kind="path",
-        on_resume="content",
+        on_resume="data",
         aliases=("unsupervised_dataset_name",),
         refused={"unsupervised_dataset_config_name": "give --unsupervised_data_path a hub id or a file"},
     )
@@ -160,7 +160,7 @@ class PPOConfig(Group):
         "",
         "Reward model; empty: the folder the critic starts from",
         kind="path",
-        on_resume="content",
+        on_resume="model",
         aliases=("reward_model",),
     )
     offload_reference_model: bool = flag(False, "Reference weights in host memory (ZeRO stage 3)", on_resume="rounding")

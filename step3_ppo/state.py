@@ -130,7 +130,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     text = make_text(run, config, tokenizers.actor)
     models = make_models(run, config, tokenizers)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
-    fingerprint = fingerprint_of(config, prompts, text, schedule)
+    fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
     engines = {"actor": models.actor, "critic": models.critic}
     resumed = checkpoint.load(run, config.run.resume, engines, fingerprint, force=config.run.force_resume)
     ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
@@ -209,7 +209,7 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
 
 
 def fingerprint_of(
-    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, schedule: Schedule
+    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
 ) -> RunFingerprint:
     """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
     reward = config.reward_model_name_or_path or config.critic.model_name_or_path
@@ -218,10 +218,7 @@ def fingerprint_of(
         config,
         models={f"{name} model": path for name, path in models.items()},
         data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
-        sizes={
-            "prompts of a rollout": schedule.prompts_per_rollout,
-            "rows of an optimizer step": schedule.rows_per_step,
-        },
+        ranks=ranks,
     )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from datasets import Dataset
 from pydantic import BaseModel
 
-from pipeline.configuration.resume_rules import defaults_of, values_by_rule
-from pipeline.files import digest
-
-EDGE_BYTES = 1 << 20
+from pipeline import dist
+from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
+from pipeline.files import digest, model_fingerprint
+from pipeline.run.earlier_runs import input_contents
 
 
 def data_fingerprint(rows: Dataset) -> str:
@@ -20,30 +20,13 @@ def data_fingerprint(rows: Dataset) -> str:
     return hashlib.sha256("".join(digest(Path(file["filename"])) for file in rows.cache_files).encode()).hexdigest()
 
 
-def model_fingerprint(name_or_path: str) -> str:
-    """Hash a model folder's config, and size, head and tail of each weights file; return a hub id as it is.
-
-    Whole weights are not read: 7B parameters would take minutes on every start.
-    """
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        return name_or_path
-    total = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        total.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            total.update(file.read(EDGE_BYTES))
-            file.seek(max(0, path.stat().st_size - EDGE_BYTES))
-            total.update(file.read(EDGE_BYTES))
-    return total.hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class RunFingerprint:
     """The properties of a run that do not change while it lasts, and are compared when it is resumed.
 
     settings: flags that decide what is learnt. hashes: of data and start models. sizes: rows of an optimizer step and
-    the like, over all ranks. rounding: flags that change numbers by rounding only; other values are logged.
+    the like, over all ranks. rounding: flags that change numbers by rounding only; other values are logged. inputs:
+    contents of the flags that name data and start models, for the mark of a finished run.
     defaults: values assumed for flags that the checkpoint's version did not have.
     """
 
@@ -52,17 +35,22 @@ class RunFingerprint:
     sizes: Mapping[str, int]
     rounding: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_fingerprint(
-    config: BaseModel, *, models: Mapping[str, str], data: Mapping[str, Dataset], sizes: Mapping[str, int]
+    config: BaseModel, *, models: Mapping[str, str], data: Mapping[str, Dataset], ranks: int
 ) -> RunFingerprint:
-    """Return the fingerprint of a run: start models are folders or hub ids; the keys are names for error messages."""
+    """Return the fingerprint of a run: start models are folders or hub ids; the keys are names for error messages.
+
+    A collective.
+    """
     hashes = {name: model_fingerprint(name_or_path) for name, name_or_path in models.items()}
     return RunFingerprint(
         settings=values_by_rule(config, "same"),
         hashes=hashes | {name: data_fingerprint(rows) for name, rows in data.items()},
-        sizes=sizes,
+        sizes=batch_sizes(config, ranks),
         rounding=values_by_rule(config, "rounding"),
         defaults=defaults_of(config),
+        inputs=dist.on_main(lambda: input_contents(config)),
     )

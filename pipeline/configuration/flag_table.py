@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 Kind = Literal["plain", "path", "written path", "text"]
-OnResume = Literal["same", "rounding", "content", "free"]
+OnResume = Literal["same", "rounding", "data", "model", "output", "free"]
 Need = Literal["", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA"]
 NOTHING: Mapping[str, str] = {}
 ZERO_STAGE = "zero_optimization.stage"  # the key of a DeepSpeed JSON that the flags of the ZeRO stage set
@@ -44,8 +44,9 @@ def flag(
         kind: path: the name of a file or folder; written path: a folder that a run makes; text: a user's own words,
             which are written nowhere and may hold anything.
         on_resume: same: a resumed run needs the value that its checkpoint was written under; rounding: another value
-            changes how the work is cut, and numbers by rounding only; content: what the value names is compared by its
-            content; free: another value changes how long a run is and what it writes, not what it learns.
+            changes how the work is cut, and numbers by rounding only; data, model: compared by the content of the
+            sources or the start model that it names; output: another value changes the model that a run leaves, not
+            what it learns, so only a finished run needs the same; free: another value changes neither.
         needs: what the flag has no effect without.
         deepspeed: the dotted key, or keys, of a DeepSpeed JSON that say the same.
         aliases: further names of the flag.

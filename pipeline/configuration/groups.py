@@ -38,7 +38,7 @@ class DataConfig(Group):
         "Hub ids, files or folders, each with an optional :weight in (0, 1]",
         min_length=1,
         kind="path",
-        on_resume="content",
+        on_resume="data",
         other_tools="dataset dataset_name datasets train_file train_data data",
     )
     data_split: str = flag("2,4,4", "Shares of the rows for stages 1, 2, 3; none: every stage uses all rows")
@@ -47,7 +47,7 @@ class DataConfig(Group):
         [],
         "Evaluation rows; empty: the source's test split or a share of it",
         kind="path",
-        on_resume="content",
+        on_resume="data",
         other_tools="eval_dataset eval_file validation_file",
     )
     eval_fraction: float = flag(
@@ -84,7 +84,7 @@ class ModelConfig(Group):
         "",
         "Hub id or folder of the model to start from",
         kind="path",
-        on_resume="content",
+        on_resume="model",
         aliases=("model",),
         other_tools="base_model model_path model_name pretrained pretrain",
     )
@@ -205,7 +205,7 @@ class DeepSpeedConfig(Group):
         deepspeed="zero_optimization.offload_param.device",
     )
     only_optimize_lora: bool = flag(True, "With LoRA: freeze all other weights; false: train the rest too")
-    save_adapter_only: bool = flag(False, "With LoRA: save the adapter without a merged model", on_resume="free")
+    save_adapter_only: bool = flag(False, "With LoRA: save the adapter without a merged model", on_resume="output")
     deepspeed: bool = flag(
         False, "Accepted for the launcher's sake; DeepSpeed is always used", on_resume="free", aliases=("deepscale",)
     )

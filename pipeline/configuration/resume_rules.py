@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,33 @@ def defaults_of(config: BaseModel) -> dict[str, Any]:
     return {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
 
 
+def batch_sizes(config: BaseModel, ranks: int) -> dict[str, int]:
+    """Return the rows of an optimizer step, and in stage 3 the prompts of a rollout, over all ranks."""
+    values = dict(flat_items(config))
+    rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+    sizes = {"rows of an optimizer step": rows * ranks}
+    if "generation_batches" in values:
+        prompts = values["per_device_generation_batch_size"] * values["generation_batches"]
+        sizes["prompts of a rollout"] = prompts * ranks
+    return sizes
+
+
+def changed_settings(
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, defaults: Mapping[str, Any], holder: str
+) -> Iterator[str]:
+    """Yield a line for each flag whose value is not the one that `holder` ("the checkpoint") has.
+
+    Args:
+        saved, current: the flags that must be the same. An older version may have compared flags that need not be so
+            any more, or any flag that does not exist any more.
+        defaults: of all flags of this version; they stand for what an older version did that did not know a flag yet.
+    """
+    held = {**defaults, **saved}
+    for name in sorted((saved.keys() - defaults.keys()) | current.keys()):
+        if held.get(name) != current.get(name):
+            yield f"--{name}: found {current.get(name)!r}, {holder} has {held.get(name)!r}"
+
+
 def check_same_settings(
     folder: Path,
     saved: Mapping[str, Any],
@@ -39,16 +66,9 @@ def check_same_settings(
 ) -> None:
     """Raise InputError, a line for each flag, where a checkpoint was written under other settings; `force`: log it.
 
-    Args:
-        saved, current: the flags that must be the same. An older version may have compared flags that need not be so
-            any more, or any flag that does not exist any more.
-        defaults: of all flags of this version; they stand for what an older version did that did not know a flag yet.
+    The flags are as in `changed_settings`.
     """
-    defaults = defaults or {}
-    names = sorted((saved.keys() - defaults.keys()) | current.keys())
-    held = {**defaults, **saved}
-    changed = [name for name in names if held.get(name) != current.get(name)]
-    lines = [f"--{name}: found {current.get(name)!r}, the checkpoint has {held.get(name)!r}" for name in changed]
+    lines = list(changed_settings(saved, current, defaults=defaults or {}, holder="the checkpoint"))
     refuse(folder, lines, "resume with the same flags, or start over with --overwrite", force=force)
 
 

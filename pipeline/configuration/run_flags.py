@@ -63,7 +63,7 @@ class RunConfig(Group):
     force_resume: bool = flag(False, "Resume although settings, data or start models are other ones", on_resume="free")
     deterministic: bool = flag(False, "Bitwise repeatable on GPUs, slower; CPU runs always are", on_resume="rounding")
     overwrite: bool = flag(False, "Start over although the output holds a finished run", on_resume="free")
-    save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="free")
+    save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="output")
     print_steps: int = flag(
         1,
         "Steps between progress lines",

@@ -16,13 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline import errors
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import Resolved
 from pipeline.launching.dry_run import NOTHING_STARTED, show_stage
 from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import check_port
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.processes import free_memory, kill_session, num_oom_kills, send
+from pipeline.run.entry import read_flags
 from pipeline.run.layout import run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import SUPERVISOR, check_nobody_left, clear_outcomes
@@ -70,12 +71,12 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
 
 
 def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
-    """Return (checked configuration, section) of a stage. Raises InputError for wrong flags, and any other module."""
+    """Return (checked configuration, section) of a stage. Raises InputError for wrong flags, or any other module."""
     if module not in STAGES:
         raise errors.InputError(f"{module}: not a stage; wanted one of {', '.join(STAGES)}")
     config_module, class_name, section = STAGES[module]
     config_class = getattr(importlib.import_module(config_module), class_name)
-    return parse(config_class, words, section=section, prog=module), section
+    return read_flags(config_class, words, section, prog=module), section
 
 
 def is_on_one_machine(command: Sequence[str]) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.console import outlive_console
@@ -17,6 +19,7 @@ from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, RunError,
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.run.layout import run_folder
 from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
+from pipeline.run.output_checks import check_outputs
 from pipeline.run.stop_request import StopRequest, quit_now
 
 EARLY = "stopped before the first step, with nothing to save; the same command starts again"
@@ -42,7 +45,7 @@ def enter(
     prog = f"python -m {loop.rpartition('.')[0]}.main"
     try:
         check_srun()
-        resolved = parse(config_class, stage_arguments(argv), section=stage, prog=prog)
+        resolved = read_flags(config_class, stage_arguments(argv), stage, prog=prog)
     except RunError as error:
         return print_error(error) if is_first_process() else error.code
     if resolved.config.run.dry_run:
@@ -71,6 +74,13 @@ def check_srun() -> None:
             "task per machine and the ranks by torchrun (srun --ntasks-per-node 1 torchrun --nproc_per_node GPUS ...; "
             "docs/running.md); for a single rank unset SLURM_NTASKS"
         )
+
+
+def read_flags(config_class: type[BaseModel], argv: list[str], stage: str, *, prog: str) -> Resolved:
+    """Parse the flags of a stage, and look at its folders; nothing is written yet. Raises InputError."""
+    resolved = parse(config_class, argv, section=stage, prog=prog)
+    check_outputs({stage: resolved.config})
+    return resolved
 
 
 def leave_early(run_dir: Path) -> None:

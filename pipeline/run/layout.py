@@ -1,6 +1,7 @@
 """Layout of a run folder: the paths of its files, for the stages and for `rlhf train`. Imports no torch."""
 
 from pathlib import Path
+from typing import Any
 
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.files import RUN_LOCK
@@ -12,6 +13,15 @@ def run_folder(run: RunConfig, stage: str) -> Path:
         return Path(run.run_dir)
     output = Path(run.output_dir)
     return output / "runs" / "ppo" if stage == "ppo" else output.parent / "runs" / output.name
+
+
+def model_folders(config: Any, stage: str) -> list[Path]:
+    """Return the model folders that a stage writes."""
+    output = Path(config.run.output_dir)
+    if stage != "ppo":
+        return [output]
+    names = ["actor", "critic", "actor_ema"] if config.ppo.enable_ema else ["actor", "critic"]
+    return [output / name for name in names]
 
 
 def outcome_file(run_dir: Path, rank: int) -> Path:
@@ -31,6 +41,11 @@ def rank_log_file(run_dir: Path, rank: int) -> Path:
 def lock_file(run_dir: Path) -> Path:
     """Return the file that names the process that runs in this folder (pipeline/run/lock.py)."""
     return run_dir / RUN_LOCK
+
+
+def environment_file(run_dir: Path) -> Path:
+    """Return the file of a run's stage, versions, hardware and command, which it writes first."""
+    return run_dir / "env.json"
 
 
 def done_file(run_dir: Path) -> Path:

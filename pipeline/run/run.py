@@ -3,15 +3,12 @@
 The loops are in the stages; a supervisor, if there is one, judges all ranks (pipeline/launching/verdict.py).
 """
 
-import json
 import logging
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -32,14 +29,14 @@ from pipeline.errors import (
     EXIT_FAULT,
     EXIT_STOPPED,
     EnvironmentFault,
-    InputError,
     RunError,
     StoppedRun,
     print_error,
 )
-from pipeline.files import check_replaceable, has_config, refused_by_disk, write_json
+from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import is_out_of_memory, memory_line
-from pipeline.run.layout import beat_file, done_file, rank_log_file, run_folder
+from pipeline.run.earlier_runs import clear, is_finished, starts_afresh
+from pipeline.run.layout import beat_file, environment_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
     check_nobody_left,
@@ -58,7 +55,6 @@ log = logging.getLogger(__name__)
 file_log = logging.getLogger(f"{__name__}.files_only")
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
-RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
 # Flags of any stage that take less memory in a phase where they are lower.
 LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
     "start": (),
@@ -133,58 +129,7 @@ def write_run_files(run: "Run") -> None:
     settings = {name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)}
     with refused_by_disk(run.folder):
         write_json(run.folder / "config.json", settings)
-        write_json(run.folder / "env.json", describe_environment(run.world))
-
-
-def model_folders(config: Any, stage: str) -> list[Path]:
-    """Return the model folders that a stage writes."""
-    output = Path(config.run.output_dir)
-    if stage != "ppo":
-        return [output]
-    names = ["actor", "critic", "actor_ema"] if config.ppo.enable_ema else ["actor", "critic"]
-    return [output / name for name in names]
-
-
-def starts_afresh(run: RunConfig) -> bool:
-    return run.overwrite or run.resume == "never"
-
-
-def clear(run_folder: Path) -> None:
-    """Delete the files of an earlier run, so that none can be mistaken for this run's."""
-    for name in RUN_FILES:
-        path = run_folder / name
-        if path.is_symlink() and path.is_dir():
-            for child in path.iterdir():  # the link may lead to a larger disk: it stays
-                shutil.rmtree(child) if child.is_dir() else child.unlink()
-        elif path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def is_finished(run_folder: Path, config: Any, stage: str) -> bool:
-    """Return True if there is nothing to do; clears the folder of a run that starts afresh.
-
-    Raises:
-        InputError: the run folder belongs to another stage, or a model folder holds other files.
-    """
-    for folder in model_folders(config, stage):
-        check_replaceable(folder)
-    if starts_afresh(config.run):
-        clear(run_folder)
-    done = done_file(run_folder)
-    if not done.is_file():
-        return False
-    content = json.loads(done.read_text(encoding="utf-8"))
-    if content["stage"] != stage:
-        raise InputError(f"{run_folder}: holds a run of {content['stage']}, this is {stage}; name another --run_dir")
-    if missing := [folder for folder in model_folders(config, stage) if not has_config(folder)]:
-        log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
-        return False
-    if config.run.max_steps > content["steps"] or config.run.resume not in ("auto", "never"):
-        return False
-    log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", run_folder, content["steps"])
-    return True
+        write_json(environment_file(run.folder), {"stage": run.stage, **describe_environment(run.world)})
 
 
 def check_writable(run_dir: Path, rank: int) -> None:
@@ -212,10 +157,10 @@ class Run:
         """Return the exception to raise when the checkpoint of `step` is written."""
         config = self.resolved.config.run
         how = "the same command resumes"
-        if starts_afresh(config):
-            how = "the same command without --overwrite and --resume never resumes"
-        elif config.resume != "auto":
-            how = "the same command without --resume resumes"
+        left_out = ["--overwrite"] if config.overwrite else []
+        left_out += [f"--resume {config.resume}"] if config.resume != "auto" else []
+        if left_out:
+            how = f"the same command without `{' '.join(left_out)}` resumes"
         if not config.keep_checkpoints:
             how = "nothing is kept (--keep_checkpoints 0): the same command starts over"
         return StoppedRun(f"stopped at step {step} of {total_steps}; {how}")
@@ -297,8 +242,8 @@ def described(error: Exception, config: Any) -> tuple[int, str]:
 
 
 def begin(run: Run, train: Train) -> None:
-    """Start the loop unless the folder holds a finished run; record the settings first."""
-    if dist.on_main(lambda: is_finished(run.folder, run.resolved.config, run.stage)):
+    """Start the loop unless the folder holds this run, finished; record the settings first."""
+    if dist.on_main(lambda: is_done(run)):
         return
     dist.on_main(lambda: write_run_files(run))
     if run.world.is_main:
@@ -307,11 +252,12 @@ def begin(run: Run, train: Train) -> None:
     train()(run, run.resolved.config)
 
 
-def write_done(run: Run, *, steps: int) -> None:
-    """Mark the run as finished, on rank 0."""
-    if run.world.is_main:
-        with refused_by_disk(done_file(run.folder)):
-            write_json(done_file(run.folder), {"stage": run.stage, "steps": steps, "time": time.time()})
+def is_done(run: Run) -> bool:
+    """Return True if there is nothing to do; clear the folder of a run that starts afresh. Raises InputError."""
+    config = run.resolved.config
+    if starts_afresh(config.run):
+        clear(run.folder)
+    return is_finished(run.folder, config, run.stage, ranks=run.world.size)
 
 
 def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:

@@ -5,6 +5,7 @@ A loop asks it once per optimizer step; what it says is the same on every rank.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.fingerprint import RunFingerprint
@@ -12,7 +13,8 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError
 from pipeline.heartbeat import beat
-from pipeline.run.run import Run, write_done
+from pipeline.run.earlier_runs import write_done
+from pipeline.run.run import Run
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters, Interrupted, Stopping
 
@@ -40,8 +42,9 @@ class Course:
         start = -1 if resumed_step is None else resumed_step
         self.recorder = Recorder(run, config, start_step=start, total_steps=total_steps, shown=shown, models=engines)
         self.stopping = Stopping(run)
-        self._run, self._config, self._total_steps = run, config, total_steps
+        self._run, self._config, self._fingerprint, self._total_steps = run, config, fingerprint, total_steps
         self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)
+        self._written: Mapping[str, Any] | None = None  # the counters of the last checkpoint that this process wrote
         self._saved_step = max(start, 0)  # there is nothing to save before the first step
 
     def evaluation_is_due(self, state: Counters) -> bool:
@@ -98,10 +101,11 @@ class Course:
             self.recorder.end()
 
     def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
-        """Write the last checkpoint and the model folders, and mark the run as done.
+        """Write the model folders and the last checkpoint, and mark the run as done.
 
         Raises:
             DivergedError: every step was skipped, so that the models are those of the start.
+            EnvironmentFault: the disk refused one of them; the run is not done.
         """
         if state.step and state.skipped_updates == state.step:
             raise DivergedError(
@@ -109,12 +113,19 @@ class Course:
                 "and nothing is saved; lower the learning rate, or use --dtype bf16 instead of fp16"
             )
         beat("save", state.step)
-        attempt(lambda: self._write(state, content))
-        attempt(self._saver.finish)
-        save_models()
-        write_done(self._run, steps=state.step)
+        save_models()  # first: where the disk holds only one of both, it is the model
+        self._write(state, content)
+        self._saver.finish()
+        if self._run.world.is_main:
+            inputs, config = self._fingerprint.inputs, self._run.resolved.config
+            ranks = self._run.world.size
+            write_done(self._run.folder, config, self._run.stage, steps=state.step, ranks=ranks, inputs=inputs)
         self.recorder.close(EXIT_DONE)
 
     def _write(self, state: Counters, content: Content) -> None:
+        """Write a checkpoint, unless that of this very state was written last."""
+        if content.state == self._written:
+            return
         self.recorder.sync()  # no line of metrics that the checkpoint counts on may be lost
         self._saver.save(content, step=state.step)
+        self._written = content.state

@@ -62,7 +62,7 @@ class Supervised(Generic[C, B]):
             self.config,
             models={"model": self.shared.model.model_name_or_path},
             data={"training rows": self.loader.rows},
-            sizes={"rows of an optimizer step": self.loader.rows_per_step},
+            ranks=self.run.world.size,
         )
         resumed = checkpoint.load(self.run, settings.resume, engines, fingerprint, force=settings.force_resume)
         state = state_type(**resumed.state) if resumed else state_type()

@@ -27,7 +27,7 @@ class MadeUpModel(ModelConfig):
 
     made_up: str = flag("nothing", "A made-up meaning")
     made_up_folder: str = flag("", "Made-up files", kind="written path", on_resume="free")
-    made_up_text: str = flag("", "Made-up words", kind="text", on_resume="content")
+    made_up_text: str = flag("", "Made-up words", kind="text", on_resume="free")
     made_up_size: int = flag(3, "A made-up size", on_resume="rounding", needs="ZeRO stage 3", deepspeed=KEY)
 
 

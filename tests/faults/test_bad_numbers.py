@@ -148,6 +148,8 @@ def test_for_good_ends_with_4(folder, place):
     out = f"always-{place.replace(' ', '-')}"
     code, story = run(folder, stage, out, place, 10**6)
     assert code == 4
+    steps = [line["step"] for line in metrics(story.run_dir(out)) if "skipped_updates" in line]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= LIMIT, "the step that ends the run has its line"
     outcome = json.loads((story.run_dir(out) / "outcome" / "rank-0.json").read_text())
     assert outcome["message"].startswith(f"{LIMIT} steps in a row were not finite; lower --")
     last = (folder / f"{out}.{stage}.log").read_text()

@@ -53,17 +53,46 @@ def test_old_outcomes_are_not_read(tmp_path):
     assert [file.name for file in folder.iterdir()] == ["rank-0.json"]
 
 
-def test_finished_steps_are_skipped(tmp_path):
+@pytest.fixture
+def finished(tmp_path) -> Path:
+    """A folder with the data of the tiny presets, in which stage 1 is finished after 10 steps."""
+    data = tmp_path / "output/demo/data/train.jsonl"
+    data.parent.mkdir(parents=True)
+    data.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
-    again = train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0")
+    return tmp_path
+
+
+def test_finished_steps_are_skipped(finished):
+    again = train(finished, *TINY, "--step", "1", STUB_OUTCOMES="0")
     assert again.returncode == 0 and "stage 1: finished already (output/sft)" in again.stdout
-    assert len(started(tmp_path)) == 1
-    train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "10", STUB_OUTCOMES="0")
-    assert len(started(tmp_path)) == 1, "the stub's run had 10 steps"
-    train(tmp_path, *TINY, "--step", "1", "--sft.max_steps", "11", STUB_OUTCOMES="0")
-    assert len(started(tmp_path)) == 2, "more steps extend the run"
-    train(tmp_path, *TINY, "--step", "1", "--overwrite", STUB_OUTCOMES="0")
-    assert len(started(tmp_path)) == 3
+    assert len(started(finished)) == 1
+    train(finished, *TINY, "--step", "1", "--sft.max_steps", "10", "--sft.print_steps", "3", STUB_OUTCOMES="0")
+    assert len(started(finished)) == 1, "the stub's run had 10 steps"
+    train(finished, *TINY, "--step", "1", "--sft.max_steps", "11", STUB_OUTCOMES="0")
+    assert len(started(finished)) == 2, "more steps extend the run"
+    train(finished, *TINY, "--step", "1", "--overwrite", STUB_OUTCOMES="0")
+    assert len(started(finished)) == 3
+
+
+def test_a_finished_step_of_other_settings_or_data_is_refused_before_any_step_starts(finished):
+    (finished / "output/demo/data/train.jsonl").write_text('{"prompt": "x", "chosen": "y", "rejected": "z"}\n')
+    done = train(finished, *TINY, "--sft.learning_rate", "0.5", "--step", "2", "1", STUB_OUTCOMES="0")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(started(finished)) == 1
+    assert lines[0].startswith("error: --sft.learning_rate: found 0.5, the finished run has ")
+    assert lines[1].startswith("error: --sft.data_path: the content of output/demo/data is not what the finished run")
+    assert lines[2].startswith("error: sft: output/runs/sft: another run is finished here; --overwrite starts over")
+    assert train(finished, *TINY, "--step", "1", "--dry-run").returncode == 2, "the dry run finds the same"
+
+
+def test_a_finished_step_whose_start_model_is_to_be_made_again_is_refused(finished):
+    assert train(finished, *TINY, "--step", "2", "3", STUB_OUTCOMES="0").returncode == 0
+    again = train(finished, *TINY, "--sft.max_steps", "11", STUB_OUTCOMES="0")
+    assert again.returncode == 2 and len(started(finished)) == 3
+    assert "error: --ppo.actor_model_name_or_path: stage 1 makes output/sft anew, and this stage is" in again.stderr
+    again = train(finished, *TINY, "--sft.max_steps", "11", "--ppo.overwrite", STUB_OUTCOMES="0")
+    assert again.returncode == 0 and len(started(finished)) == 5
 
 
 def wait_until_running(folder: Path) -> int:

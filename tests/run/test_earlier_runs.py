@@ -1,30 +1,47 @@
 """Folders of earlier runs: nothing foreign is deleted, nothing finished redone, nothing resumed under other flags."""
 
-import json
-
 import pytest
 
+from pipeline.configuration.flags import parse
 from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.files import OURS, check_replaceable
-from pipeline.run.run import clear, is_finished, model_folders
+from pipeline.run.earlier_runs import clear, input_contents, is_finished, write_done
+from pipeline.run.layout import model_folders
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
 
 def sft(folder, **changes) -> SFTConfig:
-    made = SFTConfig()
-    return made.replace(run=made.run.replace(output_dir=str(folder / "sft"), **changes).model_dump())
+    """A run on the data and the model of `make_inputs`; `changes` are flags of any group."""
+    flags = {"output_dir": folder / "sft", "data_path": folder / "rows.jsonl", "model_name_or_path": folder / "base"}
+    words = [f"--{name}={value}" for name, value in (flags | changes).items()]
+    return parse(SFTConfig, words, section="sft").config
 
 
-def finish(folder, *, stage="sft", steps=5, with_model=True):
+def make_inputs(folder) -> None:
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    (folder / "base").mkdir(parents=True)
+    (folder / "base" / "config.json").write_text("{}")
+    (folder / "base" / "model.safetensors").write_bytes(bytes(range(64)))
+
+
+def finish(folder, *, steps=5, with_model=True, **changes):
+    """The folder of a finished run of `sft(folder, **changes)` on one rank."""
+    make_inputs(folder)
     (folder / "runs").mkdir()
-    (folder / "runs" / "done.json").write_text(json.dumps({"stage": stage, "steps": steps}))
+    config = sft(folder, **changes)
+    write_done(folder / "runs", config, "sft", steps=steps, ranks=1, inputs=input_contents(config))
     if with_model:
         (folder / "sft").mkdir()
         (folder / "sft" / "config.json").write_text("{}")
-        (folder / "sft" / OURS).write_text("{}")
     return folder / "runs"
+
+
+def differences(run, config, *, ranks=1) -> list[str]:
+    with pytest.raises(InputError) as refused:
+        is_finished(run, config, "sft", ranks=ranks)
+    return str(refused.value).splitlines()
 
 
 def test_a_folder_of_other_files_is_never_replaced(tmp_path):
@@ -43,19 +60,80 @@ def test_a_new_an_empty_and_an_own_folder_are_replaceable(tmp_path):
 
 def test_a_finished_run_has_nothing_to_do_unless_it_is_extended(tmp_path):
     run = finish(tmp_path)
-    assert is_finished(run, sft(tmp_path), "sft")
-    assert is_finished(run, sft(tmp_path, max_steps=5), "sft")
-    assert not is_finished(run, sft(tmp_path, max_steps=6), "sft")
+    assert is_finished(run, sft(tmp_path), "sft", ranks=1)
+    assert is_finished(run, sft(tmp_path, max_steps=5), "sft", ranks=1), "as many as whole epochs had"
+    assert not is_finished(run, sft(tmp_path, max_steps=6), "sft", ranks=1)
+
+
+@pytest.mark.parametrize("asked", [{"overwrite": "true"}, {"resume": "never"}, {"resume": "step-3"}], ids=str)
+def test_a_finished_run_is_made_again_where_that_is_asked_for(tmp_path, asked):
+    assert not is_finished(finish(tmp_path), sft(tmp_path, seed=7, **asked), "sft", ranks=1)
 
 
 def test_a_finished_run_whose_model_is_gone_goes_on(tmp_path):
-    assert not is_finished(finish(tmp_path, with_model=False), sft(tmp_path), "sft")
+    assert not is_finished(finish(tmp_path, with_model=False), sft(tmp_path), "sft", ranks=1)
 
 
-def test_a_run_folder_of_another_stage_is_refused(tmp_path):
-    run = finish(tmp_path, stage="reward")
-    with pytest.raises(InputError, match="holds a run of reward, this is sft"):
-        is_finished(run, sft(tmp_path), "sft")
+@pytest.mark.parametrize("text", ["", "{}", '{"stage": "sft", "steps": 5}'])
+def test_a_mark_without_a_whole_record_lets_the_last_checkpoint_decide(tmp_path, text):
+    run = finish(tmp_path)
+    (run / "done.json").write_text(text)
+    assert not is_finished(run, sft(tmp_path, seed=7), "sft", ranks=1)
+
+
+OTHERS = {
+    "a setting": ({"learning_rate": 0.5}, "--learning_rate: found 0.5, the finished run has 1e-05"),
+    "how it is saved": ({"save_dtype": "bf16"}, "--save_dtype: found 'bf16', the finished run has 'auto'"),
+    "a weight": ({"data_path": "{}/rows.jsonl:0.5"}, "--data_path: the content of {}/rows.jsonl:0.5 is not what "),
+    "evaluation rows": ({"eval_data_path": "{}/rows.jsonl"}, "--eval_data_path: the content of {}/rows.jsonl is not "),
+    "a hub id": (
+        {"model_name_or_path": "org/x"},
+        "--model_name_or_path: the content of org/x is not what the finished",
+    ),
+    "batches": ({"per_device_train_batch_size": 2}, "rows of an optimizer step: found 2, the finished run has 16"),
+    "epochs": ({"num_train_epochs": 3}, "--num_train_epochs: found 3, the finished run has 1"),
+    "fewer steps": ({"max_steps": 2}, "--max_steps: found 2, the finished run has 5 steps"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_finished_run_of_other_settings_data_or_models_is_named(tmp_path, name):
+    changes, line = OTHERS[name]
+    run = finish(tmp_path)
+    filled = {flag: str(value).format(tmp_path) for flag, value in changes.items()}
+    found, hint = differences(run, sft(tmp_path, **filled))
+    assert found.startswith(line.format(tmp_path))
+    assert "--overwrite starts over" in hint and "another --output_dir" in hint
+    assert ("--max_steps above 5" in hint) == (name in ("epochs", "fewer steps")), "more steps do not mend a setting"
+
+
+def test_whole_epochs_are_more_than_a_run_that_was_stopped_by_max_steps(tmp_path):
+    run = finish(tmp_path, max_steps=5)
+    assert is_finished(run, sft(tmp_path, max_steps=5, num_train_epochs=3), "sft", ranks=1), "the steps decide"
+    assert differences(run, sft(tmp_path))[0] == "--max_steps: found 0 (whole epochs), the finished run has 5 steps"
+
+
+def test_changed_content_under_the_same_path_is_a_difference(tmp_path):
+    run = finish(tmp_path)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "c", "response": "d"}\n')
+    (tmp_path / "base" / "model.safetensors").write_bytes(bytes(64))
+    lines = differences(run, sft(tmp_path))
+    assert [line.partition(":")[0] for line in lines[:2]] == ["--data_path", "--model_name_or_path"]
+
+
+def test_what_cannot_matter_is_no_difference(tmp_path):
+    """Intervals, timeouts, how the work is cut, and other paths of equal content."""
+    run = finish(tmp_path)
+    (tmp_path / "rows.jsonl").rename(tmp_path / "moved.jsonl")
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    changes = {"print_steps": 7, "eval_interval": 3, "save_steps": 2, "rank_timeout_s": 9, "zero_stage": 2}
+    changes |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    changes |= {"data_path": tmp_path / "moved.jsonl", "model_name_or_path": tmp_path / "elsewhere"}
+    assert is_finished(run, sft(tmp_path, **changes), "sft", ranks=1)
+    changes["gradient_accumulation_steps"] = 2
+    assert is_finished(run, sft(tmp_path, **changes), "sft", ranks=2), "half the rows on twice as many ranks"
+    assert is_finished(run, sft(tmp_path, **changes), "sft", ranks=None)
 
 
 def test_clearing_takes_what_could_be_mistaken_and_leaves_the_rest(tmp_path):

@@ -6,6 +6,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.command_run import Ended, run_command, run_fresh
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import files_that_name, read_card, run_example
@@ -170,6 +172,18 @@ def test_a_finished_run_is_left_alone_until_overwritten(trained: Trained) -> Non
     assert [line["step"] for line in read_metrics(trained.run())] == [0, *range(1, NUM_STEPS + 1), NUM_STEPS]
     assert (trained.run() / "metrics.jsonl").read_text() != before[0]
     assert (trained.model() / "model.safetensors").read_bytes() == before[1], "the same seed gives the same weights"
+
+
+def test_the_start_model_is_kept_where_no_step_is_better(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trained.folder)
+    ruinous = {"learning_rate": 1.0, "max_steps": 2, "keep_best": "true", "eval_interval": 1}
+    with undone_afterwards():
+        assert main(list(map(str, words(trained.folder, "kept/sft", 8, **ruinous)))) == 0
+    assert "--keep_best: the saved model is that of step 0, eval_loss " in capfd.readouterr().err
+    kept, start = (load_file(trained.folder / name / "model.safetensors") for name in ("kept/sft", "base"))
+    assert all(torch.equal(kept[name], start[name]) for name in start)
 
 
 @pytest.fixture(scope="module")

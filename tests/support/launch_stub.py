@@ -14,6 +14,7 @@ TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
 # write these codes ("null": none), "wait" is one rank that runs until SIGTERM. Everything else goes to the real Python.
 PYTHON_STUB = """#!{python}
 import json, os, signal, socket, sys, time
+from contextlib import suppress
 from pathlib import Path
 
 if sys.argv[1:3] != ["-m", "deepspeed.launcher.runner"]:
@@ -29,7 +30,7 @@ words = sys.argv[3:]
 output = Path(words[len(words) - 1 - words[::-1].index("--output_dir") + 1])
 stage = words[words.index("--module") + 1]
 run_dir = output / "runs/ppo" if stage == "step3_ppo.main" else output.parent / "runs" / output.name
-model = output / "actor" if stage == "step3_ppo.main" else output
+models = [output / "actor", output / "critic"] if stage == "step3_ppo.main" else [output]
 
 
 def write(rank, code):
@@ -55,13 +56,25 @@ if wanted.startswith("wait"):
     write(0, 75)
     sys.exit(1)
 codes = json.loads(f"[{{wanted}}]")
+if codes and set(codes) == {{0}}:
+    from pipeline.errors import InputError
+    from pipeline.launching.job import stage_flags
+    from pipeline.run.earlier_runs import input_contents, write_done
+
+    resolved, section = stage_flags(stage, words[words.index("--module") + 2 :])
+    for model in models:
+        model.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "training_config.json", "model.safetensors"):
+            (model / name).write_text("{{}}" if name.endswith("json") else "")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "env.json").write_text(json.dumps({{"stage": section}}))
+    inputs = {{}}
+    with suppress(InputError):  # most tests have neither data nor models
+        inputs = input_contents(resolved.config)
+    steps = resolved.config.run.max_steps or 10
+    write_done(run_dir, resolved.config, section, steps=steps, ranks=len(codes), inputs=inputs)
 for rank, code in enumerate(codes):
     write(rank, code)
-if codes and set(codes) == {{0}}:
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text("{{}}")
-    (model / "model.safetensors").write_text("")
-    (run_dir / "done.json").write_text(json.dumps({{"steps": 10}}))
 sys.exit(int(os.environ.get("STUB_CODE", "0")))
 """
 

@@ -1,16 +1,21 @@
 """The course of a run: what is due at which step, and what a stop becomes."""
 
+import json
 from contextlib import nullcontext
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from pipeline.checkpoints.checkpoint import Content
+from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.errors import DivergedError, EnvironmentFault, StoppedRun
 from pipeline.training.course import Course
 from pipeline.training.steps import Counters, Interrupted
+from step1_sft.config import SFTConfig
 
 
 class Saves:
@@ -29,14 +34,19 @@ class Saves:
 
 
 def make_course(folder, *, resumed_step: int | None = None, full: bool = False, **settings) -> Course:
-    config = SimpleNamespace(run=RunConfig(**settings))
+    config = SFTConfig(run=RunConfig(output_dir=str(folder / "sft"), **settings))
     run = SimpleNamespace(
         world=World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), folder=folder, stage="sft",
         resolved=SimpleNamespace(config=config), stopped=lambda step, total: StoppedRun(f"{step} of {total}"),
     )  # fmt: skip
-    course = Course(run, None, resumed_step=resumed_step, total_steps=9, engines={})
+    fingerprint = RunFingerprint(settings={}, hashes={}, sizes={}, rounding={}, inputs={"data_path": ["abc:1"]})
+    course = Course(run, fingerprint, resumed_step=resumed_step, total_steps=9, engines={})
     course._saver = Saves(full=full)
     return course
+
+
+def content(state: Counters) -> Content:
+    return Content(state=asdict(state), engines={})
 
 
 def due(course: Course, name: str, **counters: int) -> list[int]:
@@ -56,39 +66,78 @@ def test_checkpoints_are_due_at_the_interval_but_not_where_one_is(tmp_path):
     assert due(make_course(tmp_path, save_steps=4, resumed_step=4), "save_is_due") == [8]
     assert due(make_course(tmp_path, save_steps=0), "save_is_due") == []
     course = make_course(tmp_path, save_steps=4)
-    course.save(Counters(step=8), None, lambda: None)
+    course.save(Counters(step=8), content(Counters(step=8)), lambda: None)
     assert course._saver.steps == [8] and due(course, "save_is_due") == []
 
 
 def test_training_goes_on_where_the_disk_is_full(tmp_path):
     course, models = make_course(tmp_path, full=True), []
-    course.save(Counters(step=2), None, lambda: models.append("saved"))
+    course.save(Counters(step=2), content(Counters(step=2)), lambda: models.append("saved"))
     assert models == ["saved"]
 
 
 def test_an_interrupted_run_saves_its_state_and_is_stopped(tmp_path):
     course, state = make_course(tmp_path), Counters(step=5)
-    with pytest.raises(StoppedRun, match="6 of 9"), course.resumable(state, lambda: None):
+    with pytest.raises(StoppedRun, match="6 of 9"), course.resumable(state, lambda: content(state)):
         state.step = 6
         raise Interrupted
     assert course._saver.steps == [6] and course._saver.finished == 1
 
 
 @pytest.mark.parametrize(("skipped", "is_done"), [(2, True), (3, False)])
-def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, monkeypatch, skipped, is_done):
+def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, skipped, is_done):
     written = []
-    monkeypatch.setattr("pipeline.training.course.write_done", lambda run, steps: written.append("done"))
     course = make_course(tmp_path)
     state = Counters(step=3, skipped_updates=skipped)
     with nullcontext() if is_done else pytest.raises(DivergedError, match="all 3 steps were skipped"):
-        course.finish(state, None, lambda: written.append("models"))
-    assert written == (["models", "done"] if is_done else []) and course._saver.steps == ([3] if is_done else [])
+        course.finish(state, content(state), lambda: written.append("models"))
+    assert written == (["models"] if is_done else []) and course._saver.steps == ([3] if is_done else [])
+    assert (tmp_path / "done.json").is_file() == is_done
 
 
 def test_a_full_disk_ends_a_run_that_is_to_stop(tmp_path):
     """What it has learnt since the last checkpoint would be lost without a word."""
     with (
         pytest.raises(EnvironmentFault, match="no space"),
-        make_course(tmp_path, full=True).resumable(Counters(step=1), lambda: None),
+        make_course(tmp_path, full=True).resumable(Counters(step=1), lambda: content(Counters(step=1))),
     ):
         raise Interrupted
+
+
+def test_a_stop_right_after_a_save_writes_nothing_twice(tmp_path):
+    """Within the step that follows; what has been evaluated since makes another state."""
+    course, state = make_course(tmp_path), Counters(step=4)
+    course.save(state, content(state), lambda: None)
+    with pytest.raises(StoppedRun), course.resumable(state, lambda: content(state)):
+        raise Interrupted
+    assert course._saver.steps == [4] and course._saver.finished == 1
+    with pytest.raises(StoppedRun), course.resumable(state, lambda: content(state)):
+        state.evaluated = 4
+        raise Interrupted
+    assert course._saver.steps == [4, 4]
+
+
+def test_a_save_that_the_disk_refused_is_tried_again_by_a_stop(tmp_path):
+    course, state = make_course(tmp_path, full=True), Counters(step=4)
+    course.save(state, content(state), lambda: None)
+    course._saver.full = False
+    with pytest.raises(StoppedRun), course.resumable(state, lambda: content(state)):
+        raise Interrupted
+    assert course._saver.steps == [4]
+
+
+def test_a_run_whose_last_checkpoint_finds_no_room_is_not_done(tmp_path, caplog):
+    """Its model is saved, and the command ends with the disk's own line: it does not say that training goes on."""
+    course, models = make_course(tmp_path, full=True), []
+    with pytest.raises(EnvironmentFault, match="no space left"):
+        course.finish(Counters(step=9), content(Counters(step=9)), lambda: models.append("saved"))
+    assert models == ["saved"] and not (tmp_path / "done.json").exists() and "goes on" not in caplog.text
+
+
+def test_the_mark_of_a_finished_run_says_what_it_was_made_of(tmp_path):
+    course = make_course(tmp_path, max_steps=9, num_train_epochs=2.0)
+    course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+    done = json.loads((tmp_path / "done.json").read_text())
+    assert (done["stage"], done["steps"], done["max_steps"], done["num_train_epochs"]) == ("sft", 9, 9, 2.0)
+    assert done["inputs"] == {"data_path": ["abc:1"]} and done["sizes"] == {"rows of an optimizer step": 16}
+    assert done["settings"]["learning_rate"] == 1e-5 and "print_steps" not in done["settings"]

@@ -1,0 +1,133 @@
+"""Tell whether a run is finished already, and clear the folder of one that starts afresh. Imports no torch.
+
+`done.json` holds the settings, inputs and length of the run that wrote it, so that no other run is taken for it.
+Checkpoints are compared in `pipeline/configuration/resume_rules.py`.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.configuration.resume_rules import batch_sizes, changed_settings, defaults_of, values_by_rule
+from pipeline.configuration.run_flags import RunConfig
+from pipeline.data.sources import fingerprint, looks_local, parse_path
+from pipeline.errors import InputError
+from pipeline.files import has_config, model_fingerprint, refused_by_disk, write_json
+from pipeline.run.layout import done_file, model_folders
+
+log = logging.getLogger(__name__)
+
+RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
+
+
+def starts_afresh(run: RunConfig) -> bool:
+    return run.overwrite or run.resume == "never"
+
+
+def clear(run_folder: Path) -> None:
+    """Delete the files of an earlier run, so that none can be mistaken for this run's."""
+    for name in RUN_FILES:
+        path = run_folder / name
+        if path.is_symlink() and path.is_dir():
+            for child in path.iterdir():  # the link may lead to a larger disk: it stays
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def input_contents(config: Any) -> dict[str, Any]:
+    """Return {flag: content} of all data and start models; a hub id stands for its content."""
+    data = {name: [data_content(path) for path in paths] for name, paths in values_by_rule(config, "data").items()}
+    return data | {name: model_fingerprint(path) for name, path in values_by_rule(config, "model").items()}
+
+
+def data_content(text: str) -> str:
+    """Return the hash of a local source with its weight, or a hub id with its weight. Raises InputError."""
+    path, weight = parse_path(text)
+    is_local = Path(path).expanduser().exists() or looks_local(path)
+    return f"{fingerprint(path) if is_local else path}:{weight:g}"
+
+
+def compared_settings(config: Any) -> dict[str, Any]:
+    """Return the flags that a finished run must share, as JSON has them."""
+    settings: dict[str, Any] = json.loads(json.dumps(values_by_rule(config, "same") | values_by_rule(config, "output")))
+    return settings
+
+
+def write_done(run_folder: Path, config: Any, stage: str, *, steps: int, ranks: int, inputs: Mapping[str, Any]) -> None:
+    """Mark a run as finished.
+
+    Args:
+        inputs: the contents of data and start models when the run began (`input_contents`).
+    """
+    content = {
+        "stage": stage,
+        "steps": steps,
+        "time": time.time(),
+        "max_steps": config.run.max_steps,
+        "num_train_epochs": config.run.num_train_epochs,
+        "settings": compared_settings(config),
+        "inputs": inputs,
+        "sizes": batch_sizes(config, ranks),
+    }
+    with refused_by_disk(done_file(run_folder)):
+        write_json(done_file(run_folder), content)
+
+
+def is_finished(run_folder: Path, config: Any, stage: str, *, ranks: int | None) -> bool:
+    """Return True if the very run that `config` asks for is finished; False if there are steps to take.
+
+    Args:
+        ranks: None where only the launcher will know; then sizes of batches are not compared.
+
+    Raises:
+        InputError: another run is finished here; a line for each difference, and how to go on.
+    """
+    run: RunConfig = config.run
+    done: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        done = json.loads(done_file(run_folder).read_text(encoding="utf-8"))
+    # Without a whole record the last checkpoint decides: it is compared with the settings before anything is resumed.
+    if starts_afresh(run) or run.resume != "auto" or "sizes" not in done or run.max_steps > done["steps"]:
+        return False
+    if missing := [folder for folder in model_folders(config, stage) if not has_config(folder)]:
+        log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
+        return False
+    others, lengths = list(other_inputs(config, done, ranks)), list(other_length(run, done))
+    if others or lengths:
+        longer = f", --max_steps above {done['steps']} trains it further" if not others else ""
+        hint = f"--overwrite starts over{longer}, another --output_dir keeps it"
+        raise InputError("\n".join([*others, *lengths, f"{run_folder}: another run is finished here; {hint}"]))
+    log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", run_folder, done["steps"])
+    return True
+
+
+def other_inputs(config: Any, done: Mapping[str, Any], ranks: int | None) -> Iterator[str]:
+    """Yield a line for each setting, source, start model and batch that is not the finished run's."""
+    yield from changed_settings(
+        done["settings"], compared_settings(config), defaults=defaults_of(config), holder="the finished run"
+    )
+    table = values_by_rule(config, "data") | values_by_rule(config, "model")
+    for name, content in input_contents(config).items():
+        if content != done["inputs"].get(name, content):
+            value = " ".join(table[name]) if isinstance(table[name], list) else table[name]
+            yield f"--{name}: the content of {value or 'no path'} is not what the finished run was made of"
+    for name, size in batch_sizes(config, ranks).items() if ranks else ():
+        if size != done["sizes"].get(name, size):
+            yield f"{name}: found {size}, the finished run has {done['sizes'][name]}"
+
+
+def other_length(run: RunConfig, done: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line where fewer steps or other epochs are asked for than the finished run has."""
+    if run.max_steps not in (done["max_steps"], done["steps"]):
+        asked = run.max_steps or "0 (whole epochs)"
+        yield f"--max_steps: found {asked}, the finished run has {done['steps']} steps"
+    elif not run.max_steps and run.num_train_epochs != done["num_train_epochs"]:
+        yield f"--num_train_epochs: found {run.num_train_epochs:g}, the finished run has {done['num_train_epochs']:g}"

@@ -1,0 +1,87 @@
+"""Refuse a run whose outputs are inputs, belong to another run, or hold other files. Imports no torch.
+
+The folders are compared before anything is written, because saving replaces a model folder as a whole.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.data.sources import parse_path
+from pipeline.errors import InputError
+from pipeline.files import check_replaceable, has_config
+from pipeline.run.earlier_runs import RUN_FILES
+from pipeline.run.layout import environment_file, model_folders, run_folder
+
+Named = tuple[str, Path]  # a flag, and a file or folder that follows from it
+
+
+def check_outputs(stages: Mapping[str, Any], *, named_by_section: bool = False) -> None:
+    """Raise InputError, a line each, for outputs that are inputs, belong to another run or hold other files.
+
+    Args:
+        stages: section -> configuration of the stages of this run, in order. A stage may read what one before writes.
+        named_by_section: call flags `--sft.output_dir`, as the user of `rlhf train` types them.
+    """
+    lines: list[str] = []
+    read: list[Named] = []
+    taken: list[Named] = []  # model and run folders of the stages before
+    for stage, config in stages.items():
+        dashes = f"--{stage}." if named_by_section else "--"
+        models = [(f"{dashes}output_dir", folder) for folder in model_folders(config, stage)]
+        run_dir = (f"{dashes}run_dir", run_folder(config.run, stage))
+        cache = config.data.data_output_path
+        folders = [run_dir, *([(f"{dashes}data_output_path", Path(cache))] if cache else [])]
+        read += inputs(config, dashes)
+        lines += clashes([*models, *((run_dir[0], run_dir[1] / name) for name in RUN_FILES)], read)
+        lines += clashes(models, [*folders, *taken])
+        lines += clashes(folders, [*read, *taken], inside=False)
+        lines += foreign(config, stage, dashes)
+        taken += [*models, run_dir]
+    if lines:
+        raise InputError("\n".join(dict.fromkeys(lines)))
+
+
+def inputs(config: Any, dashes: str) -> Iterator[Named]:
+    """Yield the data sources, start models and DeepSpeed JSON of a stage; hub ids look like paths, and do no harm."""
+    table = flag_table(type(config))
+    for name, value in flat_items(config):
+        if table[name].kind == "path" and table[name].on_resume != "free":
+            for text in value if isinstance(value, list) else [value]:
+                path = parse_path(text)[0] if table[name].on_resume == "data" else text
+                if path:
+                    yield f"{dashes}{name}", Path(path)
+
+
+def clashes(outputs: Iterable[Named], others: Iterable[Named], *, inside: bool = True) -> Iterator[str]:
+    """Yield a line for each path of `others` that is one of the `outputs`, or `inside` one of them."""
+    resolved = [(flag, path, path.expanduser().resolve()) for flag, path in others]
+    for flag, output in outputs:
+        folder = output.expanduser().resolve()
+        for other, path, place in resolved:
+            if place == folder or (inside and folder in place.parents):
+                yield f"{flag}: this run would write over {path} ({other}); name another folder"
+
+
+def foreign(config: Any, stage: str, dashes: str) -> Iterator[str]:
+    """Yield a line for each folder of a stage that holds another run, its model, or files that are none of ours."""
+    run_dir = run_folder(config.run, stage)
+    started, owner = environment_file(run_dir).is_file(), stage
+    with suppress(OSError, ValueError):
+        owner = json.loads(environment_file(run_dir).read_text(encoding="utf-8")).get("stage", stage)
+    if owner != stage:
+        yield f"{dashes}run_dir: {run_dir} holds a run of {owner}, this is {stage}; name another folder"
+    for folder in model_folders(config, stage):
+        try:
+            check_replaceable(folder)
+        except InputError as error:
+            yield str(error).replace("--", dashes, 1)
+            continue
+        if has_config(folder) and not started and not config.run.overwrite:
+            yield (
+                f"{dashes}output_dir: {folder} holds the model of another run than that of {run_dir}; "
+                "name another folder, or give --overwrite to replace it"
+            )

@@ -1,0 +1,122 @@
+"""Outputs that are inputs, another run's or somebody's files are refused before anything is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.configuration.flags import parse
+from pipeline.errors import InputError
+from pipeline.files import OURS
+from pipeline.run.output_checks import check_outputs
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig
+from step3_ppo.main import main as ppo_main
+
+CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+
+
+def model(folder: Path) -> Path:
+    """A model that this project has saved."""
+    folder.mkdir(parents=True)
+    for name in ("config.json", OURS):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def problems(stages: dict[str, str], **more: bool) -> list[str]:
+    """The lines about stages, given as words of their flags."""
+    configs = {stage: parse(CLASSES[stage], words.split(), section=stage).config for stage, words in stages.items()}
+    try:
+        check_outputs(configs, **more)
+    except InputError as error:
+        return str(error).splitlines()
+    return []
+
+
+CASES = {
+    "the start model": ("sft", "--model_name_or_path base --output_dir base", "base (--model_name_or_path)"),
+    "by another spelling": ("sft", "--model_name_or_path base --output_dir ./a/../base", "base (--model_name_or_path)"),
+    "by a link": ("sft", "--model_name_or_path base --output_dir link", "base (--model_name_or_path)"),
+    "data inside the output": ("sft", "--data_path out/a.jsonl:0.5 --output_dir out", "out/a.jsonl (--data_path)"),
+    "evaluation rows": ("reward", "--eval_data_path out --output_dir out", "out (--eval_data_path)"),
+    "the actor": ("ppo", "--actor_model_name_or_path o/actor --output_dir o", "o/actor (--actor_model_name_or_path)"),
+    "the critic": (
+        "ppo", "--critic_model_name_or_path o/critic --output_dir o", "o/critic (--critic_model_name_or_path)"
+    ),
+    "the reward model": (
+        "ppo", "--reward_model_name_or_path o/actor --output_dir o", "o/actor (--reward_model_name_or_path)"
+    ),
+    "the cache": ("sft", "--data_output_path out/cache --output_dir out", "out/cache (--data_output_path)"),
+    "data as the cache": ("sft", "--data_path rows --data_output_path rows", "rows (--data_path)"),
+    "the run in the model": ("sft", "--run_dir out/run --output_dir out", "out/run (--run_dir)"),
+    "samples of the run": ("sft", "--data_path r/samples.jsonl --run_dir r", "r/samples.jsonl (--data_path)"),
+    "a DeepSpeed JSON": ("sft", "--deepspeed_config out/ds.json --output_dir out", "out/ds.json (--deepspeed_config)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_output_that_is_an_input_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "link").symlink_to("base")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "ds.json").write_text("{}")
+    (tmp_path / "out" / OURS).write_text("{}")
+    stage, words, named = CASES[name]
+    (line,) = problems({stage: words})
+    assert f"this run would write over {named}; name another folder" in line
+
+
+@pytest.mark.parametrize("stage", CLASSES)
+def test_the_usual_folders_are_apart(tmp_path, monkeypatch, stage):
+    monkeypatch.chdir(tmp_path)
+    assert problems({stage: ""}) == []
+
+
+def test_steps_read_what_the_steps_before_write_and_replace_nothing_of_theirs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    usual = {"sft": "", "reward": "", "ppo": "--actor_model_name_or_path output/sft"}
+    assert problems(usual, named_by_section=True) == []
+    (line,) = problems(usual | {"sft": "--model_name_or_path output/actor"}, named_by_section=True)
+    assert line.startswith("--ppo.output_dir: this run would write over output/actor (--sft.model_name_or_path)")
+    (line,) = problems(usual | {"reward": "--output_dir output/sft --run_dir x"}, named_by_section=True)
+    assert line.startswith("--reward.output_dir: this run would write over output/sft (--sft.output_dir)")
+    (line,) = problems(usual | {"reward": "--run_dir output/runs/sft"}, named_by_section=True)
+    assert line.startswith("--reward.run_dir: this run would write over output/runs/sft (--sft.run_dir)")
+
+
+def test_a_run_folder_of_another_stage_is_refused_finished_or_not(tmp_path):
+    (tmp_path / "env.json").write_text(json.dumps({"stage": "reward"}))
+    for more in ("", " --overwrite"):
+        (line,) = problems({"sft": f"--output_dir {tmp_path / 'sft'} --run_dir {tmp_path}{more}"})
+        assert line == f"--run_dir: {tmp_path} holds a run of reward, this is sft; name another folder"
+
+
+def test_the_model_of_another_run_is_replaced_only_on_request(tmp_path):
+    folder = model(tmp_path / "sft")
+    words = f"--output_dir {folder} --run_dir {tmp_path / 'other'}"
+    (line,) = problems({"sft": words})
+    assert line.startswith(f"--output_dir: {folder} holds the model of another run") and "--overwrite" in line
+    assert problems({"sft": f"{words} --overwrite"}) == []
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "env.json").write_text(json.dumps({"stage": "sft"}))
+    assert problems({"sft": words}) == [], "the run that made it"
+
+
+def test_a_folder_of_other_files_is_refused_by_the_flag_that_names_it(tmp_path):
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "thesis.txt").write_text("x")
+    (line,) = problems({"ppo": f"--output_dir {tmp_path}"}, named_by_section=True)
+    assert line.startswith(f"--ppo.output_dir: {tmp_path / 'actor'} holds other files (thesis.txt)")
+
+
+def test_a_stage_ends_with_2_and_has_written_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model(tmp_path / "output" / "actor")
+    before = sorted(tmp_path.rglob("*"))
+    words = "--output_dir output --actor_model_name_or_path output/actor --critic_model_name_or_path x"
+    assert ppo_main(words.split()) == 2
+    assert "write over output/actor (--actor_model_name_or_path)" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
