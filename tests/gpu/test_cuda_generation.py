@@ -174,8 +174,14 @@ def test_graphs_are_captured_on_streams_that_exist(monkeypatch):
     generators = [generator_of(fused(opt(hidden_size=64, word_embed_proj_dim=64))) for _ in range(3)]
     request = {"num_samples": 1, "num_slots": 3, "sampling": Sampling(8), "key": KEY}
     generators[0].generate(random_prompts(LENGTHS), **request)
-    made = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **settings: made.append(args))
+    made, stream = [], torch.cuda.Stream
+
+    def counted(*args, **settings):
+        """The current stream is asked for by its id; all others are new."""
+        made.extend([] if "stream_id" in settings else [args])
+        return stream(*args, **settings)
+
+    monkeypatch.setattr(torch.cuda, "Stream", counted)
     for gen in generators[1:]:
         gen.generate(random_prompts(LENGTHS), **request)
         assert gen._buffers._graph is not None
