@@ -22,6 +22,8 @@ COLUMNS = (
     ("tokens_per_s", "tokens/s", "{:,.0f}"),
     ("samples_per_s", "samples/s", "{:.2f}"),
     ("mean_length", "response", "{:.0f}"),
+    ("score", "score, last 10 steps", "{:.3f}"),
+    ("kl", "KL, last 10 steps", "{:.3f}"),
     ("peak_gib", "peak GiB", "{:.1f}"),
     ("backend", "backend", "{}"),
 )

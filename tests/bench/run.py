@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.curves import curves
 from bench.figures import Figures
 from bench.jobs import ROOT, BenchError, Jobs
 from bench.report import environment, for_people, print_reports
 from bench.rows import PPO_ROWS, SHAPE_NAMES, Row
 from bench.supervised import SUPERVISED_ROWS
 
-ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS
+ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS | {"curves": curves}
 REFERENCE = "H200"  # the device that the targets are for, with the default sizes
 ACTOR, CRITIC, PROMPT, ANSWER = "1.3b", "350m", 256, 256
 SIZES = {
@@ -33,6 +34,8 @@ SIZES = {
     "steps": (8, "steps whose median is taken"),
     "repeats": (5, "rollouts whose median is taken where generation is measured alone"),
     "lora_dim": (64, "rank in the row lora"),
+    "seeds": (5, "of the row curves"),
+    "parallel": (1, "runs at a time in the row curves, of which nothing is timed"),
     "actor_lora_dim": (0, "rank in the row memory; 0: all weights are trained"),
     "copy_mib": (0, "MiB copied to measure bandwidth; 0: by the device"),
     "matrix": (0, "rows of the matrices that measure throughput; 0: by the device"),

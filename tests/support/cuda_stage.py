@@ -22,7 +22,9 @@ PPO: dict[str, Any] = {
 def run_stage(stage: str, folder: Path, output: str, *, ranks: int = 1, batch: int = 8, **given: Any) -> list[dict]:
     """Run a stage for two optimizer steps of `batch` rows on all ranks; its training lines, all numbers finite.
 
-    given: further flags; None leaves a flag out. PPO takes both steps on one rollout, whose responses are then the same wherever the weights are.
+    given: further flags; None leaves a flag out.
+
+    PPO takes both steps on one rollout, whose responses are then the same wherever the weights are.
     """
     common = {"data_path": "train.jsonl", "eval_data_path": "test.jsonl", "data_split": "none", "max_steps": 2,
               "keep_checkpoints": 0, "dtype": "fp32", "per_device_train_batch_size": batch // ranks}  # fmt: skip
