@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.marks import OURS
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +42,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON to `path` atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def replace_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON beside `file` and rename it, not flushed to disk: a reader finds the old content or the new."""
-    beside = file.with_name(f".{file.name}.writing")
-    beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    beside.replace(file)
 
 
 def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -127,11 +121,6 @@ def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk of `path`, which need not exist yet."""
     existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
     return shutil.disk_usage(existing).free
-
-
-OURS = "training_config.json"  # every model folder of this project has one
-RUN_LOCK = "run.lock"  # every run folder has one
-CACHE_TAG = "CACHEDIR.TAG"  # every folder of cached rows has one (https://bford.info/cachedir)
 
 
 def check_replaceable(folder: Path) -> None:

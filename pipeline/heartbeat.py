@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pipeline.files import replace_json
+from pipeline.marks import replace_json
 
 Phase = Literal["start", "generate", "score", "train", "evaluate", "save"]
 INTERVAL_S = 0.5

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pipeline.configuration.flag_table import flag_table
-from pipeline.files import OURS
+from pipeline.marks import OURS
 from pipeline.run.evaluations import evaluations
 from pipeline.run.run import Run
 

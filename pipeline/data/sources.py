@@ -17,8 +17,8 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS
 from pipeline.data.readers import READERS, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
-from pipeline.files import CACHE_TAG, OURS, RUN_LOCK
 from pipeline.hub import go_offline_without_network
+from pipeline.marks import CACHE_TAG, OURS, RUN_LOCK
 
 log = logging.getLogger(__name__)
 
