@@ -129,9 +129,11 @@ class PrefetchedSteps(Generic[B]):
 
 def sequence_lengths(rows: Any) -> np.ndarray:
     """Return the tokens of each row's sequences, (N, 1), or (N, 2) for pairs, of a `datasets.Dataset`."""
-    names = [name for name in rows.column_names if name.endswith("ids")]
-    table = rows.select_columns(names).with_format("arrow")[:]
-    return np.stack([compute.list_value_length(table[name]).to_numpy() for name in names], axis=1).astype(np.int64)
+    if "chosen_ids" not in rows.column_names:
+        return np.asarray(rows["num_tokens"][:], dtype=np.int64)[:, None]
+    table = rows.select_columns(["chosen_ids", "rejected_ids"]).with_format("arrow")[:]
+    sides = [compute.list_value_length(column).to_numpy() for column in table.columns]
+    return np.stack(sides, axis=1).astype(np.int64)
 
 
 def pair_lengths(rows: Any) -> list[int]:

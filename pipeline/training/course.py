@@ -109,8 +109,9 @@ class Course:
         """
         if state.step and state.skipped_updates == state.step:
             raise DivergedError(
-                f"all {state.step} steps were skipped, their losses or gradients were not finite: nothing was trained "
-                "and nothing is saved; lower the learning rate, or use --dtype bf16 instead of fp16"
+                f"all {state.step} steps were skipped: nothing was trained, nothing is saved; causes and rows are in "
+                f"{self._run.folder / 'log' / 'bad-steps-rank-*.jsonl'}; lower the learning rate, or give --dtype bf16 "
+                "instead of fp16"
             )
         beat("save", state.step)
         save_models()  # first: where the disk holds only one of both, it is the model

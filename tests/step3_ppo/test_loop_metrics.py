@@ -15,6 +15,7 @@ from support.ppo_settings import ppo_config
 from support.ppo_updates import TEMPERATURE, text_step
 from support.tiny_models import EOS, PAD
 
+from pipeline.errors import DivergedError
 from step3_ppo import training
 from step3_ppo.estimators import next_kl_coef
 
@@ -131,6 +132,16 @@ def test_metrics_of_masked_rewards_are_not_numbers(world, trained_folders, tmp_p
     for line in samples:
         sample = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
         assert sample["score"] is None and sample["kl"] is None
+
+
+def test_a_policy_whose_weights_became_nan_ends_the_run_as_diverged(world, trained_folders, tmp_path):
+    """It is sampled from and scored as ever: its rows are masked, its steps skipped."""
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
+    with torch.no_grad():
+        next(loop.ppo.models.actor.module.parameters())[:] = math.nan
+    with pytest.raises(DivergedError, match="2 steps in a row"):
+        loop.iterate()
+    assert loop.state.skipped_updates == 2 and loop.course.steps[0][1]["rows_masked"] == 4
 
 
 @pytest.mark.parametrize(("reference", "warned"), [(0.0, True), (-9.0, False)])
