@@ -6,13 +6,12 @@ nothing. Imports no torch.
 
 import json
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
-
-from pipeline.marks import replace_json
+from typing import Any, Literal, TypeVar
 
 Phase = Literal["start", "generate", "score", "train", "evaluate", "save"]
 INTERVAL_S = 0.5
@@ -100,3 +99,10 @@ def read_beat(file: Path) -> Beat | None:
         content = json.loads(file.read_text(encoding="utf-8"))
         return Beat(content["phase"], content["step"], content["time"])
     return None
+
+
+def replace_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON beside `file` and rename it, not flushed to disk: a reader finds the old content or the new."""
+    beside = file.with_name(f".{file.name}.writing")
+    beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    beside.replace(file)

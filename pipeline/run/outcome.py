@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault
-from pipeline.marks import replace_json
+from pipeline.heartbeat import replace_json
 from pipeline.processes import is_alive, read_process
 from pipeline.run.layout import beat_file, outcome_file
 
