@@ -85,7 +85,7 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
     "python.jsonl": (b"{'prompt': 'a'}", "REFUSED", "{name}:1: broken JSON"),
     "field-twice.jsonl": (LINES + b'{"prompt": 1, "prompt": 2}', "REFUSED", "{name}:7: broken JSON (the field"),
     "no-fields.jsonl": (b"{}\n{}", "REFUSED", "{name}:1: columns (none) fit no known format"),
-    "nan.jsonl": (b'{"prompt": NaN, "response": "a"}', "REFUSED", "1 prompt is no text but float (first: {name}:1)"),
+    "nan.jsonl": (b'{"prompt": NaN, "response": "a"}', "REFUSED", "1 dropped: prompt is no text but float (first: "),
     "not-packed.jsonl.gz": (LINES, "REFUSED", "{name}: damaged gzip"),
     "cut.jsonl.gz": (PACKED[:-30], "REFUSED", "{name}: damaged gzip"),
     "tail.jsonl.gz": (PACKED + b"xx", "REFUSED", "{name}: damaged gzip"),
@@ -112,7 +112,7 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
     "semicolons.csv": (TABLE.replace(b'","', b'";"'), "REFUSED", "{name}:2: not a CSV row"),
     "utf16.csv": (TABLE.decode().encode("utf-16"), "REFUSED", "{name}:1: byte 1 is not UTF-8"),
     "latin.csv": (TABLE + b"\xe9,b,c\n", "REFUSED", "{name}:8: byte 1 is not UTF-8"),
-    "nul.csv": (TABLE + b"a\0,b,c\n", "COUNTED", "1 text holds a NUL character (first: {name}:8)"),
+    "nul.csv": (TABLE + b"a\0,b,c\n", "COUNTED", "1 dropped: text holds a NUL character (first: {name}:8)"),
     "no-header.csv": (TABLE.split(b"\n", 1)[1], "REFUSED", "{name}:2: columns Describe the red otter."),
     "bom.csv": (b"\xef\xbb\xbf" + TABLE, "TAKEN", "6 to train on"),
     "crlf.csv": (TABLE.replace(b"\n", b"\r\n"), "TAKEN", "6 to train on"),
@@ -133,7 +133,7 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
 # Plain text is for step 1 and for step 3's ptx loss.
 TEXTS: dict[str, tuple[bytes, Ending, str]] = {
     "empty.txt": (b"\n\n", "REFUSED", "{name}: no rows"),
-    "zeros.txt": (b"\0\0", "REFUSED", "1 text holds a NUL character (first: {name}:1)"),
+    "zeros.txt": (b"\0\0", "REFUSED", "1 dropped: text holds a NUL character (first: {name}:1)"),
     "latin.txt": (b"a\n\n\xe9", "REFUSED", "{name}:3: byte 1 is not UTF-8"),
     "bom.txt": (b"\xef\xbb\xbfone\n\ntwo", "TAKEN", "2 to train on (sequences: 1)"),
 }
@@ -202,10 +202,11 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "number as text": ({"text": 3}, "text is no text but int"),
     "blank text": ({"text": " "}, "text is empty"),
 }  # fmt: skip
+NO_PAIR = "no pair: columns chosen and rejected are needed, with prompt or messages"
 # Rows that only some stages leave out, or remark on: (stage, row, what is said).
 STAGE_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     "null chosen": ("sft", {**PAIR, "chosen": None}, "dropped: no response to train on"),
-    "null rejected": ("reward", {**PAIR, "rejected": None}, "dropped: no pair: columns chosen and rejected"),
+    "null rejected": ("reward", {**PAIR, "rejected": None}, f"dropped: {NO_PAIR}"),
     "repeated": ("sft", dict(GOOD[0]), "kept: row repeated"),
     "repeated pair": ("reward", dict(GOOD[0]), "kept: row repeated"),
     "repeated prompt": ("ppo", dict(GOOD[0]), "dropped: prompt repeated"),

@@ -74,7 +74,7 @@ def test_an_empty_prompt_is_counted_and_none_is_left(
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": ""}) + "\n")
     with stopped_at_the_models(monkeypatch):
         ending = call("ppo", stage_words("ppo", folder, tmp_path / "out", data_path=tmp_path / "rows.jsonl"))
-    assert ending.code == 2 and "1 empty prompt (first: " in ending.errors[0]
+    assert ending.code == 2 and "1 dropped: empty prompt (first: " in ending.errors[0]
 
 
 # Fault 19: where padding and EOS are the same token, no mask may come from ids.
