@@ -65,6 +65,23 @@ def measure(output: Path, *, seed: int) -> dict[str, Any]:
     return results | {"answers": shown}
 
 
+def failed_claims(results: dict[str, Any]) -> list[str]:
+    """Return the demo's claims that do not hold; [] is what a sound change leaves."""
+    claims = {
+        "SFT rate in 0.3 .. 0.6": 0.3 <= results["sft_rate"] <= 0.6,
+        "PPO at least 20 points higher": results["ppo_rate"] >= results["sft_rate"] + 0.2,
+        "KL under 10 nats": results["kl_end"] < 10.0,
+        "distinct answers at least 0.8 of SFT's": results["ppo_distinct"] >= 0.8 * results["sft_distinct"],
+    }
+    return [claim for claim, holds in claims.items() if not holds]
+
+
+def verdict(results: dict[str, Any]) -> str:
+    """Return one line: all claims hold, or those that do not."""
+    failed = ", ".join(failed_claims(results))
+    return f"FAILED: {failed}" if failed else "all claims hold"
+
+
 def table(results: dict[str, Any]) -> str:
     """The report for people, readable at 80 columns."""
     rate = "{{{0}_rate:.3f}} +- {{{0}_error:.3f}}"

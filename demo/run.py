@@ -1,6 +1,6 @@
 """The demo from end to end: data, base model, the three steps through train.py, and a report against the rule.
 
-`python -m demo.run` works in the current folder and writes below `output/`.
+`python -m demo.run` works in the current folder, writes below `output/`, and ends with 1 if a claim fails.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 import transformers
 
 from demo.make import make_data, make_model
-from demo.report import measure, table
+from demo.report import failed_claims, measure, table, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path("output/demo")
@@ -53,14 +53,16 @@ def run(*, seed: int, overwrite: bool) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; return 1 if a claim fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1234, help="seed of data, weights and training [1234]")
     parser.add_argument("--overwrite", action="store_true", help="start over although output/ holds finished runs")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     found = run(seed=options.seed, overwrite=options.overwrite)
-    print(table(found))
+    print(table(found), verdict(found), sep="\n\n")
+    return 1 if failed_claims(found) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,6 +22,7 @@ TRAINING_TEXT = (
 
 # Files that take minutes, longest first: a worker that gets one of them at the end would work on alone.
 LONG = (
+    "project/test_demo.py", "launching/test_train_runs.py",
     "faults/test_ranks_ending.py", "multi/test_ranks_ppo.py", "data/test_real_data.py", "faults/test_resume_changed.py",
     "checkpoints/test_resume.py", "faults/test_kill.py", "generation/test_generator.py", "multi/test_ranks_sft.py",
     "project/test_bench.py", "step1_sft/test_step_1.py", "multi/test_ranks_decode.py", "multi/test_ranks_reward.py",

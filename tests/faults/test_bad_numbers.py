@@ -18,7 +18,7 @@ from support.forks import exit_code
 from support.tiny_run import make_folder
 
 STEPS = 8
-LIMIT = 5
+LIMIT = 3  # not the default
 
 
 @pytest.fixture(scope="module")
