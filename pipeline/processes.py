@@ -3,6 +3,7 @@
 Imports no torch. GPU memory is in pipeline/engine/memory.py.
 """
 
+import ctypes
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ import psutil
 
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, else of the machine
 GIB = 2**30
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
 
 
@@ -73,6 +75,13 @@ def send(pid: int, number: int) -> None:
     """Send a signal to a process that may be gone already."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Have the kernel send this process the signal `number` when its parent, the process `parent`, dies (Linux)."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, number)
+    if os.getppid() != parent:  # it has died before
+        os.kill(os.getpid(), number)
 
 
 def free_memory() -> str:

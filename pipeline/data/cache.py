@@ -1,19 +1,19 @@
 """Tokenise the data of a stage once, and load it memory-mapped from the cache ever after.
 
 The cache key covers contents of sources, tokenizer and all options. Which records a stage takes is in `selection.py`,
-how they are tokenised in `tokenization.py`.
+how they are tokenised in `shards.py`.
 """
 
 import hashlib
-import itertools
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from filelock import BaseFileLock, FileLock, Timeout
 
@@ -21,9 +21,9 @@ from pipeline.data import known_sets
 from pipeline.data.counts import Counts, Fate
 from pipeline.data.formats import Record
 from pipeline.data.selection import DataOptions, Stage, select_records
+from pipeline.data.shards import SHARDS, write_rows
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.templates import set_template
-from pipeline.data.tokenization import pair_rows, prompt_rows, sft_rows, text_blocks
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.heartbeat import INTERVAL_S, beat_again
 from pipeline.marks import CACHE_TAG
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 # Part of every key: raise it when the same input gives other rows.
 FORMAT_VERSION = 4
-ROWS_PER_WRITE = 1000
-TOKENISERS = {"sft": sft_rows, "reward": pair_rows, "ppo": prompt_rows, "text": text_blocks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,14 @@ def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedToke
 @contextmanager
 def held(lock: BaseFileLock) -> Iterator[None]:
     """Hold `lock` while the context is open; waits and beats while another process of any run holds it."""
+    is_told = False
     while not lock.is_locked:
         try:
             lock.acquire(timeout=INTERVAL_S)
         except Timeout:
+            if not is_told:
+                log.info("waiting for another process, which prepares the same data")
+            is_told = True
             beat_again()
     try:
         yield
@@ -122,25 +126,25 @@ def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Write the rows beside `folder`, then rename: a folder that exists is complete."""
+    """Write the rows beside `folder`, then rename: a folder that exists is complete.
+
+    What a killed preparation has left there is gone on with; the lock excludes that another process is writing it.
+    """
     counts = Counts()
     records = select_records(stage, options, counts)
-    tokenise: Callable[..., Iterator[Any]] = TOKENISERS[stage]
 
     def write(name: str, fate: Fate, chosen: list[Record]) -> int:
         own = Counts()
-        num_rows = _write(partial / f"{name}.arrow", stage, tokenise(chosen, tokenizer, options, own))
+        num_rows = write_rows(partial / f"{name}.arrow", stage, chosen, tokenizer, options, own)
         own.settle(fate, (record.origin for record in chosen))
         for fates in own.sources.values():
             fates[fate] -= fates["dropped"]
         counts.merge(own)
         return num_rows
 
-    # A killed build may have left this folder; the lock excludes that another process is writing it.
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(mode=0o700)
+        partial.mkdir(mode=0o700, exist_ok=True)
         (partial / CACHE_TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n", encoding="utf-8")
         num_train = write("train", "to train on", records.train)
         write("eval", "held out", records.eval)
@@ -148,40 +152,11 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
             kinds = "; ".join(counts.lines()) or "no row"
             raise InputError(f"stage {stage}: no training row is left: {kinds}")
         (partial / "counts.json").write_text(json.dumps(counts.to_json(), indent=1), encoding="utf-8")
+        for shards in partial.glob(f"*{SHARDS}"):
+            shutil.rmtree(shards)
         partial.rename(folder)
     except OSError as error:
         raise EnvironmentFault(f"{partial}: cannot be written ({error.strerror or error})") from error
-    finally:
+    except InputError:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _schema(stage: Stage) -> Any:
-    """Return the Arrow schema of a stage's rows; 32-bit ids hold every vocabulary."""
-    import pyarrow as pa
-
-    ids, number = pa.list_(pa.int32()), pa.int32()
-    if stage == "reward":
-        columns = {"chosen_ids": ids, "rejected_ids": ids, "prompt_length": number, "margin": pa.float32()}
-    elif stage == "ppo":
-        columns = {"prompt_ids": ids, "prompt_id": pa.int64(), "messages": pa.large_string()}
-    else:
-        columns = {"ids": ids, "trained": pa.list_(pa.bool_()), "num_trained": number}
-    return pa.schema([*columns.items(), ("num_tokens", number)])
-
-
-def _write(path: Path, stage: Stage, rows: Iterator[Any]) -> int:
-    """Write row dataclasses to an Arrow stream file, ROWS_PER_WRITE at a time; returns their number."""
-    import pyarrow as pa
-
-    def columns(row: Any) -> dict[str, Any]:
-        values = asdict(row)
-        num_tokens = sum(len(ids) for name, ids in values.items() if name.endswith("ids"))
-        return {**values, "num_tokens": num_tokens, "num_trained": sum(values.get("trained", ()))}
-
-    schema = _schema(stage)
-    num_rows = 0
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        while chunk := [columns(row) for row in itertools.islice(rows, ROWS_PER_WRITE)]:
-            writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema=schema))
-            num_rows += len(chunk)
-    return num_rows
+        raise

@@ -18,6 +18,7 @@ from pipeline.data.formats import Record, read_records
 from pipeline.data.sources import parse_path, read_rows
 from pipeline.data.tokenization import TokenizationOptions
 from pipeline.errors import InputError
+from pipeline.progress import Progress
 
 Stage = Literal["sft", "reward", "ppo", "text"]
 # Index of the share of data_split that a stage takes; 'text' (the ptx loss of PPO) takes all records of its own files.
@@ -104,6 +105,8 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
             if record.split != "test":
                 counts.add("left out", "no test row, beside test rows of the same evaluation data", record.origin)
         evaluation += own or records
+    if stage == "ppo":
+        evaluation = _distinct_prompts(evaluation, counts)
     if options.held_out_only:
         return Selected([], evaluation)
     evaluated = {record.prompt_id for record in evaluation}
@@ -116,7 +119,9 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
             f"stage {stage}: data_split {options.data_split} leaves no training row of {', '.join(options.data_path)} "
             f"({len(evaluation)} evaluation rows); a larger share or more rows are right"
         )
-    if stage != "ppo":  # there every prompt is taken once, and its repetitions are counted
+    if stage == "ppo":
+        train = _distinct_prompts(train, counts)
+    else:
         _count_repeated(train, counts)
     return Selected(train, evaluation)
 
@@ -140,12 +145,26 @@ def _divided(text: str, options: DataOptions, counts: Counts) -> Selected:
 def _kept_records(text: str, options: DataOptions, counts: Counts) -> list[Record]:
     path, weight = parse_path(text)
     kept = []
+    rows = Progress(f"reading {path}").counted(read_rows(path))
     counts.sources.setdefault(path, Counter())  # in the order of the paths, whatever happens to their rows
-    for record in read_records(read_rows(path), counts, column_map=options.column_map):
+    for record in read_records(rows, counts, column_map=options.column_map):
         if uniform("weight", options.seed, record.prompt_id) < weight:
             kept.append(record)
         else:
             counts.add("left out", "prompt beyond the weight of its data path", record.origin)
+    return kept
+
+
+def _distinct_prompts(records: Iterable[Record], counts: Counts) -> list[Record]:
+    """Return the first record of each prompt. Random numbers are keyed by prompts: another gives the same rollouts."""
+    seen: set[int] = set()
+    kept = []
+    for record in records:
+        if record.messages and record.prompt_id in seen:
+            counts.add("dropped", "prompt repeated", record.origin)
+        else:
+            kept.append(record)
+        seen.add(record.prompt_id)
     return kept
 
 

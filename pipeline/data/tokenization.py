@@ -85,13 +85,19 @@ class TooLongError(BadRowError):
         self.num_tokens = num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class DocumentRow:
+    """A tokenised plain text with an EOS at its end, of any length: documents are joined and cut into rows later."""
+
+    ids: list[int]
+
+
 class _RowMaker:
     """A maker of rows from records: it counts what it repairs or cuts, and raises BadRowError for what it refuses."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts) -> None:
         self.tokenizer, self.options, self.counts = tokenizer, options, counts
         self.special = special_tokens(tokenizer)
-        self.prompt_ids: set[int] = set()
 
     def rows(self, records: Iterable[Record], make: Callable[[Record], R]) -> Iterator[R]:
         """Yield what `make` returns for each record; a record that it refuses is counted instead."""
@@ -147,10 +153,6 @@ class _RowMaker:
     def prompt(self, record: Record) -> PromptRow:
         if not record.messages:
             raise BadRowError("no prompt")
-        if record.prompt_id in self.prompt_ids:
-            # Random numbers are keyed by the prompt's id: a repetition would give the same rollouts again.
-            raise BadRowError("prompt repeated")
-        self.prompt_ids.add(record.prompt_id)
         self._count_special(record, record.messages)
         ids, limit = encode_prompt(self.tokenizer, record.messages, self.special), self.options.max_prompt_seq_len
         if len(ids) > limit:
@@ -181,15 +183,13 @@ class _RowMaker:
 def sft_rows(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
 ) -> Iterator[SFTRow]:
-    """Yield one row per conversation, then the plain text documents in blocks of max_seq_len.
+    """Yield one row per conversation.
 
     A conversation beyond max_seq_len loses its end, without an EOS in its place ('truncated'); it is dropped if no
     trained token is left.
     """
-    records, maker = list(records), _RowMaker(tokenizer, options, counts)
-    yield from maker.rows((record for record in records if record.text is None), maker.sequence)
-    if documents := [record for record in records if record.text is not None]:
-        yield from text_blocks(documents, tokenizer, options, counts)
+    maker = _RowMaker(tokenizer, options, counts)
+    return maker.rows(records, maker.sequence)
 
 
 def pair_rows(
@@ -207,35 +207,22 @@ def pair_rows(
 def prompt_rows(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
 ) -> Iterator[PromptRow]:
-    """Yield one row per distinct prompt; one beyond max_prompt_seq_len is dropped, or loses its start (BOS stays)."""
+    """Yield one row per prompt; one beyond max_prompt_seq_len is dropped, or loses its start (BOS stays)."""
     maker = _RowMaker(tokenizer, options, counts)
     return maker.rows(records, maker.prompt)
 
 
-def text_blocks(
+def documents(
     records: Iterable[Record], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts
-) -> Iterator[SFTRow]:
-    """Yield documents, joined with an EOS after each, in blocks of max_seq_len ids; the last block may be shorter.
-
-    All tokens but each block's first are trained. Raises InputError if the tokenizer has no EOS.
-    """
+) -> Iterator[DocumentRow]:
+    """Yield one row per plain text. Raises InputError if the tokenizer has no EOS."""
     if tokenizer.eos_token_id is None:
         raise InputError(f"{tokenizer.name_or_path}: plain text needs a tokenizer with an EOS token")
-    special, size = special_texts(tokenizer), options.max_seq_len
-    rest: list[int] = []
+    special = special_texts(tokenizer)
     for record in records:
         if record.text is None:
             counts.add("dropped", "no plain text", record.origin)
-        else:
-            if any(token in record.text for token in special):
-                counts.add("kept", SPECIAL_BROKEN, record.origin)
-            rest += [*encode_text(tokenizer, broken_up(record.text, special)), tokenizer.eos_token_id]
-        num_full = len(rest) // size * size
-        yield from (_all_trained(rest[start : start + size]) for start in range(0, num_full, size))
-        rest = rest[num_full:]
-    if len(rest) > 1:
-        yield _all_trained(rest)
-
-
-def _all_trained(ids: list[int]) -> SFTRow:
-    return SFTRow(ids, [False] + [True] * (len(ids) - 1))
+            continue
+        if any(token in record.text for token in special):
+            counts.add("kept", SPECIAL_BROKEN, record.origin)
+        yield DocumentRow([*encode_text(tokenizer, broken_up(record.text, special)), tokenizer.eos_token_id])

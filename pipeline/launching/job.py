@@ -3,7 +3,6 @@
 The state of the ranks is read by rank_watch.py; verdict.py makes the exit code of it.
 """
 
-import ctypes
 import importlib
 import os
 import signal
@@ -22,7 +21,7 @@ from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import check_port
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
-from pipeline.processes import free_memory, kill_session, num_oom_kills, send
+from pipeline.processes import end_with_parent, free_memory, kill_session, num_oom_kills, send
 from pipeline.run.entry import read_flags
 from pipeline.run.layout import run_folder
 from pipeline.run.lock import locked
@@ -39,7 +38,6 @@ RANKS_PER_POLL = 64  # with more ranks the files are read less often
 SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
 LAUNCHER_S = 6.0  # for the launcher to end with the signal that a rank died of
 ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop together, after the save
-DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def run_job(module: str, words: list[str], command: Sequence[str], signals: Signals) -> int:
@@ -50,7 +48,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
     """
     # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
     if os.environ.get(PARENT) == str(os.getppid()):
-        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
+        end_with_parent(os.getppid(), signal.SIGTERM)
     resolved, section = stage_flags(module, words)
     if resolved.config.run.dry_run:
         show_stage(resolved, section, ranks=num_local_ranks(command))

@@ -181,17 +181,6 @@ def test_key_follows_content_options_and_tokenizer(options, bpe_tokenizer, tmp_p
     assert key() != first
 
 
-def test_an_interrupted_build_is_made_again(options, bpe_tokenizer, monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache, "_write", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            load_or_build("sft", options, bpe_tokenizer)
-    assert len(load_or_build("sft", options, bpe_tokenizer).train) > 0
-
-
 def test_default_folder_is_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder(None) == tmp_path / "xdg" / "rlhf-pipeline"

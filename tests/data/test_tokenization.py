@@ -11,10 +11,10 @@ from pipeline.data.tokenization import (
     PairRow,
     SFTRow,
     TokenizationOptions,
+    documents,
     pair_rows,
     prompt_rows,
     sft_rows,
-    text_blocks,
 )
 from pipeline.data.turns import Message, prompt_hash
 
@@ -90,7 +90,7 @@ def test_rows_that_a_stage_cannot_use_are_counted(tokenizer):
     assert not list(sft_rows([record()], tokenizer, options(), counts))
     assert not list(pair_rows([record(chosen="x")], tokenizer, options(), counts))
     assert not list(prompt_rows([record(text="x")], tokenizer, options(), counts))
-    assert not list(text_blocks([record()], tokenizer, options(), counts))
+    assert not list(documents([record()], tokenizer, options(), counts))
     no_pair = "no pair: columns chosen and rejected are needed, with prompt or messages"
     expected = {"no response to train on", no_pair, "no prompt", "no plain text"}
     assert set(counts) == expected
@@ -106,7 +106,8 @@ def test_text_that_spells_a_special_token_is_broken_up(tokenizer):
     """Encoded as it stands, it would be the real token: an end in the middle of a response."""
     counts = Counts()
     forged = "fine</s>\n\nHuman: more"
-    trained, text = sft_rows([record(chosen=forged), record(text=forged)], tokenizer, options(), counts)
+    (trained,) = sft_rows([record(chosen=forged)], tokenizer, options(), counts)
+    (text,) = documents([record(text=forged)], tokenizer, options(), counts)
     (pair,) = pair_rows([record(chosen="x", rejected=forged)], tokenizer, options(), counts)
     (prompt,) = prompt_rows([record(prompt=forged)], tokenizer, options(), counts)
     end = tokenizer.eos_token_id
@@ -186,15 +187,13 @@ def test_bos_stays_when_a_prompt_loses_its_start(tokenizer):
     assert counts["start of the prompt"] == 1
 
 
-def test_prompts_are_distinct_and_carry_their_turns(tokenizer):
+def test_prompts_carry_their_turns(tokenizer):
     prompt, _ = parts(tokenizer, "tea?", "x")
-    counts = Counts()
-    rows = [record(chosen="a", rejected="b"), record(chosen="c", rejected="d"), record("coffee?")]
-    first, second = prompt_rows(rows, tokenizer, options(), counts)
+    rows = [record(chosen="a", rejected="b"), record("coffee?")]
+    first, second = prompt_rows(rows, tokenizer, options(), Counts())
     assert first.prompt_ids == prompt
     assert json.loads(first.messages) == [{"role": "user", "content": "tea?"}]
-    assert (first.prompt_id, second.prompt_id) == (rows[0].prompt_id, rows[2].prompt_id)
-    assert counts["prompt repeated"] == 1
+    assert (first.prompt_id, second.prompt_id) == (rows[0].prompt_id, rows[1].prompt_id)
 
 
 def test_long_prompt_is_dropped_by_default(tokenizer):
@@ -203,19 +202,3 @@ def test_long_prompt_is_dropped_by_default(tokenizer):
     assert len(list(prompt_rows([record()], tokenizer, options(max_prompt_seq_len=len(prompt)), counts))) == 1
     assert not list(prompt_rows([record()], tokenizer, options(max_prompt_seq_len=len(prompt) - 1), counts))
     assert counts["prompt longer than max_prompt_seq_len"] == 1
-
-
-def test_documents_are_joined_with_eos_and_cut_into_blocks(tokenizer):
-    documents = ["The quick brown fox.", "jumps", "over the lazy dog"]
-    stream = [token for text in documents for token in [*encode_text(tokenizer, text), EOS]]
-    blocks = list(text_blocks([record(text=text) for text in documents], tokenizer, options(max_seq_len=7), Counts()))
-    assert [token for block in blocks for token in block.ids] == stream[: len(stream) - (len(stream) % 7 == 1)]
-    assert all(len(block.ids) == 7 for block in blocks[:-1])
-    assert all(block.trained == [False] + [True] * (len(block.ids) - 1) for block in blocks)
-
-
-def test_documents_and_conversations_mix_in_step_one(tokenizer):
-    rows = [record(text="The quick brown fox."), record(chosen="yes")]
-    conversation, block = sft_rows(rows, tokenizer, options(), Counts())
-    assert conversation.ids[-1] == EOS and not conversation.trained[1]
-    assert block.ids == [*encode_text(tokenizer, "The quick brown fox."), EOS]

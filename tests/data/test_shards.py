@@ -1,0 +1,219 @@
+"""Tokenising in shards: one result for any number of processes, kept when a preparation is killed; blocks of documents.
+
+The process that prepares is this one, or a program that is killed.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from support.source_tree import ROOT
+
+from pipeline.data import shards
+from pipeline.data.cache import StageData, load_or_build
+from pipeline.data.selection import DataOptions
+from pipeline.data.templates import encode_text
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.progress import Progress
+
+EOS = 2
+
+PROGRAM = """
+import sys
+from pipeline.data import shards
+from pipeline.data.cache import load_or_build
+from pipeline.data.selection import DataOptions
+from pipeline.models.tokenizers import load_tokenizer
+
+if __name__ == "__main__":
+    shards.SHARD_RECORDS, shards.PARALLEL_RECORDS = 10, 0
+    load_or_build("reward", DataOptions(data_path=(sys.argv[1],), cache_dir=sys.argv[2]), load_tokenizer(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def options(tmp_path) -> DataOptions:
+    """95 rows, of which some are dropped, in shards of 10."""
+    rows = [
+        {"prompt": f"question {i % 90}?", "chosen": "good " * (1 + 40 * (i % 9 == 0)), "rejected": f"bad {i}"}
+        for i in range(95)
+    ]
+    return options_of(tmp_path, rows)
+
+
+def options_of(folder: Path, rows: list[dict]) -> DataOptions:
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return DataOptions(data_path=(str(file),), cache_dir=str(folder / "cache"), max_seq_len=64, data_split="none")
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_RECORDS", 10)
+
+
+def files_of(built: StageData) -> dict[str, bytes]:
+    """Every file of a prepared folder."""
+    return {path.name: path.read_bytes() for path in Path(built.train.cache_files[0]["filename"]).parent.iterdir()}
+
+
+def test_several_processes_give_the_same_bytes(options, bpe_tokenizer, small_shards, monkeypatch, tmp_path):
+    alone = load_or_build("reward", options, bpe_tokenizer)
+    assert alone.counts["pair longer than max_seq_len"] > 5
+    monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    here, write = [], shards.write_shard
+    monkeypatch.setattr(shards, "write_shard", lambda shard, *rest: here.append(shard.file.name) or write(shard, *rest))
+    together = load_or_build("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    assert files_of(together) == files_of(alone)
+    assert here == ["reward-000000.arrow"], "only the few evaluation rows are tokenised by this process"
+
+
+def test_the_size_of_shards_does_not_change_rows_and_counts(options, bpe_tokenizer, monkeypatch, tmp_path):
+    whole = load_or_build("sft", options, bpe_tokenizer)
+    monkeypatch.setattr(shards, "SHARD_RECORDS", 7)
+    parts = load_or_build("sft", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    assert parts.train.to_list() == whole.train.to_list() and parts.eval.to_list() == whole.eval.to_list()
+    assert parts.counts.lines() == whole.counts.lines()
+    questions = [bpe_tokenizer.decode(row["ids"]).split("question ")[1].split("?")[0] for row in parts.train]
+    assert [int(number) for number in questions[:80]] == sorted(map(int, questions[:80])), "the order of the file"
+
+
+def test_repeated_prompts_are_left_out_whatever_the_shards(options, bpe_tokenizer, small_shards):
+    built = load_or_build("ppo", options, bpe_tokenizer)
+    assert built.counts["prompt repeated"] == 5 and len(built.train) + len(built.eval) == 90
+
+
+def test_small_sets_start_no_processes():
+    assert shards.num_processes(2_000) == 1
+    assert shards.num_processes(10_000_000) == len(os.sched_getaffinity(0))
+
+
+def test_an_interrupted_preparation_goes_on(options, bpe_tokenizer, small_shards, monkeypatch, tmp_path, caplog):
+    write, written = shards.write_shard, []
+
+    def interrupted(shard, *arguments):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(shard.file.name)
+        write(shard, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load_or_build("reward", options, bpe_tokenizer)
+
+    def noted(shard, *arguments):
+        written.append(shard.file.name)
+        write(shard, *arguments)
+
+    monkeypatch.setattr(shards, "write_shard", noted)
+    caplog.set_level(logging.INFO)
+    again = load_or_build("reward", options, bpe_tokenizer)
+    assert len(written) == len(set(written)) + 1, "each once: only evaluation rows have a first shard of the same name"
+    assert "train: 3 of 9 shards are finished already" in caplog.text
+    afresh = load_or_build("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    assert files_of(again) == files_of(afresh)
+
+
+def test_a_full_disk_keeps_what_is_finished(options, bpe_tokenizer, small_shards, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "join", full)
+        with pytest.raises(EnvironmentFault, match="cannot be written .No space left on device"):
+            load_or_build("reward", options, bpe_tokenizer)
+    monkeypatch.setattr(shards, "tokenise", lambda missing, *_, what: missing and "eval" not in what and pytest.fail())
+    with pytest.raises(EnvironmentFault, match="eval.shards"):
+        load_or_build("reward", options, bpe_tokenizer)
+
+
+def test_documents_are_joined_with_eos_and_cut_into_blocks(bpe_tokenizer, monkeypatch, tmp_path):
+    texts = ["The quick brown fox.", "jumps", "over the lazy dog", "Boil water."] * 5
+    stream = [token for text in texts for token in [*encode_text(bpe_tokenizer, text), EOS]]
+    for size, shard_records in ((7, 3), (len(stream) - 1, 1), (5, 1000)):
+        folder = tmp_path / f"{size}"
+        folder.mkdir()
+        monkeypatch.setattr(shards, "SHARD_RECORDS", shard_records)
+        options = replace(options_of(folder, [{"text": text} for text in texts]), max_seq_len=size, eval_fraction=0.0)
+        rows = load_or_build("text", options, bpe_tokenizer).train.to_list()
+        assert [token for row in rows for token in row["ids"]] == stream[: len(stream) - (len(stream) % size == 1)]
+        assert all(len(row["ids"]) == size for row in rows[:-1])
+        for row in rows:
+            assert row["trained"] == [False] + [True] * (len(row["ids"]) - 1)
+            assert (row["num_tokens"], row["num_trained"]) == (len(row["ids"]), len(row["ids"]) - 1)
+
+
+def test_documents_follow_conversations_in_stage_1(bpe_tokenizer, tmp_path):
+    rows = [{"text": "The quick brown fox."}, {"prompt": "tea?", "response": "yes"}]
+    options = replace(options_of(tmp_path, rows), eval_fraction=0.0)
+    conversation, block = load_or_build("sft", options, bpe_tokenizer).train.to_list()
+    assert conversation["ids"][-1] == EOS and not conversation["trained"][1]
+    assert block["ids"] == [*encode_text(bpe_tokenizer, "The quick brown fox."), EOS]
+
+
+def test_progress_tells_rows_and_rate(caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    monkeypatch.setattr("pipeline.progress.time.monotonic", lambda: now[0])
+    progress = Progress("tokenising", 4000)
+    for passed_s in (2.0, 2.0, 2.0):
+        now[0] += passed_s
+        progress.add(1000)
+    assert caplog.messages == ["tokenising: 3,000 of 4,000 rows, 500 rows/s"]
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_leaves_no_process_and_goes_on(bpe_tokenizer, bpe_folder, small_shards, tmp_path, caplog):
+    options = options_of(
+        tmp_path, [{"prompt": f"{i}?", "chosen": "a " * 50 + str(i), "rejected": "b " * 50} for i in range(800)]
+    )
+    command = [sys.executable, "-c", PROGRAM, options.data_path[0], options.cache_dir, str(bpe_folder)]
+    (program := tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    command[1:3] = [str(program)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    finished: list[Path] = []
+    while len(finished) < 5:
+        assert process.poll() is None
+        time.sleep(0.01)
+        finished = list(Path(options.cache_dir).glob("*.partial/train.shards/*.arrow"))
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=5.0)
+    assert len(children) >= 2 and alive == []
+    caplog.set_level(logging.INFO)
+    options = DataOptions(data_path=options.data_path, cache_dir=options.cache_dir)
+    again = load_or_build("reward", options, bpe_tokenizer)
+    assert "shards are finished already" in caplog.text
+    afresh = load_or_build("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    assert files_of(again) == files_of(afresh)
+
+
+@pytest.mark.slow
+def test_errors_of_processes_are_one_line(options, bpe_tokenizer, small_shards, monkeypatch):
+    monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
+    bpe_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
+    with pytest.raises(InputError, match=r"rewrites earlier turns, so that no prompt .*; --train_turns last"):
+        load_or_build("reward", replace(options, template="tokenizer"), bpe_tokenizer)
+    monkeypatch.setattr(shards, "result_of", lambda future: kill_children() or future.result())
+    with pytest.raises(EnvironmentFault, match="a process was killed .out of memory.*finished shards are kept"):
+        load_or_build("reward", replace(options, template="human_assistant"), bpe_tokenizer)
+
+
+def kill_children() -> None:
+    for child in psutil.Process().children():
+        if "spawn_main" in " ".join(child.cmdline()):
+            child.kill()
