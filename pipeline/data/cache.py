@@ -135,7 +135,7 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
 
     def write(name: str, fate: Fate, chosen: list[Record]) -> int:
         own = Counts()
-        num_rows = write_rows(partial / f"{name}.arrow", stage, chosen, tokenizer, options, own)
+        num_rows = write_rows(partial / f"{name}.arrow", stage, chosen, tokenizer, options, counts=own)
         own.settle(fate, (record.origin for record in chosen))
         for fates in own.sources.values():
             fates[fate] -= fates["dropped"]

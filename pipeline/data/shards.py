@@ -60,6 +60,7 @@ def write_rows(
     records: Sequence[Record],
     tokenizer: "PreTrainedTokenizerBase",
     options: TokenizationOptions,
+    *,
     counts: Counts,
 ) -> int:
     """Write the rows of a stage to an Arrow stream file, and return their number; `counts` gets what was dropped.
