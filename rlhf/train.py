@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
@@ -133,7 +134,7 @@ def finished_stages(plan: Plan) -> set[int]:
     made: dict[str, int] = {}  # model folders that this run makes anew
     errors: list[str] = []
     for stage in plan.chosen:
-        section, config = stage.kind.section, stage.resolved.config
+        section, config = stage.kind.section, with_ranks(stage.resolved, ranks).config
         try:
             if not is_finished(stage.run_dir, config, section, ranks=ranks):
                 made[str(stage.model_dir)] = stage.number

@@ -32,6 +32,7 @@ def flag(
     other_tools: str = "",
     ignored: Mapping[str, str] = NOTHING,
     refused: Mapping[str, str] = NOTHING,
+    instead_of: str = "",
     positional: bool = False,
     per_stage: bool = False,
     **checks: Any,
@@ -53,6 +54,7 @@ def flag(
         other_tools: its names in other programs, with spaces between them; they are refused with this flag's name.
         ignored: flags of DeepSpeed-Chat that change nothing here, and why; they are accepted with a note.
         refused: flags of DeepSpeed-Chat without a counterpart, and what to do instead.
+        instead_of: a weaker setting of that flag ends where this one is given.
         positional: words before the first flag of a command line are its values.
         per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
         checks: pydantic's own: ge, gt, le, lt, min_length, max_length.
@@ -67,6 +69,7 @@ def flag(
         "other_tools": tuple(other_tools.split()),
         "ignored": ignored,
         "refused": refused,
+        "instead_of": instead_of,
         "positional": positional,
         "per_stage": per_stage,
     }
@@ -90,6 +93,7 @@ class Flag:
     other_tools: tuple[str, ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    instead_of: str = ""
     positional: bool = False
     per_stage: bool = False
 

@@ -201,8 +201,10 @@ def resolve_layers(
     origins = dict.fromkeys(table, "default")
     values = {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
     for origin, layer in layers:
-        values |= layer
-        origins |= dict.fromkeys(layer, origin)
+        ended = {table[name].instead_of for name in layer} & (values.keys() - layer.keys())
+        ended = {name for name in ended if origins[name] != "default"}
+        values |= layer | {name: table[name].default for name in ended}
+        origins |= dict.fromkeys([*layer, *ended], origin)
     errors += [*secret_values(table, values, origins), *unsafe_paths(table, values, origins)]
     config = None
     try:

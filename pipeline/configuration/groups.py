@@ -150,12 +150,19 @@ class OptimizerConfig(Group):
     per_device_eval_batch_size: int = flag(
         16, "Rows of an evaluation batch on a device", ge=1, on_resume="rounding", other_tools="eval_batch_size"
     )
+    train_batch_size: int = flag(
+        0,
+        "Rows of an optimizer step over all ranks, which gradient_accumulation_steps follows; 0: it does not",
+        ge=0,
+        on_resume="rounding",
+    )
     gradient_accumulation_steps: int = flag(
         1,
         "Micro-batches per optimizer step",
         ge=1,
         on_resume="rounding",
         deepspeed="gradient_accumulation_steps",
+        instead_of="train_batch_size",
         other_tools="accumulation_steps grad_accum gradient_accumulation accumulate_grad_batches",
     )
     lr_scheduler_type: SchedulerType = flag(

@@ -9,6 +9,7 @@ import os
 from pipeline.configuration.ds_config import EngineDtype, Json, Placement
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
+from pipeline.configuration.global_batch import with_ranks
 from pipeline.launching.machine import device_kind
 from pipeline.run.layout import run_folder
 
@@ -25,7 +26,8 @@ def engine_jsons(resolved: Resolved, section: str, *, ranks: int | None) -> dict
     Raises:
         InputError: settings that contradict each other, one per line.
     """
-    config, device = resolved.config, device_kind()
+    resolved, device = with_ranks(resolved, ranks), device_kind()
+    config = resolved.config
     asked = config.deepspeed.dtype
     dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if asked == "auto" else asked
     placement = Placement(device=device, dtype=dtype, ranks=ranks, run_dir=run_folder(config.run, section))
@@ -35,6 +37,7 @@ def engine_jsons(resolved: Resolved, section: str, *, ranks: int | None) -> dict
 
 def show_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
     """Print value and origin of each flag, then the DeepSpeed JSON of each engine. Raises InputError."""
+    resolved = with_ranks(resolved, ranks)
     jsons = engine_jsons(resolved, section, ranks=ranks)
     for name, value in flat_items(resolved.config):
         print(f"  {name:<34} {value!s:<30} {resolved.origins[name]}")

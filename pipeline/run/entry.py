@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
+from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
 from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, RunError, print_error
@@ -46,6 +47,7 @@ def enter(
     try:
         check_srun()
         resolved = read_flags(config_class, stage_arguments(argv), stage, prog=prog)
+        resolved = with_ranks(resolved, int(os.environ.get("WORLD_SIZE", "1")))
     except RunError as error:
         return print_error(error) if is_first_process() else error.code
     if resolved.config.run.dry_run:

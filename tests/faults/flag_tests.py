@@ -48,6 +48,7 @@ TWINS: dict[str, Twin] = {
     "sft.eval_interval": Twin(1, "metrics"),
     "sft.eval_iters": Twin(1, "metrics", both={"per_device_eval_batch_size": 1}),
     "sft.gradient_accumulation_steps": Twin(2),
+    "sft.train_batch_size": Twin(8),
     "sft.learning_rate": Twin(0.01),
     "sft.lora_alpha": Twin(64, both=LORA),
     "sft.lora_dim": Twin(2, "files"),

@@ -77,3 +77,14 @@ def test_a_task_of_srun_that_is_alone_says_what_to_do(tmp_path):
     other = dry_run(tmp_path / "empty", *command, SLURM_PROCID="1", **variables)
     assert (other.returncode, other.stderr) == (3, "")
     assert dry_run(tmp_path / "empty", *command, RANK="0", WORLD_SIZE="4", **variables).returncode == 0
+
+
+@pytest.mark.parametrize("num_gpus", [1, 4])
+def test_a_preset_keeps_its_batch_on_fewer_gpus(tmp_path, num_gpus):
+    words = ("--actor-model", "1.3b", "--deployment-type", "single_node", "--num-gpus", str(num_gpus), "--dry-run")
+    done = train(tmp_path, *words, gpus=4)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    origin = f"--train_batch_size 64 on {num_gpus} {'rank' if num_gpus == 1 else 'ranks'}"
+    assert rows.count(["gradient_accumulation_steps", str(8 // num_gpus), origin]) == 3
+    assert ["generation_batches", str(8 // num_gpus), origin] in rows

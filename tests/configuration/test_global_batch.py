@@ -1,0 +1,82 @@
+"""The batch that a preset's rates are meant for, on any number of ranks."""
+
+import pytest
+from support.source_tree import ROOT
+
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.errors import InputError
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig
+
+STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+PRESETS = sorted(path for path in (ROOT / "launch" / "presets").iterdir() if not path.name.startswith("tiny"))
+
+
+def on(ranks: int | None, section: str, *words: str) -> Resolved:
+    return with_ranks(parse(STAGES[section], list(words), section=section), ranks)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.name)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_preset_keeps_its_batch_by_accumulation(preset, ranks):
+    section = preset.name.split(".")[-2]
+    resolved = on(ranks, section, "--preset", str(preset))
+    values = dict(flat_items(resolved.config))
+    per_step = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+    assert per_step * ranks == values["train_batch_size"] > 0 and resolved.notes == ()
+    if section == "ppo":
+        rollout = values["per_device_generation_batch_size"] * values["generation_batches"]
+        assert rollout * values["num_samples_per_prompt"] == per_step, "one optimizer step on each rollout"
+
+
+def test_the_origin_of_what_follows_is_told():
+    resolved = on(2, "ppo", "--train_batch_size", "128")
+    assert resolved.config.optimizer.gradient_accumulation_steps == 4
+    assert resolved.origins["gradient_accumulation_steps"] == "--train_batch_size 128 on 2 ranks"
+    assert resolved.origins["generation_batches"] == "--train_batch_size 128 on 2 ranks"
+    assert resolved.origins["per_device_train_batch_size"] == "default"
+
+
+def test_accumulation_that_is_given_by_a_stronger_layer_ends_it(tmp_path):
+    preset = tmp_path / "p.yaml"
+    preset.write_text("train_batch_size: 64\nper_device_train_batch_size: 8\n")
+    words = ("--preset", str(preset))
+    assert on(1, "sft", *words).config.optimizer.gradient_accumulation_steps == 8
+    given = on(1, "sft", *words, "--gradient_accumulation_steps", "3")
+    assert (given.config.optimizer.gradient_accumulation_steps, given.config.optimizer.train_batch_size) == (3, 0)
+    preset.write_text("gradient_accumulation_steps: 3\nper_device_train_batch_size: 8\n")
+    assert on(1, "sft", *words, "--train_batch_size", "32").config.optimizer.gradient_accumulation_steps == 4
+
+
+def test_without_it_or_without_a_number_of_ranks_nothing_follows():
+    assert on(3, "sft", "--gradient_accumulation_steps", "5").config.optimizer.gradient_accumulation_steps == 5
+    assert on(None, "sft", "--train_batch_size", "64").config.optimizer.gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "hint"), [(16, 128, "; --per_device_train_batch_size 4 keeps it"), (3, 72, ""), (5, 80, "")]
+)
+def test_a_batch_that_the_ranks_cannot_have_is_told(ranks, rows, hint):
+    words = ("--train_batch_size", "64", "--per_device_train_batch_size", "8")
+    resolved = on(ranks, "reward", *words)
+    (note,) = with_ranks(resolved, ranks).notes
+    assert note.startswith(f"an optimizer step takes {rows} rows ({ranks} ranks x 8 x ")
+    assert note.endswith(f"are meant for --train_batch_size 64 (command line){hint}")
+
+
+def test_generation_batches_that_are_given_must_fit():
+    words = (
+        "--train_batch_size",
+        "64",
+        "--per_device_train_batch_size",
+        "8",
+        "--per_device_generation_batch_size",
+        "8",
+    )
+    assert on(1, "ppo", *words).config.sampling.generation_batches == 8
+    assert on(1, "ppo", *words, "--generation_batches", "16").config.sampling.generation_batches == 16
+    with pytest.raises(InputError, match="a rollout has 8 rows a device"):
+        on(1, "ppo", *words, "--generation_batches", "1")
