@@ -69,8 +69,9 @@ def training_work(model: Any) -> TrainingWork:
     ]
     heads = [] if head is None else [head.weight]
     config = base_model(model).config.get_text_config()
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return TrainingWork(config.num_hidden_layers, config.num_attention_heads * head_size, *numel(linear), *numel(heads))
+    # Heads may be wider than the hidden states together (Qwen3), and not every architecture has heads.
+    width = getattr(config, "num_attention_heads", 0) * (getattr(config, "head_dim", None) or 0) or config.hidden_size
+    return TrainingWork(config.num_hidden_layers, width, *numel(linear), *numel(heads))
 
 
 def numel(weights: list[torch.Tensor]) -> tuple[int, int]:

@@ -38,6 +38,16 @@ def test_work_of_a_training_step_equals_torchs_count(tiny_folders, name, lora):
     assert whole_squares == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
+def test_attention_is_as_wide_as_its_heads(tiny_folders):
+    """Qwen3's heads are wider than its hidden states together; a model without heads counts its hidden states."""
+    model = load_causal_lm(tiny_folders["llama"], dtype=torch.float32)
+    assert training_work(model).attention_width == 32
+    model.config.head_dim = 16
+    assert training_work(model).attention_width == 4 * 16
+    model.config.head_dim = None
+    assert training_work(model).attention_width == 32
+
+
 def test_frozen_weights_need_two_passes_and_trained_ones_three(tiny_folders):
     size = {"num_tokens": 48, "num_squares": 0, "num_head_tokens": 48}
     full, lora = (training_work(training_model(tiny_folders["llama"], lora=lora)) for lora in (False, True))
