@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.flags import stage_arguments
-from pipeline.configuration.groups import END_TOKEN_IS_TRAINED, Dtype, Group
+from pipeline.configuration.groups import TOKEN_FLAGS, Dtype, Group
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import AnswerSettings
@@ -34,8 +34,7 @@ class CompareConfig(Group):
         kind="path",
         aliases=("models",),
         positional=True,
-        ignored=dict.fromkeys(("num_beam_groups", "penalty_alpha"), "it had no effect there either")
-        | {"add_eot_token": END_TOKEN_IS_TRAINED},
+        ignored=dict.fromkeys(("num_beam_groups", "penalty_alpha"), "it had no effect there either") | TOKEN_FLAGS,
     )
     model_name_or_path_baseline: str = flag("", "DeepSpeed-Chat's name for the first of two models")
     model_name_or_path_finetune: str = flag("", "DeepSpeed-Chat's name for the second of two models")

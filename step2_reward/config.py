@@ -8,8 +8,7 @@ from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import (
-    END_TOKEN_IS_TRAINED,
-    PADDING_IS_NEVER_COUNTED,
+    TOKEN_FLAGS,
     DataConfig,
     DeepSpeedConfig,
     Group,
@@ -27,7 +26,6 @@ class PairDataConfig(DataConfig):
         "Tokens of prompt and response together",
         ge=8,
         other_tools="max_length max_seq_length cutoff_len sequence_len max_len",
-        ignored={"num_padding_at_beginning": PADDING_IS_NEVER_COUNTED},
     )
     long_pairs: Literal["drop", "truncate_left"] = flag(
         "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
@@ -72,7 +70,7 @@ class RewardEvalConfig(Group):
         kind="path",
         aliases=("path", "model_name_or_path"),
         positional=True,
-        ignored={"num_padding_at_beginning": PADDING_IS_NEVER_COUNTED, "add_eot_token": END_TOKEN_IS_TRAINED},
+        ignored=TOKEN_FLAGS,
     )
     data_path: list[str] = flag(..., "Pairs; the held-out rows are scored", min_length=1, kind="path")
     eval_fraction: float = flag(0.1, "Share held out where a source has no test split; 1: all rows", gt=0, le=1)

@@ -9,7 +9,6 @@ from pipeline.configuration.ds_config import Json, Placement, frozen_json, train
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import (
-    PADDING_IS_NEVER_COUNTED,
     DataConfig,
     DeepSpeedConfig,
     Group,
@@ -24,13 +23,7 @@ from pipeline.generation.options import why_not_streamed
 class PromptDataConfig(DataConfig):
     """Data"""
 
-    max_prompt_seq_len: int = flag(
-        256,
-        "Tokens of a prompt",
-        ge=1,
-        other_tools="max_prompt_length prompt_max_len",
-        ignored={"num_padding_at_beginning": PADDING_IS_NEVER_COUNTED},
-    )
+    max_prompt_seq_len: int = flag(256, "Tokens of a prompt", ge=1, other_tools="max_prompt_length prompt_max_len")
     long_prompts: Literal["drop", "truncate_left"] = flag(
         "drop", "Prompts above max_prompt_seq_len: dropped, or cut on their left"
     )

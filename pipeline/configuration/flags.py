@@ -126,11 +126,11 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
     for word, words in scan(argv):
         name = names.known.get(word or names.positional, word)
         flag = names.table.get(name)
-        if word in names.ignored:
+        if word in names.ignored and len(words) < 2:
             notes.append(f"--{word}: {IGNORED}: {names.ignored[word]}")
         elif not word and not flag:
             errors.append(f"found {' '.join(words)!r} before any flag, wanted --FLAG VALUE")
-        elif not flag and name not in FILE_FLAGS:
+        elif not flag and name not in (*FILE_FLAGS, *names.ignored):
             errors.append(f"--{name}: {names.unknown(name, FILE_FLAGS, '--')}")
         elif problem := wrong_count(flag, words):
             errors.append(f"--{word or name}: {problem}")

@@ -12,9 +12,11 @@ from pydantic import BaseModel, ConfigDict
 from pipeline.configuration.flag_table import flag
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-# Why flags of DeepSpeed-Chat change nothing here.
-END_TOKEN_IS_TRAINED = "the tokenizer's own end token is always trained"
-PADDING_IS_NEVER_COUNTED = "lengths are known, padding is never counted"
+# DeepSpeed-Chat's flags of special tokens, and why they change nothing here.
+TOKEN_FLAGS = {
+    "add_eot_token": "the tokenizer's own end token is always trained",
+    "num_padding_at_beginning": "lengths are known, padding is never counted",
+}
 SchedulerType = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]  # fmt: skip
@@ -64,7 +66,7 @@ class DataConfig(Group):
         "auto",
         "Chat template; auto: the tokenizer's if it has one, else Human/Assistant",
         other_tools="chat_template prompt_template",
-        ignored={"add_eot_token": END_TOKEN_IS_TRAINED},
+        ignored=TOKEN_FLAGS,
         refused={"eot_token": "the tokenizer's own end token is trained: leave it out"},
     )
     data_output_path: str = flag(

@@ -269,6 +269,7 @@ def test_what_changes_nothing_is_accepted_with_a_note(tmp_path):
     resolved = parse(Named, ["--fused", "7", "--rate", "2"], section="sft")
     assert resolved.config.rate == 2.0
     assert resolved.notes == ("--fused: a flag of DeepSpeed-Chat that changes nothing here: it always is",)
+    assert errors_of("--fused", "7", "stray", config_class=Named)[0].startswith("--fused: found 2 values (7 stray)")
     (tmp_path / "c.yaml").write_text("fused: true\n")
     (note,) = parse(Named, ["--config", str(tmp_path / "c.yaml")], section="sft").notes
     assert note.startswith(f"{tmp_path / 'c.yaml'}: fused: a flag of DeepSpeed-Chat that changes nothing")

@@ -241,6 +241,17 @@ def test_all_errors_of_all_steps_at_once(tmp_path):
     ]
 
 
+def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("train: {stp: 3}\nsft: {epochs: 3}\nrewrd: {seed: 1}\nppo: {kl_coef: -1}\n")
+    assert refused("--config", "run.yaml") == [
+        "run.yaml: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo are right",
+        "run.yaml: stp: unknown flag; did you mean step?",
+        "sft: run.yaml: epochs: unknown flag; here it is num_train_epochs",
+        "--ppo.kl_coef: found -1 (run.yaml): Input should be greater than or equal to 0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
