@@ -7,7 +7,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate", "trl", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "peft",
+    "accelerate",
+    "trl",
+    "triton",
+    "tokenizers",
+    "datasets",
+    "pyarrow",
+)
 # Columns of the table of runs: field, heading, format.
 COLUMNS = (
     ("generate_s", "generate s", "{:.3f}"),
@@ -21,6 +32,8 @@ COLUMNS = (
     ("step_s", "step s", "{:.3f}"),
     ("tokens_per_s", "tokens/s", "{:,.0f}"),
     ("samples_per_s", "samples/s", "{:.2f}"),
+    ("rows_per_s", "rows/s", "{:,.0f}"),
+    ("processes", "processes", "{}"),
     ("mean_length", "response", "{:.0f}"),
     ("score", "score, last 10 steps", "{:.3f}"),
     ("kl", "KL, last 10 steps", "{:.3f}"),

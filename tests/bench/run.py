@@ -13,11 +13,13 @@ from typing import Any
 from bench.curves import curves
 from bench.figures import Figures
 from bench.jobs import ROOT, BenchError, Jobs
+from bench.preparation import data
 from bench.report import environment, for_people, print_reports
 from bench.rows import PPO_ROWS, SHAPE_NAMES, Row
 from bench.supervised import SUPERVISED_ROWS
 
-ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS | {"curves": curves}
+ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS | {"curves": curves, "data": data}
+HIDDEN = ("row", "work", "json", "vllm", "data", "tokenizer")  # paths of one machine
 REFERENCE = "H200"  # the device that the targets are for, with the default sizes
 ACTOR, CRITIC, PROMPT, ANSWER = "1.3b", "350m", 256, 256
 SIZES = {
@@ -39,6 +41,7 @@ SIZES = {
     "actor_lora_dim": (0, "rank in the row memory; 0: all weights are trained"),
     "copy_mib": (0, "MiB copied to measure bandwidth; 0: by the device"),
     "matrix": (0, "rows of the matrices that measure throughput; 0: by the device"),
+    "rows": (20_000, "rows for each core in the row data"),
     "trainer_deepspeed": (1, "0: transformers' Trainer and TRL without DeepSpeed"),
 }
 
@@ -60,6 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=numbers, default=[64, 128, 256], help="of the row generation (64,128,256)")
     parser.add_argument("--mean_length", type=float, default=110.0, help="mean response of the row early (110)")
     parser.add_argument("--cap_gib", type=float, default=0.0, help="memory that the row memory may use; 0: all")
+    parser.add_argument("--cores", type=numbers, default=[], help="of the row data; by default 1 and all")
+    parser.add_argument("--data", default="", help="a file of pairs for the row data; by default it is made")
+    parser.add_argument("--tokenizer", default="", help="a folder, for the row data; by default the demo's tokenizer")
     parser.add_argument("--vllm", default="", help="folder of vLLM's packages, for the row vllm")
     parser.add_argument("--work", default="output/bench", help="folder of models, data and logs (output/bench)")
     parser.add_argument("--json", default="", help="file that the JSON line is added to")
@@ -78,7 +84,7 @@ def run_row(options: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
         ROWS[options.row](jobs, figures)
     except BenchError as error:  # of the models, without which there is no run
         jobs.runs["models"] = {"error": str(error)}
-    settings = {name: value for name, value in vars(options).items() if name not in ("row", "work", "json", "vllm")}
+    settings = {name: value for name, value in vars(options).items() if name not in HIDDEN}
     return {
         "row": options.row,
         "settings": settings | {"extra": extra},

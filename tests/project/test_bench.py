@@ -286,6 +286,17 @@ def test_the_row_beside_vllm_compares_rates_of_the_same_work(tmp_path):
     assert figures["this project over vLLM, batch 4"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
+def test_the_row_of_data_prepares_as_many_rows_for_each_core(tmp_path):
+    found = json.loads(run_row("data", tmp_path, "--rows", "2600", "--cores", "1,2").splitlines()[-1])
+    runs, figures = found["runs"], {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert found["failed"] == [] and found["config"]["max_seq_len"] == 4096
+    assert [runs[f"pairs, {cores} cores"]["rows"] for cores in (1, 2)] == [2600, 5200]
+    assert [runs[f"pairs, {cores} cores"]["processes"] for cores in (1, 2)] == [1, min(2, len(os.sched_getaffinity(0)))]
+    assert figures["rows/s, 2 cores"] == pytest.approx(5200 / runs["pairs, 2 cores"]["seconds"])
+    assert figures["turns/s, conversations of 32 over those of 4"] > 0.5, "a quadratic way gives an eighth"
+
+
 def test_last_line_is_the_json_that_the_file_holds(step3):
     printed, file = step3
     assert printed.splitlines()[-1] == file.read_text(encoding="utf-8").strip()
