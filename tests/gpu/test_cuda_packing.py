@@ -55,8 +55,11 @@ def test_kernel_equals_dense_masks(name):
 
 
 def test_rows_padded_on_the_left_are_refused_and_checked_rows_cost_no_synchronisation():
-    """On a GPU as on a CPU; the loops, whose batches are checked on the host, do not wait for the device."""
-    inner = AutoModelForCausalLM.from_config(without_dropout(tiny_config("llama")), attn_implementation="sdpa")
+    """On a GPU as on a CPU; the loops, whose batches are checked on the host, do not wait for the device.
+
+    OPT: of the positions of Llama's rows transformers asks the device whether they are packed.
+    """
+    inner = AutoModelForCausalLM.from_config(without_dropout(tiny_config("opt")), attn_implementation="sdpa")
     model = CausalLM(inner.to(CUDA, torch.bfloat16))
     mask = lengths_to_mask(torch.tensor([9, 4], device=CUDA), 9)
     ids = torch.randint(3, 400, mask.shape, device=CUDA)
