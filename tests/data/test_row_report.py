@@ -1,5 +1,6 @@
 """Where rows went, as a run says it, against files whose rows were written for each fate."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -86,3 +87,15 @@ def test_texts_that_fill_blocks_are_told_apart_from_sequences():
     counts = counts_of(kept=9)
     assert row_lines("sft", counts, "none", num_sequences=4) == ["sft rows: 4 to train on, 5 held out, of 9 given"]
     assert "4 to train on (sequences: 2), 5 held out" in row_lines("sft", counts, "none", num_sequences=2)[0]
+
+
+def test_real_answers_labelled_false_train_no_policy_and_give_prompts(real_data, bpe_tokenizer, tmp_path):
+    path = real_data / "raw" / "llamafactory_kto_en_demo.first50.json"
+    shipped = json.loads(path.read_text(encoding="utf-8"))
+    options = {"data_split": "none", "eval_fraction": 0.0, "data_output_path": str(tmp_path)}
+    data = DataConfig(data_path=[str(path)], **options)
+    sft = prepare_data("sft", data, tokenizer=bpe_tokenizer, max_seq_len=8192)
+    assert len(sft.train) == sum(row["label"] for row in shipped) < len(shipped)
+    assert sft.counts["response is labelled false"] == len(shipped) - len(sft.train)
+    prompts = prepare_data("ppo", data, tokenizer=bpe_tokenizer, max_prompt_seq_len=8192)
+    assert len(prompts.train) == len({json.dumps(row["messages"][:-1]) for row in shipped})

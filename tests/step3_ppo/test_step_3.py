@@ -177,7 +177,7 @@ def make_stranger(folder: Path) -> None:
 COMPLAINTS = {
     "critic with another tokenizer": ({"critic_model_name_or_path": "stranger"}, "tokenizer"),
     "critic without a head": ({"critic_model_name_or_path": "base"}, "no reward head"),
-    "rows that do not divide": ({"per_device_train_batch_size": 3}, "must be a multiple"),
+    "rows that do not divide": ({"per_device_train_batch_size": 3}, "the nearest that fit are"),
     "too many tokens": ({"max_answer_seq_len": 4096}, "positions"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
     "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, found 4"),
