@@ -1,40 +1,13 @@
 """Meeting the other ranks: over loopback where all are here, errors that follow from others, and rank 0's own."""
 
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from support.source_tree import ROOT
+from support.two_ranks import run_two_ranks
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault
 
-START = """
-import json, os, pathlib, time
-import torch
-from pipeline import dist, heartbeat
-from pipeline.errors import InputError
-
-rank = int(os.environ["RANK"])
-ready = [pathlib.Path(f"ready-{number}") for number in (0, 1)]
-ready[rank].touch()
-while not all(file.exists() for file in ready):
-    time.sleep(0.01)
-heartbeat.start(pathlib.Path(f"beat-{rank}.json"))
-world = dist.start(timeout_s=2)
-
-def told(work):
-    try:
-        return work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0][:80], dist.follows_from_another_rank(error)
-
-def fail(error):
-    raise error
-"""
 PEERS = """
 print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
 print(dist.on_main(lambda: time.sleep(2.5)), flush=True)
@@ -58,19 +31,6 @@ dist.finish()
 print("end", flush=True)
 os._exit(0)
 """
-
-
-def run_two_ranks(code: str, folder: Path) -> list[list[str]]:
-    """Return the lines that each of two ranks printed; they work in `folder`."""
-    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(dist.free_port()), "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", START + code], cwd=folder, env=os.environ | own | {"RANK": str(rank)},
-            stdout=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    return [process.communicate(timeout=60)[0].splitlines() for process in ranks]
 
 
 def test_waiting_and_errors_of_rank_0_and_lost_ranks(tmp_path):
