@@ -6,7 +6,7 @@ PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-seeds test test-slow test-faults test-gpu bench check audit reference clean
+.PHONY: demo demo-seeds test test-slow test-faults test-gpu bench check audit constraints sbom reference clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -46,9 +46,25 @@ check: $(VENV)/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
-audit: $(VENV)/installed-dev
-	$(PIP_INSTALL) pip-audit
-	$(PYTHON) -m pip_audit -r requirements.txt
+# Asks an advisory service about every package of constraints.txt, without installing any.
+audit: $(VENV)/bin/python
+	$(PYTHON) -m pip install --quiet pip-audit
+	sed -e '/--hash/d' -e 's/ \\$$//' constraints.txt > $(VENV)/audited.txt
+	$(PYTHON) -m pip_audit --strict --no-deps --disable-pip -r $(VENV)/audited.txt
+
+# The newest versions are taken for packages that are not in the file yet. Builds of torch and of what comes with it
+# differ by index: they have no hashes.
+constraints: $(VENV)/bin/python
+	$(PYTHON) -m pip install --quiet uv
+	$(PYTHON) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	    --custom-compile-command "make constraints" requirements.txt requirements-dev.txt -o constraints.txt
+	awk '/^[^ ]/ { bare = /^(torch|triton|nvidia-|cuda-)/ } bare && /--hash/ { next } bare { sub(/ \\$$/, "") } { print }' \
+	    constraints.txt > $(VENV)/constraints.txt
+	mv $(VENV)/constraints.txt constraints.txt
+
+sbom: $(VENV)/bin/python
+	$(PYTHON) -m pip install --quiet cyclonedx-bom
+	$(PYTHON) -m cyclonedx_py requirements constraints.txt --output-reproducible --output-file sbom.json
 
 reference: $(VENV)/installed
 	$(PYTHON) docs/make_configuration.py
@@ -59,12 +75,18 @@ $(VENV)/bin/python:
 	    v < (3, 11) and sys.exit(f"error: {name}; needs 3.11 or newer: make BASE_PYTHON=python3.12 ..."); \
 	    v > (3, 12) and print(f"note: {name}, not tested; tested are 3.11 and 3.12", file=sys.stderr)'
 	$(BASE_PYTHON) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --upgrade "pip>=26.3"  # older ones take no constraints with hashes
+
+# Packages without hashes are installed first: pip asks for the hash of all that it installs from a file that has any.
+INSTALL_UNHASHED = grep '^$(1)==' constraints.txt > $(VENV)/$(1).txt && $(PYTHON) -m pip install --quiet -r $(VENV)/$(1).txt
 
 $(VENV)/installed: requirements.txt constraints.txt | $(VENV)/bin/python
+	$(call INSTALL_UNHASHED,torch)
 	$(PIP_INSTALL) -r requirements.txt
 	touch $@
 
 $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
+	$(call INSTALL_UNHASHED,triton)
 	$(PIP_INSTALL) -r requirements-dev.txt
 	touch $@
 

@@ -160,7 +160,7 @@ def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
             seen.append(info.annotation)
         else:
             default = info.get_default(call_default_factory=True)
-            table[name] = Flag(name, (name,), "Stage", info, default, **rules_of(info))
+            table[name] = Flag(name, (name,), "General", info, default, **rules_of(info))
     return table
 
 

@@ -191,7 +191,8 @@ TESTS: dict[str, str] = {
     "launching/test_train.py::test_launcher_flags_reach_the_launcher[exclude]": "train.exclude",
     "launching/test_train.py::test_launcher_flags_reach_the_launcher[include]":
         "train.hostfile train.include train.master_addr",
-    "launching/test_train.py::test_models": "train.step train.actor_model train.dry_run",
+    "launching/test_train.py::test_config_file_without_sections_is_for_one_step": "train.step",
+    "launching/test_train.py::test_models": "train.actor_model train.dry_run",
     "launching/test_train.py::test_port_in_use": "train.master_port",
     "launching/test_train.py::test_three_steps_in_order_with_chained_folders": "train.reward_model train.output_dir",
     "launching/test_train.py::test_what_step_3_would_refuse_is_refused_before_step_1":

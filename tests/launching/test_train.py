@@ -54,6 +54,7 @@ def test_flags_reach_their_step(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     sft, reward, ppo = started(tmp_path)
+    assert sft[:2] == ["--num_gpus", "2"]
     assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", *common, "--data_path", "a b.jsonl", "c'd"]
     assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", *common, "--column_map", "two\nlines"]
     assert ppo[ppo.index("--actor_zero_stage") :] == [

@@ -289,6 +289,12 @@ def test_there_are_commands_for_every_program():
     assert programs >= {"python train.py", "python chat.py", "python prompt_eval.py", "make demo", "make test"}
 
 
+def test_every_flag_of_every_command_is_in_the_reference():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    sections = [set(re.findall(r"^\| `--(\w+)` \|", part, re.MULTILINE)) for part in page.split("\n## ")]
+    assert [config for config in CONFIGS if set(flag_table(config)) not in sections] == []
+
+
 # --- flags that nothing reads ---------------------------------------------------------------------------------------
 
 CONFIGS = (TrainConfig, *STAGES.values(), RewardEvalConfig, *PROGRAMS.values())

@@ -44,7 +44,11 @@ def test_an_empty_environment(wheel, tmp_path):
         pip(python, "download", "--no-deps", "--dest", tmp_path, "filelock")
     except AssertionError as error:
         pytest.skip(f"pip reaches no package index: {error}")
-    pip(python, "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+    pip(python, "install", "--quiet", "--upgrade", "pip>=26.3")
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pip(python, "install", "--quiet", *(line for line in constraints.splitlines() if line.startswith("torch==")))
+    pip(python, "install", "--quiet", "-c", ROOT / "constraints.txt", "-r", ROOT / "requirements.txt")
+    pip(python, "install", "--quiet", "--no-deps", wheel)
     assert "usage: rlhf SUBCOMMAND" in call([folder / "bin" / "rlhf", "--help"], work)
     tiny_step([folder / "bin" / "rlhf"], work)
     installed = Path(call([python, "-c", "import pipeline; print(pipeline.__file__)"], work).strip())
