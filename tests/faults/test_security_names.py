@@ -129,12 +129,13 @@ def test_a_linked_output_folder_is_refused_or_used_and_what_it_points_to_is_kept
 
 @pytest.mark.parametrize("name", ["a; touch X", "$(touch X)", "`touch X`", "a'b", "* ?"], ids=ascii)
 def test_the_launch_script_hands_words_on_unchanged(name: str, tmp_path: Path) -> None:
-    command = ["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--output_dir", name, "--data_path", name]
+    data = f"{name}.jsonl"
+    command = ["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--output_dir", name, "--data_path", data]
     environment = stub_environment(tmp_path, gpus=1, STUB_OUTCOMES="0")
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     words = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["argv"]
-    assert words[words.index("--output_dir") + 1] == name and words[words.index("--data_path") + 1] == name
+    assert words[words.index("--output_dir") + 1] == name and words[words.index("--data_path") + 1] == data
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["bin", "log.jsonl", "runs", name])
 
 
