@@ -30,6 +30,7 @@ from pipeline.launching.machine import (
     read_hostfile,
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, as_override, make_plan, path_from_here, without_flag
+from pipeline.launching.preflight_job import start_preflight
 from pipeline.launching.train_config import TrainConfig, model_size
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import evaluations
@@ -43,6 +44,7 @@ STAGES = {
     2: StageKind("reward", "reward model", RewardConfig, ("eval_accuracy",)),
     3: StageKind("ppo", "PPO", PPOConfig, ("eval_objective/scores", "eval_objective/kl")),
 }
+DEMO = Path("output/demo")
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
 RESUME = ["--overwrite", "false", "--resume", "auto"]
 MEANING = {
@@ -159,7 +161,7 @@ def show_plan(plan: Plan) -> None:
     for stage in plan.chosen:
         print(header(stage, plan.config))
         show_stage(stage.resolved, stage.kind.section, ranks=ranks)
-    print(NOTHING_STARTED)
+    sys.stdout.flush()
 
 
 def header(stage: Stage, config: TrainConfig) -> str:
@@ -210,11 +212,19 @@ def run(argv: list[str], prog: str) -> int:
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
         if model_size(model) is None:
             print(f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing")
-    if plan.config.dry_run or any(stage.resolved.config.run.dry_run for stage in plan.chosen):
-        show_plan(plan)
-        return EXIT_DONE
+    dry_run = plan.config.dry_run or any(stage.resolved.config.run.dry_run for stage in plan.chosen)
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
+    if dry_run:
+        show_plan(plan)
+    to_run = {stage.kind.section: stage.argv for stage in plan.chosen if stage.number not in finished}
+    code = start_preflight(to_run, environment["PYTHON"], dry_run=dry_run)
+    if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
+        print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
+    if dry_run:
+        print(NOTHING_STARTED)
+    if dry_run or code != EXIT_DONE:
+        return code
     for stage in plan.chosen:
         if stage.number in finished:
             print(f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again")

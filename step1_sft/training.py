@@ -21,10 +21,11 @@ from pipeline.heartbeat import beat
 from pipeline.models.loading import base_model, check_attention, check_positions
 from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.paths import check_language_model
+from pipeline.models.tokenizers import prepare_tokenizer
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.inputs import prepare_data, prepare_tokenizer
+from pipeline.training.inputs import prepare_data
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step1_sft.config import SFTConfig
@@ -87,15 +88,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
-    rows = prepare_data(
-        "sft",
-        data,
-        tokenizer=tokenizer,
-        max_seq_len=data.max_seq_len,
-        train_on_prompt=data.train_on_prompt,
-        train_turns=data.train_turns,
-        sft_only_data_path=tuple(data.sft_only_data_path),
-    )
+    rows = prepare_data("sft", data, tokenizer=tokenizer)
     collate = partial(packed_sft_batch, pad_id=tokenizer.pad_token_id)
     units = pack_rows(rows.train["num_tokens"], data.max_seq_len) if data.packing else None
     engine = language_model_engine(run, config.model)

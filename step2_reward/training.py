@@ -17,10 +17,11 @@ from pipeline.engine.start import start_deepspeed
 from pipeline.heartbeat import beat
 from pipeline.models.loading import check_attention, check_positions
 from pipeline.models.reward_model import score_head_fields
+from pipeline.models.tokenizers import prepare_tokenizer
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.inputs import prepare_data, prepare_tokenizer
+from pipeline.training.inputs import prepare_data
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
@@ -85,7 +86,7 @@ def build(run: Run, config: RewardConfig) -> Reward:
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
-    pairs = prepare_data("reward", data, tokenizer=tokenizer, max_seq_len=data.max_seq_len, long_pairs=data.long_pairs)
+    pairs = prepare_data("reward", data, tokenizer=tokenizer)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
     engine = value_model_engine(run, config.model, new_head=True)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)

@@ -16,9 +16,8 @@ from pipeline.models.loading import base_model, check_attention, check_model, lo
 from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.models.reward_model import load_reward_model, score_constants
-from pipeline.models.tokenizers import load_tokenizer
+from pipeline.models.tokenizers import load_tokenizer, prepare_tokenizer
 from pipeline.run.run import Run
-from pipeline.training.inputs import prepare_tokenizer
 from step3_ppo.config import PPOConfig
 
 log = logging.getLogger(__name__)

@@ -29,13 +29,7 @@ SAMPLING_SETTINGS = frozenset(
 
 def make_prompts(config: PPOConfig, tokenizer: Any) -> StageData:
     """Read the prompts to train on, and the held-out ones."""
-    return prepare_data(
-        "ppo",
-        config.data,
-        tokenizer=tokenizer,
-        max_prompt_seq_len=config.data.max_prompt_seq_len,
-        long_prompts=config.data.long_prompts,
-    )
+    return prepare_data("ppo", config.data, tokenizer=tokenizer)
 
 
 def make_text(run: Run, config: PPOConfig, tokenizer: Any) -> StepLoader[SFTBatch] | None:

@@ -10,8 +10,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record, read_records
@@ -46,6 +46,18 @@ class DataOptions(TokenizationOptions):
     column_map: Mapping[str, str] = field(default_factory=dict)
     template: str = "auto"
     cache_dir: str | None = None
+
+
+def options_of(flags: Any, **changes: Any) -> DataOptions:
+    """Return the options that a stage's data flags ask for; flags of this name that a stage lacks have no effect on it.
+
+    Raises:
+        InputError: a --column_map that names no columns.
+    """
+    values = {entry.name: getattr(flags, entry.name) for entry in fields(DataOptions) if hasattr(flags, entry.name)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values |= {"seed": flags.data_seed, "cache_dir": flags.data_output_path or None}
+    return DataOptions(**{**values, "column_map": parse_column_map(flags.column_map), **changes})
 
 
 class Selected(NamedTuple):

@@ -108,6 +108,11 @@ def _local_path(path: str) -> Path | None:
     return None
 
 
+def is_local(path: str) -> bool:
+    """Return True for a path of this machine, whether it exists or not; False for a hub id."""
+    return Path(path).expanduser().exists() or looks_local(path)
+
+
 def looks_local(path: str) -> bool:
     """Return True for a file path, False for a hub id, by first character, suffix, depth or an existing parent."""
     if path.startswith((".", "/", "~")) or data_suffix(Path(path)) or path.count("/") > 1:

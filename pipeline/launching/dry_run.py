@@ -11,6 +11,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.launching.machine import device_kind
+from pipeline.launching.preflight import look_before_start
 from pipeline.run.layout import run_folder
 
 NOTHING_STARTED = "dry run: nothing was started"
@@ -47,7 +48,20 @@ def show_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
         print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
 
 
-def show_own_stage(resolved: Resolved, section: str) -> None:
-    """Print the dry run of the stage that this process is a rank of."""
-    show_stage(resolved, section, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    print(NOTHING_STARTED)
+def dry_run_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
+    """Print what a stage would run with, and look at its models, data and disk.
+
+    Raises:
+        InputError, EnvironmentFault: what would end the run.
+    """
+    show_stage(resolved, section, ranks=ranks)
+    try:
+        for line in look_before_start({section: resolved.config}, dry_run=True):
+            print(f"  note: {line}")
+    finally:
+        print(NOTHING_STARTED)
+
+
+def dry_run_own_stage(resolved: Resolved, section: str) -> None:
+    """Make the dry run of the stage that this process is a rank of. Raises InputError, EnvironmentFault."""
+    dry_run_stage(resolved, section, ranks=int(os.environ.get("WORLD_SIZE", "1")))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline import errors
 from pipeline.configuration.flags import Resolved
-from pipeline.launching.dry_run import NOTHING_STARTED, show_stage
+from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import check_port
 from pipeline.launching.rank_watch import RankWatch
@@ -51,8 +51,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
         end_with_parent(os.getppid(), signal.SIGTERM)
     resolved, section = stage_flags(module, words)
     if resolved.config.run.dry_run:
-        show_stage(resolved, section, ranks=num_local_ranks(command))
-        print(NOTHING_STARTED)
+        dry_run_stage(resolved, section, ranks=num_local_ranks(command))
         return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)
     with locked(run_dir):

@@ -3,18 +3,22 @@
 The vocabulary never changes. Chat templates are in `data/templates.py`.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.data.templates import end_token_ids
+from pipeline.data.templates import end_token_ids, set_template
 from pipeline.errors import InputError
 from pipeline.hub import go_offline_without_network
+from pipeline.models.loading import check_model, check_vocabulary
 from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config, reading_error
 from pipeline.models.weight_files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 # Names of reserved tokens in published vocabularies, which no text contains, best first.
 RESERVED_NAMES = (
@@ -89,3 +93,20 @@ def eos_ids(
     configured = generation_config.eos_token_id if generation_config is not None else None
     extra = [configured] if isinstance(configured, int) else configured or []
     return end_token_ids(tokenizer) | frozenset(extra)
+
+
+def prepare_tokenizer(path: str, template: str) -> Any:
+    """Load the tokenizer, with the run's chat template and a padding token that exists (the vocabulary never grows).
+
+    The model's files are checked first, and that tokenizer and model belong together: rows are tokenised for minutes
+    before weights are read. Raises InputError, EnvironmentFault.
+    """
+    check_model(path)
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(path, tokenizer)
+    set_template(tokenizer, template)
+    padding = choose_padding_token(tokenizer)
+    if padding.source != "tokenizer":
+        log.info("padding with %s (%s); masks never come from token ids", padding.token, padding.source)
+        tokenizer.pad_token = padding.token
+    return tokenizer

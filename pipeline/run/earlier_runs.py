@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.configuration.resume_rules import batch_sizes, changed_settings, defaults_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
-from pipeline.data.sources import fingerprint, looks_local, parse_path
+from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError
 from pipeline.files import has_config, model_fingerprint, refused_by_disk, write_json
 from pipeline.run.layout import done_file, model_folders
@@ -51,8 +51,7 @@ def input_contents(config: Any) -> dict[str, Any]:
 def data_content(text: str) -> str:
     """Return the hash of a local source with its weight, or a hub id with its weight. Raises InputError."""
     path, weight = parse_path(text)
-    is_local = Path(path).expanduser().exists() or looks_local(path)
-    return f"{fingerprint(path) if is_local else path}:{weight:g}"
+    return f"{fingerprint(path) if is_local(path) else path}:{weight:g}"
 
 
 def compared_settings(config: Any) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def stopped_at_the_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def models_without_weights(run: Any, config: Any, *others: Any) -> Any:
     """What step 3 has to know before its rows: the checks of its models, and the actor's tokenizer."""
-    from pipeline.training.inputs import prepare_tokenizer
+    from pipeline.models.tokenizers import prepare_tokenizer
     from step3_ppo.models import check_inputs
 
     tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)

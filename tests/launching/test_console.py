@@ -18,7 +18,7 @@ def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subp
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
-        env={**stub_environment(folder, gpus=1, **more), "PYTHONPATH": str(ROOT)},
+        env={**stub_environment(folder, gpus=1, **more), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         stdout=writer,
         stderr=writer if both else subprocess.PIPE,
     )
@@ -34,7 +34,7 @@ def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subp
         (str(ROOT / "chat.py"), "--help"),
         ("-m", "rlhf", "--help"),
         ("-m", "step1_sft.main", "--help"),
-        ("-m", "step1_sft.main", "--dry-run"),
+        ("-m", "step1_sft.main", "--dry-run", "--model_name_or_path", "org/model"),
     ],
     ids=" ".join,
 )

@@ -9,13 +9,18 @@ import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
 
 MODULES = {1: "step1_sft.main", 2: "step2_reward.main", 3: "step3_ppo.main"}
+ON_THE_HUB = {
+    1: ("--model_name_or_path", "org/model", "--data_path", "org/rows"),
+    2: ("--model_name_or_path", "org/model", "--data_path", "org/rows"),
+    3: ("--actor_model_name_or_path", "org/a", "--critic_model_name_or_path", "org/c", "--data_path", "org/rows"),
+}
 ENGINES = {1: ["model"], 2: ["model"], 3: ["actor", "critic", "reference", "reward model"]}
 
 
 def dry_run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the checkout in the empty `folder`, with stubs for launcher and GPUs."""
     folder.mkdir(exist_ok=True)
-    variables = stub_environment(folder.parent, PYTHONPATH=str(ROOT), **environment)
+    variables = stub_environment(folder.parent, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", **environment)
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -30,7 +35,7 @@ def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step
     section = ("sft", "reward", "ppo")[step - 1]
     preset = str(ROOT / f"launch/presets/tiny.{section}.yaml")
     zero = "--actor_zero_stage" if step == 3 else "--zero_stage"
-    words = ["--preset", preset, "--dry-run", zero, "2", "--seed", "7"]
+    words = ["--preset", preset, "--dry-run", zero, "2", "--seed", "7", *ON_THE_HUB[step]]
     done = dry_run(tmp_path / "empty", sys.executable, "-m", MODULES[step], *words, WORLD_SIZE="4")
     assert done.returncode == 0, done.stderr
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
@@ -40,18 +45,19 @@ def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step
     assert list(jsons) == ENGINES[step]
     first = jsons[ENGINES[step][0]]
     assert first["zero_optimization"]["stage"] == 2 and first["train_micro_batch_size_per_gpu"] == 32
+    assert done.stdout.count("not looked at: no network\n") == len(ON_THE_HUB[step]) // 2
     assert done.stdout.endswith("dry run: nothing was started\n") and not list((tmp_path / "empty").iterdir())
 
 
 def test_a_launch_script_starts_no_rank(tmp_path):
-    words = ["--num_gpus", "2", "3", "--dry-run", "--actor_zero_stage", "1"]
+    words = ["--num_gpus", "2", "3", "--dry-run", "--actor_zero_stage", "1", *ON_THE_HUB[3]]
     done = dry_run(tmp_path / "empty", "bash", str(ROOT / "launch/single_node.sh"), *words)
     assert done.returncode == 0 and list(engine_jsons(done.stdout)) == ENGINES[3], done.stderr
     assert started(tmp_path) == [] and not list((tmp_path / "empty").iterdir())
 
 
 def test_only_rank_0_prints(tmp_path):
-    command = (sys.executable, "-m", MODULES[1], "--dry-run")
+    command = (sys.executable, "-m", MODULES[1], "--dry-run", *ON_THE_HUB[1])
     assert dry_run(tmp_path / "empty", *command, RANK="1", WORLD_SIZE="2").stdout == ""
     assert "nothing was started" in dry_run(tmp_path / "empty", *command, RANK="0", WORLD_SIZE="2").stdout
 
@@ -70,7 +76,7 @@ def test_train_prints_the_same_for_each_stage(tmp_path):
 
 
 def test_a_task_of_srun_that_is_alone_says_what_to_do(tmp_path):
-    command, variables = (sys.executable, "-m", MODULES[1], "--dry-run"), {"SLURM_NTASKS": "4"}
+    command, variables = (sys.executable, "-m", MODULES[1], "--dry-run", *ON_THE_HUB[1]), {"SLURM_NTASKS": "4"}
     done = dry_run(tmp_path / "empty", *command, SLURM_PROCID="0", **variables)
     assert done.returncode == 3 and done.stderr.startswith("error: SLURM_NTASKS is 4, but this task is a run of one")
     assert "torchrun" in done.stderr and done.stderr.count("\n") == 1

@@ -17,6 +17,8 @@ import json, os, signal, socket, sys, time
 from contextlib import suppress
 from pathlib import Path
 
+if sys.argv[1:3] == ["-m", "pipeline.launching.preflight_job"]:
+    sys.exit(0)  # the tests of it have data and models
 if sys.argv[1:3] != ["-m", "deepspeed.launcher.runner"]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 names = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONWARNINGS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")

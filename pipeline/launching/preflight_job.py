@@ -1,0 +1,44 @@
+"""`look_before_start` as a process of its own: `rlhf train` starts it and imports no torch itself."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.errors import EXIT_DONE, RunError, print_error
+from pipeline.launching.job import STAGES, stage_flags
+from pipeline.launching.preflight import look_before_start
+
+MODULES = {section: module for module, (_, _, section) in STAGES.items()}
+
+
+def start_preflight(stages: Mapping[str, list[str]], python: str, *, dry_run: bool) -> int:
+    """Run `look_before_start` in a process of its own, which prints notes and errors; return its exit code.
+
+    Args:
+        stages: section -> the words of the stage's flags, in the order of the stages.
+        python: the interpreter.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    task = json.dumps({"stages": stages, "dry_run": dry_run})
+    command = [python, "-m", "pipeline.launching.preflight_job", task]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False).returncode
+
+
+def main(task: str) -> int:
+    """Do the work of the process that `start_preflight` starts; return its exit code."""
+    content = json.loads(task)
+    configs = {section: stage_flags(MODULES[section], words)[0].config for section, words in content["stages"].items()}
+    try:
+        notes = look_before_start(configs, dry_run=content["dry_run"], named_by_section=True)
+    except RunError as error:
+        return print_error(error)
+    print(*(f"note: {line}" for line in notes), sep="\n", end="\n" if notes else "")
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

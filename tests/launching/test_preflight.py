@@ -1,0 +1,149 @@
+"""What would end a later stage is found before the first one starts, in the dry run too: models, rows, room."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launch_stub import ROOT
+from support.tiny_run import make_folder, write_lines
+
+from pipeline import hub
+from pipeline.configuration.flags import parse
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.launching import preflight
+from pipeline.launching.preflight import look_before_start
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig
+
+CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data of a tiny run, and files that single stages cannot use."""
+    folder = make_folder(tmp_path_factory.mktemp("preflight"), num_train=8, num_test=4, num_documents=2)
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+    write_lines(folder / "chats.jsonl", [{"messages": turns}])
+    write_lines(folder / "other.jsonl", [{"ask": "Who?", "reply": "Me."}])
+    write_lines(folder / "odd.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
+    """In the folder of the inputs, without a network."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr(preflight, "is_reachable", lambda: False)
+
+
+def configs(**changed: str) -> dict[str, object]:
+    """The three stages of a plan, chained as `train.py` does it; `changed`: further words of a stage."""
+    words = {
+        "sft": "--model_name_or_path base --data_path train.jsonl --output_dir out/sft",
+        "reward": "--model_name_or_path base --data_path train.jsonl --output_dir out/reward",
+        "ppo": "--actor_model_name_or_path out/sft --critic_model_name_or_path out/reward --data_path train.jsonl "
+        "--output_dir out",
+    }
+    return {
+        stage: parse(CLASSES[stage], f"{line} {changed.get(stage, '')}".split(), section=stage).config
+        for stage, line in words.items()
+    }
+
+
+def problems(error: type[Exception] = InputError, *, dry_run: bool = True, **changed: str) -> list[str]:
+    with pytest.raises(error) as refused:
+        look_before_start(configs(**changed), dry_run=dry_run, named_by_section=True)
+    return str(refused.value).splitlines()
+
+
+def test_a_plan_that_can_run_has_no_problem_and_nothing_is_written(inputs):
+    before = sorted(inputs.rglob("*"))
+    assert look_before_start(configs(), dry_run=True, named_by_section=True) == []
+    assert sorted(inputs.rglob("*")) == before
+
+
+CASES = {
+    "data of the last stage": ({"ppo": "--data_path ./gone.jsonl"}, "--ppo.data_path: data path './gone.jsonl'"),
+    "evaluation data": ({"sft": "--eval_data_path ./gone.jsonl"}, "--sft.eval_data_path: data path './gone.jsonl'"),
+    "text of the ptx loss": ({"ppo": "--unsupervised_data_path ./x.txt"}, "--ppo.unsupervised_data_path: data path"),
+    "columns": ({"reward": "--data_path other.jsonl"}, "--reward.data_path: other.jsonl:1: "),
+    "a map without a column": ({"reward": "--column_map prompt"}, "--reward.column_map: --column_map prompt: "),
+    "rows without a pair": ({"reward": "--data_path chats.jsonl"}, "--reward.data_path: chats.jsonl: no row that "),
+    "turns": ({"sft": "--data_path odd.jsonl"}, "--sft.data_path: odd.jsonl: no usable row: "),
+    "a model": ({"reward": "--model_name_or_path ./bas"}, "--reward.model_name_or_path: ./bas: no such folder"),
+    "no model": ({"sft": "--model_name_or_path="}, "--sft.model_name_or_path: no model is named"),
+    "a reward model as start": ({"sft": "--model_name_or_path scorer"}, "--sft.model_name_or_path: scorer is a reward"),
+    "the reward model": ({"ppo": "--reward_model_name_or_path ./x"}, "--ppo.reward_model_name_or_path: ./x: no such"),
+    "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_would_end_a_later_stage_is_found_before_the_first(name):
+    changed, line = CASES[name]
+    (found,) = problems(**changed)
+    assert found.startswith(line)
+
+
+def test_all_problems_of_all_stages_are_told_together():
+    lines = problems(sft="--data_path ./a.jsonl", reward="--model_name_or_path ./b", ppo="--data_path ./c.jsonl")
+    assert [line.split(":")[0] for line in lines] == [
+        "--sft.data_path", "--reward.model_name_or_path", "--ppo.data_path"
+    ]  # fmt: skip
+
+
+def test_columns_are_looked_at_although_the_model_cannot_be_used():
+    lines = problems(sft="--model_name_or_path ./gone --data_path other.jsonl")
+    assert [line.split(":")[0] for line in lines] == ["--sft.model_name_or_path", "--sft.data_path"]
+
+
+def test_the_dry_run_says_what_it_could_not_reach_and_that_is_no_error():
+    notes = look_before_start(
+        configs(sft="--model_name_or_path org/model --data_path org/rows:0.5 train.jsonl"), dry_run=True
+    )
+    assert notes == [
+        "--model_name_or_path org/model: not looked at: no network",
+        "--data_path org/rows: not looked at: no network",
+    ]
+
+
+def test_a_start_without_network_ends_where_its_hub_ids_are_not_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    (line,) = problems(EnvironmentFault, dry_run=False, sft="--model_name_or_path org/no-such-model")
+    assert line.startswith("--sft.model_name_or_path: org/no-such-model: cannot be fetched")
+
+
+def test_a_dry_run_downloads_no_rows(monkeypatch):
+    monkeypatch.setattr(preflight, "is_reachable", lambda: True)
+    notes = look_before_start(configs(reward="--data_path org/rows"), dry_run=True)
+    assert notes == ["--data_path org/rows: not looked at: a dry run downloads no rows"]
+
+
+def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(inputs, monkeypatch):
+    """In fp32, as the files are, a checkpoint holds each weight three times, and a model folder half of it at least."""
+    weights = (inputs / "base" / "model.safetensors").stat().st_size
+    needed = 4 * (weights / 2 + 3 * weights)
+    for share, fits in ((1.05, True), (0.95, False)):
+        monkeypatch.setattr(preflight, "free_bytes", lambda folder, share=share: share * needed)
+        if fits:
+            assert look_before_start(configs(), dry_run=True) == []
+    (line,) = problems(EnvironmentFault)
+    assert ": the outputs need " in line and " GiB are free; " in line
+    few = dict.fromkeys(CLASSES, "--keep_checkpoints 0")
+    assert look_before_start(configs(**few), dry_run=True) == []
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])
+def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_path, more):
+    """In the process of its own, without the demo's model and data."""
+    words = ("--actor-model", inputs / "base", "--reward-model", "tiny", "--sft.data_path", inputs / "train.jsonl")
+    command = [sys.executable, ROOT / "train.py", *words, "--ppo.data_path", "./gone.jsonl", *more]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    *lines, note = done.stderr.splitlines()
+    assert done.returncode == 2 and [line.split(":")[1].strip() for line in lines] == [
+        "--reward.model_name_or_path", "--reward.data_path", "--ppo.data_path"
+    ]  # fmt: skip
+    assert note.startswith("note: tiny is the demo's model, which `make demo` makes")
+    assert ("== stage 1" in done.stdout) == bool(more) and not list(tmp_path.iterdir())
