@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.configuration.resume_rules import values_by_rule
+from pipeline.data.counts import Counts
+from pipeline.data.formats import read_records
 from pipeline.data.selection import DataOptions, Stage, options_of
-from pipeline.data.sources import is_local, parse_path
+from pipeline.data.shards import TOKENISERS
+from pipeline.data.sources import is_local, parse_path, read_rows
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import GIB, free_bytes
 from pipeline.hub import is_reachable
@@ -138,8 +141,6 @@ def data_of(config: Any, section: str) -> list[tuple[Stage, DataOptions]]:
 
 def look_at_rows(findings: Findings, stage: Stage, options: DataOptions, dashes: str, tokenizer: Any) -> None:
     """Render and tokenise one row of each source; without a tokenizer only read it."""
-    from pipeline.data.preview import first_row
-
     data_flag = "unsupervised_data_path" if stage == "text" else "data_path"
     for name, texts in (
         (data_flag, options.data_path),
@@ -151,6 +152,20 @@ def look_at_rows(findings: Findings, stage: Stage, options: DataOptions, dashes:
             path, _ = findings.look(flag, partial(parse_path, text)) or ("", 1.0)
             if path and (is_local(path) or not findings.is_out_of_reach(flag, path, rows=True)):
                 findings.look(flag, partial(first_row, stage, path, options, tokenizer))
+
+
+def first_row(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> None:
+    """Tokenise records of a source until one gives a row of `stage`; without a tokenizer only read one.
+
+    Raises:
+        InputError: the source cannot be read, or has no row that the stage can use.
+    """
+    counts = Counts()
+    for record in read_records(read_rows(path), counts, column_map=options.column_map):
+        kind = "documents" if stage == "text" or (stage == "sft" and record.text is not None) else stage
+        if tokenizer is None or any(True for _ in TOKENISERS[kind]([record], tokenizer, options, counts)):
+            return
+    raise InputError(f"{path}: no row that stage {stage} can use: {'; '.join(counts.lines())}")
 
 
 def output_bytes(config: Any, section: str, made: Mapping[str, str]) -> Iterator[tuple[Path, int]]:
