@@ -101,18 +101,18 @@ def tokenise(
     log.info("%s: %d processes", what, processes)
     # Not forked: a child of a process with other threads (torch's, NCCL's) may wait for ever for one of their locks.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, start_worker, (os.getpid(), tokenizer, options)) as pool:
-        try:
-            written = [pool.submit(write_shard_in_worker, shard) for shard in shards]
-            for shard, future in zip(shards, written, strict=True):
-                result_of(future)
-                progress.add(len(shard.records))
-        except BrokenProcessPool as error:
-            raise EnvironmentFault(
-                f"{what}: a process was killed (out of memory?); finished shards are kept, the same command goes on"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ProcessPoolExecutor(processes, context, start_worker, (os.getpid(), tokenizer, options))
+    try:
+        written = [pool.submit(write_shard_in_worker, shard) for shard in shards]
+        for shard, future in zip(shards, written, strict=True):
+            result_of(future)
+            progress.add(len(shard.records))
+    except BrokenProcessPool as error:
+        raise EnvironmentFault(
+            f"{what}: a process was killed (out of memory?); finished shards are kept, the same command goes on"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)  # waits for shards that are being written
 
 
 def num_processes(num_records: int) -> int:
