@@ -218,7 +218,7 @@ def run(argv: list[str], prog: str) -> int:
     if dry_run:
         show_plan(plan)
     to_run = {stage.kind.section: stage.argv for stage in plan.chosen if stage.number not in finished}
-    code = start_preflight(to_run, environment["PYTHON"], dry_run=dry_run)
+    code = start_preflight(to_run, environment["PYTHON"], dry_run=dry_run) if to_run else EXIT_DONE
     if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
         print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
     if dry_run:
