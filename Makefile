@@ -75,12 +75,12 @@ $(VENV)/bin/python:
 	    v < (3, 11) and sys.exit(f"error: {name}; needs 3.11 or newer: make BASE_PYTHON=python3.12 ..."); \
 	    v > (3, 12) and print(f"note: {name}, not tested; tested are 3.11 and 3.12", file=sys.stderr)'
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --upgrade "pip>=26.3"  # older ones take no constraints with hashes
 
 # Packages without hashes are installed first: pip asks for the hash of all that it installs from a file that has any.
 INSTALL_UNHASHED = grep '^$(1)==' constraints.txt > $(VENV)/$(1).txt && $(PYTHON) -m pip install --quiet -r $(VENV)/$(1).txt
 
 $(VENV)/installed: requirements.txt constraints.txt | $(VENV)/bin/python
+	$(PYTHON) -m pip install --quiet "pip>=26.3"  # older ones take no constraints with hashes
 	$(call INSTALL_UNHASHED,torch)
 	$(PIP_INSTALL) -r requirements.txt
 	touch $@
