@@ -54,6 +54,6 @@ def tiny_step(program: list[str | Path], folder: Path, **variables: str) -> None
     words = ["train", "--step", "1", "--actor-model", "data/base", "--sft.data_path", "data/train.jsonl", *sizes]
     printed = call([*program, *words], folder, **variables)
     assert "== stage 1: done in" in printed
-    assert "next: rlhf chat --path output/sft" in printed or "next: python -m rlhf chat" in printed
+    assert "next: rlhf chat output/sft" in printed or "next: python -m rlhf chat" in printed
     assert len(read_metrics(folder / "output" / "runs" / "sft")) >= 1
     assert (folder / "output" / "sft" / "config.json").is_file()
