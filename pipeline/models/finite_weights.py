@@ -30,9 +30,10 @@ def check_finite(model: nn.Module, path: str) -> None:
     largest = [largest_magnitude(weight) for weight in weights.values()]
     if not largest:
         return
-    flags = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().logical_not()
-    counts = dist.sum_over_ranks(flags.int()).tolist()  # each rank has looked at its own shards
-    if bad := [name for name, count in zip(weights, counts, strict=True) if count]:
+    flags = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().logical_not().tolist()
+    # Each rank has looked at its own shards. As objects: offloaded weights are where NCCL reduces no tensor.
+    ranks = dist.gather_objects(flags)
+    if bad := [name for name, *found in zip(weights, *ranks, strict=True) if any(found)]:
         raise not_finite(path, bad[0], next(iter(weights.values())).dtype)
 
 
