@@ -148,7 +148,8 @@ def is_group(annotation: Any) -> bool:
 def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
     """Return {flat name: Flag}.
 
-    A group class that occurs twice gives its flags the field's name as a prefix; without it, the first one is meant.
+    A group class that occurs twice gives its flags the field's name as a prefix. Without it the first one
+    is meant, unless one value is not right for several stages, and so for several models.
     """
     groups = [info.annotation for info in config_class.model_fields.values() if is_group(info.annotation)]
     seen: list[Any] = []
@@ -175,7 +176,8 @@ def group_flags(name: str, info: FieldInfo, *, prefixed: bool, is_first: bool) -
         shown = f"{title} ({name})" if prefixed else title
         if prefixed:
             own = rules.get("aliases", ())
-            aliases = [f"{name}_{alias}" for alias in own] + ([leaf, *own] if is_first else [])
+            is_clear = is_first and not rules.get("per_stage")
+            aliases = [f"{name}_{alias}" for alias in own] + ([leaf, *own] if is_clear else [])
             rules = rules | {"aliases": tuple(aliases)}
         flags[flat] = Flag(flat, (name, leaf), shown, leaf_info, getattr(info.default, leaf), **rules)
     return flags

@@ -22,7 +22,7 @@ class Names:
     """The names that the flags of a configuration go by.
 
     known: every accepted name -> the flag's own. ignored, refused: DeepSpeed-Chat's flags -> the reason. other_tools:
-    a flag's name in another program -> the flags that it may mean here. positional: the flag of words before any flag.
+    a flag's name in another program, or without its prefix -> the flags that it may mean here. positional: the flag of words before any flag.
     """
 
     def __init__(self, config_class: type[BaseModel]) -> None:
@@ -37,6 +37,8 @@ class Names:
             self.refused |= flag.refused
             for name in with_prefix(flag):
                 self.other_tools.setdefault(name, []).append(flag.name)
+            if flag.path[-1] not in self.known:
+                self.other_tools.setdefault(flag.path[-1], []).append(flag.name)
 
     def unknown(self, name: str, more: Iterable[str] = (), dashes: str = "") -> str:
         """Return why `name` is no flag of this command, with the flag that was probably meant.

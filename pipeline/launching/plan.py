@@ -107,7 +107,9 @@ def why_not_common(word: str, chosen: Mapping[int, StageKind]) -> str:
     name, stages = normalise(given[2:]), {kind.section: Names(kind.config_class) for kind in chosen.values()}
     if is_common(name, stages.values()):
         return ""
-    if flags := [f"--{section}.{names.known[name]}" for section, names in stages.items() if name in names.known]:
+    if any(name in names.known for names in stages.values()):
+        meanings = {s: names.other_tools.get(name) or [names.known.get(name, "")] for s, names in stages.items()}
+        flags = [f"--{section}.{flag}" for section, found in meanings.items() for flag in found if flag]
         return f"{given}: not one value for all stages that run; give {' or '.join(flags)}"
     if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
         return f"{given}: a flag of DeepSpeed-Chat without a counterpart here: {reasons[0]}"
@@ -143,7 +145,8 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
 
 
 def has_sections(config_file: str) -> bool:
-    return any(key in SECTIONS for key in load_yaml(config_file))
+    """Tell whether a YAML file holds sections, also unknown ones: no flag takes a mapping."""
+    return any(key in SECTIONS or isinstance(value, dict) for key, value in load_yaml(config_file).items())
 
 
 def config_file_of(number: int, config: TrainConfig, config_file: str) -> str:

@@ -254,8 +254,7 @@ def test_a_run_goes_the_same_way_with_and_without(tmp_path):
         ended = run_command("step3_ppo", words, folder=folder)
         assert ended.code == 0, ended.stderr
         log = (folder / f"out-{flag}" / "runs" / "ppo" / "log.txt").read_text()
-        assert log.count("memory of this rank") == 1
-        assert all(f"\n  {name} " in log for name in ("actor", "critic", "reference", "reward"))
+        assert "memory of this rank" not in log, "the table is of a GPU's memory"
         found.append(load_file(folder / f"out-{flag}" / "actor" / "model.safetensors"))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

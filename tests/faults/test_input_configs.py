@@ -37,7 +37,8 @@ def in_json(text: str, says: str, command: str = "sft", **changes: Any) -> Case:
 CASES = [
     # Names of flags.
     typo("sft", "learning_rat", "learning_rate"),
-    typo("sft", "max_seq_length", "max_seq_len"),
+    typo("sft", "max_seq_leng", "max_seq_len"),
+    Case("sft", {"max_seq_length": 1}, "--max_seq_length: unknown flag; here it is --max_seq_len"),
     typo("sft", "per_device_batch_size", "per_device_eval_batch_size"),
     typo("reward", "centring_coef", "centering_coef"),
     typo("reward", "num_train_epoch", "num_train_epochs"),
@@ -50,7 +51,7 @@ CASES = [
     typo("prompt_eval", "rewards_model", "reward_model"),
     typo("reward_eval", "data_paths", "data_path"),
     Case("train", {"sft.learning_rte": 1}, "--sft.learning_rte: unknown flag; did you mean --sft.learning_rate?"),
-    Case("train", {"actor-modle": "tiny"}, "--actor_modle: unknown flag; did you mean --actor_model?"),
+    Case("train", {"actor-modle": "tiny"}, "--actor-modle: unknown flag; did you mean --actor_model?"),
     # Words that no value may be.
     Case("sft", {"dtype": "bf61"}, "--dtype: found 'bf61' (command line): ", {}),
     Case("sft", {"lr_scheduler_type": "cosin"}, "did you mean cosine?"),

@@ -134,7 +134,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    hub.go_offline_without_network.cache_clear()
+    hub.is_reachable.cache_clear()
     return tried
 
 

@@ -75,7 +75,9 @@ def test_a_run_goes_the_same_way_with_and_without(tmp_path: Path, stage: int):
         lines = [line for line in read_metrics(run) if "step_s" in line]
         names = [f"memory/{phase}_gib" for phase in ("generate", "score", "train")]
         assert all(0 < line[name] <= line["gpu_memory_gib"] for line in lines for name in names)
-        assert "peak of generate" in (run / "log.txt").read_text()
+        log = (run / "log.txt").read_text()
+        assert log.count("memory of this rank") == 1 and "peak of generate" in log
+        assert all(f"\n  {name} " in log for name in ("actor", "critic", "reference", "reward"))
         found.append(load_file(folder / f"out-{flag}" / "actor" / "model.safetensors"))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

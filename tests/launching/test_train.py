@@ -102,9 +102,9 @@ def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeyp
         "--max_seq_len: not one value for all stages that run; give --sft.max_seq_len or --reward.max_seq_len",
         "--kl-coef: not one value for all stages that run; give --ppo.kl_coef",
     ]
-    rates = "--sft.learning_rate or --reward.learning_rate or --ppo.actor_learning_rate"
+    rates = "--sft.learning_rate or --reward.learning_rate or --ppo.actor_learning_rate or --ppo.critic_learning_rate"
     assert refused("--learning-rate", "1") == [f"--learning-rate: not one value for all stages that run; give {rates}"]
-    assert planned("--step", "3", "--learning-rate", "1e-7")["ppo"]["actor_learning_rate"] == 1e-7
+    assert planned("--step", "3", "--lora-dim", "4")["ppo"]["actor_lora_dim"] == 4
     folders = "--sft.run_dir or --reward.run_dir or --ppo.run_dir"
     assert refused("--run-dir", "x") == [f"--run-dir: not one value for all stages that run; give {folders}"]
 
