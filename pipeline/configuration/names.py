@@ -22,7 +22,8 @@ class Names:
     """The names that the flags of a configuration go by.
 
     known: every accepted name -> the flag's own. ignored, refused: DeepSpeed-Chat's flags -> the reason. other_tools:
-    a flag's name in another program, or without its prefix -> the flags that it may mean here. positional: the flag of words before any flag.
+    a flag's name in another program, or without its prefix -> the flags that it may mean here. positional: the flag of
+    words before any flag.
     """
 
     def __init__(self, config_class: type[BaseModel]) -> None:
