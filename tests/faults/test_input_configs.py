@@ -46,7 +46,7 @@ CASES = [
     typo("ppo", "actor_learningrate", "actor_learning_rate"),
     typo("ppo", "critic_zero_stag", "critic_zero_stage"),
     typo("ppo", "kl_coeff", "kl_coef"),
-    typo("ppo", "learning_rate", "actor_learning_rate"),
+    Case("ppo", {"learning_rate": 1}, "--learning_rate: unknown flag; here it is --actor_learning_rate or --critic_"),
     typo("chat", "max_new_token", "max_new_tokens"),
     typo("prompt_eval", "rewards_model", "reward_model"),
     typo("reward_eval", "data_paths", "data_path"),
