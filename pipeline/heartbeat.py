@@ -1,12 +1,13 @@
 """Heartbeat of a rank: phase and step in a small file, from which the supervisor recognises a rank that hangs.
 
-The loops call `beat`, long work and waiting call `beat_again`; outside a stage (in tests, in `rlhf chat`) they do
-nothing. Imports no torch.
+The loops call `beat`, waiting calls `beat_again`, and work on many rows goes through `Progress`, which also logs.
+Outside a stage (in tests, in `rlhf chat`) no beat is written. Imports no torch.
 """
 
 import json
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,6 +16,9 @@ from typing import Any, Literal, TypeVar
 
 Phase = Literal["start", "generate", "score", "train", "evaluate", "save"]
 INTERVAL_S = 0.5
+PROGRESS_INTERVAL_S = 5.0
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -106,3 +110,28 @@ def replace_json(file: Path, content: Mapping[str, Any]) -> None:
     beside = file.with_name(f".{file.name}.writing")
     beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
     beside.replace(file)
+
+
+class Progress:
+    """Rows that are done, of `total` where it is known; every PROGRESS_INTERVAL_S a line tells number and rate."""
+
+    def __init__(self, what: str, total: int | None = None) -> None:
+        self._what, self._of = what, "" if total is None else f" of {total:,}"
+        self._done = 0
+        self._started = self._told = time.monotonic()
+
+    def add(self, num_rows: int) -> None:
+        """Count more rows as done."""
+        self._done += num_rows
+        beat_again()
+        now = time.monotonic()
+        if now - self._told >= PROGRESS_INTERVAL_S:
+            self._told = now
+            rate = self._done / (now - self._started)
+            log.info("%s: %s%s rows, %s rows/s", self._what, f"{self._done:,}", self._of, f"{rate:,.0f}")
+
+    def counted(self, rows: Iterable[T]) -> Iterator[T]:
+        """Yield `rows`, each of which is done when the next one is asked for."""
+        for row in rows:
+            yield row
+            self.add(1)

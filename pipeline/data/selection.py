@@ -18,7 +18,7 @@ from pipeline.data.formats import Record, read_records
 from pipeline.data.sources import parse_path, read_rows
 from pipeline.data.tokenization import TokenizationOptions
 from pipeline.errors import InputError
-from pipeline.progress import Progress
+from pipeline.heartbeat import Progress
 
 Stage = Literal["sft", "reward", "ppo", "text"]
 # Index of the share of data_split that a stage takes; 'text' (the ptx loss of PPO) takes all records of its own files.

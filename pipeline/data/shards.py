@@ -23,10 +23,8 @@ from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
 from pipeline.data.tokenization import TokenizationOptions, documents, pair_rows, prompt_rows, sft_rows
 from pipeline.errors import EnvironmentFault
-from pipeline.files import GIB, flush
-from pipeline.heartbeat import result_of
-from pipeline.processes import end_with_parent
-from pipeline.progress import Progress
+from pipeline.heartbeat import Progress, result_of
+from pipeline.processes import GIB, end_with_parent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,9 +145,11 @@ def write_shard(shard: Shard, tokenizer: "PreTrainedTokenizerBase", options: Tok
     rows = [columns(row) for row in TOKENISERS[shard.kind](shard.records, tokenizer, options, counts)]
     schema = schema_of(shard.kind).with_metadata({"counts": json.dumps(counts.to_json())})
     writing = shard.file.with_suffix(".writing")
-    with pa.OSFile(str(writing), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+    with writing.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
-    flush(writing)
+        writer.close()
+        file.flush()
+        os.fsync(file.fileno())
     writing.rename(shard.file)
 
 
