@@ -76,6 +76,10 @@ def measure(run: Any, config: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
+def no_dry_run(*_: Any) -> None:
+    """Take the place of a stage's dry run, which no row asks for."""
+
+
 def main() -> None:
     """Measure in the surroundings that the stage makes: process group, run folder, configuration."""
     cut = sys.argv.index("--")
@@ -87,13 +91,12 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:cut])
     BATCHES.update(sizes=[int(size) for size in options.batches.split(",")], **vars(options))
 
-    from pipeline.launching.dry_run import show_own_stage
     from step3_ppo.config import PPOConfig
 
     entry = importlib.import_module("pipeline.run.entry")
     # The stage's own way in imports a loop by its name: it is to find this module, not a second copy.
     sys.modules["bench.generation"] = sys.modules[__name__]
-    code = entry.enter(PPOConfig, "ppo", "bench.generation", sys.argv[cut + 1 :], dry_run=show_own_stage)
+    code = entry.enter(PPOConfig, "ppo", "bench.generation", sys.argv[cut + 1 :], dry_run=no_dry_run)
     sys.stdout.flush()
     os._exit(code)
 
