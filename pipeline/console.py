@@ -24,7 +24,7 @@ class LastingFile(io.FileIO):
 
 
 def outlive_console() -> None:
-    """From now on, printing never fails because nobody reads. Streams that a test has replaced are left as they are."""
+    """Make printing never fail because nobody reads; streams that a test has replaced are left as they are."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or stream is not getattr(sys, f"__{name}__"):
