@@ -119,8 +119,12 @@ def cannot_write(path: Path, error: BaseException | str, *, needed: int = 0) -> 
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk of `path`, which need not exist yet."""
-    existing = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(existing(path)).free
+
+
+def existing(path: Path) -> Path:
+    """Return `path`, or its nearest parent that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
 def check_replaceable(folder: Path) -> None:

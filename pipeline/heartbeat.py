@@ -1,6 +1,6 @@
 """Heartbeat of a rank: phase and step in a small file, from which the supervisor recognises a rank that hangs.
 
-The loops call `beat`, waiting calls `beat_again`, and work on many rows goes through `Progress`, which also logs.
+The loops call `beat`, waiting calls `beat_again`, and work on many rows goes through `RowProgress`, which also logs.
 Outside a stage (in tests, in `rlhf chat`) no beat is written. Imports no torch.
 """
 
@@ -112,7 +112,7 @@ def replace_json(file: Path, content: Mapping[str, Any]) -> None:
     beside.replace(file)
 
 
-class Progress:
+class RowProgress:
     """Rows that are done, of `total` where it is known; every PROGRESS_INTERVAL_S a line tells number and rate."""
 
     def __init__(self, what: str, total: int | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pipeline.configuration.flag_table import flag_table
+from pipeline.data.sources import is_local, parse_path
 from pipeline.marks import OURS
 from pipeline.run.evaluations import evaluations
 from pipeline.run.run import Run
@@ -51,8 +52,8 @@ def model_documents(run: Run, *, base: str, kind: str, scores: bool = False) -> 
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-classification" if scores else "text-generation",
-        base_model=base if is_hub_id(base) else None,
-        datasets=[source for source in config.data.data_path if is_hub_id(source)] or None,
+        base_model=None if is_local(base) else base,
+        datasets=[path for path, _ in map(parse_path, config.data.data_path) if not is_local(path)] or None,
         tags=["rlhf", run.stage],
     )
     parts = [
@@ -89,9 +90,4 @@ def shareable(value: Any) -> Any:
     """Return a path, or a list of them, with local ones cut to their last component."""
     if isinstance(value, list):
         return [shareable(item) for item in value]
-    return value if not value or is_hub_id(value) else Path(value).name
-
-
-def is_hub_id(path: str) -> bool:
-    """Tell whether a path can only be that of a hub: `name` or `owner/name`, and no such file here."""
-    return path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
+    return Path(value).name if value and is_local(value) else value

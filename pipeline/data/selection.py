@@ -18,7 +18,7 @@ from pipeline.data.formats import Record, read_records
 from pipeline.data.sources import parse_path, read_rows
 from pipeline.data.tokenization import TokenizationOptions
 from pipeline.errors import InputError
-from pipeline.heartbeat import Progress
+from pipeline.heartbeat import RowProgress
 
 Stage = Literal["sft", "reward", "ppo", "text"]
 # Index of the share of data_split that a stage takes; 'text' (the ptx loss of PPO) takes all records of its own files.
@@ -157,7 +157,7 @@ def _divided(text: str, options: DataOptions, counts: Counts) -> Selected:
 def _kept_records(text: str, options: DataOptions, counts: Counts) -> list[Record]:
     path, weight = parse_path(text)
     kept = []
-    rows = Progress(f"reading {path}").counted(read_rows(path))
+    rows = RowProgress(f"reading {path}").counted(read_rows(path))
     counts.sources.setdefault(path, Counter())  # in the order of the paths, whatever happens to their rows
     for record in read_records(rows, counts, column_map=options.column_map):
         if uniform("weight", options.seed, record.prompt_id) < weight:

@@ -23,7 +23,7 @@ from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
 from pipeline.data.tokenization import TokenizationOptions, documents, pair_rows, prompt_rows, sft_rows
 from pipeline.errors import EnvironmentFault
-from pipeline.heartbeat import Progress, result_of
+from pipeline.heartbeat import RowProgress, result_of
 from pipeline.processes import GIB, end_with_parent
 
 if TYPE_CHECKING:
@@ -52,6 +52,11 @@ class Shard:
     file: Path
 
 
+def kind_of(stage: str, record: Record) -> str:
+    """Return the key of TOKENISERS that makes the rows of a record in a stage."""
+    return "documents" if stage == "text" or (stage == "sft" and record.text is not None) else stage
+
+
 def write_rows(
     file: Path,
     stage: str,
@@ -70,10 +75,9 @@ def write_rows(
     """
     folder = file.with_suffix(SHARDS)
     folder.mkdir(exist_ok=True)
-    is_document = [stage == "text" or (stage == "sft" and record.text is not None) for record in records]
     shards = []
-    for kind, wanted in ((stage, False), ("documents", True)):
-        chosen = [record for record, document in zip(records, is_document, strict=True) if document == wanted]
+    for kind in (stage, "documents"):
+        chosen = [record for record in records if kind_of(stage, record) == kind]
         for start in range(0, len(chosen), SHARD_RECORDS):
             name = f"{kind}-{start // SHARD_RECORDS:06d}.arrow"
             shards.append(Shard(kind, chosen[start : start + SHARD_RECORDS], folder / name))
@@ -89,7 +93,7 @@ def tokenise(
 ) -> None:
     """Write the files of all shards, by several processes where there are many records."""
     num_records = sum(len(shard.records) for shard in shards)
-    progress = Progress(what, num_records)
+    progress = RowProgress(what, num_records)
     processes = num_processes(num_records)
     if processes == 1:
         for shard in shards:

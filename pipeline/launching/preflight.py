@@ -16,10 +16,10 @@ from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.selection import DataOptions, Stage, options_of
-from pipeline.data.shards import TOKENISERS
+from pipeline.data.shards import TOKENISERS, kind_of
 from pipeline.data.sources import is_local, parse_path, read_rows
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import GIB, free_bytes
+from pipeline.files import GIB, existing, free_bytes
 from pipeline.hub import is_reachable
 from pipeline.run.layout import model_folders, run_folder
 
@@ -162,8 +162,8 @@ def first_row(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> 
     """
     counts = Counts()
     for record in read_records(read_rows(path), counts, column_map=options.column_map):
-        kind = "documents" if stage == "text" or (stage == "sft" and record.text is not None) else stage
-        if tokenizer is None or any(True for _ in TOKENISERS[kind]([record], tokenizer, options, counts)):
+        rows_of = TOKENISERS[kind_of(stage, record)]
+        if tokenizer is None or any(True for _ in rows_of([record], tokenizer, options, counts)):
             return
     raise InputError(f"{path}: no row that stage {stage} can use: {'; '.join(counts.lines())}")
 
@@ -191,7 +191,3 @@ def num_weights(path: str) -> int:
     except InputError:
         return 0  # told by the check of the model
     return sum(prod(shape) for shape in shapes)
-
-
-def existing(folder: Path) -> Path:
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())

@@ -22,7 +22,7 @@ from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.selection import DataOptions
 from pipeline.data.templates import encode_text
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.heartbeat import Progress
+from pipeline.heartbeat import RowProgress
 
 EOS = 2
 
@@ -165,7 +165,7 @@ def test_progress_tells_rows_and_rate(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     now = [0.0]
     monkeypatch.setattr("pipeline.heartbeat.time.monotonic", lambda: now[0])
-    progress = Progress("tokenising", 4000)
+    progress = RowProgress("tokenising", 4000)
     for passed_s in (2.0, 2.0, 2.0):
         now[0] += passed_s
         progress.add(1000)
