@@ -18,6 +18,10 @@ demo-seeds: $(VENV)/installed
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# These run on the CPU, also where there are GPUs.
+test test-slow test-faults: export DS_ACCELERATOR = cpu
+test test-slow test-faults: export CUDA_VISIBLE_DEVICES =
+
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow and not faults and not gpu"
 

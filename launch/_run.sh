@@ -15,6 +15,7 @@ fail() {
 }
 
 has_gpu() {
+    [[ ${DS_ACCELERATOR:-} != cpu ]] || return 1
     [[ -e /dev/nvidiactl || -e /dev/kfd ]] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1
 }
 

@@ -76,9 +76,17 @@ def local_size() -> int:
     return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ.get("WORLD_SIZE", "1"))
 
 
+def has_gpu() -> bool:
+    """Return whether torch has a GPU to run on; DS_ACCELERATOR=cpu hides the GPUs of this machine."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        # Whoever asks torch later gets the same answer. The launcher gives each rank a GPU number, also on a CPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return torch.cuda.is_available()
+
+
 def pick_device(local_rank: int) -> torch.device:
     """Return the rank's CUDA device, or the CPU. Raises EnvironmentFault where the machine has fewer devices."""
-    if not torch.cuda.is_available():
+    if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():

@@ -24,21 +24,34 @@ def count_present_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
+def runs_on_cpu() -> bool:
+    """Return whether DS_ACCELERATOR=cpu asks for the CPU, also where there are GPUs."""
+    return os.environ.get("DS_ACCELERATOR") == "cpu"
+
+
 def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that a process sees: those of CUDA_VISIBLE_DEVICES if it is set, else all."""
+    """Return the number of NVIDIA GPUs that a process sees: those of CUDA_VISIBLE_DEVICES if it is set, else all.
+
+    None with DS_ACCELERATOR=cpu. Raises EnvironmentFault where CUDA_VISIBLE_DEVICES names none.
+    """
+    if runs_on_cpu():
+        return 0
     present = count_present_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
     count = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     if not count:
-        raise EnvironmentFault(f"CUDA_VISIBLE_DEVICES={visible!r} hides all {present} GPUs of this machine; unset it")
+        raise EnvironmentFault(
+            f"CUDA_VISIBLE_DEVICES={visible!r} hides all {present} GPUs of this machine; unset it, "
+            "or set DS_ACCELERATOR=cpu to run on the CPU"
+        )
     return min(count, present)
 
 
 def device_kind() -> Literal["cpu", "cuda"]:
     """Return torch's name for the devices of this machine; AMD's GPUs are cuda to it too."""
-    return "cuda" if count_gpus() or Path("/dev/kfd").exists() else "cpu"
+    return "cuda" if count_gpus() or (Path("/dev/kfd").exists() and not runs_on_cpu()) else "cpu"
 
 
 def check_device_count(asked: int) -> None:

@@ -132,6 +132,13 @@ def test_environment(tmp_path):
     assert note["cwd"] == str(tmp_path), "relative paths are the caller's"
 
 
+def test_the_cpu_is_taken_where_it_is_asked_for(tmp_path):
+    two = ("single_node", "--num_gpus", "2", "1")
+    argv, note = launch(tmp_path, *two, gpus=4, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="3")
+    assert note["environment"]["CUDA_VISIBLE_DEVICES"] is None
+    assert argv[argv.index("--num_gpus") + 1] == "2" and "--include" not in argv
+
+
 @no_real_gpu
 def test_environment_without_gpu(tmp_path):
     _, note = launch(tmp_path, "single_node", "--num_gpus", "2", "1", gpus=0, CUDA_VISIBLE_DEVICES="0")

@@ -12,7 +12,7 @@ import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
 
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.launching.machine import check_device_count, count_chosen, read_hostfile
+from pipeline.launching.machine import check_device_count, count_chosen, count_gpus, device_kind, read_hostfile
 
 # --- ends -----------------------------------------------------------------------------------------------------------
 
@@ -207,6 +207,9 @@ def test_device_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     with pytest.raises(EnvironmentFault, match="hides all 4 GPUs"):
         check_device_count(1)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert count_gpus() == 0 and device_kind() == "cpu"
+    monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setenv("PATH", stub_environment(tmp_path / "none")["PATH"])
     with pytest.raises(EnvironmentFault, match="no GPU"):
         check_device_count(10_000)

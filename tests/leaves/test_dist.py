@@ -1,5 +1,6 @@
 """Meeting the other ranks: over loopback where all are here, errors that follow from others, and rank 0's own."""
 
+import os
 import socket
 
 import pytest
@@ -79,3 +80,16 @@ def test_a_taken_port_is_one_line():
 def test_a_lone_rank_follows_from_nobody():
     assert not dist.follows_from_another_rank(RuntimeError("Connection reset by peer"))
     assert dist.on_main(lambda: 7) == 7
+
+
+def test_the_cpu_is_taken_on_a_machine_with_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: os.environ["CUDA_VISIBLE_DEVICES"] != "")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # as DeepSpeed's launcher says it, also on a CPU
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert dist.pick_device(0).type == "cuda"
+    with pytest.raises(EnvironmentFault, match="this machine has 1 GPUs"):
+        dist.pick_device(1)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert dist.pick_device(1).type == "cpu"

@@ -40,7 +40,7 @@ def server_variables() -> Iterator[None]:
     """Environment of the server, which its children start from."""
     before = dict(os.environ)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if Path("/dev/nvidiactl").exists():
+    if os.environ.get("DS_ACCELERATOR") != "cpu" and Path("/dev/nvidiactl").exists():
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep children from using CUDA
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
