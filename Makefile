@@ -31,7 +31,7 @@ test-slow: $(VENV)/installed-dev
 	set -e; for shard in $(SHARDS); do $(PYTEST) -m "slow and not gpu" --shard $$shard; done
 
 test-faults: $(VENV)/installed-dev
-	$(PYTHON) -m pytest -m "faults and not gpu"
+	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal -m "faults and not gpu"
 
 # Parts of less than nine minutes on one GPU: all in turn, or PART=1/3; PART=two needs two GPUs.
 PART ?= 1/3 2/3 3/3
