@@ -66,6 +66,15 @@ def real_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct below the one that RLHF_TEST_MODELS names."""
+    folder = Path(os.environ.get("RLHF_TEST_MODELS", "")) / "smollm2-135m-instruct"
+    if not (folder / "config.json").is_file():
+        pytest.skip("set RLHF_TEST_MODELS to the folder with smollm2-135m-instruct/, a Hugging Face folder")
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session")
 def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved byte-level BPE tokenizer: <pad> 0, <s> 1, </s> 2, <unk> 3, no BOS added, no template."""
     tokenizer = Tokenizer(models.BPE())
