@@ -195,6 +195,7 @@ def test_example_hostfile():
 
 
 def test_device_counts(tmp_path, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     for gpus, visible, allowed in ((4, None, 4), (4, "1,2", 2)):
         for name, value in stub_environment(tmp_path / str(visible), gpus=gpus).items():
             monkeypatch.setenv(name, value)

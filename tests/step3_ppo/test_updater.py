@@ -1,6 +1,7 @@
 """PPO's update under DeepSpeed in a world of one, against a plain torch loop over rows and tokens."""
 
 import math
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -175,7 +176,10 @@ def test_later_epochs_shuffle_and_each_visits_every_row_once(world, opt):
 
 
 class Waits(TorchDispatchMode):
-    """Counts what a GPU would have to be waited for: numbers read by Python, and shapes that depend on numbers."""
+    """Counts what a GPU would have to be waited for: numbers read by Python, and shapes that depend on numbers.
+
+    What transformers reads is left out: its older versions draw a number on the CPU in each layer of OPT.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +190,8 @@ class Waits(TorchDispatchMode):
         masks = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype == torch.bool for index in args[1]
         )
-        self.count += masks or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
+        waits = masks or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
+        self.count += waits and not any("transformers" in frame.filename for frame in traceback.extract_stack())
         return func(*args, **(kwargs or {}))
 
 

@@ -35,7 +35,8 @@ def test_work_of_a_training_step_equals_torchs_count(tiny_folders, name, lora):
     # Eager attention computes the whole square; a causal one needs half of it, which is what is counted.
     config = base_model(model).config
     whole_squares = found + 3 * 2.0 * config.num_hidden_layers * config.hidden_size * squares
-    assert whole_squares == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    # Older versions of transformers multiply matrices for the angles of RoPE.
+    assert whole_squares == pytest.approx(counter.get_total_flops(), rel=1e-4)
 
 
 def test_attention_is_as_wide_as_its_heads(tiny_folders):
