@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
-from pipeline.data.sources import Row, Split, split_of
+from pipeline.data.readers import Row, Split
+from pipeline.data.sources import split_of
 from pipeline.data.turns import (
     BadRowError,
     Message,

@@ -12,13 +12,25 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
+from pipeline.data.counts import Origin
 from pipeline.errors import InputError
 
 Values = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Values]]
+Split = Literal["train", "test"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A raw row: column -> value, its place, and its split if the source itself names one."""
+
+    values: Values
+    origin: Origin
+    split: Split | None
 
 
 def read_file(path: Path) -> NumberedRows:

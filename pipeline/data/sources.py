@@ -9,30 +9,19 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS
-from pipeline.data.readers import READERS, data_suffix, read_file
+from pipeline.data.readers import READERS, Row, Split, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
 from pipeline.hub import go_offline_without_network
 from pipeline.marks import CACHE_TAG, OURS, RUN_LOCK
 
 log = logging.getLogger(__name__)
 
-Split = Literal["train", "test"]
 EVAL_NAMES = ("test", "validation", "valid", "val", "eval", "evaluation", "dev")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A raw row: column -> value, its place, and its split if the source itself names one."""
-
-    values: dict[str, Any]
-    origin: Origin
-    split: Split | None
 
 
 def parse_path(text: str) -> tuple[str, float]:
@@ -179,27 +168,42 @@ def _load_saved(local: Path) -> dict[str, Any]:
 
 
 def _hub_rows(path: str) -> Iterator[Row]:
-    known = KNOWN_SETS.get(path)
-    for row in _dataset_rows(_load_hub(path), path, known.eval_split if known else None):
-        try:
-            yield replace(row, values=known.convert(row.values)) if known else row
-        except (KeyError, TypeError, AttributeError) as error:
-            columns = ", ".join(row.values)
-            message = f"{row.origin}: not the columns known for this set ({columns}); see known_sets.py"
-            raise InputError(message) from error
+    splits, known = _load_hub(path), KNOWN_SETS.get(path)
+    if known is None:
+        yield from _dataset_rows(splits, path)
+        return
+    names = [name for name in (known.train_split, known.eval_split) if name]
+    if missing := [name for name in names if name not in splits]:
+        raise InputError(f"data path {path!r}: no split {missing[0]!r}, only {', '.join(splits)}; see known_sets.py")
+    last = Row({}, Origin(path, 0), None)
+
+    def shipped() -> Iterator[Row]:
+        nonlocal last
+        for row in _dataset_rows({name: splits[name] for name in names}, path):
+            last = row
+            yield row
+
+    try:
+        yield from known.convert(shipped())
+    except (KeyError, TypeError, AttributeError) as error:
+        columns = ", ".join(last.values)
+        message = f"{last.origin}: not the columns known for this set ({columns}); see known_sets.py"
+        raise InputError(message) from error
 
 
 def _load_hub(path: str) -> dict[str, Any]:
     import datasets
 
     known = KNOWN_SETS.get(path)
+    name = known.repository or path if known else path
+    options = {"revision": known.revision, "data_dir": known.folder} if known else {}
     go_offline_without_network()
     try:
-        return dict(datasets.load_dataset(path, revision=known.revision if known else None))
+        return dict(datasets.load_dataset(name, **options))
     except datasets.exceptions.DatasetNotFoundError as error:
         raise InputError(f"data path {path!r}: neither a local path nor a data set on the hub (private?)") from error
     except (OSError, ConnectionError) as error:
-        hint = f"run datasets.load_dataset({path!r}) once where there is a network (HF_HOME keeps it), or give a file"
+        hint = f"run datasets.load_dataset({name!r}) once where there is a network (HF_HOME keeps it), or give a file"
         raise EnvironmentFault(f"data path {path!r}: the hub cannot be reached ({_one_line(error)}); {hint}") from error
     except Exception as error:
         raise InputError(f"data path {path!r}: datasets cannot load it ({_one_line(error)})") from error
@@ -209,10 +213,10 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _dataset_rows(splits: dict[str, Any], file: str, eval_split: str | None = None) -> Iterator[Row]:
+def _dataset_rows(splits: dict[str, Any], file: str) -> Iterator[Row]:
     """Yield the rows of the training and evaluation splits; of several evaluation splits only one is read."""
     by_preference = (name for start in EVAL_NAMES for name in splits if split_of(name) and name.startswith(start))
-    eval_split = eval_split or next(by_preference, None)
+    eval_split = next(by_preference, None)
     for name, dataset in splits.items():
         split = split_of(name)
         if split == "test" and name != eval_split:

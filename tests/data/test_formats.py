@@ -9,7 +9,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import read_records
-from pipeline.data.sources import Row, read_rows
+from pipeline.data.readers import Row
+from pipeline.data.sources import read_rows
 from pipeline.data.turns import Message, is_transcript, parse_transcript, prompt_hash, turns_to_json
 from pipeline.errors import InputError
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import datasets
 import pytest
 
-from pipeline.data.known_sets import KNOWN_SETS, after_assistant, as_shipped, shp, webgpt
 from pipeline.data.sources import fingerprint, looks_local, parse_path, read_rows, split_of
 from pipeline.errors import EnvironmentFault, InputError
 
@@ -140,24 +139,6 @@ def test_saved_dataset_folder_gives_its_splits(tmp_path):
     assert [row.values for row in read_rows(str(tmp_path / "one"))] == ROWS
 
 
-def test_hub_rows_are_converted_and_one_evaluation_split_is_read(monkeypatch):
-    shipped = {"history": "h", "human_ref_A": "a", "human_ref_B": "b", "labels": 0}
-    splits = {name: datasets.Dataset.from_list([shipped]) for name in ("train", "validation", "test")}
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, revision: splits)
-    rows = list(read_rows("stanfordnlp/SHP"))
-    assert [row.values for row in rows] == [{"prompt": "h", "chosen": "b", "rejected": "a"}] * 2
-    assert [(str(row.origin), row.split) for row in rows] == [
-        ("stanfordnlp/SHP[train]:1", "train"),
-        ("stanfordnlp/SHP[validation]:1", "test"),
-    ]
-
-
-def test_hub_set_whose_columns_changed_is_named(monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, revision: {"train": datasets.Dataset.from_list(ROWS)})
-    with pytest.raises(InputError, match=r"openai/webgpt_comparisons\[train\]:1: not the columns .*prompt, chosen"):
-        list(read_rows("openai/webgpt_comparisons"))
-
-
 @pytest.mark.parametrize(
     ("raised", "expected", "text"),
     [
@@ -167,7 +148,7 @@ def test_hub_set_whose_columns_changed_is_named(monkeypatch):
     ],
 )
 def test_hub_failures_end_in_one_line(monkeypatch, raised, expected, text):
-    def fail(path, revision):
+    def fail(path):
         raise raised
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
@@ -203,21 +184,3 @@ def test_split_names():
         "test"
     ] * 5
     assert [split_of(n) for n in ("testimony", "other", "", None)] == [None] * 4
-
-
-def test_converters_of_known_sets():
-    row = {"prompt": "\n\nHuman: hi \n\n", "chosen": "Assistant: yes", "rejected": "x Assistant: no", "extra": 1}
-    prompt = "\n\nHuman: hi\n\nAssistant:"
-    assert after_assistant(row) == {"prompt": prompt, "chosen": " yes", "rejected": " no"}
-    assert as_shipped({"chosen": "a", "rejected": "b", "response": "c"}) == {"chosen": "a", "rejected": "b"}
-    answers = {"question": {"full_text": "q"}, "answer_0": "zero [1]. [2, 3]", "answer_1": "one", "score_1": 0.5}
-    assert webgpt({**answers, "score_0": -0.5}) == {"prompt": "q", "chosen": "one", "rejected": "zero."}
-    assert webgpt({**answers, "score_0": 1.0}) == {"prompt": "q", "chosen": "zero.", "rejected": "one"}
-    assert webgpt({**answers, "score_0": 0.5})["chosen"] is None
-    shown = {"history": "h", "human_ref_A": "a", "human_ref_B": "b"}
-    assert shp({**shown, "labels": 1}) == {"prompt": "h", "chosen": "a", "rejected": "b"}
-
-
-def test_the_seven_known_sets_are_there():
-    assert len(KNOWN_SETS) == 7
-    assert KNOWN_SETS["stanfordnlp/SHP"].eval_split == "validation"
