@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "train": "fine-tune (1), train a reward model (2), PPO (3)",
     "chat": "talk to a model",
     "compare": "answer the same prompts with several models, side by side",
+    "convert": "bring a model of DeepSpeed-Chat into a folder of this project",
 }
 
 

@@ -61,6 +61,15 @@ def test_no_file_does_it(file: str) -> None:
     assert list(findings(TREES[file])) == []
 
 
+def test_one_command_alone_reads_a_pickle() -> None:
+    """`rlhf convert`, whose only module with a loader is imported by nothing else."""
+    words = re.compile(r"\btorch\.load\b|\bfrom torch import .*\bload\b|torch\.serialization|Unpickler")
+    found = [name for name in TREES if words.search((ROOT / name).read_text(encoding="utf-8"))]
+    assert found == ["pipeline/checkpoints/deepspeed_chat.py"]
+    importers = [name for name in TREES if "deepspeed_chat import" in (ROOT / name).read_text(encoding="utf-8")]
+    assert importers == ["rlhf/convert.py"]
+
+
 @pytest.mark.parametrize(
     "code",
     [

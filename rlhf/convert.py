@@ -1,0 +1,61 @@
+"""Convert a model that DeepSpeed-Chat saved: `rlhf convert SOURCE OUTPUT`."""
+
+import sys
+from pathlib import Path
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.groups import Group
+from pipeline.errors import InputError
+from pipeline.files import check_replaceable, has_config
+from pipeline.run.entry import command_config, run_command
+from pipeline.run.output_checks import clashes
+
+
+class ConvertConfig(Group):
+    """Convert a model of DeepSpeed-Chat, for example: ../dschat/actor output/actor"""
+
+    folders: list[str] = flag(
+        [], "The folder that DeepSpeed-Chat wrote, and the one to write", kind="path", positional=True
+    )
+    tokenizer: str = flag(
+        "", "Folder or hub id of the original model's tokenizer; none: the source's vocabulary files", kind="path"
+    )
+    overwrite: bool = flag(False, "Replace a model of this project in the output folder")
+
+
+def main(argv: list[str] | None = None, *, prog: str = "rlhf convert") -> int:
+    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
+    return run_command(lambda: run(stage_arguments(argv), prog))
+
+
+def run(argv: list[str], prog: str) -> None:
+    """Check the command line, then read, convert and write."""
+    config = command_config(ConvertConfig, argv, section="convert", prog=prog)
+    if len(config.folders) != 2:
+        raise InputError(f"--folders: found {len(config.folders)}, wanted two: {prog} SOURCE OUTPUT")
+    source, output = (Path(folder).expanduser() for folder in config.folders)
+    check_folders(source, output, overwrite=config.overwrite)
+    from pipeline.checkpoints.deepspeed_chat import convert
+
+    print(f"written: {convert(source, output, tokenizer_path=config.tokenizer)}", file=sys.stderr)
+
+
+def check_folders(source: Path, output: Path, *, overwrite: bool) -> None:
+    """Raise InputError for a source that is no folder, and for an output that may not be written."""
+    if not source.is_dir():
+        raise InputError(f"{source}: no such folder; a model of a hub is fetched with `hf download` first")
+    if lines := list(clashes([("OUTPUT", output)], [("SOURCE", source)])):
+        raise InputError(lines[0])
+    if output.exists() and not output.is_dir():
+        raise InputError(f"{output} is a file, wanted a new or empty folder")
+    try:
+        check_replaceable(output)
+    except InputError as error:
+        raise InputError(str(error).removeprefix("--output_dir: ")) from None
+    if has_config(output) and not overwrite:
+        raise InputError(f"{output} holds a model; name another folder, or give --overwrite to replace it")
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.convert"))
