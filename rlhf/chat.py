@@ -201,7 +201,8 @@ def summary(reply: "Reply", num_positions: int | None) -> str:
     elif reply.ending == "limit":
         parts.append("cut off at the token limit")
     if reply.num_forgotten:
-        parts.append(f"the oldest {reply.num_forgotten} turns no longer fit into {num_positions} positions: left out")
+        reason = f"no longer fit into {num_positions} positions" if num_positions else "are not for this model"
+        parts.append(f"the oldest {reply.num_forgotten} turns {reason}: left out")
     return "; ".join(parts)
 
 

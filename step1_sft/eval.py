@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from pipeline import dist
-from pipeline.data.batching import SFTBatch
+from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
 from pipeline.data.loader import to_device
 from pipeline.models.packed_attention import packed_mask
 from step1_sft.loss import token_sum_loss
 
 
-def forward_log_probs(model: Any, batch: SFTBatch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probabilities (B, S - 1) fp32 of trained tokens, their mask (B, S - 1))."""
+def forward_log_probs(model: Any, batch: SFTBatch | Seq2SeqBatch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities (B, S - 1) fp32 of trained tokens and their mask; of an encoder-decoder model (B, T)."""
+    if isinstance(batch, Seq2SeqBatch):
+        log_probs = model(batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
+        return log_probs, batch.labels != IGNORED
     trained = batch.trained_mask[:, 1:]
     mask = packed_mask(model.config, batch) if packed else batch.attention_mask
     statistics = model(
@@ -24,7 +27,9 @@ def forward_log_probs(model: Any, batch: SFTBatch, *, packed: bool) -> tuple[tor
 
 
 @torch.no_grad()
-def evaluate(model: Any, batches: Iterable[Callable[[], SFTBatch]], device: torch.device) -> dict[str, float]:
+def evaluate(
+    model: Any, batches: Iterable[Callable[[], SFTBatch | Seq2SeqBatch]], device: torch.device
+) -> dict[str, float]:
     """`eval_loss` (nats per trained token over all ranks) and `eval_perplexity`; {} where nothing is held out."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for make in batches:

@@ -5,22 +5,26 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_card import model_documents
 from pipeline.checkpoints.model_folder import is_saved, save_model, saved_dtype
-from pipeline.data.batching import SFTBatch, pack_rows, packed_sft_batch
+from pipeline.data.batching import Seq2SeqBatch, SFTBatch, pack_rows, packed_sft_batch, seq2seq_batch
+from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
-from pipeline.engine.build import language_model_engine
+from pipeline.engine.build import compute_dtype, language_model_engine
 from pipeline.engine.start import start_deepspeed
 from pipeline.errors import InputError
 from pipeline.heartbeat import beat
-from pipeline.models.loading import base_model, check_attention, check_positions
+from pipeline.models.loading import base_model, check_attention, check_positions, is_encoder_decoder, load_config
 from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.paths import check_language_model
+from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import prepare_tokenizer
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
@@ -43,7 +47,7 @@ class State(Counters):
     best_step: int = 0
 
 
-SFT = Supervised[SFTConfig, SFTBatch]
+SFT = Supervised[SFTConfig, SFTBatch | Seq2SeqBatch]
 
 
 def train(run: Run, config: SFTConfig) -> None:
@@ -88,8 +92,14 @@ def build(run: Run, config: SFTConfig) -> SFT:
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
-    rows = prepare_data("sft", data, tokenizer=tokenizer)
-    collate = partial(packed_sft_batch, pad_id=tokenizer.pad_token_id)
+    seq2seq = is_encoder_decoder(config.model.model_name_or_path)
+    if seq2seq:
+        check_seq2seq(config, compute_dtype(run))
+    # The turns before the last one are the encoder's input.
+    rows = prepare_data("sft", data, tokenizer=tokenizer, **({"train_turns": "last"} if seq2seq else {}))
+    if seq2seq:
+        check_sources(rows)
+    collate = partial(seq2seq_batch if seq2seq else packed_sft_batch, pad_id=tokenizer.pad_token_id)
     units = pack_rows(rows.train["num_tokens"], data.max_seq_len) if data.packing else None
     engine = language_model_engine(run, config.model)
     if data.packing:
@@ -99,7 +109,30 @@ def build(run: Run, config: SFTConfig) -> SFT:
     return assemble(run, config, tokenizer=tokenizer, data=rows, engine=engine, collate=collate, units=units)
 
 
-def accumulate_gradients(sft: SFT, step: Step[SFTBatch], state: State, stopping: Stopping) -> float:
+def check_seq2seq(config: SFTConfig, dtype: str) -> None:
+    """Raise InputError, one line for each, for flags that an encoder-decoder model cannot follow."""
+    kind = load_config(config.model.model_name_or_path).model_type
+    refused = (
+        (config.data.packing, "--packing", "an encoder reads one row at a time; leave it out"),
+        (config.data.train_on_prompt, "--train_on_prompt", "the prompt is the encoder's input; leave it out"),
+        (dtype == "fp16" and kind.endswith("t5"), "--dtype fp16", f"{kind} overflows in fp16; give bf16 or fp32"),
+    )
+    if lines := [f"{flag}: {reason}" for given, flag, reason in refused if given]:
+        raise InputError("\n".join(lines))
+
+
+def check_sources(data: StageData) -> None:
+    """Raise InputError for a row without a source for the encoder: plain text, where all but one token is trained."""
+    for split in (data.train, data.eval):
+        lengths = np.asarray(split["num_tokens"][:]) - np.asarray(split["num_trained"][:])
+        if (lengths < 2).any():
+            raise InputError(
+                "--data_path: found plain text (column text); an encoder-decoder model needs a prompt for its encoder "
+                "and a response: columns prompt and response"
+            )
+
+
+def accumulate_gradients(sft: SFT, step: Step[Any], state: State, stopping: Stopping) -> float:
     """Sum the gradients of a step's micro-batches; returns the loss, summed over the trained tokens of all ranks.
 
     Raises:
@@ -161,6 +194,11 @@ def save(sft: SFT) -> None:
         sft.tokenizer,
         Path(config.run.output_dir),
         dtype=saved_dtype(run),
-        documents=model_documents(run, base=config.model.model_name_or_path, kind="Supervised fine-tuned model"),
+        documents=model_documents(
+            run,
+            base=config.model.model_name_or_path,
+            kind="Supervised fine-tuned model",
+            seq2seq=isinstance(sft.engine.module, Seq2SeqLM),
+        ),
         merged=not config.deepspeed.save_adapter_only,
     )

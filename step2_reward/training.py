@@ -15,7 +15,7 @@ from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_d
 from pipeline.engine.build import value_model_engine
 from pipeline.engine.start import start_deepspeed
 from pipeline.heartbeat import beat
-from pipeline.models.loading import check_attention, check_positions
+from pipeline.models.loading import check_attention, check_decoder, check_positions
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import prepare_tokenizer
 from pipeline.random_numbers import seed_dropout
@@ -85,6 +85,7 @@ def build(run: Run, config: RewardConfig) -> Reward:
     check_attention(config.model.attn_implementation, "--attn_implementation")
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
+    check_decoder(config.model.model_name_or_path, "--model_name_or_path")
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
     pairs = prepare_data("reward", data, tokenizer=tokenizer)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)

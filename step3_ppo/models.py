@@ -12,7 +12,14 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import InputError
 from pipeline.generation.options import GenerationOptions
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import base_model, check_attention, check_model, load_causal_lm, load_config
+from pipeline.models.loading import (
+    base_model,
+    check_attention,
+    check_decoder,
+    check_model,
+    load_causal_lm,
+    load_config,
+)
 from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.models.reward_model import load_reward_model, score_constants
@@ -86,7 +93,8 @@ def make_tokenizers(config: PPOConfig) -> Tokenizers:
     Raises:
         InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
     """
-    check_language_model(config.actor.model_name_or_path, "--actor_model_name_or_path")
+    for check in (check_language_model, check_model, check_decoder):
+        check(config.actor.model_name_or_path, "--actor_model_name_or_path")
     reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
     for name, path in (("critic", config.critic.model_name_or_path), ("reward", reward_path)):
         check_reward_model(path, f"--{name}_model_name_or_path")

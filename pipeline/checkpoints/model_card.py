@@ -34,13 +34,14 @@ print(model(**inputs).logits)
 """
 
 
-def model_documents(run: Run, *, base: str, kind: str, scores: bool = False) -> dict[str, str]:
+def model_documents(run: Run, *, base: str, kind: str, scores: bool = False, seq2seq: bool = False) -> dict[str, str]:
     """Return README.md (the model card) and training_config.json of a saved model.
 
     Args:
         base: the model that training began with.
         kind: the heading of the card.
         scores: True for a model with a score head, False for a language model.
+        seq2seq: True for an encoder-decoder model.
     """
     config = run.resolved.config
     settings = config.model_dump()
@@ -51,7 +52,7 @@ def model_documents(run: Run, *, base: str, kind: str, scores: bool = False) -> 
     sources = shareable(config.data.data_path)
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-classification" if scores else "text-generation",
+        pipeline_tag="text-classification" if scores else "text2text-generation" if seq2seq else "text-generation",
         base_model=None if is_local(base) else base,
         datasets=[path for path, _ in map(parse_path, config.data.data_path) if not is_local(path)] or None,
         tags=["rlhf", run.stage],
@@ -60,20 +61,23 @@ def model_documents(run: Run, *, base: str, kind: str, scores: bool = False) -> 
         f"---\n{data.to_yaml()}\n---\n\n# {kind}",
         f"Trained by `{run.stage}` of rlhf-pipeline from `{shareable(base)}` on {', '.join(sources)}. "
         f"All settings are in `{OURS}`.",
-        f"```python\n{example(scores=scores, adapter=config.deepspeed.save_adapter_only)}```",
+        f"```python\n{example(scores=scores, adapter=config.deepspeed.save_adapter_only, seq2seq=seq2seq)}```",
         *measured_table(run),
     ]
     return {"README.md": "\n\n".join(parts) + "\n", OURS: json.dumps(settings, indent=2) + "\n"}
 
 
-def example(*, scores: bool, adapter: bool) -> str:
+def example(*, scores: bool, adapter: bool, seq2seq: bool = False) -> str:
     """Return code that loads the model of the folder where it runs and prints an answer or a score."""
-    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    kind = "Seq2SeqLM" if seq2seq else "CausalLM"
+    auto = "AutoModelForSequenceClassification" if scores else f"AutoModelFor{kind}"
     imports = f"from transformers import {auto}, AutoTokenizer\n"
     if adapter and not scores:  # a model with a score head is saved whole
-        auto = "AutoPeftModelForCausalLM"
+        auto = f"AutoPeftModelFor{kind}"
         imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer\n"
-    return imports + LOAD.format(auto=auto) + (SCORE if scores else ANSWER)
+    # A decoder's answer follows its prompt; an encoder-decoder model writes the answer alone.
+    answer = ANSWER.replace(', inputs["input_ids"].shape[1] :', "") if seq2seq else ANSWER
+    return imports + LOAD.format(auto=auto) + (SCORE if scores else answer)
 
 
 def measured_table(run: Run) -> list[str]:

@@ -15,6 +15,8 @@ from torch import Tensor
 from pipeline.tensor_ops import check_right_padded, lengths_to_mask, pad_rows
 
 Row = Mapping[str, Any]
+# The label of a position that is no target, as transformers and torch have it.
+IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,20 @@ class SFTBatch:
 
     def __post_init__(self) -> None:
         _check_on_host(self.attention_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqBatch:
+    """A batch of B rows for an encoder-decoder model, each cut in front of its first trained token.
+
+    input_ids (B,S) int64, attention_mask (B,S) bool, True = real token: what the encoder reads. labels (B,T) int64:
+    what the decoder is to write, IGNORED on padding. weights (B,) fp32: 0 for padding rows.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +94,25 @@ def packed_sft_batch(packs: Sequence[Sequence[Row] | None], *, pad_id: int) -> S
         segment_ids=segments,
         segment_bounds=segment_bounds(segments),
         weights=_weights(packs),
+    )
+
+
+def seq2seq_batch(units: Sequence[Sequence[Row] | None], *, pad_id: int) -> Seq2SeqBatch:
+    """Collate rows of `ids` and `trained`, one to a unit, for an encoder-decoder model."""
+    sources, labels = [], []
+    for unit in units:
+        ids, trained = ([pad_id], [False]) if unit is None else (list(unit[0][name]) for name in ("ids", "trained"))
+        start = trained.index(True) if True in trained else len(ids)
+        sources.append(ids[:start])
+        targets = zip(ids[start:], trained[start:], strict=True)
+        labels.append([token if is_trained else IGNORED for token, is_trained in targets] or [IGNORED])
+    input_ids = _padded(sources, pad_id)
+    lengths = torch.tensor([len(source) for source in sources])
+    return Seq2SeqBatch(
+        input_ids=input_ids,
+        attention_mask=lengths_to_mask(lengths, input_ids.shape[1]),
+        labels=_padded(labels, IGNORED),
+        weights=_weights(units),
     )
 
 

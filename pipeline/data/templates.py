@@ -26,6 +26,14 @@ HUMAN_ASSISTANT_TEMPLATE = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '\\n\\nAssistant:' }}{%- endif -%}"
 )
+# Encoder-decoder models: the request as it is, for the encoder, and the response, each with its EOS.
+PLAIN_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if loop.index0 > 1 + (messages[0]['role'] == 'system') -%}"
+    "{{ raise_exception('an encoder-decoder model takes one request and one response') }}{%- endif -%}"
+    "{{ message['content'] + ('\\n\\n' if message['role'] == 'system' else eos_token) }}"
+    "{%- endfor -%}"
+)
 # A template is a program from a file, so it gets limits. Published ones are below 20,000 characters, render in a
 # millisecond, and add some words to each turn.
 MAX_TEMPLATE_CHARS = 100_000
@@ -60,12 +68,13 @@ class EncodedConversation(NamedTuple):
     num_boundaries: int
 
 
-def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+def set_template(tokenizer: "PreTrainedTokenizerBase", name: str, *, plain: bool = False) -> None:
     """Set `tokenizer.chat_template` to the template of this name, after checking it.
 
-    name: 'tokenizer' (its own), 'human_assistant', or 'auto' (its own if it has one). Raises InputError for another
-    name, 'tokenizer' without one, 'human_assistant' for a tokenizer without an EOS token, and an own template that is
-    too long, fails, or leaves out a turn's content.
+    name: 'tokenizer' (its own), 'human_assistant', or 'auto' (its own if it has one, else Human/Assistant; with `plain`
+    the text alone, as encoder-decoder models read it). Raises InputError for another name, 'tokenizer' without one,
+    'human_assistant' for a tokenizer without an EOS token, and an own template that is too long, fails, or leaves out
+    a turn's content.
     """
     if name not in ("auto", "tokenizer", "human_assistant"):
         raise InputError(f"template {name!r}: auto, tokenizer or human_assistant are right")
@@ -83,7 +92,8 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
         raise InputError(f"template human_assistant: {_name(tokenizer)} has no EOS token to end a turn with")
     bos_id, first = tokenizer.bos_token_id, list(tokenizer("a")["input_ids"])[:1]
     adds_bos = bos_id is not None and first == [bos_id]
-    tokenizer.chat_template = (BOS_PREFIX if adds_bos else "") + HUMAN_ASSISTANT_TEMPLATE
+    chosen = PLAIN_TEMPLATE if plain and name == "auto" else HUMAN_ASSISTANT_TEMPLATE
+    tokenizer.chat_template = (BOS_PREFIX if adds_bos else "") + chosen
 
 
 def render(

@@ -13,10 +13,14 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.finite_weights import check_finite
-from pipeline.models.loading import DTYPES, base_model, default_dtype, load_causal_lm, use_gradient_checkpointing
+from pipeline.models.loading import DTYPES, base_model, default_dtype, load_language_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
+from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.run.run import Run
+
+# peft's names of what a model is for.
+TASKS = {CausalLM: "CAUSAL_LM", Seq2SeqLM: "SEQ_2_SEQ_LM", TokenValueModel: "SEQ_CLS"}
 
 
 def compute_dtype(run: Run) -> EngineDtype:
@@ -40,13 +44,14 @@ def placement(run: Run) -> Placement:
 
 
 def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | None = None) -> TrainingEngine:
-    """Load a causal language model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0."""
+    """Load a decoder or an encoder-decoder model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0."""
     ds_json = training_json(run.resolved, model, placement(run), accumulation=accumulation)
     with partitioned_loading(ds_json):
-        loaded = load_causal_lm(
+        loaded = load_language_model(
             model.model_name_or_path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation
         )
-    return training_engine(run, CausalLM(loaded), model, ds_json)
+    wrap = Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM
+    return training_engine(run, wrap(loaded), model, ds_json)
 
 
 def value_model_engine(
@@ -92,7 +97,7 @@ def weights_dtype(run: Run) -> torch.dtype:
 
 
 def training_engine(
-    run: Run, module: CausalLM | TokenValueModel, model: ModelConfig, ds_json: dict[str, Any]
+    run: Run, module: CausalLM | Seq2SeqLM | TokenValueModel, model: ModelConfig, ds_json: dict[str, Any]
 ) -> TrainingEngine:
     """Put `module` under DeepSpeed, with LoRA, gradient checkpointing and parameter groups as configured.
 
@@ -108,7 +113,7 @@ def training_engine(
             dropout=model.lora_dropout,
             module_name=model.lora_module_name,
             only_lora=config.deepspeed.only_optimize_lora,
-            task="CAUSAL_LM" if isinstance(module, CausalLM) else "SEQ_CLS",
+            task=TASKS[type(module)],
             seed=config.run.seed,
         )
     if model.gradient_checkpointing:

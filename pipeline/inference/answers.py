@@ -1,4 +1,4 @@
-"""Generate answers of a causal language model with every sampling setting explicit, and score answers given as text.
+"""Generate answers of a language model with every sampling setting explicit, and score answers given as text.
 
 For `rlhf chat` and `rlhf compare`, through transformers' `generate`; PPO's rollouts are sampled by
 `pipeline.generation` and scored in `step3_ppo`. B prompts or rows, P positions of the longest prompt, T new positions,
@@ -8,7 +8,7 @@ S tokens of a scored row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -27,8 +27,9 @@ from pipeline.models.loading import (
     check_vocabulary,
     default_device,
     default_dtype,
-    load_causal_lm,
+    is_encoder_decoder,
     load_config,
+    load_language_model,
     num_positions,
 )
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
@@ -80,7 +81,7 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     transformers.logging.disable_progress_bar()
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     tokenizer = load_chat_tokenizer(path)
-    model = load_causal_lm(path, dtype=dtype).to(default_device()).eval()  # type: ignore[arg-type]
+    model = load_language_model(path, dtype=dtype).to(default_device()).eval()  # type: ignore[arg-type]
     check_finite(model, path)
     end_ids = eos_ids(tokenizer, model.generation_config)
     # generate() takes settings that are not passed from here: published models set temperatures and top_k of their own.
@@ -96,7 +97,7 @@ def load_chat_tokenizer(path: str) -> PreTrainedTokenizerBase:
     folders = (folder for folder in (Path(path), Path(path).parent) if (folder / "tokenizer_config.json").is_file())
     tokenizer = load_tokenizer(path if base is None else str(next(folders, base)))
     check_vocabulary(path, tokenizer)
-    set_template(tokenizer, "auto")
+    set_template(tokenizer, "auto", plain=is_encoder_decoder(path))
     return tokenizer
 
 
@@ -133,14 +134,17 @@ def generate_answers(
         check_ids(chat_model.path, prompt, settings.max_new_tokens, **sizes)
     device = chat_model.model.device
     rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
-    input_ids = pad_rows(rows, chat_model.pad_id, side="left").to(device)  # (B, P)
-    mask = pad_rows([torch.ones_like(row) for row in rows], 0, side="left").to(device)  # (B, P)
+    seq2seq = chat_model.model.config.is_encoder_decoder
+    side: Literal["left", "right"] = "right" if seq2seq else "left"
+    input_ids = pad_rows(rows, chat_model.pad_id, side=side).to(device)  # (B, P)
+    mask = pad_rows([torch.ones_like(row) for row in rows], 0, side=side).to(device)  # (B, P)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         sequences = chat_model.model.generate(  # type: ignore[operator]
             input_ids, attention_mask=mask, generation_config=generation_config(chat_model, settings), streamer=streamer
         )
-    responses = [finished_answer(chat_model, ids) for ids in sequences[:, input_ids.shape[1] :].tolist()]  # (B * N, T)
+    num_known = 1 if seq2seq else input_ids.shape[1]  # a decoder of its own begins with its start token
+    responses = [finished_answer(chat_model, ids) for ids in sequences[:, num_known:].tolist()]  # (B * N, T)
     each = len(responses) // len(prompts)
     return [responses[start : start + each] for start in range(0, len(responses), each)]
 
@@ -175,6 +179,7 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
         pad_token_id=chat_model.pad_id,
         eos_token_id=sorted(chat_model.end_ids),
         suppress_tokens=unused or None,
+        decoder_start_token_id=getattr(chat_model.model.config, "decoder_start_token_id", None),
         **passed,
     )
 

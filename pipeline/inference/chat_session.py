@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.data.templates import encode_prompt
+from pipeline.data.templates import RefusedTurnsError, encode_prompt
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
@@ -95,7 +95,12 @@ class Conversation:
         """
         reserved = min(self.settings.max_new_tokens, self._positions // 2)
         for start in range(0, len(turns), 2):
-            prompt = encode_prompt(self.chat_model.tokenizer, [*self._system, *turns[start:]])
+            try:
+                prompt = encode_prompt(self.chat_model.tokenizer, [*self._system, *turns[start:]])
+            except RefusedTurnsError:  # the template of encoder-decoder models takes one question at a time
+                if start + 1 == len(turns):
+                    raise
+                continue
             if len(prompt) + reserved <= self._positions:
                 return prompt, start
         if len(prompt) >= self._positions:

@@ -103,6 +103,8 @@ def look_at_models(findings: Findings, config: Any, section: str, dashes: str, m
             is_policy = number == 0 and section != "reward"
             flag = f"{dashes}{name}"
             usable = findings.look(flag, partial(model, findings, flag, path, is_policy)) or ""
+        if usable and section != "sft":
+            findings.look(f"{dashes}{name}", partial(decoder, usable, f"{dashes}{name}"))
         tokenizer_path = usable if number == 0 else tokenizer_path
     return tokenizer_path
 
@@ -119,6 +121,13 @@ def model(findings: Findings, flag: str, path: str, is_policy: bool) -> str:
 
     check_model(path, flag)
     return path
+
+
+def decoder(path: str, flag: str) -> None:
+    """Raise InputError for an encoder-decoder model: stages 2 and 3 have none."""
+    from pipeline.models.loading import check_decoder
+
+    check_decoder(path, flag)
 
 
 def look_at_tokenizer(findings: Findings, config: Any, dashes: str, path: str) -> Any:

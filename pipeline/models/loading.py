@@ -1,22 +1,32 @@
-"""Check and load causal language models: hub ids, folders and adapter folders, always with dropout off.
+"""Check and load language models: hub ids, folders and adapter folders, always with dropout off.
 
 Configuration and files are checked before any weight is read. Reward heads are in `reward_model.py`, LoRA training in
 `lora.py`.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_flash_attn_2_available
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import go_offline_without_network
-from pipeline.models.paths import check_language_model, read_adapter_config, reading_error
+from pipeline.models.paths import at_flag, check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
 from pipeline.out_of_memory import is_out_of_memory
 
@@ -67,7 +77,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
 
 def dropout_fields(config: PretrainedConfig) -> list[str]:
     """Return the config fields that make forward passes random: dropouts (OPT's are functional) and layer drop."""
-    words = ("dropout", "dropout_prob", "pdrop", "layerdrop")
+    words = ("dropout", "dropout_prob", "dropout_rate", "pdrop", "layerdrop")
     return [name for name, value in vars(config).items() if isinstance(value, float) and name.endswith(words)]
 
 
@@ -88,6 +98,20 @@ def check_model(path: str, flag: str = "") -> None:
     """
     check_model_files(path, flag)
     load_config(path)
+
+
+def is_encoder_decoder(path: str) -> bool:
+    """Return whether the model at `path` has an encoder besides its decoder, as T5 has. Reads only config.json."""
+    return bool(load_config(path).is_encoder_decoder)
+
+
+def check_decoder(path: str, flag: str = "") -> None:
+    """Raise InputError for an encoder-decoder model, which stage 1 alone trains. Reads only config.json."""
+    if is_encoder_decoder(path):
+        raise InputError(
+            f"{at_flag(flag)}{path} is an encoder-decoder model ({load_config(path).model_type}): stage 1 alone trains "
+            "these; give a decoder (OPT, Llama, Qwen, ...)"
+        )
 
 
 def check_attention(implementation: str, flag: str) -> None:
@@ -131,12 +155,25 @@ def check_vocabulary(path: str, tokenizer: Any) -> None:
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, attn_implementation: str = "auto") -> PreTrainedModel:
-    """Load a causal language model from a hub id, a folder, or a peft adapter folder (merged into its base)."""
+    """Load a language model as `load_language_model` does. Raises InputError for an encoder-decoder model."""
+    check_language_model(path)
+    check_decoder(path)
+    return load_language_model(path, dtype=dtype, attn_implementation=attn_implementation)
+
+
+def load_language_model(path: str, *, dtype: torch.dtype, attn_implementation: str = "auto") -> PreTrainedModel:
+    """Load a decoder or an encoder-decoder model: a hub id, a folder, or an adapter folder (merged into its base)."""
     check_language_model(path)
     base = adapter_base(path)
     if base is not None:
         check_model_files(path)
-    model = load_pretrained(AutoModelForCausalLM, base or path, dtype=dtype, attn_implementation=attn_implementation)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    if is_encoder_decoder(path):
+        with head_apart_under_zero3(load_config(path)):
+            model = load_pretrained(AutoModelForSeq2SeqLM, base or path, **options)
+        model.source_config.tie_word_embeddings = "lm_head.weight" in model.all_tied_weights_keys
+    else:
+        model = load_pretrained(AutoModelForCausalLM, base or path, **options)
     if base is None:
         return model
     from peft import PeftModel
@@ -147,6 +184,23 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, attn_implementation: str = 
         raise reading_error(path, "cannot load the adapter", error) from error
     merged.source_config = model.source_config
     return merged
+
+
+@contextmanager
+def head_apart_under_zero3(config: PretrainedConfig) -> Iterator[None]:
+    """Keep the head of T5 1.1 and FLAN-T5 apart from the embeddings while a model is loaded into ZeRO-3 partitions.
+
+    transformers declares all of T5 as tied, and finds out by comparing the loaded weights whether a head is one of its
+    own; partitioned weights are empty, and so equal. Their outputs are not scaled: that tells them from T5.
+    """
+    model_class: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
+    tied = model_class._tied_weights_keys
+    if is_deepspeed_zero3_enabled() and not getattr(config, "scale_decoder_outputs", True):
+        model_class._tied_weights_keys = {name: source for name, source in tied.items() if name != "lm_head.weight"}
+    try:
+        yield
+    finally:
+        model_class._tied_weights_keys = tied
 
 
 def adapter_base(path: str) -> str | None:

@@ -40,7 +40,7 @@ def add_lora(
 
     Args:
         only_lora: freeze all other weights but a reward head; False: train weights that LoRA does not cover as well.
-        task: peft's task type, CAUSAL_LM or SEQ_CLS (whose head `score` is trained and saved with the adapter).
+        task: peft's task type: CAUSAL_LM, SEQ_2_SEQ_LM or SEQ_CLS (whose head `score` is trained and saved along).
         seed: seed of the initial values of A.
     """
     config = LoraConfig(

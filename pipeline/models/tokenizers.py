@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.data.templates import end_token_ids, set_template
 from pipeline.errors import InputError
 from pipeline.hub import go_offline_without_network
-from pipeline.models.loading import check_model, check_vocabulary
+from pipeline.models.loading import check_model, check_vocabulary, is_encoder_decoder
 from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config, reading_error
 from pipeline.models.weight_files import TOKENIZER_FILES
 
@@ -104,7 +104,7 @@ def prepare_tokenizer(path: str, template: str) -> Any:
     check_model(path)
     tokenizer = load_tokenizer(path)
     check_vocabulary(path, tokenizer)
-    set_template(tokenizer, template)
+    set_template(tokenizer, template, plain=is_encoder_decoder(path))
     padding = choose_padding_token(tokenizer)
     if padding.source != "tokenizer":
         log.info("padding with %s (%s); masks never come from token ids", padding.token, padding.source)

@@ -22,13 +22,14 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Names of weights with one row per token.
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "spm.model", "tekken.json",
 )  # fmt: skip
-# Model types that tests/models/test_families.py takes through the three steps; others load with a warning.
-TESTED_TYPES = ("llama", "mistral", "opt", "qwen2", "qwen3")
+# Model types that tests/models/test_families.py takes through the three steps (t5: tests/step1_sft/test_seq2seq.py,
+# step 1); others load with a warning.
+TESTED_TYPES = ("llama", "mistral", "opt", "qwen2", "qwen3", "t5")
 # Private fields of config.json that carry no behaviour.
 HARMLESS_FIELDS = ("_name_or_path", "_commit_hash")
 
