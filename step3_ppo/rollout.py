@@ -37,7 +37,10 @@ def make_text(run: Run, config: PPOConfig, tokenizer: Any) -> StepLoader[SFTBatc
     if not config.data.unsupervised_data_path:
         return None
     source = DataConfig(
-        data_path=config.data.unsupervised_data_path, eval_fraction=0.0, data_output_path=config.data.data_output_path
+        data_path=config.data.unsupervised_data_path,
+        mixture=config.data.mixture,
+        eval_fraction=0.0,
+        data_output_path=config.data.data_output_path,
     )
     length = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
     built = prepare_data("text", source, tokenizer=tokenizer, max_seq_len=length)

@@ -43,6 +43,12 @@ class DataConfig(Group):
         on_resume="data",
         other_tools="dataset dataset_name datasets train_file train_data data",
     )
+    mixture: Literal["share", "ratio"] = flag(
+        "share",
+        "What weights say: share: how many of a source's prompts are kept; ratio: its part of the training rows, for "
+        "which small sources repeat theirs",
+        other_tools="mix_strategy",
+    )
     data_split: str = flag("2,4,4", "Shares of the rows for stages 1, 2, 3; none: every stage uses all rows")
     data_seed: int = flag(1234, "Seed of the split; the same in all steps keeps prompts apart", ge=0)
     eval_data_path: list[str] = flag(

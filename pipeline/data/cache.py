@@ -4,12 +4,13 @@ The cache key covers contents of sources, tokenizer and all options. Which recor
 how they are tokenised in `shards.py`.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts, Fate
 from pipeline.data.formats import Record
-from pipeline.data.selection import DataOptions, Stage, select_records
+from pipeline.data.selection import DataOptions, Stage, mixed_sizes, ratios_of, select_records, uniform
 from pipeline.data.shards import SHARDS, write_rows
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.templates import set_template
@@ -142,11 +143,24 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
         counts.merge(own)
         return num_rows
 
+    def write_train() -> int:
+        if options.mixture == "share" or options.held_out_only:
+            return write("train", "to train on", records.train)
+        sizes = {}
+        for number, path in enumerate(ratios):
+            own = [record for record in records.train if record.origin.source == path]
+            sizes[path] = write(f"source-{number}", "to train on", own)
+        mixed = mixed_sizes(sizes, ratios)
+        counts.factors = {path: mixed[path] / sizes[path] for path in sizes}
+        write_mixture([partial / f"source-{number}.arrow" for number in range(len(sizes))], [*mixed.values()], options)
+        return sum(mixed.values())
+
+    ratios = ratios_of(options)
     partial = folder.with_suffix(".partial")
     try:
         partial.mkdir(mode=0o700, exist_ok=True)
         (partial / CACHE_TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n", encoding="utf-8")
-        num_train = write("train", "to train on", records.train)
+        num_train = write_train()
         write("eval", "held out", records.eval)
         if not num_train and not options.held_out_only:
             kinds = "; ".join(counts.lines()) or "no row"
@@ -160,3 +174,30 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
     except InputError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def write_mixture(files: Sequence[Path], sizes: Sequence[int], options: DataOptions) -> None:
+    """Join the rows of sources to train.arrow beside them, and delete their files; each source gives `sizes` rows.
+
+    A source that has fewer gives all of them several times, and of the last time a part that `options.seed` chooses.
+    Copies of a prompt have ids of their own, by which the random numbers of rollouts are keyed.
+    """
+    import pyarrow as pa
+
+    with contextlib.ExitStack() as stack:
+        sources = [pa.ipc.open_stream(stack.enter_context(pa.memory_map(str(file)))).read_all() for file in files]
+        sink = stack.enter_context(pa.OSFile(str(files[0].with_name("train.arrow")), "wb"))
+        writer = stack.enter_context(pa.ipc.new_stream(sink, sources[0].schema))
+        for rows, size in zip(sources, sizes, strict=True):
+            for copy, start in enumerate(range(0, size, len(rows))):
+                part = rows
+                if start + len(rows) > size:
+                    order = sorted(range(len(rows)), key=lambda row: uniform("mixture", options.seed, row))
+                    part = rows.take(sorted(order[: size - start]))
+                if copy and "prompt_id" in part.column_names:
+                    draws = (uniform(f"copy {copy}", options.seed, name) for name in part["prompt_id"].to_pylist())
+                    column = part.column_names.index("prompt_id")
+                    part = part.set_column(column, "prompt_id", pa.array(int(draw * 2**53) for draw in draws))
+                writer.write_table(part)
+    for file in files:
+        file.unlink()

@@ -29,13 +29,15 @@ class Counts:
     """Counts of rows by kind, each with its fate and its first example's place, and by source.
 
     sources: data path -> number of rows by fate. unread: data path -> columns that no row's layout reads.
-    lengths: tokens -> number of rows that were dropped because they have so many.
+    lengths: tokens -> number of rows that were dropped because they have so many. factors: data path -> how often each
+    of its rows is trained on in an epoch, where sources are mixed by ratios.
     """
 
     _kinds: dict[str, tuple[Fate, int, str]] = field(default_factory=dict)
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     unread: dict[str, set[str]] = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
+    factors: dict[str, float] = field(default_factory=dict)
 
     def add(self, fate: Fate, kind: str, origin: Origin, *, num_tokens: int = 0) -> None:
         """Count one more row of `kind`; the first `origin` of each kind is kept. num_tokens: of a row too long."""
@@ -80,7 +82,8 @@ class Counts:
     def to_json(self) -> dict[str, Any]:
         """Return the counts as a JSON object."""
         unread = {source: sorted(columns) for source, columns in self.unread.items()}
-        return {"kinds": self._kinds, "sources": self.sources, "unread": unread, "lengths": self.lengths}
+        counted = {"kinds": self._kinds, "sources": self.sources, "unread": unread, "lengths": self.lengths}
+        return {**counted, "factors": self.factors}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Counts":
@@ -90,4 +93,5 @@ class Counts:
             {source: Counter(fates) for source, fates in data["sources"].items()},
             {source: set(columns) for source, columns in data["unread"].items()},
             Counter({int(length): count for length, count in data["lengths"].items()}),
+            data["factors"],
         )

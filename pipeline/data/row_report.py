@@ -20,7 +20,9 @@ def row_lines(stage: Stage, counts: Counts, data_split: str, *, num_sequences: i
     lines = [f"{stage} rows: {_fates_line(total, data_split, packed)}"]
     lines += [f"  rows: {line}" for line in counts.lines()]
     if len(counts.sources) > 1:
-        lines += [f"  rows: of {path}: {_fates_line(fates, data_split)}" for path, fates in counts.sources.items()]
+        for path, fates in counts.sources.items():
+            repeated = f" ({counts.factors[path]:.2f} times each)" if path in counts.factors else ""
+            lines.append(f"  rows: of {path}: {_fates_line(fates, data_split, repeated)}")
     return lines
 
 
@@ -39,9 +41,9 @@ def row_warnings(stage: Stage, counts: Counts) -> list[str]:
     return warnings
 
 
-def _fates_line(fates: Counter[str], data_split: str, packed: str = "") -> str:
+def _fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
     """Return '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
-    parts = [f"{fates['to train on']} to train on{packed}", f"{fates['held out']} held out"]
+    parts = [f"{fates['to train on']} to train on{trained}", f"{fates['held out']} held out"]
     if fates["of other stages"]:
         parts.append(f"{fates['of other stages']} of other stages (--data_split {data_split})")
     parts += [f"{fates[fate]} {fate}" for fate in ("left out", "dropped") if fates[fate]]

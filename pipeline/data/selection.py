@@ -30,15 +30,17 @@ Shares = tuple[float, float, float]
 class DataOptions(TokenizationOptions):
     """Everything that decides which tokenised rows a stage sees.
 
-    data_path: paths, each with an optional ':weight'. sft_only_data_path: more records for stage 'sft', all of
-    them. data_split: 'a,b,c' shares of the stages, or 'none' (every stage sees all records). eval_fraction: share of
-    prompts to evaluate on, used if neither eval_data_path nor a source's own split says so. held_out_only: no row to
+    data_path: paths, each with an optional ':weight'. mixture: what weights are, shares of the prompts of a source that
+    are kept, or ratios of the training rows. sft_only_data_path: more records for stage 'sft', all of them. data_split:
+    'a,b,c' shares of the stages, or 'none' (every stage sees all records). eval_fraction: share of prompts to evaluate
+    on, used if neither eval_data_path nor a source's own split says so. held_out_only: no row to
     train on. cache_dir: None for the user's cache directory.
     """
 
     data_path: tuple[str, ...]
     eval_data_path: tuple[str, ...] = ()
     sft_only_data_path: tuple[str, ...] = ()
+    mixture: Literal["share", "ratio"] = "share"
     data_split: str = "2,4,4"
     eval_fraction: float = 0.1
     held_out_only: bool = False
@@ -111,7 +113,7 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
         sources += extra
     evaluation = [record for source in sources for record in source.eval]
     for text in options.eval_data_path:
-        records = _kept_records(text, options, counts)
+        records = _kept_records(text, options, counts, mixture="share")
         own = [record for record in records if record.split == "test"]
         for record in records if own else ():
             if record.split != "test":
@@ -140,7 +142,7 @@ def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Select
 
 def _divided(text: str, options: DataOptions, counts: Counts) -> Selected:
     """Divide one source's records into training and evaluation."""
-    records = _kept_records(text, options, counts)
+    records = _kept_records(text, options, counts, mixture=options.mixture)
     if options.eval_data_path:
         for record in records:
             if record.split == "test":
@@ -154,13 +156,13 @@ def _divided(text: str, options: DataOptions, counts: Counts) -> Selected:
     return divided
 
 
-def _kept_records(text: str, options: DataOptions, counts: Counts) -> list[Record]:
+def _kept_records(text: str, options: DataOptions, counts: Counts, *, mixture: str) -> list[Record]:
     path, weight = parse_path(text)
     kept = []
     rows = RowProgress(f"reading {path}").counted(read_rows(path))
     counts.sources.setdefault(path, Counter())  # in the order of the paths, whatever happens to their rows
     for record in read_records(rows, counts, column_map=options.column_map):
-        if uniform("weight", options.seed, record.prompt_id) < weight:
+        if mixture == "ratio" or uniform("weight", options.seed, record.prompt_id) < weight:
             kept.append(record)
         else:
             counts.add("left out", "prompt beyond the weight of its data path", record.origin)
@@ -188,6 +190,28 @@ def _count_repeated(records: Iterable[Record], counts: Counts) -> None:
         if content in seen:
             counts.add("kept", "row repeated", record.origin)
         seen.add(content)
+
+
+def ratios_of(options: DataOptions) -> dict[str, float]:
+    """Return the weight of each training source, summed over its entries."""
+    ratios: dict[str, float] = {}
+    for path, weight in map(parse_path, (*options.data_path, *options.sft_only_data_path)):
+        ratios[path] = ratios.get(path, 0.0) + weight
+    return ratios
+
+
+def mixed_sizes(sizes: Mapping[str, int], ratios: Mapping[str, float]) -> dict[str, int]:
+    """Return the number of training rows that each source gives to a mixture in these ratios; no row is left out.
+
+    The source with the most rows for its ratio gives each of them once, all others repeat theirs.
+
+    Raises:
+        InputError: a source without a training row.
+    """
+    if empty := [path for path, size in sizes.items() if not size]:
+        raise InputError(f"--mixture ratio: {empty[0]} has no training row, so that no ratio is reached; leave it out")
+    rows_of_one = max(size / ratios[path] for path, size in sizes.items())
+    return {path: round(rows_of_one * ratios[path]) for path in sizes}
 
 
 def share_of(prompt_id: int, seed: int, shares: Shares) -> int:

@@ -60,6 +60,7 @@ TWINS: dict[str, Twin] = {
     "sft.max_seq_len": Twin(SHORT, both={"max_seq_len": 96}),
     "sft.max_steps": Twin(1),
     "sft.min_learning_rate_ratio": Twin(0.9, both=WARM),
+    "sft.mixture": Twin("ratio", both={"data_path": ["@train.jsonl", "@more.jsonl"]}),
     "sft.model_name_or_path": Twin("@other", both={"model_name_or_path": "@base"}),
     "sft.num_train_epochs": Twin(2, "metrics", both={"max_steps": 0}),
     "sft.num_warmup_steps": Twin(2, both=WARM),

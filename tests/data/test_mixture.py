@@ -1,0 +1,102 @@
+"""Sources mixed by ratios: how many rows of each are trained on, which of them, and what the report says of it."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.tiny_run import write_lines
+
+from pipeline.data.cache import cache_key, load_or_build
+from pipeline.data.row_report import row_lines
+from pipeline.data.selection import DataOptions, mixed_sizes
+from pipeline.errors import InputError
+
+COLUMN = {"sft": "ids", "reward": "chosen_ids", "ppo": "prompt_ids"}
+
+
+def write_source(folder: Path, name: str, number: int, **extra: object) -> str:
+    rows = [{"prompt": f"{name} {n}?", "chosen": f"good {n}", "rejected": "bad", **extra} for n in range(number)]
+    write_lines(folder / f"{name}.jsonl", rows)
+    return str(folder / f"{name}.jsonl")
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> DataOptions:
+    """12 rows of which 0.8 are wanted, and 2 rows of which 0.2 are wanted: 3 for the 12."""
+    paths = f"{write_source(tmp_path, 'large', 12)}:0.8", f"{write_source(tmp_path, 'small', 2)}:0.2"
+    extra = {"eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), "data_split": "none"}
+    return DataOptions(data_path=paths, mixture="ratio", **extra)
+
+
+def prompts(rows, tokenizer, column: str) -> Counter[str]:
+    """How often each prompt occurs."""
+    texts = (tokenizer.decode(row[column]) for row in rows)
+    return Counter(text.split("Human: ")[1].split("?")[0] for text in texts)
+
+
+def test_sizes_are_the_least_that_lose_no_row():
+    """By hand: of 30 rows at 0.6 one hundredth is half a row, of 5 at 0.4 an eighth; so 20 for the second."""
+    assert mixed_sizes({"a": 30, "b": 5}, {"a": 0.6, "b": 0.4}) == {"a": 30, "b": 20}
+    assert mixed_sizes({"a": 30, "b": 5}, {"a": 1.0, "b": 1.0}) == {"a": 30, "b": 30}
+    assert mixed_sizes({"a": 30, "b": 5, "c": 7}, {"a": 0.3, "b": 0.6, "c": 0.1}) == {"a": 30, "b": 60, "c": 10}
+    with pytest.raises(InputError, match="--mixture ratio: b has no training row"):
+        mixed_sizes({"a": 30, "b": 0}, {"a": 0.6, "b": 0.4})
+
+
+@pytest.mark.parametrize("stage", COLUMN)
+def test_training_rows_are_in_the_ratio_of_the_weights(stage, options, bpe_tokenizer):
+    """12 rows at 0.8 and 2 at 0.2: each of the 12 once, and 3 of the others, one of them twice."""
+    built = load_or_build(stage, options, bpe_tokenizer)
+    found = prompts(built.train, bpe_tokenizer, COLUMN[stage])
+    assert {name: number for name, number in found.items() if name.startswith("large")} == {
+        f"large {n}": 1 for n in range(12)
+    }
+    assert sorted(number for name, number in found.items() if name.startswith("small")) == [1, 2]
+    assert len(built.train) == 15
+    if stage == "ppo":
+        assert len(set(built.train["prompt_id"][:])) == 15, "copies of a prompt would get the same random numbers"
+    lines = row_lines(stage, built.counts, "none", num_sequences=len(built.train))
+    assert lines[0] == f"{stage} rows: 14 to train on (sequences: 15), 0 held out, of 14 given"
+    assert [line.partition("jsonl: ")[2] for line in lines if "jsonl: " in line] == [
+        "12 to train on (1.00 times each), 0 held out, of 12 given",
+        "2 to train on (1.50 times each), 0 held out, of 2 given",
+    ]
+
+
+def test_rows_that_are_dropped_are_no_part_of_the_ratio(options, bpe_tokenizer, tmp_path):
+    """Of ten rows of the small source eight are too long: the two others stand for it."""
+    rows = [{"prompt": f"small {n}?", "chosen": "good " * 100 * (n > 1) + "end", "rejected": "bad"} for n in range(10)]
+    write_lines(tmp_path / "small.jsonl", rows)
+    built = load_or_build("reward", replace(options, max_seq_len=60), bpe_tokenizer)
+    found = prompts(built.train, bpe_tokenizer, "chosen_ids")
+    assert sum(number for name, number in found.items() if name.startswith("small")) == 3 and len(found) == 14
+
+
+def test_held_out_rows_are_never_repeated_and_the_same_as_of_shares(options, bpe_tokenizer, tmp_path):
+    write_source(tmp_path, "held", 3)
+    lines = [json.loads(line) for name in ("small", "held") for line in (tmp_path / f"{name}.jsonl").open()]
+    write_lines(
+        tmp_path / "small.jsonl", [{**row, "split": "test" if n > 1 else "train"} for n, row in enumerate(lines)]
+    )
+    built = load_or_build("sft", options, bpe_tokenizer)
+    assert prompts(built.eval, bpe_tokenizer, "ids") == {f"held {n}": 1 for n in range(3)}
+    assert len(built.train) == 15
+
+
+def test_the_seed_chooses_which_rows_are_repeated(options, bpe_tokenizer, tmp_path):
+    write_source(tmp_path, "small", 40)
+    options = replace(options, data_path=(f"{tmp_path}/large.jsonl:0.1", f"{tmp_path}/small.jsonl:0.5"))
+    seeds = [load_or_build("sft", replace(options, seed=seed), bpe_tokenizer).train["ids"][:] for seed in (1, 1, 2)]
+    assert len(seeds[0]) == 12 + 60 and seeds[0] == seeds[1] and seeds[0] != seeds[2]
+    repeated = [ids for ids in seeds[0] if seeds[0].count(ids) == 2]
+    assert len(repeated) == 40 and max(map(seeds[0].count, seeds[0])) == 2
+
+
+def test_shares_and_ratios_are_cached_apart(options, bpe_tokenizer):
+    load_or_build("sft", options, bpe_tokenizer)
+    keys = {cache_key("sft", replace(options, mixture=kind), bpe_tokenizer) for kind in ("share", "ratio")}
+    assert len(keys) == 2
+    shared = load_or_build("sft", replace(options, mixture="share"), bpe_tokenizer)
+    assert max(prompts(shared.train, bpe_tokenizer, "ids").values()) == 1 and shared.counts.factors == {}
