@@ -22,7 +22,7 @@ from pipeline.engine.start import start_deepspeed
 from pipeline.errors import InputError
 from pipeline.heartbeat import beat
 from pipeline.models.loading import base_model, check_attention, check_positions, is_encoder_decoder, load_config
-from pipeline.models.packed_attention import enable_packed_attention
+from pipeline.models.packed_attention import check_packing, enable_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import prepare_tokenizer
@@ -92,6 +92,8 @@ def build(run: Run, config: SFTConfig) -> SFT:
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
+    if data.packing:
+        check_packing(config.model.model_name_or_path, "--packing")
     seq2seq = is_encoder_decoder(config.model.model_name_or_path)
     if seq2seq:
         check_seq2seq(config, compute_dtype(run))

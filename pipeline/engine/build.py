@@ -46,7 +46,7 @@ def placement(run: Run) -> Placement:
 def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | None = None) -> TrainingEngine:
     """Load a decoder or an encoder-decoder model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0."""
     ds_json = training_json(run.resolved, model, placement(run), accumulation=accumulation)
-    with partitioned_loading(ds_json):
+    with partitioned_loading(ds_json, model.model_name_or_path):
         loaded = load_language_model(
             model.model_name_or_path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation
         )
@@ -64,7 +64,7 @@ def value_model_engine(
         normalised: values are on the scale of scores normalised by the constants that are saved with the model.
     """
     ds_json = training_json(run.resolved, model, placement(run))
-    with partitioned_loading(ds_json):
+    with partitioned_loading(ds_json, model.model_name_or_path):
         loaded = load_reward_model(
             model.model_name_or_path,
             dtype=weights_dtype(run),
@@ -84,7 +84,7 @@ def frozen_engine(
     """Load a model that is only read, sharded like its trained twin whose flags are `model`."""
     settings = run.resolved.config.deepspeed
     ds_json = frozen_json(settings, model, placement(run), offload=offload)
-    with partitioned_loading(ds_json):
+    with partitioned_loading(ds_json, path):
         loaded = load(path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation)
     engine = FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)
     check_finite(engine.module, path)

@@ -14,6 +14,8 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from pipeline import dist
 from pipeline.engine.private_names import check_private_names
+from pipeline.errors import InputError
+from pipeline.models.loading import load_config, num_experts
 
 
 def start_deepspeed(*, deterministic: bool = False) -> None:
@@ -39,11 +41,20 @@ def start_deepspeed(*, deterministic: bool = False) -> None:
 
 
 @contextmanager
-def partitioned_loading(config: dict[str, Any]) -> Iterator[None]:
-    """Make `from_pretrained` put weights straight into ZeRO-3 partitions; below ZeRO stage 3 nothing happens."""
+def partitioned_loading(config: dict[str, Any], path: str) -> Iterator[None]:
+    """Make `from_pretrained` put the weights at `path` straight into ZeRO-3 partitions; nothing below ZeRO stage 3.
+
+    Raises:
+        InputError: it is a mixture of experts.
+    """
     if config["zero_optimization"]["stage"] < 3:
         yield
         return
+    if count := num_experts(load_config(path)):
+        raise InputError(
+            f"{path}: a mixture of {count} experts under ZeRO stage 3: all experts of a layer would be gathered for "
+            "the few that a token uses; take ZeRO stage 0, 1 or 2"
+        )
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     dist.meet()  # loading makes collectives

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from pipeline.models.architecture import UnsupportedModel
+from pipeline.kernels.token_statistics import LogitScaling
+from pipeline.models.architecture import UnsupportedModel, rotary_types
+from pipeline.models.hidden_states import masks_of_layers
 from pipeline.models.loading import backbone, base_model
 from pipeline.models.packed_attention import NAME as PACKED
 
@@ -69,6 +71,7 @@ class StaticCacheForward:
         self._parameters = list(self.model.parameters())
         self.device = self._parameters[0].device
         config = self.model.config.get_text_config()
+        self._scaling = LogitScaling.from_config(config, 1.0)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.bytes_per_token = 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
@@ -87,34 +90,33 @@ class StaticCacheForward:
 
     def prefill(self, ids: Tensor, lengths: Tensor, cache: StaticRows, *, slots: Tensor, source: Tensor) -> Tensor:
         """Compute prompts into the cache; shapes as in `fused.FusedForward.prefill`."""
-        rows, width = ids.shape
-        visible = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
+        rows, columns = len(ids), torch.arange(ids.shape[1], device=ids.device)
         cache.prefilled = (slots, source)
-        hidden = self._run(ids, torch.arange(width, device=ids.device).expand_as(ids), visible[None, None], cache)
+        distance = columns[:, None] - columns
+        hidden = self._run(ids, columns.expand_as(ids), distance.expand(rows, 1, -1, -1), cache)
         return self._logits(hidden[torch.arange(rows, device=ids.device), lengths - 1])
 
     def decode_step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: StaticRows) -> Tensor:
         """Compute the next logits of every slot; shapes as in `fused.FusedForward.decode_step`."""
         # A finished row writes its last token again and again behind its end, which nothing reads.
         positions = lengths.long().clamp(max=cache.cache_length - 1)
-        visible = torch.arange(cache.cache_length, device=tokens.device) <= positions.unsqueeze(1)
+        distance = positions.unsqueeze(1) - torch.arange(cache.cache_length, device=tokens.device)
         cache.prefilled, cache.positions = None, positions
-        hidden = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), visible[:, None, None, :], cache)
+        hidden = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), distance[:, None, None, :], cache)
         return self._logits(hidden[:, -1])
 
-    def _run(self, ids: Tensor, positions: Tensor, visible: Tensor, cache: StaticRows) -> Tensor:
-        """Return the last hidden states (N, T, H); positions (N, T) attend to the cache where `visible` is True."""
-        mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device)
+    def _run(self, ids: Tensor, positions: Tensor, distance: Tensor, cache: StaticRows) -> Tensor:
+        """Return the last hidden states (N, T, H); `distance` (N, 1, T, S): positions from each key to its query."""
         return backbone(self.model)(
             input_ids=ids,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            attention_mask=mask.masked_fill(~visible, torch.finfo(mask.dtype).min).expand(len(ids), -1, -1, -1),
+            attention_mask=masks_of_layers(self.model, distance >= 0, distance),
         ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)
+        return self._scaling.applied_to(self.model.get_output_embeddings()(hidden))
 
 
 def check_static_cache_forward(model: nn.Module) -> None:
@@ -124,7 +126,7 @@ def check_static_cache_forward(model: nn.Module) -> None:
     if "position_ids" not in inspect.signature(type(backbone(inner)).forward).parameters:
         raise UnsupportedModel(f"{config.model_type} takes no position_ids")
     layers = DynamicCache(config=config).layers
-    if any(type(layer) is not DynamicLayer for layer in layers):
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
         raise UnsupportedModel(f"{config.model_type} has layers with another cache than keys and values of all tokens")
     if inner.config._attn_implementation not in ("sdpa", "eager", PACKED):
         raise UnsupportedModel(f"{inner.config._attn_implementation} attention takes no mask of every row's own length")
@@ -132,9 +134,5 @@ def check_static_cache_forward(model: nn.Module) -> None:
         raise UnsupportedModel("attention biases by distance (alibi) come with the model's own mask")
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise UnsupportedModel("some layers see a window of tokens only")
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if rotary.get("rope_type", "default") in ("dynamic", "longrope"):
-        raise UnsupportedModel(f"rotary positions of type {rotary['rope_type']} depend on how long the sequence is")
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None):
-            raise UnsupportedModel(f"{config.model_type} changes its logits ({name})")
+    for kind in rotary_types(config) & {"dynamic", "longrope"}:
+        raise UnsupportedModel(f"rotary positions of type {kind} depend on how long the sequence is")

@@ -29,6 +29,12 @@ class LogitScaling:
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1)
         return cls(temperature, scale, getattr(config, "final_logit_softcapping", None) or None)
 
+    def applied_to(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return scaled logits, in their own type."""
+        logits = logits * self.scale if self.scale != 1.0 else logits
+        logits = torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+        return logits / self.temperature if self.temperature != 1.0 else logits
+
 
 def token_statistics(
     logits: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, *, with_entropy: bool
@@ -55,10 +61,7 @@ def plain_statistics(
     logits: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `token_statistics` by torch, on any device."""
-    logits = logits.float()
-    logits = logits * scaling.scale if scaling.scale != 1.0 else logits
-    logits = torch.tanh(logits / scaling.cap) * scaling.cap if scaling.cap else logits
-    all_log_probs = torch.log_softmax(logits / scaling.temperature, dim=-1)
+    all_log_probs = torch.log_softmax(scaling.applied_to(logits.float()), dim=-1)
     log_probs = all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return log_probs, entropies(all_log_probs.detach()) if with_entropy else None
 

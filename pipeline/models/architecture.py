@@ -157,6 +157,13 @@ def _llama_block(layer: Any) -> Block:
     )
 
 
+def rotary_types(config: Any) -> set[str]:
+    """Return the types of rotary embedding that a configuration names, for all its kinds of layers."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in rotary.values() if isinstance(value, dict)] or [rotary]
+    return {kind.get("rope_type", "default") for kind in kinds}
+
+
 def linear_of(module: Any) -> Any:
     """Return the layer itself, or the base layer inside a LoRA layer."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module

@@ -16,6 +16,7 @@ from pipeline.tensor_ops import check_right_padded, round_up
 
 # Tokens of a pass without padding are a multiple of this, so that the allocator can reuse memory of earlier passes.
 PACKED_UNIT = 64
+SLIDING = "sliding_attention"  # transformers' name of layers that see a window of tokens
 
 
 def hidden_states(
@@ -43,10 +44,12 @@ def hidden_states(
         ValueError: a row is padded on its left: its tokens would attend to the padding.
     """
     if attention_mask.dim() != 2:
-        if base_model(model).config._attn_implementation == "eager":  # adds the mask to its scores
-            zeros = torch.zeros_like(attention_mask, dtype=next(model.parameters()).dtype)
-            attention_mask = zeros.masked_fill(~attention_mask, torch.finfo(zeros.dtype).min)
-        return last_hidden(model, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+        if attention_mask.dtype == torch.bool:
+            columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+            mask: Any = masks_of_layers(model, attention_mask, columns[:, None] - columns)
+        else:
+            mask = attention_mask
+        return last_hidden(model, input_ids=input_ids, attention_mask=mask, position_ids=position_ids)
     if not right_padded:
         check_right_padded(attention_mask)
     if num_tokens is not None and uses_packed_attention(base_model(model).config):
@@ -57,6 +60,31 @@ def hidden_states(
     # transformers' test for packed rows short.
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
     return last_hidden(model, input_ids=input_ids, attention_mask=None, position_ids=positions)
+
+
+def masks_of_layers(model: Any, visible: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
+    """Return a dense mask as the model's layers take it, cut to the window of those that have one.
+
+    transformers takes a mask of four dimensions as it is, also for layers that see a window of tokens only.
+
+    Args:
+        visible: (B, 1, Q, K) bool, True = query may attend to key.
+        distance: int64 that broadcasts to it: positions from the key to the query.
+    """
+    inner = base_model(model)
+    config = inner.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+
+    def as_taken(mask: Tensor) -> Tensor:
+        if inner.config._attn_implementation != "eager":
+            return mask
+        scores = torch.zeros(mask.shape, dtype=inner.dtype, device=mask.device)  # which the mask is added to
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+
+    if not window or (kinds and SLIDING not in kinds):
+        return as_taken(visible)
+    cut = as_taken(visible & (distance < window))
+    return {"full_attention": as_taken(visible), SLIDING: cut} if kinds else cut
 
 
 def last_hidden(model: Any, **inputs: Any) -> Tensor:

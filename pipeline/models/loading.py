@@ -46,7 +46,8 @@ def load_config(path: str) -> PretrainedConfig:
     """Load the configuration of a model, or of an adapter's base, without remote code and without private fields.
 
     Raises:
-        InputError: it cannot be read, or names an implementation that would be fetched from the hub and run.
+        InputError: it cannot be read, names an implementation that would be fetched from the hub and run, or belongs
+            to a model that reads more than text.
         EnvironmentFault: the hub cannot be reached.
     """
     name = str(Path(adapter_base(path) or path).expanduser())
@@ -59,6 +60,11 @@ def load_config(path: str) -> PretrainedConfig:
         raise reading_error(path, "cannot read a model configuration", error) from error
     if fields := list(kernel_fields(raw)):
         raise InputError(f"{path}: config.json: {fields[0]}: code from the hub is never run; remove the field")
+    if tower := next((kind for kind in ("vision", "audio") if f"{kind}_config" in raw), None):
+        raise InputError(
+            f"{path}: {config.model_type} has a {tower} tower (config.json: {tower}_config); only text decoders are "
+            "trained here: give a checkpoint of the language model alone"
+        )
     # Fields that are private to transformers steer what it loads.
     declared = getattr(type(config), "__dataclass_fields__", {})
     private = [name for name in raw if name.startswith("_") and name not in (*HARMLESS_FIELDS, *declared)]
@@ -73,6 +79,12 @@ def load_config(path: str) -> PretrainedConfig:
 def num_positions(config: PretrainedConfig) -> int | None:
     """Return how many tokens a sequence may have, None if the architecture has no limit (BLOOM)."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Return how many experts a layer of a mixture of experts has, 0 for any other model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max(getattr(config.get_text_config(), name, None) or 0 for name in names)
 
 
 def dropout_fields(config: PretrainedConfig) -> list[str]:
@@ -239,6 +251,8 @@ def load_pretrained(
     config = without_dropout(source)
     for name, value in changes.items():
         setattr(config, name, value)
+    if num_experts(config):
+        warn_once(f"{path}: mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA")
     options: dict[str, Any] = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
     if not pickles:
         options["use_safetensors"] = True

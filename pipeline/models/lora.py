@@ -48,6 +48,7 @@ def add_lora(
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft scales by any number
         lora_dropout=dropout,
         target_modules=linear_names(model, module_name),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
         task_type=task,
     )

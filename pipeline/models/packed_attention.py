@@ -14,6 +14,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from pipeline.data.batching import SFTBatch, block_diagonal_mask
+from pipeline.errors import InputError
+from pipeline.models.loading import load_config
 
 NAME = "packed_sdpa"
 MAX_HEAD_SIZE = 256  # limit of the flash kernel
@@ -47,6 +49,16 @@ def enable_packed_attention(model: Any, *, device: torch.device) -> bool:
     if is_supported:
         model.set_attn_implementation(NAME)
     return is_supported
+
+
+def check_packing(path: str, flag: str) -> None:
+    """Raise InputError for a model whose attention takes no mask that keeps the sequences of a row apart."""
+    config = load_config(path).get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if config.model_type == "bloom" or getattr(config, "alibi", False):
+        raise InputError(f"{flag}: {path}: {config.model_type} takes a mask of padding only (alibi); leave {flag} out")
+    if others:
+        raise InputError(f"{flag}: {path}: {min(others)} layers carry state between sequences; leave {flag} out")
 
 
 def uses_packed_attention(config: Any) -> bool:

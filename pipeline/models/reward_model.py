@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from pipeline.errors import InputError
 from pipeline.models.hidden_states import hidden_states
@@ -89,7 +90,13 @@ def load_reward_model(
     """
     if not new_head:
         check_reward_model(path)
-    config = load_config(path).to_dict()  # also of a hub id
+    loaded = load_config(path)  # also of a hub id
+    if type(loaded) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise InputError(
+            f"{path}: transformers has no sequence classification class for {loaded.model_type}, which a reward model "
+            "needs; take another"
+        )
+    config = loaded.to_dict()
     if not new_head or any("SequenceClassification" in name for name in config["architectures"] or []):
         check_reward_config(config, path)
     model = load_pretrained(

@@ -4,14 +4,17 @@ On a CPU the Triton kernels run in triton's interpreter (tests/conftest.py), som
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.families import FAMILIES, family_config
 from torch import nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -73,10 +76,12 @@ def gpt_neox(**changes: Any) -> nn.Module:
     return random_weights(GPTNeoXForCausalLM(GPTNeoXConfig(**settings)))
 
 
-def gpt2() -> nn.Module:
-    settings = {"vocab_size": NUM_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS}
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": EOS, "eos_token_id": EOS}
-    return random_weights(GPT2LMHeadModel(GPT2Config(**settings, **quiet)))
+def cohere() -> nn.Module:
+    return random_weights(CohereForCausalLM(CohereConfig(**COMMON, num_attention_heads=2, intermediate_size=40)))
+
+
+def family(name: str, **changes: Any) -> nn.Module:
+    return random_weights(AutoModelForCausalLM.from_config(family_config(name, NUM_TOKENS, **changes)))
 
 
 # Head size 20 and 3 query heads to a key head: no powers of two.
@@ -97,13 +102,10 @@ FUSED: dict[str, Callable[[], nn.Module]] = {
     "qwen3": lambda: random_weights(Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=24))),
 }
 STATIC: dict[str, Callable[[], nn.Module]] = {
-    "gpt-neox": gpt_neox,
     "gpt-neox, in sequence": lambda: gpt_neox(use_parallel_residual=False),
-    "gpt2": gpt2,
-    "opt": opt,
     "opt-350m": opt_350m,
-    "llama": llama,
-    "qwen3": FUSED["qwen3"],
+    "cohere": cohere,
+    **{name: partial(family, name) for name in FAMILIES if name != "bloom"},
 }
 
 
