@@ -14,7 +14,6 @@ from pipeline.training.metrics import finite
 from step3_ppo.estimators import explained_variance
 from step3_ppo.experience import Responses, Rewarded, Scores
 
-SAMPLES_SHOWN = 8
 EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
 # Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
 NEGATIVE_KL_WARNING = -1.0
@@ -88,9 +87,9 @@ def evaluation_metrics(found: dict[str, float]) -> dict[str, float]:
 def append_samples(
     path: Path, *, step: int, responses: Responses, scores: Scores, rewarded: Rewarded, tokenizer: Any
 ) -> None:
-    """Add the first responses of an evaluation to samples.jsonl."""
+    """Add the responses of an evaluation on this rank to samples.jsonl."""
     lines = []
-    for n in range(min(SAMPLES_SHOWN, len(responses.sequences))):
+    for n in range(len(responses.sequences)):
         if not responses.valid[n]:
             continue
         start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])

@@ -1,0 +1,96 @@
+"""Workers that score answers: those of a PPO run's evaluations, or many of SFT for best-of-n.
+
+`python -m learning.judge --run_dir FOLDER ...` adds the scores of reward models to the lines of samples.jsonl;
+`--num_samples N` samples that many answers of `--policy` instead.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.data.templates import encode_prompt
+from pipeline.data.turns import Message, Turns, prompt_hash
+from pipeline.generation.eager import generate_batches
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.inference.answers import encode_answer, load_chat_model, load_judge, resolve_dtype, score_rows
+
+BATCH_SIZE = 64
+AT_ONCE = 512  # rows of a batch of best-of-n
+
+
+def prompts_of(file: Path) -> list[Turns]:
+    """Return the prompts of a file, each a single user turn."""
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [(Message("user", row["prompt"].strip()),) for row in rows]
+
+
+def judged(folder: str, answers: Sequence[tuple[Turns, str, bool]]) -> list[float]:
+    """Return the scores of a reward model for (prompt, answer, finished)."""
+    judge = load_judge(folder, dtype=resolve_dtype("auto"))
+    rows = [encode_answer(judge, prompt, text, finished=finished) for prompt, text, finished in answers]
+    order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
+    scores = score_rows(judge, [rows[n] for n in order], batch_size=BATCH_SIZE)
+    return [score for _, score in sorted(zip(order, scores, strict=True))]
+
+
+def score_run(run_dir: Path, policy: str, prompts: Sequence[Turns], judges: dict[str, str]) -> None:
+    """Write `judged.jsonl` beside a run's samples.jsonl: its lines with a score of each judge."""
+    tokenizer = load_chat_model(policy, dtype=torch.float32).tokenizer
+    shown = {tokenizer.decode(encode_prompt(tokenizer, turns), skip_special_tokens=True): turns for turns in prompts}
+    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    answers = [(shown[line["prompt"]], line["response"], line["finished"]) for line in lines]
+    for name, folder in judges.items():
+        for line, score in zip(lines, judged(folder, answers), strict=True):
+            line[name] = score
+    write(run_dir / "judged.jsonl", lines)
+
+
+def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dict[str, str]) -> None:
+    """Write a line for each answer of `--num_samples` to each prompt, with the scores of all judges."""
+    model = load_chat_model(given.policy, dtype=resolve_dtype("auto"))
+    encoded = [Prompt(encode_prompt(model.tokenizer, turns), prompt_hash(turns)) for turns in prompts]
+    rollout = generate_batches(
+        model.model, encoded, batch_size=max(AT_ONCE // given.num_samples, 1), num_samples=given.num_samples,
+        sampling=Sampling(given.max_answer), key=RandomKey(0, "best of n"), eos_ids=model.end_ids, pad_id=model.pad_id,
+    )  # fmt: skip
+    texts = model.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
+    lines: list[dict[str, Any]] = [
+        {"prompt": n // given.num_samples, "response": text, "finished": finished}
+        for n, (text, finished) in enumerate(zip(texts, rollout.finished.tolist(), strict=True))
+    ]
+    answers = [(prompts[line["prompt"]], line["response"], line["finished"]) for line in lines]
+    for name, folder in judges.items():
+        for line, score in zip(lines, judged(folder, answers), strict=True):
+            line[name] = score
+    write(given.output, lines)
+
+
+def write(file: Path, lines: Sequence[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+
+def main() -> None:
+    """Score a run's samples, or sample and score many answers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policy", required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--judges", nargs="+", required=True, help="name=folder")
+    parser.add_argument("--run_dir", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--num_samples", type=int, default=0)
+    parser.add_argument("--max_answer", type=int, default=128)
+    given = parser.parse_args()
+    judges = dict(word.split("=", 1) for word in given.judges)
+    prompts = prompts_of(given.prompts)
+    if given.num_samples:
+        sample_many(given, prompts, judges)
+    else:
+        score_run(given.run_dir, given.policy, prompts, judges)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The report from what the runs left: two plots, tables, and ten answers before and after."""
+
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from learning import estimates
+from learning.models import accuracies
+
+NUM_SHOWN = 10
+NUM_GRAMS = 2
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A judged run: its name, proxy and seed; its evaluations by step, each a list of judged answers."""
+
+    name: str
+    proxy: str
+    seed: int
+    evaluations: dict[int, list[Line]]
+
+    @property
+    def before(self) -> list[Line]:
+        return self.evaluations[min(self.evaluations)]
+
+    @property
+    def after(self) -> list[Line]:
+        return self.evaluations[max(self.evaluations)]
+
+
+def read_lines(file: Path) -> list[Line]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Return the judged runs of a group, by name and seed."""
+    runs = []
+    for file in sorted(folder.glob("*/policy.json")):
+        said, by_step = json.loads(file.read_text(encoding="utf-8")), defaultdict[int, list[Line]](list)
+        for line in read_lines(file.with_name("judged.jsonl")):
+            by_step[line["step"]].append(line)
+        runs.append(Run(said["name"], said["proxy"], said["seed"], dict(by_step)))
+    return runs
+
+
+def mean(lines: Sequence[Line], name: str) -> float:
+    values = [line[name] for line in lines if line[name] is not None]
+    return sum(values) / len(values) if values else math.nan
+
+
+def scale(many: Sequence[Line], name: str) -> tuple[float, float]:
+    """Return the mean and standard deviation of a reward model's scores of SFT's answers."""
+    return estimates.mean_and_spread([line[name] for line in many])
+
+
+def curve(run: Run, scales: dict[str, tuple[float, float]]) -> list[tuple[float, float, float]]:
+    """Return (root of the KL, proxy, gold) of each evaluation; scores in standard deviations above SFT's mean."""
+    points = []
+    for _, lines in sorted(run.evaluations.items()):
+        proxy, gold = (
+            (mean(lines, column) - scales[name][0]) / scales[name][1]
+            for column, name in (("score", run.proxy), ("gold", "gold"))
+        )
+        points.append((math.sqrt(max(mean(lines, "kl"), 0.0)), proxy, gold))
+    return points
+
+
+def best_of_n_curve(
+    many: Sequence[Line], proxy: str, scales: dict[str, tuple[float, float]]
+) -> Iterator[tuple[float, float, float]]:
+    """Yield the points of best-of-n for n = 1, 2, 4, ... as `curve` does."""
+    by_prompt = defaultdict[int, list[Line]](list)
+    for line in many:
+        by_prompt[line["prompt"]].append(line)
+    groups = list(by_prompt.values())
+    k = 1
+    while k <= len(groups[0]):
+        found = [estimates.best_of(k, [x[proxy] for x in lines], [x["gold"] for x in lines]) for lines in groups]
+        means = [sum(values) / len(values) for values in zip(*found, strict=True)]
+        heights = [
+            (value - scales[name][0]) / scales[name][1] for value, name in zip(means, (proxy, "gold"), strict=True)
+        ]
+        yield math.sqrt(estimates.best_of_kl(k)), heights[0], heights[1]
+        k *= 2
+
+
+def plot(file: Path, title: str, curves: dict[str, list[list[tuple[float, float, float]]]]) -> None:
+    """Draw proxy (dashed) and gold (solid) against the root of the KL; a colour for each name, a line for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=110)
+    for number, (name, seeds) in enumerate(curves.items()):
+        for n, points in enumerate(seeds):
+            roots, proxy, gold = zip(*points, strict=True)
+            axes.plot(roots, gold, "-", color=f"C{number}", label=None if n else name)
+            axes.plot(roots, proxy, "--", color=f"C{number}", alpha=0.5)
+    axes.set_xlabel("square root of KL(policy, SFT), nats")
+    axes.set_ylabel("score, standard deviations of SFT's answers")
+    axes.set_title(f"{title}: gold (solid), proxy (dashed)")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def paired(run: Run) -> list[tuple[Line, Line]]:
+    """Return the answers of the first and the last evaluation to each prompt that has both."""
+    before = {line["prompt"]: line for line in run.before}
+    return [(before[line["prompt"]], line) for line in run.after if line["prompt"] in before]
+
+
+def figures_of(run: Run, scales: dict[str, tuple[float, float]]) -> Line:
+    """Return what a run reached at its last evaluation, beside its own first one."""
+    before, after = zip(*paired(run), strict=True)
+    scores = [[line["gold"] for line in lines] for lines in (after, before)]
+    lengths = [[line["tokens"] for line in lines] for lines in (after, before)]
+    root, proxy, gold = curve(run, scales)[-1]
+    best = max(curve(run, scales), key=lambda point: point[2])
+    return {
+        "KL": root**2,
+        "proxy": proxy,
+        "gold": gold,
+        "gold at its best": best[2],
+        "KL there": best[0] ** 2,
+        "win rate": estimates.win_rate(*scores)[0],
+        "win rate at equal length": estimates.length_controlled(*scores, *lengths),
+        "tokens": mean(run.after, "tokens"),
+        "cut": 1 - mean(run.after, "finished"),
+        "distinct 2-grams": estimates.distinct([line["response"] for line in run.after], NUM_GRAMS),
+    }
+
+
+def rows_of(runs: Sequence[Run], scales: dict[str, tuple[float, float]]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table: mean and standard deviation over the seeds of each name."""
+    groups = defaultdict[str, list[Line]](list)
+    for run in runs:
+        groups[run.name].append(figures_of(run, scales))
+    names = list(next(iter(groups.values()))[0])
+    rows = []
+    for name, found in groups.items():
+        cells = [estimates.mean_and_spread([one[column] for one in found]) for column in names]
+        rows.append([name, str(len(found)), *(f"{a:.2f}" + (f" +- {b:.2f}" if b == b else "") for a, b in cells)])
+    return ["run", "seeds", *names], rows
+
+
+def answers(run: Run) -> str:
+    """Return ten held-out prompts with the answers of SFT and of the run, chosen by a fixed seed."""
+    pairs = paired(run)
+    parts = []
+    for n in sorted(Random(0).sample(range(len(pairs)), min(NUM_SHOWN, len(pairs)))):
+        before, after = pairs[n]
+        parts.append(
+            f"**{flat(after['prompt'])}**\n\n- SFT (gold {before['gold']:.2f}): {flat(before['response'])}\n"
+            f"- PPO (gold {after['gold']:.2f}): {flat(after['response'])}\n"
+        )
+    return "\n".join(parts)
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def reward_models(folder: Path) -> str:
+    """Return the table of reward models: accuracy on held-out pairs beside the trivial rules'."""
+    rows = []
+    for name, found in accuracies(folder).items():
+        rules = {rule: said["mean"] for rule, said in found["trivial_rules"].items()}
+        best = max(rules, key=lambda rule: rules[rule])
+        accuracy = found["accuracy"]
+        shown = f"{accuracy['mean']:.3f} +- {accuracy['standard_error']:.3f}"
+        rows.append([name, found["pairs"], shown, f"{best}: {rules[best]:.3f}"])
+    return table(["reward model", "held-out pairs", "accuracy", "best trivial rule"], rows)
+
+
+def write(folder: Path, output: Path, title: str) -> None:
+    """Write `output` (markdown) and its plots beside it, named after it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    many = read_lines(folder / "best_of_n.jsonl")
+    judges = [name for name in many[0] if name == "gold" or name.startswith("proxy-")]
+    scales = {name: scale(many, name) for name in judges}
+    runs, ablations = read_runs(folder / "frontier"), read_runs(folder / "ablations")
+    parts = [f"# {title}\n", "## Reward models\n", reward_models(folder)]
+    for proxy in sorted({run.proxy for run in runs}, key=lambda name: -int(name.rpartition("-")[2])):
+        curves = defaultdict[str, list[list[tuple[float, float, float]]]](list)
+        for run in runs:
+            if run.proxy == proxy:
+                curves[run.name].append(curve(run, scales))
+        curves["best of n"].append(list(best_of_n_curve(many, proxy, scales)))
+        parts.append(f"## {proxy}\n")
+        if find_spec("matplotlib"):
+            file = output.with_name(f"{output.stem}_{proxy}.png")
+            plot(file, proxy, curves)
+            parts.append(f"![{proxy}: both scores against the root of the KL]({file.name})\n")
+    if not find_spec("matplotlib"):
+        print("[learning] no plots: pip install matplotlib", file=sys.stderr)
+    for heading, group in (("PPO", runs), ("Ablations", ablations)):
+        if group:
+            parts += [f"## {heading}\n", table(*rows_of(group, scales))]
+    if runs:
+        parts += ["## Ten answers before and after\n", f"Of {runs[0].name}, seed {runs[0].seed}.\n", answers(runs[0])]
+    output.write_text("\n".join(parts), encoding="utf-8")

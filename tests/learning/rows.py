@@ -1,0 +1,60 @@
+"""The rows of the experiment, cut from files of real preferences and instructions.
+
+Pairs are halved by their prompts: the proxy reward models see one half, the gold model the other.
+"""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+PAIRS = ("alpacaeval_gpt4", "hh_harmless", "oasst_en_100", "dpo_en_demo")
+ANSWERS = ("alpaca_en_demo", "gpteacher_roleplay")
+NUM_PROMPTS = 256  # held-out prompts that policies are measured on
+
+Rows = list[dict[str, Any]]
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a compressed file of JSON lines."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def half(prompt: str) -> str:
+    """Return which of the two halves a prompt belongs to, whatever the order of rows."""
+    return ("proxy", "gold")[hashlib.sha256(prompt.encode()).digest()[0] % 2]
+
+
+def write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with file.open("w", encoding="utf-8") as out:
+        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def make(source: Path, folder: Path) -> None:
+    """Write the files of all stages below `folder`: sft, proxy, gold, pairs_test, text, prompts and
+    prompts_test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = [row for name in PAIRS for row in read(source / "preference" / f"{name}.jsonl.gz")]
+    answers = [row for name in ANSWERS for row in read(source / "instruct" / f"{name}.jsonl.gz")]
+    columns = ("prompt", "chosen", "rejected")
+    kept = [{name: row[name] for name in columns} | {"split": row["split"]} for row in pairs]
+    train = [{name: row[name] for name in columns} for row in kept if row["split"] == "train"]
+    for part in ("proxy", "gold"):
+        write(folder / f"{part}.jsonl", (row for row in train if half(row["prompt"]) == part))
+    write(folder / "pairs_test.jsonl", ({n: row[n] for n in columns} for row in kept if row["split"] == "test"))
+    write(
+        folder / "sft.jsonl",
+        ({n: row[n] for n in ("prompt", "response")} for row in answers if row["split"] == "train"),
+    )
+    write(folder / "text.jsonl", read(source / "text" / "c4_demo_en.jsonl.gz"))
+    # Transcripts are for the reward models; the policy is asked single questions.
+    plain = [*answers, *(row for row in pairs if row["prompt_style"] == "plain")]
+    for split, name in (("train", "prompts"), ("test", "prompts_test")):
+        prompts = sorted({row["prompt"] for row in plain if row["split"] == split})
+        Random(0).shuffle(prompts)
+        prompts = prompts[:NUM_PROMPTS] if split == "test" else prompts
+        write(folder / f"{name}.jsonl", ({"prompt": prompt} for prompt in prompts))

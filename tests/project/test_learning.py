@@ -1,0 +1,101 @@
+"""The experiment of tests/learning: its estimates against slow loops, and the whole of it on a tiny model."""
+
+import gzip
+import itertools
+import json
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from learning import estimates, rows
+from support.source_tree import ROOT
+from support.tiny_models import save_tiny
+from support.tiny_run import make_pair, make_prompts
+
+
+def test_best_of_n_is_the_mean_over_all_subsets():
+    random = Random(0)
+    proxy, gold = [[random.gauss(0, 1) for _ in range(7)] for _ in range(2)]
+    for k in (1, 3, 7):
+        best = [max(subset, key=proxy.__getitem__) for subset in itertools.combinations(range(7), k)]
+        expected = [sum(scores[n] for n in best) / len(best) for scores in (proxy, gold)]
+        assert estimates.best_of(k, proxy, gold) == pytest.approx(expected)
+    assert estimates.best_of_kl(1) == 0 and estimates.best_of_kl(4) == pytest.approx(1.3862944 - 0.75)
+
+
+def test_win_rates():
+    rate, error = estimates.win_rate([1.0, 2.0, 0.0, 3.0], [0.0, 2.0, 1.0, 1.0])
+    assert rate == 0.625 and error == pytest.approx(np.std([1, 0.5, 0, 1], ddof=1) / 2)
+
+
+def test_a_policy_that_wins_by_length_alone_does_not_win_at_equal_length():
+    random = np.random.default_rng(0)
+    apart = random.normal(40, 30, 2000)
+    other = random.normal(0, 1, 2000)
+    longer = estimates.length_controlled(other + apart / 20, other, 100 + apart, np.full(2000, 100))
+    assert estimates.win_rate(other + apart / 20, other)[0] > 0.85 and longer < 0.6
+    better = estimates.length_controlled(other + random.normal(0.8, 1, 2000), other, 100 + apart, np.full(2000, 100))
+    assert better == pytest.approx(0.79, abs=0.03), "P(N(0.8, 1) > 0)"
+
+
+def test_distinct_counts_grams_over_all_texts():
+    assert estimates.distinct(["a b a b", "b a"], 2) == pytest.approx(2 / 4)
+    assert math.isnan(estimates.distinct(["a"], 2))
+
+
+def test_the_halves_share_no_prompt():
+    halves = [rows.half(f"prompt {n}") for n in range(1000)]
+    assert 450 < halves.count("gold") < 550 and halves == [rows.half(f"prompt {n}") for n in range(1000)]
+
+
+def write(file: Path, lines: list[dict[str, object]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def make_source(folder: Path) -> None:
+    """Files of the names and columns of the real ones, of a few rows each."""
+    random, style = Random(0), {"prompt_style": "plain"}
+    splits = itertools.cycle(["train"] * 6 + ["test"])
+    for name in rows.PAIRS:
+        lines = [make_pair(prompt, random) | style | {"split": next(splits)} for prompt in make_prompts(28, random)]
+        write(folder / "preference" / f"{name}.jsonl.gz", lines)
+    for name in rows.ANSWERS:
+        pairs = [make_pair(prompt, random) for prompt in make_prompts(28, random)]
+        lines = [{"prompt": x["prompt"], "response": x["chosen"], "split": next(splits)} for x in pairs]
+        write(folder / "instruct" / f"{name}.jsonl.gz", lines)
+    write(folder / "text" / "c4_demo_en.jsonl.gz", [{"text": "The heron waits by the river. " * 40}] * 20)
+
+
+@pytest.mark.slow
+def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
+    make_source(tmp_path / "data")
+    save_tiny("llama", bpe_folder, tmp_path / "base", max_position_embeddings=1024, num_hidden_layers=2)
+
+    def learning(command: str, *words: object) -> None:
+        call = [sys.executable, str(ROOT / "tests" / "learning"), command, "--work", str(tmp_path / "work"), "--depths"]
+        done = subprocess.run([*call, "2", *map(str, words)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    few = ("--", "--dtype", "fp32")
+    learning("models", "--base", tmp_path / "base", "--data", tmp_path / "data", *few, "--max_steps", 2)
+    learning("best_of_n", "--num_samples", 4)
+    short = ("--steps", 2, "--seeds", 1, "--kl_coefs", 0.05, *few, "--max_answer_seq_len", 12)
+    small = ("--per_device_generation_batch_size", 4, "--per_device_train_batch_size", 2)
+    learning("frontier", *short, *small)
+    report = tmp_path / "report.md"
+    learning("report", "--output", report)
+    text = report.read_text()
+    assert "proxy-2-kl0.05 | 1 |" in text and "nan" not in text
+    assert text.count("- PPO (gold ") == text.count("- SFT (gold ") > 3
+    assert not find_spec("matplotlib") or (tmp_path / "report_proxy-2.png").stat().st_size > 5000
+    work = tmp_path / "work"
+    gold, proxy = ((work / "data" / f"{name}.jsonl").read_text().splitlines() for name in ("gold", "proxy"))
+    prompts = [{json.loads(line)["prompt"] for line in lines} for lines in (gold, proxy)]
+    assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]
