@@ -86,7 +86,7 @@ def one(jobs: Jobs, policy: Policy, group: str, steps: int, more: dict[str, Any]
     words = ["--overwrite", *flags(given | policy.changes | more)]
     jobs.run(f"{group}-{run_dir.name}", "step3_ppo.main", words, gpu=gpu)
     judge = {"policy": models / "sft", "prompts": data / "prompts_test.jsonl", "run_dir": run_dir}
-    words = [*flags(judge), "--judges", f"gold={models / 'gold'}"]
+    words = [*flags(judge), "--judges", f"gold={models / 'gold'}", f"proxy={models / policy.proxy}"]
     jobs.run(f"{group}-{run_dir.name}-judge", "learning.judge", words, gpu=gpu)
     (run_dir / "policy.json").write_text(
         json.dumps({"name": policy.name, "proxy": policy.proxy, "seed": policy.seed, "steps": steps}), encoding="utf-8"

@@ -69,7 +69,7 @@ def curve(run: Run, scales: dict[str, tuple[float, float]]) -> list[tuple[float,
     for _, lines in sorted(run.evaluations.items()):
         proxy, gold = (
             (mean(lines, column) - scales[name][0]) / scales[name][1]
-            for column, name in (("score", run.proxy), ("gold", "gold"))
+            for column, name in (("proxy", run.proxy), ("gold", "gold"))
         )
         points.append((math.sqrt(max(mean(lines, "kl"), 0.0)), proxy, gold))
     return points
