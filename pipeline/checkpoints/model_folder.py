@@ -4,22 +4,27 @@ Under ZeRO-3 the weights are gathered one parameter at a time, so no GPU ever ho
 in host memory until transformers writes the shards.
 """
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers import GenerationConfig
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from pipeline import dist
 from pipeline.engine.build import weights_dtype
 from pipeline.errors import DivergedError
-from pipeline.files import has_config, with_new_folder
+from pipeline.files import has_config, with_new_folder, write_json
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import is_lora, merged_weight
 from pipeline.models.partitions import gathered
+from pipeline.models.tokenizers import eos_ids
 from pipeline.run.run import Run
 
 SHARD_SIZE = "5GB"
@@ -105,23 +110,78 @@ def save_model(
     def fill(fresh: Path) -> None:
         if merged or lora_weights is None:
             inner = base_model(model)
+            save_weights(inner, weights, fresh)
             if inner.can_generate():
-                inner.generation_config.pad_token_id = tokenizer.pad_token_id
-            inner.save_pretrained(fresh, state_dict=weights, max_shard_size=SHARD_SIZE)
+                write_json(fresh / GENERATION_CONFIG_NAME, generation_settings(inner.generation_config, tokenizer))
             # The source model's configuration: its dropouts, its names.
             config = inner.source_config
             config.architectures, config.dtype = [type(inner).__name__], dtype
             for name, value in (config_changes or {}).items():
                 setattr(config, name, value)
             config.save_pretrained(fresh)
+            rewrite_json(fresh / CONFIG_NAME, with_former_fields)
         if lora_weights is not None:
             adapter = fresh / "adapter" if merged else fresh
             model.save_pretrained(str(adapter), state_dict=lora_weights, safe_serialization=True)
         tokenizer.save_pretrained(fresh)
+        rewrite_json(fresh / TOKENIZER_CONFIG_FILE, with_former_names)
         for name, text in documents.items():
             (fresh / name).write_text(text, encoding="utf-8")
 
     dist.on_main(lambda: with_new_folder(folder, fill))
+
+
+def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write the weights as safetensors with an index where they are sharded, by transformers' own names."""
+    own = model.generation_config if model.can_generate() else None
+    try:
+        if (
+            own is not None
+        ):  # transformers refuses to write some that are published, with a temperature but no do_sample
+            model.generation_config = GenerationConfig()
+        model.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_SIZE)
+    finally:
+        if own is not None:
+            model.generation_config = own
+
+
+def generation_settings(own: GenerationConfig, tokenizer: Any) -> dict[str, Any]:
+    """Return the start model's settings for sampling, with the padding and all ids that end a text, its own first."""
+    first = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    ends = [token for token in first if token is not None]
+    ends += sorted(eos_ids(tokenizer, own) - set(ends))
+    settings = own.to_diff_dict() | {"pad_token_id": tokenizer.pad_token_id}
+    settings |= {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+    settings.pop("_from_model_config", None)
+    return settings
+
+
+def rewrite_json(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    write_json(file, change(json.loads(file.read_text(encoding="utf-8"))))
+
+
+def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the fields that transformers 4 reads, and vLLM, SGLang, TGI and llama.cpp of its time.
+
+    Without them they take another data type and, silently, other rotary positions.
+    """
+    rope = config.get("rope_parameters") or {}
+    former = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+    if config["model_type"] == "gpt_neox":
+        former = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    fields = {former[name]: rope[name] for name in former if name in rope}  # none where layers differ (Gemma 3)
+    if fields and rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = rope
+    return config | fields | {"torch_dtype": config["dtype"]}
+
+
+def with_former_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Return tokenizer_config.json with the names that transformers 4 and 5 both know: 4 fails at those of 5."""
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    return config
 
 
 def is_saved(folder: str) -> bool:

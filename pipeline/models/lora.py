@@ -33,6 +33,16 @@ def linear_names(model: Any, pattern: str) -> list[str]:
     return chosen
 
 
+def target_names(model: Any, chosen: list[str]) -> list[str]:
+    """Return the last parts of the chosen layers' names where no other module has one of them, else the whole names.
+
+    Programs that serve adapters (SGLang) look for names such as q_proj in adapter_config.json.
+    """
+    last = {name.rpartition(".")[2] for name in chosen}
+    same = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
+    return sorted(last) if len(same) == len(chosen) else chosen
+
+
 def add_lora(
     model: Any, *, dim: int, alpha: float, dropout: float, module_name: str, only_lora: bool, task: str, seed: int
 ) -> Any:
@@ -47,7 +57,7 @@ def add_lora(
         r=dim,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft scales by any number
         lora_dropout=dropout,
-        target_modules=linear_names(model, module_name),
+        target_modules=target_names(model, linear_names(model, module_name)),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
         task_type=task,

@@ -133,6 +133,7 @@ def score_head_fields(tokenizer: Any, *, score_mean: float, score_std: float, la
         "num_labels": 1,
         "id2label": {0: label},
         "label2id": {label: 0},
+        "problem_type": "regression",  # else vLLM answers the sigmoid of the score
         "pad_token_id": pad_id_for_pooling(tokenizer),
         "score_mean": score_mean,
         "score_std": score_std,
