@@ -22,6 +22,7 @@ from pipeline.engine.start import start_deepspeed
 from pipeline.errors import InputError
 from pipeline.heartbeat import beat
 from pipeline.models.loading import base_model, check_attention, check_positions, is_encoder_decoder, load_config
+from pipeline.models.lora import check_quantization
 from pipeline.models.packed_attention import check_packing, enable_packed_attention
 from pipeline.models.paths import check_language_model
 from pipeline.models.seq2seq_lm import Seq2SeqLM
@@ -89,6 +90,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     start_deepspeed(deterministic=config.run.deterministic)
     check_language_model(config.model.model_name_or_path, "--model_name_or_path")
     check_attention(config.model.attn_implementation, "--attn_implementation")
+    check_quantization(config.model.quantization, "--quantization")
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
@@ -198,7 +200,7 @@ def save(sft: SFT) -> None:
         dtype=saved_dtype(run),
         documents=model_documents(
             run,
-            base=config.model.model_name_or_path,
+            model=config.model,
             kind="Supervised fine-tuned model",
             seq2seq=isinstance(sft.engine.module, Seq2SeqLM),
         ),

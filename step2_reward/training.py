@@ -16,6 +16,7 @@ from pipeline.engine.build import value_model_engine
 from pipeline.engine.start import start_deepspeed
 from pipeline.heartbeat import beat
 from pipeline.models.loading import check_attention, check_decoder, check_positions
+from pipeline.models.lora import check_quantization
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import prepare_tokenizer
 from pipeline.random_numbers import seed_dropout
@@ -83,6 +84,7 @@ def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
     check_attention(config.model.attn_implementation, "--attn_implementation")
+    check_quantization(config.model.quantization, "--quantization")
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_decoder(config.model.model_name_or_path, "--model_name_or_path")
@@ -160,7 +162,7 @@ def save(reward: Reward, state: State) -> None:
         reward.tokenizer,
         Path(config.run.output_dir),
         dtype=saved_dtype(run),
-        documents=model_documents(run, base=config.model.model_name_or_path, kind="Reward model", scores=True),
+        documents=model_documents(run, model=config.model, kind="Reward model", scores=True),
         config_changes=score_head_fields(
             reward.tokenizer, score_mean=state.score_mean, score_std=state.score_std, label="reward"
         ),

@@ -249,5 +249,7 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
         errors.append(
             "--generation_engine fused: it takes no unmerged adapters (--merge_lora_for_generation false); use auto"
         )
+    if backend == "fused" and config.actor.quantization != "none":
+        errors.append("--generation_engine fused: it reads no quantised weights (--actor_quantization); use auto")
     if errors:
         raise InputError("\n".join(errors))

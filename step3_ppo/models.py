@@ -13,6 +13,7 @@ from pipeline.errors import InputError
 from pipeline.generation.options import GenerationOptions
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import (
+    adapter_base,
     base_model,
     check_attention,
     check_decoder,
@@ -20,6 +21,7 @@ from pipeline.models.loading import (
     load_causal_lm,
     load_config,
 )
+from pipeline.models.lora import check_quantization, keep_start_adapter, start_model
 from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.models.reward_model import load_reward_model, score_constants
@@ -34,7 +36,8 @@ log = logging.getLogger(__name__)
 class Models:
     """The engines of stage 3.
 
-    reference: None where the actor without its adapters is the reference.
+    reference: None where the actor with the adapters that it began with, if any, is the reference.
+    reward: None where the critic with the adapters and the head that it began with is the reward model.
     reward_tokenizer: None where the reward model reads the actor's own tokens.
     score_mean, score_std: normalise the reward model's scores.
     """
@@ -43,7 +46,7 @@ class Models:
     actor: TrainingEngine
     critic: TrainingEngine
     reference: FrozenEngine | None
-    reward: FrozenEngine
+    reward: FrozenEngine | None
     reward_tokenizer: Any
     score_mean: float
     score_std: float
@@ -66,12 +69,21 @@ class Models:
 
     @contextmanager
     def reference_policy(self) -> Iterator[Any]:
-        """Open the model of reference log-probabilities: one of its own, or the actor with its adapters off."""
+        """Open the model of reference log-probabilities: one of its own, or the actor as it was before training."""
         if self.reference is not None:
             yield self.reference
         else:
-            with self.actor.module.model.disable_adapter():
+            with start_model(self.actor.module.model):
                 yield self.actor
+
+    @contextmanager
+    def reward_model(self) -> Iterator[Any]:
+        """Open the model of raw scores: one of its own, or the critic as it was before training."""
+        if self.reward is not None:
+            yield self.reward
+        else:
+            with self.critic.module.start_model():
+                yield self.critic
 
 
 def same_tokens(first: Any, second: Any) -> bool:
@@ -101,6 +113,7 @@ def make_tokenizers(config: PPOConfig) -> Tokenizers:
         check_model(path, f"--{name}_model_name_or_path")
     for name, model in (("actor", config.actor), ("critic", config.critic)):
         check_attention(model.attn_implementation, f"--{name}_attn_implementation")
+        check_quantization(model.quantization, f"--{name}_quantization")
     tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
     return Tokenizers(tokenizer, check_inputs(config, tokenizer, reward_path))
 
@@ -115,11 +128,14 @@ def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
         # Starts as the reward model, on the scale of the normalised reward.
         critic=value_model_engine(run, config.critic, normalised=config.ppo.normalise_scores),
         reference=make_reference(run, config),
-        reward=frozen_engine(run, load_reward_model, reward_path, config.critic, offload=config.offload_reward_model),
+        reward=make_reward(run, config, reward_path),
         reward_tokenizer=tokenizers.reward,
         score_mean=mean,
         score_std=std,
     )
+    for trained, flags in ((models.actor, config.actor), (models.critic, config.critic)):
+        if flags.quantization != "none" and adapter_base(flags.model_name_or_path) is not None:
+            keep_start_adapter(trained.module.model)
     for engine in models.named().values():
         enable_packed_attention(base_model(engine.module.model), device=run.world.device)
     log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
@@ -160,6 +176,13 @@ def make_reference(run: Run, config: PPOConfig) -> FrozenEngine | None:
 
     path, offload = config.actor.model_name_or_path, config.offload_reference_model
     return frozen_engine(run, load, path, config.actor, offload=offload)
+
+
+def make_reward(run: Run, config: PPOConfig, path: str) -> FrozenEngine | None:
+    """Load the reward model; none where switching the critic's adapters off gives it."""
+    if config.critic.lora_dim and config.deepspeed.only_optimize_lora and path == config.critic.model_name_or_path:
+        return None
+    return frozen_engine(run, load_reward_model, path, config.critic, offload=config.offload_reward_model)
 
 
 def generation_options(config: PPOConfig) -> GenerationOptions:

@@ -106,7 +106,8 @@ def sequence_scores(models: Models, responses: Responses, batch: MicroBatch, row
         lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
         sequences = pad_rows(encoded, models.reward_tokenizer.pad_token_id or 0)
         mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), sum(map(len, encoded))
-    return last_token_scores(models.reward(sequences, mask, num_tokens=num_packed, right_padded=True), mask.sum(1))
+    with models.reward_model() as reward:
+        return last_token_scores(reward(sequences, mask, num_tokens=num_packed, right_padded=True), mask.sum(1))
 
 
 def reward_ids(models: Models, responses: Responses, rows: Any) -> list[list[int]]:

@@ -236,7 +236,7 @@ def save_models(ppo: PPO) -> None:
         models.tokenizer,
         output / "critic",
         dtype=saved_dtype(run),
-        documents=model_documents(run, base=config.critic.model_name_or_path, kind="PPO critic", scores=True),
+        documents=model_documents(run, model=config.critic, kind="PPO critic", scores=True),
         config_changes=score_head_fields(
             models.tokenizer, score_mean=critic.score_mean, score_std=critic.score_std, label="value"
         ),
@@ -250,7 +250,7 @@ def save_actor(ppo: PPO, folder: Path, *, kind: str) -> None:
         ppo.models.tokenizer,
         folder,
         dtype=saved_dtype(ppo.run),
-        documents=model_documents(ppo.run, base=ppo.config.actor.model_name_or_path, kind=kind),
+        documents=model_documents(ppo.run, model=ppo.config.actor, kind=kind),
         merged=not ppo.config.deepspeed.save_adapter_only,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.groups import ModelConfig
 from pipeline.data.sources import is_local, parse_path
 from pipeline.marks import OURS
 from pipeline.run.evaluations import evaluations
@@ -19,7 +20,7 @@ from pipeline.run.run import Run
 LOAD = """
 folder = "."  # this folder, or its id on a hub
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = {auto}.from_pretrained(folder)
+model = {auto}.from_pretrained(folder{labels})
 """
 ANSWER = """\
 messages = [{"role": "user", "content": "Describe the sea."}]
@@ -34,16 +35,20 @@ print(model(**inputs).logits)
 """
 
 
-def model_documents(run: Run, *, base: str, kind: str, scores: bool = False, seq2seq: bool = False) -> dict[str, str]:
+def model_documents(
+    run: Run, *, model: ModelConfig, kind: str, scores: bool = False, seq2seq: bool = False
+) -> dict[str, str]:
     """Return README.md (the model card) and training_config.json of a saved model.
 
     Args:
-        base: the model that training began with.
+        model: the flags of the model that was trained.
         kind: the heading of the card.
         scores: True for a model with a score head, False for a language model.
         seq2seq: True for an encoder-decoder model.
     """
-    config = run.resolved.config
+    config, base = run.resolved.config, model.model_name_or_path
+    # Without a quantised base, a model with a score head is saved whole.
+    adapter = model.quantization != "none" or (config.deepspeed.save_adapter_only and not scores)
     settings = config.model_dump()
     for flag in flag_table(type(config)).values():
         if flag.kind in ("path", "written path"):
@@ -61,7 +66,7 @@ def model_documents(run: Run, *, base: str, kind: str, scores: bool = False, seq
         f"---\n{data.to_yaml()}\n---\n\n# {kind}",
         f"Trained by `{run.stage}` of rlhf-pipeline from `{shareable(base)}` on {', '.join(sources)}. "
         f"All settings are in `{OURS}`.",
-        f"```python\n{example(scores=scores, adapter=config.deepspeed.save_adapter_only, seq2seq=seq2seq)}```",
+        f"```python\n{example(scores=scores, adapter=adapter, seq2seq=seq2seq)}```",
         *measured_table(run),
     ]
     return {"README.md": "\n\n".join(parts) + "\n", OURS: json.dumps(settings, indent=2) + "\n"}
@@ -72,12 +77,13 @@ def example(*, scores: bool, adapter: bool, seq2seq: bool = False) -> str:
     kind = "Seq2SeqLM" if seq2seq else "CausalLM"
     auto = "AutoModelForSequenceClassification" if scores else f"AutoModelFor{kind}"
     imports = f"from transformers import {auto}, AutoTokenizer\n"
-    if adapter and not scores:  # a model with a score head is saved whole
-        auto = f"AutoPeftModelFor{kind}"
+    if adapter:
+        auto = auto.replace("Auto", "AutoPeft", 1)
         imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer\n"
+    labels = ", num_labels=1" if adapter and scores else ""
     # A decoder's answer follows its prompt; an encoder-decoder model writes the answer alone.
     answer = ANSWER.replace(', inputs["input_ids"].shape[1] :', "") if seq2seq else ANSWER
-    return imports + LOAD.format(auto=auto) + (SCORE if scores else answer)
+    return imports + LOAD.format(auto=auto, labels=labels) + (SCORE if scores else answer)
 
 
 def measured_table(run: Run) -> list[str]:

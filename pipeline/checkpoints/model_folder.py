@@ -22,7 +22,7 @@ from pipeline.engine.build import weights_dtype
 from pipeline.errors import DivergedError
 from pipeline.files import has_config, with_new_folder, write_json
 from pipeline.models.loading import DTYPES, base_model
-from pipeline.models.lora import is_lora, merged_weight
+from pipeline.models.lora import START, is_lora, merged_weight, quantization_of
 from pipeline.models.partitions import gathered
 from pipeline.models.tokenizers import eos_ids
 from pipeline.run.run import Run
@@ -102,17 +102,20 @@ def save_model(
         dtype: data type of the saved weights.
         documents: further files, name -> text (README.md, training_config.json).
         config_changes: fields of config.json that differ from the source model's.
-        merged: with LoRA, write the merged model, and the adapter to `adapter/`; else only the adapter.
+        merged: with LoRA, write the merged model, and the adapter to `adapter/`; else only the adapter, as for every
+            quantised base.
     """
-    weights = state_dict(model, dtype=dtype)
+    merged = not is_lora(model) or (merged and quantization_of(model) == "none")
+    weights = state_dict(model, dtype=dtype) if merged else {}
     lora_weights = adapter_weights(model, dtype) if is_lora(model) else None
 
     def fill(fresh: Path) -> None:
-        if merged or lora_weights is None:
-            inner = base_model(model)
+        inner = base_model(model)
+        if merged:
             save_weights(inner, weights, fresh)
             if inner.can_generate():
                 write_json(fresh / GENERATION_CONFIG_NAME, generation_settings(inner.generation_config, tokenizer))
+        if merged or config_changes:  # an adapter's configuration is its base's, but for that of a new head
             # The source model's configuration: its dropouts, its names.
             config = inner.source_config
             config.architectures, config.dtype = [type(inner).__name__], dtype
@@ -122,7 +125,7 @@ def save_model(
             rewrite_json(fresh / CONFIG_NAME, with_former_fields)
         if lora_weights is not None:
             adapter = fresh / "adapter" if merged else fresh
-            model.save_pretrained(str(adapter), state_dict=lora_weights, safe_serialization=True)
+            model.save_pretrained(str(adapter), state_dict=lora_weights, selected_adapters=["default"])
         tokenizer.save_pretrained(fresh)
         rewrite_json(fresh / TOKENIZER_CONFIG_FILE, with_former_names)
         for name, text in documents.items():
@@ -194,7 +197,7 @@ def adapter_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
     def named() -> Iterator[tuple[str, torch.Tensor | None]]:
         for name, parameter in model.named_parameters():
-            if "lora_" in name or ".modules_to_save." in name:
+            if ("lora_" in name or ".modules_to_save." in name) and f".{START}." not in name:
                 with gathered([parameter]):
                     yield name, parameter.data.clone() if dist.is_main() else None
 

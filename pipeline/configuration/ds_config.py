@@ -153,6 +153,15 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
         errors.append(f"--offload_parameters: needs ZeRO stage 3, found stage {stage}")
     if settings.offload_parameters and settings.zero3_gather == "once":
         errors.append("--zero3_gather once: needs weights on the device, found --offload_parameters; use layers")
+    if model.quantization != "none":
+        role = next((f"{role}_" for role in ("actor", "critic") if getattr(resolved.config, role, None) is model), "")
+        name = f"--{role}quantization {model.quantization}"
+        if stage == 3:
+            errors.append(f"{name}: ZeRO stage 3 does not partition quantised weights; use ZeRO stage 0, 1 or 2")
+        if not model.lora_dim:
+            errors.append(f"{name}: quantised weights are not trained; give --{role}lora_dim 16, found 0")
+        elif not settings.only_optimize_lora:
+            errors.append(f"{name}: quantised weights are not trained; leave --only_optimize_lora false out")
     if placement.dtype == "fp16" and placement.device == "cpu":
         errors.append("--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32")
     if errors:

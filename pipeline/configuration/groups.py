@@ -114,6 +114,11 @@ class ModelConfig(Group):
         deepspeed="zero_optimization.stage",
         per_stage=True,
     )
+    quantization: Literal["none", "nf4", "int8"] = flag(
+        "none",
+        "Frozen base weights in 4 bits (nf4, by bitsandbytes) or 8 (int8 per output channel), with LoRA",
+        other_tools="load_in_4bit load_in_8bit use_4bit use_8bit qlora quantize quant bits bnb_4bit_quant_type",
+    )
     learning_rate: float = flag(
         1e-5, "Peak learning rate of all but LoRA weights", gt=0, per_stage=True, other_tools="lr"
     )

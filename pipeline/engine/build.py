@@ -1,5 +1,6 @@
 """Training engines, built from the configuration: compute type, placement, LoRA, and AdamW's parameter groups."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ from pipeline.engine.start import partitioned_loading
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.finite_weights import check_finite
 from pipeline.models.loading import DTYPES, base_model, default_dtype, load_language_model, use_gradient_checkpointing
-from pipeline.models.lora import add_lora
+from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.run.run import Run
+
+log = logging.getLogger(__name__)
 
 # peft's names of what a model is for.
 TASKS = {CausalLM: "CAUSAL_LM", Seq2SeqLM: "SEQ_2_SEQ_LM", TokenValueModel: "SEQ_CLS"}
@@ -48,7 +51,10 @@ def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | N
     ds_json = training_json(run.resolved, model, placement(run), accumulation=accumulation)
     with partitioned_loading(ds_json, model.model_name_or_path):
         loaded = load_language_model(
-            model.model_name_or_path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation
+            model.model_name_or_path,
+            dtype=weights_dtype(run),
+            attn_implementation=model.attn_implementation,
+            quantization=model.quantization,
         )
     wrap = Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM
     return training_engine(run, wrap(loaded), model, ds_json)
@@ -69,6 +75,7 @@ def value_model_engine(
             model.model_name_or_path,
             dtype=weights_dtype(run),
             attn_implementation=model.attn_implementation,
+            quantization=model.quantization,
             new_head=new_head,
         )
     if new_head:
@@ -85,8 +92,14 @@ def frozen_engine(
     settings = run.resolved.config.deepspeed
     ds_json = frozen_json(settings, model, placement(run), offload=offload)
     with partitioned_loading(ds_json, path):
-        loaded = load(path, dtype=weights_dtype(run), attn_implementation=model.attn_implementation)
+        loaded = load(
+            path,
+            dtype=weights_dtype(run),
+            attn_implementation=model.attn_implementation,
+            quantization=model.quantization,
+        )
     engine = FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)
+    keep_norms_in_fp32(engine.module, model.quantization)
     check_finite(engine.module, path)
     return engine
 
@@ -105,7 +118,9 @@ def training_engine(
         InputError: a weight is not finite.
     """
     config, optimizer = run.resolved.config, run.resolved.config.optimizer
-    if model.lora_dim:
+    if is_lora(module.model):
+        log.info("%s: training goes on with its adapter, whatever --lora_dim says", model.model_name_or_path)
+    elif model.lora_dim:
         module.model = add_lora(
             module.model,
             dim=model.lora_dim,
@@ -121,6 +136,7 @@ def training_engine(
     groups, betas = parameter_groups(module, model), (optimizer.adam_beta1, optimizer.adam_beta2)
     gather = config.deepspeed.zero3_gather
     engine = TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
+    keep_norms_in_fp32(engine.module, model.quantization)
     check_finite(engine.module, model.model_name_or_path)
     return engine
 

@@ -53,6 +53,8 @@ def weight_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for parameter in module.parameters():
         yield parameter.data
         yield local_share(parameter)
+        if hasattr(parameter, "quant_state"):  # nf4
+            yield from (parameter.quant_state.absmax, parameter.quant_state.state2.absmax)
     yield from module.buffers()
 
 

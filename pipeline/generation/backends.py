@@ -16,7 +16,7 @@ from pipeline.files import GIB
 from pipeline.generation.options import Backend, GenerationOptions
 from pipeline.generation.static import check_static_cache_forward
 from pipeline.models.architecture import UnsupportedModel, read_architecture
-from pipeline.models.lora import is_lora
+from pipeline.models.lora import is_lora, quantization_of
 
 BACKENDS: tuple[Backend, ...] = ("fused", "static", "eager")
 # Share of the free device memory that the KV cache may take; the rest is for activations and fragmentation. Chosen by
@@ -83,6 +83,8 @@ def _check_support(backend: Backend, model: nn.Module, options: GenerationOption
     if backend == "static":
         check_static_cache_forward(model)
         return
+    if (quantization := quantization_of(model)) != "none":
+        raise UnsupportedModel(f"it reads 16-bit weights, the base is {quantization}; adapters stay unmerged")
     window, length = read_architecture(model).window, options.max_sequence_length
     if window is not None and length > window:
         raise UnsupportedModel(f"sequences of {length} tokens are longer than the window {window}")

@@ -33,7 +33,11 @@ def check_finite(model: nn.Module, path: str) -> None:
     flags = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().logical_not().tolist()
     # Each rank has looked at its own shards. As objects: offloaded weights are where NCCL reduces no tensor.
     ranks = dist.gather_objects(flags)
-    if bad := [name for name, *found in zip(weights, *ranks, strict=True) if any(found)]:
+    bad = [name for name, *found in zip(weights, *ranks, strict=True) if any(found)]
+    packed = [name for name, weight in model.named_parameters() if hasattr(weight, "quant_state")]
+    if packed and bad_tensor(path):  # bitsandbytes may pass over NaN when it quantises
+        bad += packed
+    if bad:
         raise not_finite(path, bad[0], next(iter(weights.values())).dtype)
 
 
@@ -46,16 +50,22 @@ def largest_magnitude(weight: torch.Tensor) -> torch.Tensor:
 
 def not_finite(path: str, name: str, dtype: torch.dtype) -> InputError:
     """Return the error for a model whose weight `name` is not finite, with the file and the tensor if there is one."""
-    files = list(local_files(Path(path).expanduser()))
-    for file in files:
-        with safetensors.safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - no dictionary
-                if not opened.get_tensor(key).isfinite().all():
-                    return InputError(f"{file}: {key} holds NaN or infinity; fetch the file again, or train it anew")
-    if files:
+    if where := bad_tensor(path):
+        return InputError(f"{where} holds NaN or infinity; fetch the file again, or train it anew")
+    if any(local_files(Path(path).expanduser())):
         kind = str(dtype).removeprefix("torch.")
         return InputError(f"{path}: {name} is finite in its file, but not in {kind}; give --dtype bf16 or fp32")
     return InputError(f"{path}: {name} holds NaN or infinity; fetch the model again, or train it anew")
+
+
+def bad_tensor(path: str) -> str | None:
+    """Return "FILE: NAME" of the first tensor of a model's local files that is not finite, None if there is none."""
+    for file in local_files(Path(path).expanduser()):
+        with safetensors.safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - no dictionary
+                if not opened.get_tensor(key).isfinite().all():
+                    return f"{file}: {key}"
+    return None
 
 
 def local_files(folder: Path) -> Iterator[Path]:

@@ -25,7 +25,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.files import CONFIG_FILES
 from pipeline.hub import go_offline_without_network
+from pipeline.models.lora import check_quantization, keep_one_layout, nf4_options, quantise_to_int8
 from pipeline.models.paths import at_flag, check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
 from pipeline.out_of_memory import is_out_of_memory
@@ -50,7 +52,9 @@ def load_config(path: str) -> PretrainedConfig:
             to a model that reads more than text.
         EnvironmentFault: the hub cannot be reached.
     """
-    name = str(Path(adapter_base(path) or path).expanduser())
+    base, folder = adapter_base(path), Path(path).expanduser()
+    # The adapter of a reward model has a configuration of its own: the base is a language model.
+    name = str(folder if base is None or (folder / CONFIG_FILES[0]).is_file() else Path(base).expanduser())
     if not Path(name).is_dir():
         go_offline_without_network()
     try:
@@ -166,36 +170,54 @@ def check_vocabulary(path: str, tokenizer: Any) -> None:
         )
 
 
-def load_causal_lm(path: str, *, dtype: torch.dtype, attn_implementation: str = "auto") -> PreTrainedModel:
+def load_causal_lm(path: str, **settings: Any) -> PreTrainedModel:
     """Load a language model as `load_language_model` does. Raises InputError for an encoder-decoder model."""
     check_language_model(path)
     check_decoder(path)
-    return load_language_model(path, dtype=dtype, attn_implementation=attn_implementation)
+    return load_language_model(path, **settings)
 
 
-def load_language_model(path: str, *, dtype: torch.dtype, attn_implementation: str = "auto") -> PreTrainedModel:
-    """Load a decoder or an encoder-decoder model: a hub id, a folder, or an adapter folder (merged into its base)."""
+def load_language_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "auto",
+    quantization: str = "none",
+    merged: bool = True,
+) -> PreTrainedModel:
+    """Load a decoder or an encoder-decoder model: a hub id, a folder, or an adapter folder.
+
+    Args:
+        quantization: of the base's linear layers: none, int8 or nf4.
+        merged: merge an adapter into its base; False, or a quantised base: return peft's wrapper, to be trained on.
+    """
     check_language_model(path)
     base = adapter_base(path)
     if base is not None:
         check_model_files(path)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "quantization": quantization}
     if is_encoder_decoder(path):
         with head_apart_under_zero3(load_config(path)):
-            model = load_pretrained(AutoModelForSeq2SeqLM, base or path, **options)
+            model = load_pretrained(AutoModelForSeq2SeqLM, base or path, dtype=dtype, **options)
         model.source_config.tie_word_embeddings = "lm_head.weight" in model.all_tied_weights_keys
     else:
-        model = load_pretrained(AutoModelForCausalLM, base or path, **options)
-    if base is None:
-        return model
-    from peft import PeftModel
+        model = load_pretrained(AutoModelForCausalLM, base or path, dtype=dtype, **options)
+    return model if base is None else with_adapter(model, path, merged=merged and quantization == "none")
 
+
+def with_adapter(model: Any, path: str, *, merged: bool) -> Any:
+    """Put the adapter in the folder `path` on its base model, or merge it into the base's weights."""
+    from peft import PeftConfig, PeftModel
+
+    folder = str(Path(path).expanduser())
     try:
-        merged: Any = PeftModel.from_pretrained(model, str(Path(path).expanduser())).merge_and_unload()
+        config = PeftConfig.from_pretrained(folder)
+        if not model.can_generate() and config.task_type == "CAUSAL_LM":
+            config.task_type = None  # a reward model that starts from the adapter of a language model
+        wrapped: Any = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merged)
+        return wrapped.merge_and_unload() if merged else wrapped
     except Exception as error:
         raise reading_error(path, "cannot load the adapter", error) from error
-    merged.source_config = model.source_config
-    return merged
 
 
 @contextmanager
@@ -227,6 +249,7 @@ def load_pretrained(
     *,
     dtype: torch.dtype,
     attn_implementation: str,
+    quantization: str = "none",
     may_lack: frozenset[str] = frozenset(),
     pickles: bool = True,
     **changes: Any,
@@ -237,14 +260,16 @@ def load_pretrained(
     `.bin` files is read by transformers with weights_only, and a warning says so.
 
     Args:
+        quantization: of the linear layers but the heads: none, int8 or nf4.
         may_lack: weights that may be missing in the files.
         pickles: True allows `.bin` files.
         changes: fields of the configuration to set.
 
     Raises:
         InputError: no model at `path`, or weights missing in its files (they would be random).
-        EnvironmentFault: the hub cannot be reached.
+        EnvironmentFault: the hub cannot be reached, or bitsandbytes is not installed.
     """
+    check_quantization(quantization, "--quantization")
     check_model_files(path, pickles=pickles)
     path = str(Path(path).expanduser())
     source = load_config(path)
@@ -256,6 +281,8 @@ def load_pretrained(
     options: dict[str, Any] = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
     if not pickles:
         options["use_safetensors"] = True
+    if quantization == "nf4":
+        options |= nf4_options(dtype)
     try:
         model, info = auto_class.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
@@ -267,6 +294,10 @@ def load_pretrained(
     if missing := sorted(set(info["missing_keys"]) - may_lack):
         raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
     model.source_config = source
+    if quantization == "int8":
+        quantise_to_int8(model)
+    elif quantization == "nf4":
+        keep_one_layout(model)
     return model
 
 

@@ -1,17 +1,25 @@
-"""LoRA by peft: choose the layers, wrap the model, compute merged weights.
+"""LoRA by peft: quantise the base (int8, nf4), choose the layers, wrap the model, compute merged weights.
 
 Saving adapters is in `checkpoints/model_folder.py`.
 """
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.errors import InputError
+from pipeline import dist
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.kernels.int8_linear import Int8Linear
+
+START = "start"  # name of the frozen adapter that training began with, where that was not a zero one
 
 
 def linear_names(model: Any, pattern: str) -> list[str]:
@@ -80,6 +88,30 @@ def is_lora(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
+def keep_start_adapter(model: Any) -> None:
+    """Add a frozen copy of the adapter, and of a head saved with it, from which training goes on."""
+    model.add_adapter(START, model.peft_config["default"])
+    named = dict(model.named_parameters())
+    for name, copy in named.items():
+        if f".{START}." in name:
+            copy.data = named[name.replace(f".{START}.", ".default.")].data.clone()
+            copy.requires_grad_(False)
+
+
+@contextmanager
+def start_model(model: Any) -> Iterator[None]:
+    """Turn a peft model into the one that training began with while the context lasts."""
+    if START not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    model.set_adapter(START)
+    try:
+        yield
+    finally:
+        model.set_adapter("default")
+
+
 @torch.no_grad()
 def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
     """Return W + scale * B A, computed in fp32, in W's dtype. `layer` is not changed; its weights must be gathered."""
@@ -90,3 +122,55 @@ def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
     # peft's get_delta_weight multiplies in the weights' dtype, which rounds a second time.
     delta = scale * b.float() @ a.float()
     return (weight.float() + (delta.T if layer.fan_in_fan_out else delta)).to(weight.dtype)
+
+
+def quantise_to_int8(model: nn.Module) -> None:
+    """Replace all linear layers of a transformers model but its heads by int8 ones, one at a time."""
+    for name in linear_names(model, "all-linear"):
+        model.set_submodule(name, Int8Linear(model.get_submodule(name)))  # type: ignore[arg-type]
+
+
+def nf4_options(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for 4-bit weights that compute in `dtype`, on this rank's device."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {
+        "quantization_config": config,
+        "device_map": {"": torch.cuda.current_device() if dist.has_gpu() else "cpu"},
+    }
+
+
+def keep_one_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights at an evaluation on a CPU, which rounds their scales for good."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+
+
+def check_quantization(quantization: str, flag: str) -> None:
+    """Raise EnvironmentFault for a quantisation, the value of `flag`, whose package is not installed."""
+    if quantization == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        raise EnvironmentFault(
+            f"{flag} nf4: the package bitsandbytes is not installed; pip install bitsandbytes, or give {flag} int8, "
+            "which needs none"
+        )
+
+
+def quantization_of(model: nn.Module) -> str:
+    """Return the quantisation of a model's linear layers: none, int8 or nf4."""
+    if any(isinstance(module, Int8Linear) for module in model.modules()):
+        return "int8"
+    return "nf4" if any(hasattr(parameter, "quant_state") for parameter in model.parameters()) else "none"
+
+
+def keep_norms_in_fp32(model: nn.Module, quantization: str) -> None:
+    """Let the norms of a quantised model compute in fp32, with outputs in the dtype of their inputs; else do nothing.
+
+    To be called under its engine, which casts all weights.
+    """
+    norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
+    for norm in norms if quantization != "none" else ():
+        norm.float()
+        inner = norm.forward
+        norm.forward = lambda x, inner=inner: inner(x.float()).to(x.dtype)

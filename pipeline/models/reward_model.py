@@ -4,6 +4,8 @@ B rows, S positions. It is saved as transformers' sequence classification class 
 Losses are in `step2_reward` and `step3_ppo`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from pipeline.errors import InputError
 from pipeline.models.hidden_states import hidden_states
-from pipeline.models.loading import base_model, load_config, load_pretrained
+from pipeline.models.loading import adapter_base, base_model, load_config, load_pretrained, with_adapter
+from pipeline.models.lora import start_model
 from pipeline.models.partitions import gathered
 from pipeline.models.paths import check_reward_config, check_reward_model
 from pipeline.models.tokenizers import choose_padding_token
@@ -40,6 +43,17 @@ class TokenValueModel(nn.Module):
     @property
     def config(self) -> Any:
         return base_model(self.model).config
+
+    @contextmanager
+    def start_model(self) -> Iterator[None]:
+        """Give the raw scores of the model that LoRA training began with while the context lasts."""
+        constants = self.score_mean, self.score_std
+        self.score_mean, self.score_std = 0.0, 1.0
+        try:
+            with start_model(self.model):
+                yield
+        finally:
+            self.score_mean, self.score_std = constants
 
     def forward(
         self,
@@ -77,11 +91,18 @@ def score_constants(config: Any) -> tuple[float, float]:
 
 
 def load_reward_model(
-    path: str, *, dtype: torch.dtype, attn_implementation: str = "auto", new_head: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "auto",
+    quantization: str = "none",
+    new_head: bool = False,
+    merged: bool = True,
 ) -> TokenValueModel:
     """Load the reward model or critic at `path`, with raw scores.
 
     Args:
+        quantization, merged: as for `load_causal_lm`.
         new_head: start from a causal language model and add a head drawn from N(0, 1 / (hidden + 1)), the
             initialisation of Ziegler et al. 2019 (lm-human-preferences); otherwise `path` must hold a trained head.
 
@@ -99,13 +120,20 @@ def load_reward_model(
     config = loaded.to_dict()
     if not new_head or any("SequenceClassification" in name for name in config["architectures"] or []):
         check_reward_config(config, path)
+    base = adapter_base(path)
+    if new_head and base is not None and quantization != "none":
+        raise InputError(
+            f"{path}: a new head needs a whole model under {quantization}; rlhf merge {path} FOLDER makes it"
+        )
+    lacks_head = new_head or base is not None  # an adapter brings its head
     model = load_pretrained(
         AutoModelForSequenceClassification,
-        path,
+        base or path,
         dtype=dtype,
         attn_implementation=attn_implementation,
-        may_lack=frozenset({"score.weight"}) if new_head else frozenset(),
-        pickles=new_head,
+        quantization=quantization,
+        may_lack=frozenset({"score.weight"}) if lacks_head else frozenset(),
+        pickles=lacks_head,
         num_labels=1,
     )
     if not hasattr(model, "score") or not isinstance(model.score, nn.Linear):
@@ -115,6 +143,9 @@ def load_reward_model(
     head = model.score
     model.score = FloatLinear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
     model.score.weight, model.score.bias = head.weight, head.bias
+    if base is not None:
+        model.source_config = load_config(path)
+        model = with_adapter(model, path, merged=merged and quantization == "none")
     return TokenValueModel(model)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from pipeline.models.loading import base_model
-from pipeline.models.partitions import whole_numel
 
 # Dense 16-bit TFLOP/s of a device, by a word of its name: vendors' data sheets, but for the SXM forms of H100 and H200,
 # which have the same cores and reach this on large matrices (the data sheet says 989).
@@ -63,21 +62,21 @@ def training_work(model: Any) -> TrainingWork:
     """Measure a transformers or peft model; ZeRO-3's partitioned weights are counted whole."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [
-        module.weight
+        module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head and "score" not in name.split(".")
     ]
-    heads = [] if head is None else [head.weight]
+    heads = [] if head is None else [head]
     config = base_model(model).config.get_text_config()
     # Heads may be wider than the hidden states together (Qwen3), and not every architecture has heads.
     width = getattr(config, "num_attention_heads", 0) * (getattr(config, "head_dim", None) or 0) or config.hidden_size
     return TrainingWork(config.num_hidden_layers, width, *numel(linear), *numel(heads))
 
 
-def numel(weights: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the number of elements of all `weights`, and of those that are trained."""
-    sizes = [whole_numel(weight) for weight in weights]
-    return sum(sizes), sum(size for size, weight in zip(sizes, weights, strict=True) if weight.requires_grad)
+def numel(layers: list[Any]) -> tuple[int, int]:
+    """Return the number of weights of all linear layers, quantised or partitioned, and of those that are trained."""
+    sizes = [(layer.in_features * layer.out_features, layer.weight.requires_grad) for layer in layers]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 def training_mfu(flops: float, *, seconds: float, world_size: int, device: torch.device) -> dict[str, float]:

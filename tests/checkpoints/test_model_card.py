@@ -15,7 +15,7 @@ def test_metadata_name_hub_ids_without_weights_and_no_files(tmp_path: Path) -> N
     sources = ["Dahoas/rm-static:0.3", "org/other", f"{tmp_path}/rows.jsonl:0.5", "mine.jsonl:0.5"]
     config = SFTConfig.model_validate({"model": {"model_name_or_path": "org/base"}, "data": {"data_path": sources}})
     run: Any = SimpleNamespace(resolved=SimpleNamespace(config=config), stage="sft", folder=tmp_path)
-    documents = model_documents(run, base="org/base", kind="A model")
+    documents = model_documents(run, model=config.model, kind="A model")
     metadata = ModelCard(documents["README.md"]).data.to_dict()
     assert metadata["datasets"] == ["Dahoas/rm-static", "org/other"] and metadata["base_model"] == "org/base"
     assert str(tmp_path) not in "".join(documents.values()) and "rows.jsonl:0.5" in documents["README.md"]

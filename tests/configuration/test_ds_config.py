@@ -9,7 +9,9 @@ from support.ds_arguments import built, refusal
 
 from pipeline.configuration.ds_config import Placement, frozen_json
 from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, TOP_LEVEL, check_keys
+from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from step3_ppo.config import PPOConfig
 
 # --- golden dicts ---------------------------------------------------------------------------------------------------
 
@@ -135,6 +137,24 @@ def test_refused_combinations():
         "--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32",
     ]
     assert "found stage 2" in refusal(built, DeepSpeedConfig(offload_parameters=True))[0]
+
+
+def test_quantised_weights_are_neither_partitioned_nor_trained():
+    for kind in ("int8", "nf4"):
+        assert refusal(built, zero_stage=3, quantization=kind) == [
+            f"--quantization {kind}: ZeRO stage 3 does not partition quantised weights; use ZeRO stage 0, 1 or 2",
+            f"--quantization {kind}: quantised weights are not trained; give --lora_dim 16, found 0",
+        ]
+    (line,) = refusal(built, DeepSpeedConfig(only_optimize_lora=False), quantization="int8", lora_dim=4)
+    assert "leave --only_optimize_lora false out" in line
+    assert built(quantization="int8", lora_dim=4, zero_stage=2)["zero_optimization"]["stage"] == 2
+
+
+def test_a_refused_quantisation_is_called_by_its_models_flag():
+    place = Placement(device="cpu", dtype="fp32", ranks=1, run_dir=Path("run"))
+    config = PPOConfig(critic=ModelConfig(quantization="int8"))
+    (line,) = refusal(config.engine_jsons, dict.fromkeys(flag_table(PPOConfig), "default"), place)
+    assert line.startswith("--critic_quantization int8: ") and "--critic_lora_dim 16" in line
 
 
 # --- the installed DeepSpeed ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from pipeline.generation.backends import choose_backend
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.models import packed_attention
-from pipeline.models.lora import add_lora
+from pipeline.models.lora import add_lora, quantise_to_int8
 
 NEO = GPTNeoConfig(
     vocab_size=301, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
@@ -43,6 +43,11 @@ def with_adapters(model: Any) -> Any:
     )
 
 
+def quantised(model: Any) -> Any:
+    quantise_to_int8(model)
+    return with_adapters(model)
+
+
 def bloom() -> Any:
     return BloomForCausalLM(BloomConfig(vocab_size=301, hidden_size=32, n_layer=1, n_head=2))
 
@@ -56,6 +61,10 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
     "opt with unmerged adapters": (
         lambda: with_adapters(opt()), GenerationOptions(merge_lora=False), "static",
         ["fused: it takes no unmerged adapters (--merge_lora_for_generation false)"],
+    ),
+    "an int8 base": (
+        lambda: quantised(llama()), GenerationOptions(), "static",
+        ["fused: it reads 16-bit weights, the base is int8; adapters stay unmerged"],
     ),
     "another activation": (
         lambda: changed(opt(), activation_function="gelu"), GenerationOptions(), "static", ["fused: activation gelu"]

@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from pipeline.errors import InputError
 from pipeline.models.loading import backbone
+from pipeline.models.lora import add_lora, keep_start_adapter
 from pipeline.models.reward_model import (
     FloatLinear,
     TokenValueModel,
@@ -115,3 +116,32 @@ def test_the_padding_id_of_a_reward_model_is_no_eos(bpe_folder):
     assert pad_id_for_pooling(tokenizer) == 0
     tokenizer.pad_token = tokenizer.eos_token
     assert pad_id_for_pooling(tokenizer) not in (None, EOS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("goes_on", [False, True], ids=["new adapters", "adapters of an earlier run"])
+def test_the_start_of_a_critic_under_lora_gives_the_reward_models_raw_scores(reward_folder, goes_on):
+    """So that one base serves both, though training moves adapters and head, and values are on another scale."""
+
+    def move(critic):
+        for parameter in critic.parameters():
+            parameter.add_(0.1) if parameter.requires_grad else None
+
+    rows, mask = padded(random_rows(3), side="right", extra=0)
+    critic = loaded(reward_folder).eval()
+    settings = {"dim": 2, "alpha": 4.0, "dropout": 0.0, "module_name": "all-linear", "only_lora": True, "seed": 0}
+    critic.model = add_lora(critic.model, **settings, task="SEQ_CLS")
+    if goes_on:
+        move(critic)
+        keep_start_adapter(critic.model)
+    start, trained = critic(rows, mask), [name for name, p in critic.named_parameters() if p.requires_grad]
+    critic.score_mean, critic.score_std = 0.5, 2.0
+    move(critic)
+    values = critic(rows, mask)
+    assert not torch.isclose(2.0 * values + 0.5, start).any()
+    with critic.start_model():
+        torch.testing.assert_close(critic(rows, mask), start, rtol=0, atol=0)
+    torch.testing.assert_close(critic(rows, mask), values, rtol=0, atol=0)
+    assert [name for name, p in critic.named_parameters() if p.requires_grad] == trained
+    if not goes_on:
+        torch.testing.assert_close(start, loaded(reward_folder).eval()(rows, mask), rtol=0, atol=0)

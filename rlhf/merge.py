@@ -1,0 +1,154 @@
+"""Merge a LoRA adapter into the 16-bit weights of its base: `rlhf merge output/sft output/sft-merged`.
+
+An adapter that was trained on a quantised base meets other base weights there: the difference of the logits is printed.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.groups import Dtype, Group
+from pipeline.errors import InputError
+from pipeline.marks import OURS
+from pipeline.models.paths import read_adapter_config
+from pipeline.run.entry import command_config, run_command
+
+if TYPE_CHECKING:
+    import torch
+
+SENTENCES = [
+    "The heron stood still in the shallow water until the fish came near.",
+    "Question: What is the capital of France? Answer: The capital of France is Paris.",
+    "def add(a, b):\n    return a + b",
+]
+CARD = """\
+# Merged model
+
+The adapter `{adapter}` merged into `{base}` in {dtype}; its settings are in `{settings}`.
+
+```python
+{example}```
+"""
+
+
+class MergeConfig(Group):
+    """Merge a LoRA adapter into its base, for example with: output/sft output/sft-merged"""
+
+    paths: list[str] = flag(
+        [], "Folder of the adapter, and a new folder for the merged model", kind="path", positional=True
+    )
+    dtype: Dtype = flag("auto", "Data type of the merged weights; auto: the base's if it has 16 bits, else bf16")
+    quantization: Literal["auto", "none", "nf4", "int8"] = flag(
+        "auto", "Base that the adapter was trained on; auto: by the training_config.json beside it"
+    )
+    sentences: list[str] = flag([], "Texts whose logits are compared; none: three bundled ones", kind="text")
+
+
+def main(argv: list[str] | None = None, *, prog: str = "rlhf merge") -> int:
+    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
+    return run_command(lambda: run(stage_arguments(argv), prog))
+
+
+def run(argv: list[str], prog: str) -> None:
+    """Check the command line, merge, and print how far the merged model is from the trained one."""
+    config = command_config(MergeConfig, argv, section="merge", prog=prog)
+    if len(config.paths) != 2:
+        raise InputError(f"--paths: found {len(config.paths)}, wanted an adapter's folder and one for the merged model")
+    path, output = config.paths
+    adapter = read_adapter_config(Path(path).expanduser())
+    if adapter is None:
+        raise InputError(f"--paths: {path} holds no adapter (no adapter_config.json)")
+    if Path(output).expanduser().exists():
+        raise InputError(f"--paths: {output} exists; name a new folder for the merged model")
+    scores = adapter.get("task_type") == "SEQ_CLS"
+    quantization = trained_quantization(path, scores=scores) if config.quantization == "auto" else config.quantization
+    from pipeline.inference.answers import load_chat_tokenizer
+    from pipeline.models.loading import DTYPES, load_config
+    from pipeline.models.lora import check_quantization
+
+    check_quantization(quantization, "--quantization")
+    dtype = DTYPES.get(config.dtype) or sixteen_bits(load_config(path))
+    tokenizer = load_chat_tokenizer(path)
+    sentences = config.sentences or SENTENCES
+    trained = logits_of(load(path, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences)
+    write_merged(path, output, adapter["base_model_name_or_path"], tokenizer, dtype=dtype, scores=scores)
+    merged = logits_of(load(output, dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences)
+    print(f"{output}: {path} merged into {adapter['base_model_name_or_path']} in {str(dtype).removeprefix('torch.')}")
+    kind = "base" if quantization == "none" else f"{quantization} base"
+    print(f"{'scores' if scores else 'logits'} of the {kind} with its adapter, and of the merged model:")
+    for line in difference_lines(trained, merged, sentences):
+        print(line)
+
+
+def trained_quantization(path: str, *, scores: bool) -> str:
+    """Return the quantisation of the base that an adapter was trained on, by its run's settings; none without them."""
+    file = Path(path).expanduser() / OURS
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    group = settings.get("model") or settings.get("critic" if scores else "actor") or {}
+    return str(group.get("quantization", "none"))
+
+
+def sixteen_bits(config: Any) -> "torch.dtype":
+    """Return the data type that a configuration names if it has 16 bits, else bf16."""
+    import torch
+
+    return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def load(path: str, dtype: "torch.dtype", *, scores: bool, **settings: Any) -> Any:
+    """Load a language model or a reward model, without its wrapper, for inference."""
+    from pipeline.models.loading import load_causal_lm
+    from pipeline.models.reward_model import load_reward_model
+
+    if scores:
+        return load_reward_model(path, dtype=dtype, **settings).model.eval()
+    return load_causal_lm(path, dtype=dtype, **settings).eval()
+
+
+def logits_of(model: Any, tokenizer: Any, sentences: Sequence[str]) -> "list[torch.Tensor]":
+    """Return fp32 logits of each sentence on the CPU, (S, V); (1, 1), the score, from a reward model."""
+    import torch
+
+    from pipeline.models.loading import default_device
+
+    device = default_device()
+    model.to(device)
+    with torch.inference_mode():
+        encoded = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in sentences]
+        return [model(input_ids=ids).logits.float().cpu().flatten(0, -2) for ids in encoded]
+
+
+def write_merged(path: str, output: str, base: str, tokenizer: Any, *, dtype: "torch.dtype", scores: bool) -> None:
+    """Write the model folder: base weights plus adapter, added in fp32 and rounded once; the adapter beside them."""
+    from pipeline.checkpoints.model_card import example, shareable
+    from pipeline.checkpoints.model_folder import save_model
+
+    card = CARD.format(
+        adapter=shareable(path),
+        base=shareable(base),
+        dtype=str(dtype).removeprefix("torch."),
+        settings=OURS,
+        example=example(scores=scores, adapter=False),
+    )
+    settings = Path(path).expanduser() / OURS
+    documents = {"README.md": card, OURS: settings.read_text(encoding="utf-8") if settings.is_file() else "{}\n"}
+    model = load(path, dtype, quantization="none", merged=False, scores=scores)
+    save_model(model, tokenizer, Path(output).expanduser(), dtype=dtype, documents=documents)
+
+
+def difference_lines(
+    trained: "Sequence[torch.Tensor]", merged: "Sequence[torch.Tensor]", sentences: Sequence[str]
+) -> list[str]:
+    """Return a line for each sentence: largest and mean difference, and how often the largest logit is the same."""
+    lines = []
+    for first, second, text in zip(trained, merged, sentences, strict=True):
+        difference = (first - second).abs()
+        same = (first.argmax(-1) == second.argmax(-1)).float().mean().item()
+        figures = f"largest difference {difference.max():.4g}, mean {difference.mean():.4g}"
+        if first.shape[-1] > 1:
+            figures += f", same most likely token at {same:.0%} of {len(first)}"
+        lines.append(f"  {figures}: {text[:40]!r}")
+    return lines

@@ -1,0 +1,137 @@
+"""`rlhf merge` from its command line: merged weights, the difference that it prints, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_models import save_tiny
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from pipeline.checkpoints.model_folder import save_model
+from pipeline.errors import EXIT_DONE, EXIT_INPUT
+from pipeline.marks import OURS
+from pipeline.models.loading import load_causal_lm
+from pipeline.models.lora import add_lora
+from pipeline.models.reward_model import load_reward_model, score_head_fields
+from rlhf.merge import SENTENCES, main, sixteen_bits
+
+SETTINGS = {"dim": 4, "alpha": 8.0, "dropout": 0.0, "module_name": "all-linear", "only_lora": True, "seed": 0}
+LINE = re.compile(r"largest difference ([0-9.e-]+), mean ([0-9.e-]+)")
+
+
+@torch.no_grad()
+def save_adapter(model: nn.Module, base: str, folder: Path, kind: str, **changes: object) -> str:
+    """An adapter, with B and a new head as if trained, of a run whose settings say that its base was `kind`."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    group = "critic" if changes else "model"
+    documents = {OURS: json.dumps({group: {"quantization": kind}})}
+    save_model(model, tokenizer, folder, dtype=torch.float32, documents=documents, **changes)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def base(bpe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny("llama", bpe_folder, tmp_path_factory.mktemp("merge") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base: str) -> str:
+    model = load_causal_lm(base, dtype=torch.float32, quantization="int8")
+    return save_adapter(add_lora(model, **SETTINGS, task="CAUSAL_LM"), base, Path(base).parent / "adapter", "int8")
+
+
+def test_the_base_of_an_adapter_alone_is_not_copied(adapter: str) -> None:
+    assert {path.name for path in Path(adapter).glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert not (Path(adapter) / "config.json").exists()
+
+
+def test_merged_weights_are_the_original_ones_plus_the_product(base: str, adapter: str, tmp_path: Path) -> None:
+    assert main([adapter, f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
+    original, lora = load_file(f"{base}/model.safetensors"), load_file(f"{adapter}/adapter_model.safetensors")
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert found.keys() == original.keys()
+    for name, weight in original.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in lora:
+            weight = weight + 8 / 4 * lora[f"{layer}.lora_B.weight"] @ lora[f"{layer}.lora_A.weight"]
+        torch.testing.assert_close(found[name], weight)
+    assert len(lora) == 2 * 2 * 7
+
+
+@torch.no_grad()
+def test_the_printed_difference_is_that_of_the_two_functions(
+    adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = load_causal_lm(adapter, dtype=torch.float32, quantization="int8").eval()
+    words = ["--dtype", "fp32", "--sentences", "The otter.", "So it was."]
+    assert main([adapter, f"{tmp_path}/merged", *words]) == EXIT_DONE
+    title, kind, *lines = capsys.readouterr().out.splitlines()
+    assert title.endswith("in float32") and "int8 base" in kind and len(lines) == 2
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    for text, line in zip(words[3:], lines, strict=True):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        difference = (trained(input_ids=ids).logits - merged(input_ids=ids).logits).abs()
+        expected = [difference.max().item(), difference.mean().item()]
+        assert [float(figure) for figure in LINE.search(line).groups()] == pytest.approx(expected, rel=1e-3)
+        assert difference.max() > 1e-2 and repr(text) in line
+
+
+def test_against_a_base_that_was_not_quantised_only_rounding_differs(
+    adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([adapter, f"{tmp_path}/merged", "--dtype", "fp32", "--quantization", "none"]) == EXIT_DONE
+    found = LINE.findall(capsys.readouterr().out)
+    assert len(found) == len(SENTENCES) and all(float(largest) < 1e-4 for largest, _ in found)
+
+
+def test_without_a_flag_the_weights_get_16_bits(base: str, adapter: str, tmp_path: Path) -> None:
+    assert main([adapter, f"{tmp_path}/merged"]) == EXIT_DONE
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    half = load_causal_lm(base, dtype=torch.float32).config
+    half.dtype = torch.float16
+    assert sixteen_bits(half) == torch.float16
+
+
+def test_a_reward_models_adapter_brings_its_head(
+    bpe_folder: Path, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = load_reward_model(base, dtype=torch.float32, quantization="int8", new_head=True)
+    start.model = add_lora(start.model, **SETTINGS, task="SEQ_CLS")
+    fields = score_head_fields(
+        PreTrainedTokenizerFast.from_pretrained(base), score_mean=0.5, score_std=2.0, label="value"
+    )
+    folder = save_adapter(start.model, base, tmp_path / "adapter", "int8", config_changes=fields)
+    assert main([folder, f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
+    assert "scores of the int8 base" in capsys.readouterr().out
+    ids, mask = torch.arange(5, 25).unsqueeze(0), torch.ones(1, 20, dtype=torch.bool)
+    merged, exact = (load_reward_model(path, dtype=torch.float32).eval() for path in (f"{tmp_path}/merged", folder))
+    torch.testing.assert_close(merged(ids, mask), exact(ids, mask), rtol=1e-4, atol=1e-4)
+    quantised = load_reward_model(folder, dtype=torch.float32, quantization="int8").eval()
+    torch.testing.assert_close(quantised(ids, mask), start.eval()(ids, mask), rtol=0, atol=0)
+    assert merged.config.score_mean == 0.5 and merged.config.score_std == 2.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{adapter}"], "--paths: found 1, wanted an adapter's folder"),
+        (["{base}", "out"], "holds no adapter"),
+        (["{adapter}", "{base}"], "exists; name a new folder"),
+    ],
+)
+def test_what_cannot_be_merged_is_one_line(
+    words: list[str], message: str, base: str, adapter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word.format(base=base, adapter=adapter) for word in words]) == EXIT_INPUT
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
