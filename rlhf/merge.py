@@ -37,7 +37,7 @@ The adapter `{adapter}` merged into `{base}` in {dtype}; its settings are in `{s
 class MergeConfig(Group):
     """Merge a LoRA adapter into its base, for example with: output/sft output/sft-merged"""
 
-    paths: list[str] = flag(
+    folders: list[str] = flag(
         [], "Folder of the adapter, and a new folder for the merged model", kind="path", positional=True
     )
     dtype: Dtype = flag("auto", "Data type of the merged weights; auto: the base's if it has 16 bits, else bf16")
@@ -55,14 +55,14 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf merge") -> int:
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, merge, and print how far the merged model is from the trained one."""
     config = command_config(MergeConfig, argv, section="merge", prog=prog)
-    if len(config.paths) != 2:
-        raise InputError(f"--paths: found {len(config.paths)}, wanted an adapter's folder and one for the merged model")
-    path, output = config.paths
+    if len(config.folders) != 2:
+        raise InputError(f"--folders: found {len(config.folders)}, wanted two: {prog} ADAPTER OUTPUT")
+    path, output = config.folders
     adapter = read_adapter_config(Path(path).expanduser())
     if adapter is None:
-        raise InputError(f"--paths: {path} holds no adapter (no adapter_config.json)")
+        raise InputError(f"--folders: {path} holds no adapter (no adapter_config.json)")
     if Path(output).expanduser().exists():
-        raise InputError(f"--paths: {output} exists; name a new folder for the merged model")
+        raise InputError(f"--folders: {output} exists; name a new folder for the merged model")
     scores = adapter.get("task_type") == "SEQ_CLS"
     quantization = trained_quantization(path, scores=scores) if config.quantization == "auto" else config.quantization
     from pipeline.inference.answers import load_chat_tokenizer

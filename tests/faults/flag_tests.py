@@ -203,7 +203,7 @@ TESTS: dict[str, str] = {
     "multi/test_ranks_decode.py::test_inference_tp_size_changes_no_rollout_of_step_3": "ppo.inference_tp_size",
     "multi/test_ranks_streaming.py::test_rollout_weights_changes_no_rollout_of_step_3": "ppo.rollout_weights",
     "rlhf/test_merge.py::test_against_a_base_that_was_not_quantised_only_rounding_differs": "merge.quantization",
-    "rlhf/test_merge.py::test_merged_weights_are_the_original_ones_plus_the_product": "merge.dtype merge.paths",
+    "rlhf/test_merge.py::test_merged_weights_are_the_original_ones_plus_the_product": "merge.dtype merge.folders",
     "rlhf/test_merge.py::test_the_printed_difference_is_that_of_the_two_functions": "merge.sentences",
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
     "training/test_wandb.py::test_a_run_is_logged_under_its_project_group_and_name": "sft.enable_wandb",

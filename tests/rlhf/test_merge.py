@@ -124,7 +124,7 @@ def test_a_reward_models_adapter_brings_its_head(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{adapter}"], "--paths: found 1, wanted an adapter's folder"),
+        (["{adapter}"], "--folders: found 1, wanted two: rlhf merge ADAPTER OUTPUT"),
         (["{base}", "out"], "holds no adapter"),
         (["{adapter}", "{base}"], "exists; name a new folder"),
     ],

@@ -27,8 +27,12 @@ def built(
     one_node: bool = False,
     user_json: dict[str, Any] | None = None,
     origins: dict[str, str] | None = None,
+    **model: Any,
 ) -> dict[str, Any]:
-    """The DeepSpeed JSON of an engine that trains under everyday settings; `user_json` is read from a file."""
+    """The DeepSpeed JSON of an engine that trains under everyday settings; `user_json` is read from a file.
+
+    model: further flags of the model that is trained.
+    """
     optimizer = OptimizerConfig(
         per_device_train_batch_size=micro_batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -40,7 +44,7 @@ def built(
         if user_json is not None:
             file.write_text(json.dumps(user_json))
             settings = DeepSpeedConfig.model_validate(settings.model_dump() | {"deepspeed_config": str(file)})
-        config = SFTConfig(model=ModelConfig(zero_stage=zero_stage), optimizer=optimizer, deepspeed=settings)
+        config = SFTConfig(model=ModelConfig(zero_stage=zero_stage, **model), optimizer=optimizer, deepspeed=settings)
         return training_json(Resolved(config, origins or {}), config.model, place)
 
 
