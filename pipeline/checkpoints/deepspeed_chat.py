@@ -18,10 +18,10 @@ from pipeline.checkpoints.model_folder import save_model
 from pipeline.data.templates import set_template
 from pipeline.errors import InputError
 from pipeline.marks import OURS
-from pipeline.models.loading import check_vocabulary, load_config
+from pipeline.models.loading import load_config
 from pipeline.models.paths import read_config, reading_error
 from pipeline.models.reward_model import score_head_fields
-from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
+from pipeline.models.tokenizers import check_vocabulary, choose_padding_token, load_tokenizer
 from pipeline.models.weight_files import PICKLED, TOKENIZER_FILES, check_code
 
 # The backbone of a reward model, with its name before October 2023.
@@ -161,6 +161,6 @@ def complete_tokenizer(source: Path, path: str) -> Any:
             tokenizer = tokenizer_class.from_pretrained(str(source), **FROM_VOCABULARY[kind])
         except Exception as error:
             raise reading_error(str(source), f"its vocabulary files cannot be read; {advice}", error) from error
-    check_vocabulary(str(source), tokenizer)
     set_template(tokenizer, "auto")
+    check_vocabulary(str(source), tokenizer)
     return tokenizer

@@ -4,8 +4,10 @@ Texts are rendered by transformers' sandboxed `apply_chat_template` and encoded 
 template contains the BOS. Training, rollouts and chat all encode prompts with `encode_prompt`.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeline.data.turns import Message
@@ -40,12 +42,17 @@ MAX_TEMPLATE_CHARS = 100_000
 MAX_RENDER_S = 5.0
 MAX_GROWTH = 20
 MAX_PROBE_BYTES = 2**30
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Prepended for tokenizers whose own encode starts with BOS.
 BOS_PREFIX = "{{- bos_token -}}"
 
 
 class RefusedTurnsError(InputError):
     """The template refuses these turns, a system turn for example; other rows may be accepted."""
+
+
+class RewrittenTurnsError(InputError):
+    """The template renders earlier turns differently once others follow; the last one can be trained alone."""
 
 
 class SpecialTokens(NamedTuple):
@@ -105,7 +112,7 @@ def render(
         RefusedTurnsError: the template does not accept the turns.
         InputError: rendering takes longer than MAX_RENDER_S, or makes more text than MAX_GROWTH allows.
     """
-    turns = [{"role": message.role, "content": message.content} for message in messages]
+    turns = list(map(asdict, messages))
     num_chars = sum(len(message.content) for message in messages)
     try:
         with time_limit(MAX_RENDER_S):
@@ -191,17 +198,19 @@ def encode_conversation(
 ) -> EncodedConversation:
     """Encode turns that end in an assistant turn; the prompt before each trained turn is an exact token prefix.
 
-    Trained are the content of the assistant turns ('all', or the 'last' one only) and the token that ends each turn.
+    Trained are the content of the assistant turns ('all', or the 'last' one only) and the token that ends each turn; of
+    a template with `{% generation %}` marks what these hold.
     The ids end with the last turn's end token; if the template puts none there, EOS is appended. Callers with many
     conversations pass `special`. Takes time linear in turns where the template ends each turn with a special token.
-    Raises InputError if the template rewrites earlier turns, so that a prompt is no prefix of the whole.
+    Raises RewrittenTurnsError if a prompt is no prefix of the whole.
     """
     targets = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not targets or targets[-1] != len(messages) - 1:
         raise ValueError("a conversation to train on ends in an assistant turn")
     special = special or special_tokens(tokenizer)
     messages, ends = plain_turns(messages, special.texts), special.ends
-    pieces = _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:])
+    pieces = _marked_pieces(tokenizer, messages, train_turns, [special.by_id[token] for token in ends])
+    pieces = pieces or _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:])
     ids, trained, num_boundaries = list[int](), list[bool](), 0
     encoded = _ids_of_pieces(tokenizer, [piece for piece, _ in pieces], special)
     for (_, is_response), (new, is_joined) in zip(pieces, encoded, strict=True):
@@ -215,9 +224,7 @@ def encode_conversation(
     ids, trained = ids[:length], trained[:length]
     if not ids or ids[-1] not in ends:
         if tokenizer.eos_token_id is None:
-            raise InputError(
-                f"{_name(tokenizer)}: neither its chat template nor the tokenizer has an end-of-turn token"
-            )
+            raise InputError(f"{_name(tokenizer)}: neither its chat template nor itself has an end-of-turn token")
         ids.append(tokenizer.eos_token_id)
         trained.append(True)
     return EncodedConversation(ids, trained, num_boundaries)
@@ -263,14 +270,39 @@ def _ids_of_pieces(
             start, earlier, known = cut, earlier + ids[:last], ids[last:]
 
 
+def _marked_pieces(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], train_turns: TrainTurns, ends: Sequence[str]
+) -> list[tuple[str, bool]]:
+    """Render and cut the text at the template's own marks of what is trained: (text, is trained); [] without marks.
+
+    An end token behind a marked text is trained too: without it the model would never stop.
+    """
+    if not GENERATION_MARK.search(str(tokenizer.chat_template)):
+        return []
+    is_last, whole = train_turns == "last", render(tokenizer, messages)
+    prompt = render(tokenizer, messages[:-1], add_generation_prompt=True) if is_last else ""
+    if not whole.startswith(prompt):
+        return []
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    options: Any = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
+    marked: Any = render_jinja_template([list(map(asdict, messages))], return_assistant_tokens_mask=True, **options)
+    pieces, place = [(prompt, False)], len(prompt)
+    for start, end in marked[1][0]:
+        if end > place:
+            end += next((len(text) for text in ends if whole.startswith(text, end)), 0)
+            pieces += [(whole[place : max(start, place)], False), (whole[max(start, place) : end], True)]
+            place = end
+    return [*pieces, (whole[place:], False)] if len(pieces) > 1 else []
+
+
 def _pieces(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int]
 ) -> list[tuple[str, bool]]:
     """Render and cut the text at each target turn: (text, True for a response with what the template puts after it).
 
     A template that renders turns one after the other gives an exchange the same text behind any other exchange, so
-    each is first rendered behind a short one, which takes linear time. Where these texts are not those of the whole,
-    every prefix is rendered.
+    each is first rendered behind a short one, in linear time. Where this gives another text, every prefix is rendered.
     """
     whole = render(tokenizer, messages)
     if len(targets) > 2:
@@ -280,7 +312,7 @@ def _pieces(
                 return pieces
     if pieces := _cut(tokenizer, whole, messages, targets, None):
         return pieces
-    raise InputError(
+    raise RewrittenTurnsError(
         f"the chat template of {_name(tokenizer)} rewrites earlier turns, so that no prompt is a prefix of its "
         "conversation; --train_turns last or --template human_assistant are right"
     )

@@ -13,6 +13,7 @@ from pipeline.data.formats import Record
 from pipeline.data.templates import (
     EncodedConversation,
     RefusedTurnsError,
+    RewrittenTurnsError,
     TrainTurns,
     broken_up,
     encode_conversation,
@@ -32,6 +33,7 @@ LongRows = Literal["drop", "truncate_left"]
 
 # A pair whose response alone fills the limit keeps this share of the limit for the end of its prompt.
 MIN_PROMPT_SHARE = 0.25
+MAX_REASON = 100  # characters of a template's message: it may quote the row
 SPECIAL_BROKEN = "text that spells a special token (broken up)"
 
 
@@ -104,8 +106,9 @@ class _RowMaker:
         for record in records:
             try:
                 row = make(record)
-            except RefusedTurnsError:
-                self.counts.add("dropped", "turns refused by the chat template", record.origin)
+            except RefusedTurnsError as error:
+                reason = " ".join(str(error.__cause__).split())[:MAX_REASON]
+                self.counts.add("dropped", f"turns refused by the chat template: {reason}", record.origin)
             except BadRowError as error:
                 num_tokens = error.num_tokens if isinstance(error, TooLongError) else 0
                 self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens)
@@ -164,7 +167,15 @@ class _RowMaker:
 
     def _conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> EncodedConversation:
         self._count_special(record, turns)
-        encoded = encode_conversation(self.tokenizer, turns, train_turns, self.special)
+        try:
+            encoded = encode_conversation(self.tokenizer, turns, train_turns, self.special)
+        except RewrittenTurnsError:
+            if train_turns == "last":
+                raise
+            encoded = encode_conversation(self.tokenizer, turns, "last", self.special)
+            self.counts.add(
+                "kept", "earlier turns rewritten by the chat template: only the last is trained", record.origin
+            )
         if encoded.num_boundaries:
             self.counts.add("kept", "tokens would merge across the prompt's end: pieces encoded apart", record.origin)
         return encoded

@@ -24,7 +24,6 @@ from pipeline.models.loading import (
     DTYPES,
     adapter_base,
     check_model,
-    check_vocabulary,
     default_device,
     default_dtype,
     is_encoder_decoder,
@@ -33,7 +32,7 @@ from pipeline.models.loading import (
     num_positions,
 )
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
-from pipeline.models.tokenizers import choose_padding_token, eos_ids, load_tokenizer
+from pipeline.models.tokenizers import check_vocabulary, choose_padding_token, eos_ids, load_tokenizer
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 
@@ -96,8 +95,8 @@ def load_chat_tokenizer(path: str) -> PreTrainedTokenizerBase:
     # An adapter without a tokenizer uses its merged model's, else its base's.
     folders = (folder for folder in (Path(path), Path(path).parent) if (folder / "tokenizer_config.json").is_file())
     tokenizer = load_tokenizer(path if base is None else str(next(folders, base)))
-    check_vocabulary(path, tokenizer)
     set_template(tokenizer, "auto", plain=is_encoder_decoder(path))
+    check_vocabulary(path, tokenizer)
     return tokenizer
 
 

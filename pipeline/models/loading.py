@@ -149,27 +149,6 @@ def check_positions(path: str, longest: int, flag: str) -> None:
         raise InputError(f"{flag} {longest}: the model {path} has {limit} positions; {flag} {limit} is the most")
 
 
-def check_vocabulary(path: str, tokenizer: Any) -> None:
-    """Raise InputError for a tokenizer with ids beyond the vocabulary of the model at `path`; warn of another EOS.
-
-    More rows than ids are fine: published models pad their vocabulary. Reads only config.json.
-    """
-    config = load_config(path).get_text_config()
-    size, largest = getattr(config, "vocab_size", None), max(tokenizer.get_vocab().values(), default=-1)
-    if size is not None and largest >= size:
-        raise InputError(
-            f"{path}: its tokenizer has ids up to {largest}, but the model's vocabulary has {size} rows: they do not "
-            "belong together; copy the tokenizer files from the folder that the weights came from"
-        )
-    eos = getattr(config, "eos_token_id", None)
-    ends = [eos] if isinstance(eos, int) else eos or []
-    if ends and tokenizer.eos_token_id not in ends:
-        warn_once(
-            f"{path}: config.json ends texts with id {ends}, the tokenizer with {tokenizer.eos_token_id} "
-            f"({tokenizer.eos_token}); the tokenizer's is trained"
-        )
-
-
 def load_causal_lm(path: str, **settings: Any) -> PreTrainedModel:
     """Load a language model as `load_language_model` does. Raises InputError for an encoder-decoder model."""
     check_language_model(path)

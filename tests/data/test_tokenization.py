@@ -125,7 +125,7 @@ def test_refused_turns_are_counted(tokenizer):
     counts = Counts()
     assert not list(sft_rows([row], tokenizer, options(), counts))
     assert not list(prompt_rows([row], tokenizer, options(), counts))
-    assert counts.lines() == ["2 dropped: turns refused by the chat template (first: f:4)"]
+    assert counts.lines() == ["2 dropped: turns refused by the chat template: no (first: f:4)"]
 
 
 def test_pair_shares_its_prompt(tokenizer):

@@ -1,0 +1,191 @@
+"""Templates and special tokens as models ship them, on published tokenizers: what is trained is what is sampled."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from support.tiny_models import save_tiny
+from transformers import AddedToken
+
+from pipeline.data.counts import Counts, Origin
+from pipeline.data.formats import Record, read_records
+from pipeline.data.sources import read_rows
+from pipeline.data.templates import encode_conversation, encode_prompt, set_template
+from pipeline.data.tokenization import TokenizationOptions, pair_rows, prompt_rows, sft_rows
+from pipeline.data.turns import Message, Turns
+from pipeline.errors import InputError
+from pipeline.models.tokenizers import prepare_tokenizer
+
+# The shape of ChatML templates with marks: SmolLM3's hold the end of the turn and a line end, others the content alone.
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTENT_MARKED = MARKED.replace(
+    "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>\n"
+)
+# Reasoning is left out of earlier answers and an empty block put before the last one, as in Qwen3's.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+    "{% if '</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% elif m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Gemma's: no system turn, roles that must alternate.
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + MARKED
+TALK = (
+    Message("system", "Be brief."),
+    Message("user", "How do I make tea?"),
+    Message("assistant", "Boil water."),
+    Message("user", "How long?"),
+    Message("assistant", "four minutes"),
+)
+
+
+@pytest.fixture
+def chatml(real_tokenizer):
+    """Each published tokenizer with the two tokens of ChatML, and no BOS."""
+    real_tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    real_tokenizer.bos_token = None
+    return real_tokenizer
+
+
+def record(turns: Turns, rejected: str | None = None) -> Record:
+    return Record(turns[:-1], turns[-1].content, rejected, prompt_id=0, origin=Origin("f", 1), split=None)
+
+
+def trained_text(tokenizer, encoded) -> str:
+    return tokenizer.decode([token for token, flag in zip(encoded.ids, encoded.trained, strict=True) if flag])
+
+
+@pytest.mark.parametrize("template", [MARKED, TOOLS])
+def test_marks_of_the_template_are_the_mask_that_transformers_makes_of_them(chatml, template):
+    """Up to the end token of a turn: what a template puts behind it, no sampler ever makes."""
+    chatml.chat_template = template
+    turns = [{"role": turn.role, "content": turn.content} for turn in TALK]
+    theirs = chatml.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    end = chatml.convert_tokens_to_ids("<|im_end|>")
+    ours = encode_conversation(chatml, TALK)
+    num = len(ours.ids)
+    assert ours.ids == theirs["input_ids"][:num] and ours.ids[-1] == end
+    assert end not in theirs["input_ids"][num:]
+    behind = [False, *(token == end for token in ours.ids[:-1])]
+    expected = [bool(flag) and not after for flag, after in zip(theirs["assistant_masks"][:num], behind, strict=True)]
+    assert ours.trained == expected and sum(expected) > 4
+
+
+def test_only_what_is_marked_is_trained(chatml):
+    """A template may mark less than the answer: here no first word; our own cut would train it."""
+    marked = "{{ m.content.split()[0] }}{% generation %}{{ m.content[m.content.split()[0] | length:] }}<|im_end|>"
+    chatml.chat_template = MARKED.replace("{% generation %}{{ m.content + '<|im_end|>\n' }}", marked)
+    trained = trained_text(chatml, encode_conversation(chatml, TALK)).replace(" ", "")
+    assert trained == "water.<|im_end|>minutes<|im_end|>"
+    last = encode_conversation(chatml, TALK, "last")
+    assert trained_text(chatml, last).replace(" ", "") == "minutes<|im_end|>"
+    prompt = encode_prompt(chatml, TALK[:-1])
+    assert last.ids[: len(prompt)] == prompt
+
+
+def test_the_end_of_a_turn_is_trained_where_only_the_content_is_marked(chatml):
+    chatml.chat_template = CONTENT_MARKED
+    trained = trained_text(chatml, encode_conversation(chatml, TALK)).replace(" ", "")
+    assert trained == "Boilwater.<|im_end|>fourminutes<|im_end|>"
+
+
+def test_earlier_answers_of_a_thinking_template_are_not_trained_and_counted(chatml):
+    """The whole is another text than what was sampled at those turns; the last answer is trained as it is sampled."""
+    chatml.chat_template = THINKING
+    talk = (*TALK[:2], Message("assistant", "<think>Hm.</think>Boil water."), *TALK[3:])
+    counts = Counts()
+    (several, one) = sft_rows([record(talk), record(talk[:3])], chatml, TokenizationOptions(), counts)
+    assert counts.lines() == [
+        "1 kept: earlier turns rewritten by the chat template: only the last is trained (first: f:1)"
+    ]
+    for row, turns, answer in ((several, talk, "four minutes"), (one, talk[:3], "Hm.</think>Boil water.")):
+        prompt = encode_prompt(chatml, turns[:-1])
+        assert row.ids[: len(prompt)] == prompt and row.trained == [False] * len(prompt) + [True] * (
+            len(row.ids) - len(prompt)
+        )
+        text = chatml.decode(row.ids[len(prompt) :])
+        assert text.startswith("<think>") and answer.replace(" ", "") in text.replace(" ", "")
+    assert "Hm." not in chatml.decode(several.ids)
+
+
+def test_turns_that_a_template_refuses_are_counted_with_its_own_words(chatml):
+    chatml.chat_template = STRICT
+    wrong = (TALK[1], TALK[1], TALK[2])
+    counts = Counts()
+    good = record(TALK[1:], "x")
+    rows = [record(TALK, "x"), good, record(wrong, "x")]
+    for make in (sft_rows, pair_rows, prompt_rows):
+        assert len(list(make(rows, chatml, TokenizationOptions(), counts))) == 1
+    refused = "3 dropped: turns refused by the chat template: "
+    assert counts.lines() == [
+        f"{refused}Conversation roles must alternate user/assistant/user/assistant/... (first: f:1)",
+        f"{refused}System role not supported (first: f:1)",
+    ]
+
+
+@pytest.mark.parametrize("template", [MARKED, THINKING, STRICT, TOOLS])
+def test_prompts_without_a_bos_are_token_prefixes_on_real_rows(real_data, chatml, template):
+    chatml.chat_template = template
+    end = chatml.convert_tokens_to_ids("<|im_end|>")
+    path = real_data / "preference" / "oasst_en_100.jsonl.gz"
+    for row in itertools.islice(read_records(read_rows(str(path)), Counts()), 8):
+        prompt = encode_prompt(chatml, row.messages)
+        (sft,) = sft_rows([row], chatml, TokenizationOptions(max_seq_len=10**6, train_turns="last"), Counts())
+        is_prefix = sft.ids[: len(prompt)] == prompt and not any(sft.trained[: len(prompt)])
+        is_answer = all(sft.trained[len(prompt) :]) and sft.ids[-1] == end
+        assert is_prefix and is_answer, row.origin
+
+
+def longer_tokenizer(folder: Path, text: str, *, special: bool) -> None:
+    """Give the tokenizer of a model's folder a token beyond the model's embedding."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([AddedToken(f"<filler {n}>", special=True) for n in range(size - len(tokenizer))])
+    tokenizer.add_tokens([AddedToken(text, special=special)])
+    assert tokenizer.convert_tokens_to_ids(text) == size
+    tokenizer.save_pretrained(folder)
+
+
+def test_an_added_token_above_the_embedding_is_no_obstacle_where_no_row_can_hold_it(bpe_folder, tmp_path):
+    """As Gemma 3 has one for images: a text that spells it is broken up, so no row holds it."""
+    folder = Path(save_tiny("llama", bpe_folder, tmp_path / "model"))
+    longer_tokenizer(folder, "<image>", special=True)
+    tokenizer = prepare_tokenizer(str(folder), "auto")
+    above = tokenizer.convert_tokens_to_ids("<image>")
+    assert max(encode_prompt(tokenizer, [Message("user", "what is in <image>?")])) < above
+    tokenizer.chat_template = "{% for m in messages %}<image>{{ m.content }}</s>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(InputError, match=f"ids up to {above}, but the model's vocabulary has {above} rows"):
+        prepare_tokenizer(str(folder), "auto")
+    prepare_tokenizer(str(folder), "human_assistant")
+
+
+def test_an_added_token_above_the_embedding_that_text_can_hold_is_refused(bpe_folder, tmp_path):
+    folder = Path(save_tiny("llama", bpe_folder, tmp_path / "model"))
+    longer_tokenizer(folder, "<think>", special=False)
+    with pytest.raises(InputError, match="they do not belong together"):
+        prepare_tokenizer(str(folder), "auto")
+
+
+def test_a_template_by_default_and_one_for_tools_as_a_list(chatml, tmp_path):
+    """The form of files with several templates: without tools the default one is used, in training and sampling."""
+    chatml.chat_template = {"default": MARKED, "tool_use": "x"}
+    set_template(chatml, "auto")
+    chatml.save_pretrained(tmp_path)
+    again = type(chatml).from_pretrained(tmp_path)
+    assert again.chat_template == MARKED
+    assert encode_prompt(again, TALK[:2]) == encode_prompt(chatml, TALK[:2])
