@@ -287,6 +287,17 @@ def test_generation_pads_with_the_tokenizers_padding(bpe_folder, tmp_path):
     assert (saved.eos_token_id, saved.temperature, saved.do_sample) == (EOS, 0.6, True)
 
 
+def test_a_generation_config_that_transformers_would_not_write_is_saved_each_time(bpe_folder, tmp_path):
+    """A temperature without do_sample, as some models are published; the model keeps it between two saves."""
+    source = save_tiny("opt", bpe_folder, tmp_path / "source")
+    write_json(Path(source) / "generation_config.json", {"temperature": 0.6, "eos_token_id": [EOS, 9]})
+    model = load_causal_lm(source, dtype=torch.float32)
+    texts = [(save(model, source, tmp_path / name) / "generation_config.json").read_text() for name in ("a", "b")]
+    settings = json.loads(texts[0])
+    assert texts[0] == texts[1] and model.generation_config.temperature == 0.6
+    assert (settings["temperature"], settings["eos_token_id"], settings["pad_token_id"]) == (0.6, [EOS, 9], PAD)
+
+
 def test_padding_that_is_the_eos_does_not_reach_the_reward_folder(tiny_folders, tmp_path):
     source = tiny_folders["opt"]
     folder = save_reward(trained_reward_model(source, lora=False), source, tmp_path / "reward", pad_token="</s>")

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support import deepspeed_chat as dschat
+from support.command_run import run_command
 from support.in_process import error_lines
 from support.real_tokenizers import load_opt_tokenizer
 from support.tiny_models import EOS, NAMES, PAD, padded, random_rows, tiny_config
+from support.tiny_run import make_folder, opt_config
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -73,7 +75,7 @@ def scores_after(folder: Path) -> torch.Tensor:
     values = last_token_scores(ours(*IDS), IDS[1].sum(1))
     plain, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
-    torch.testing.assert_close(plain.eval()(IDS[0], IDS[1].long()).logits.squeeze(1), values, **CLOSE)
+    torch.testing.assert_close(plain.eval()(IDS[0], attention_mask=IDS[1].long()).logits.squeeze(1), values, **CLOSE)
     return values
 
 
@@ -147,6 +149,25 @@ def test_a_reward_model_gives_the_same_scores(bpe_folder, bpe_tokenizer, tmp_pat
     assert (config.num_labels, config.score_mean, config.score_std) == (1, 0.0, 1.0) and config.pad_token_id != EOS
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "bloom"])
+def test_reward_models_whose_backbone_has_another_name(bpe_folder, bpe_tokenizer, tmp_path, kind):
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+    config = AutoConfig.for_model(kind, **shape, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=EOS)
+    model = dschat.reward_model(config)
+    output = converted(dschat.save(model, tmp_path / "reward", bpe_tokenizer), tmp_path / "out", bpe_folder)
+    torch.testing.assert_close(scores_after(output), end_scores(model), **CLOSE)
+
+
+def test_buffers_that_transformers_saved_in_2023_are_no_weights(bpe_folder, bpe_tokenizer, tmp_path):
+    """Frequencies of rotary positions, beside the weights of each Llama."""
+    model = dschat.actor(config_of("llama"))
+    source = dschat.save(model, tmp_path / "sft", bpe_tokenizer)
+    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    change(source, **{name.format(layer): torch.ones(4) for layer in range(2)})
+    output = converted(source, tmp_path / "out", bpe_folder)
+    assert logits(AutoModelForCausalLM.from_pretrained(output).eval()).equal(logits(model))
+
+
 def test_the_name_of_the_backbone_before_october_2023(bpe_folder, bpe_tokenizer, tmp_path):
     model = dschat.reward_model(config_of("opt"))
     source = dschat.save(model, tmp_path / "reward", bpe_tokenizer)
@@ -167,6 +188,23 @@ def test_a_converted_reward_model_is_evaluated(bpe_folder, bpe_tokenizer, tmp_pa
     assert "accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_ppo_starts_from_converted_models(tmp_path):
+    """Actor and reward model, with the vocabulary of a tokenizer that is named."""
+    folder = make_folder(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    config = opt_config(dschat.padded_size(len(tokenizer)))
+    for name, model in (("sft", dschat.actor(config)), ("reward", dschat.reward_model(config))):
+        converted(dschat.save(model, folder / "dschat" / name, tokenizer), folder / name, folder / "base")
+    flags = {"actor_model_name_or_path": "sft", "critic_model_name_or_path": "reward", "output_dir": "out"}
+    flags |= {"data_path": "train.jsonl", "data_split": "none", "data_output_path": "cache", "dtype": "fp32"}
+    flags |= {"max_steps": "1", "max_prompt_seq_len": "64", "max_answer_seq_len": "8"}
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    ended = run_command("step3_ppo", words, folder=folder)
+    assert ended.code == 0, ended.stderr
+    assert AutoConfig.from_pretrained(folder / "out" / "actor").vocab_size == config.vocab_size
+
+
 # --- tokenizers ---
 
 
@@ -181,7 +219,7 @@ def saved_with(vocabulary: Path, folder: Path, config: Any) -> Path:
     return source
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["opt", "llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_vocabulary_files_give_the_published_tokenizer(real_data, tmp_path, name):
     """DeepSpeed-Chat saves no special tokens, and transformers' defaults for OPT are wrong."""
     small = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
