@@ -27,13 +27,26 @@ class SFTDataConfig(DataConfig):
 
 
 class SFTConfig(Group):
-    """Stage 1: supervised fine-tuning of a causal language model."""
+    """Stage 1: supervised fine-tuning of a language model."""
 
     model: ModelConfig = ModelConfig(learning_rate=1e-5)
     data: SFTDataConfig = SFTDataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output/sft")
+    eval_metric: Literal["loss", "bleu", "rouge"] = flag(
+        "loss",
+        "What evaluations measure: the loss, or besides it BLEU or ROUGE-L of greedy answers to the held-out prompts",
+        on_resume="free",
+        other_tools="predict_with_generate",
+    )
+    eval_max_new_tokens: int = flag(
+        128,
+        "Tokens of such an answer",
+        ge=1,
+        on_resume="free",
+        other_tools="max_new_tokens generation_max_length max_target_length val_max_target_length",
+    )
     keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="output")
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:

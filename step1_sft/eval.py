@@ -1,19 +1,32 @@
-"""Perplexity on held-out rows."""
+"""Evaluation on held-out rows: perplexity, and BLEU or ROUGE-L of generated answers."""
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
+from transformers import GenerationConfig
 
 from pipeline import dist
 from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
 from pipeline.data.loader import to_device
+from pipeline.engine.engine import TrainingEngine
+from pipeline.errors import EnvironmentFault
+from pipeline.inference.answer_settings import ReplySettings
+from pipeline.inference.answers import ChatModel, decode, generate_answers
+from pipeline.models.loading import base_model
 from pipeline.models.packed_attention import packed_mask
+from pipeline.models.tokenizers import eos_ids
 from step1_sft.loss import token_sum_loss
 
+Batch = SFTBatch | Seq2SeqBatch
+# Packages that compute the values of --eval_metric; not among the requirements.
+PACKAGES = {"bleu": "sacrebleu", "rouge": "rouge_score"}
 
-def forward_log_probs(model: Any, batch: SFTBatch | Seq2SeqBatch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+
+def forward_log_probs(model: Any, batch: Batch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities (B, S - 1) fp32 of trained tokens and their mask; of an encoder-decoder model (B, T)."""
     if isinstance(batch, Seq2SeqBatch):
         log_probs = model(batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
@@ -27,9 +40,7 @@ def forward_log_probs(model: Any, batch: SFTBatch | Seq2SeqBatch, *, packed: boo
 
 
 @torch.no_grad()
-def evaluate(
-    model: Any, batches: Iterable[Callable[[], SFTBatch | Seq2SeqBatch]], device: torch.device
-) -> dict[str, float]:
+def evaluate(model: Any, batches: Iterable[Callable[[], Batch]], device: torch.device) -> dict[str, float]:
     """`eval_loss` (nats per trained token over all ranks) and `eval_perplexity`; {} where nothing is held out."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for make in batches:
@@ -41,3 +52,75 @@ def evaluate(
         return {}
     loss = loss_sum / count
     return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+
+
+def evaluate_answers(
+    engine: TrainingEngine,
+    tokenizer: Any,
+    batches: Iterable[Callable[[], Batch]],
+    *,
+    metric: Literal["bleu", "rouge"],
+    max_new_tokens: int,
+) -> dict[str, float]:
+    """Generate greedy answers to the held-out prompts and compare them with the responses, over the rows of all ranks.
+
+    A collective: every rank has equally many batches. {} where nothing is held out.
+    """
+    model = base_model(engine.module.model)
+    chat_model = ChatModel("", model, tokenizer, tokenizer.pad_token_id, eos_ids(tokenizer))
+    by_layer = engine.weights is not None and not engine.weights.once
+    own_config, model.generation_config = model.generation_config, GenerationConfig()  # its settings would be taken
+    pairs = []
+    try:
+        with engine.generation(gather=not by_layer):
+            for make in batches:
+                rows = prompts_and_responses(make())
+                answers = generate_answers(
+                    chat_model,
+                    [prompt for prompt, _ in rows],
+                    ReplySettings(max_new_tokens=max_new_tokens),
+                    seed=0,
+                    lockstep=by_layer,
+                )
+                pairs += [
+                    (answer.text, decode(tokenizer, response).strip())
+                    for (answer,), (_, response) in zip(answers, rows, strict=True)
+                    if response  # a padding row has none
+                ]
+    finally:
+        model.generation_config = own_config
+    pairs = [pair for share in dist.gather_objects(pairs) for pair in share]
+    return compare_texts(metric, *zip(*pairs, strict=True)) if pairs else {}
+
+
+def prompts_and_responses(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """Return the ids in front of each row's first trained token, and the trained ids from there on, up to a gap."""
+    if isinstance(batch, Seq2SeqBatch):
+        sources = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+        return [(s.tolist(), ids[ids != IGNORED].tolist()) for s, ids in zip(sources, batch.labels, strict=True)]
+    rows = []
+    for ids, trained in zip(batch.input_ids.tolist(), batch.trained_mask.tolist(), strict=True):
+        start = trained.index(True) if True in trained else 1
+        end = trained.index(False, start) if False in trained[start:] else len(ids)
+        rows.append((ids[:start], ids[start:end]))
+    return rows
+
+
+def compare_texts(metric: str, answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Return `eval_bleu` (0 to 100, of the corpus) or `eval_rougeL` (0 to 1, the mean of the rows)."""
+    if metric == "bleu":
+        from sacrebleu import corpus_bleu
+
+        return {"eval_bleu": corpus_bleu(list(answers), [list(references)]).score}
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"])
+    scores = (scorer.score(reference, answer) for answer, reference in zip(answers, references, strict=True))
+    return {"eval_rougeL": fmean(score["rougeL"].fmeasure for score in scores)}
+
+
+def check_metric(metric: str) -> None:
+    """Raise EnvironmentFault for an `--eval_metric` whose package is not installed."""
+    package = PACKAGES.get(metric)
+    if package and find_spec(package) is None:
+        raise EnvironmentFault(f"--eval_metric {metric}: needs {package}; pip install rlhf-pipeline[metrics]")

@@ -34,7 +34,7 @@ from pipeline.training.inputs import prepare_data
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step1_sft.config import SFTConfig
-from step1_sft.eval import evaluate, forward_log_probs
+from step1_sft.eval import check_metric, evaluate, evaluate_answers, forward_log_probs
 from step1_sft.loss import token_sum_loss
 
 log = logging.getLogger(__name__)
@@ -91,9 +91,13 @@ def build(run: Run, config: SFTConfig) -> SFT:
     check_language_model(config.model.model_name_or_path, "--model_name_or_path")
     check_attention(config.model.attn_implementation, "--attn_implementation")
     check_quantization(config.model.quantization, "--quantization")
+    check_metric(config.eval_metric)
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
+    if config.eval_metric != "loss":
+        longest = data.max_seq_len + config.eval_max_new_tokens
+        check_positions(config.model.model_name_or_path, longest, "--max_seq_len + --eval_max_new_tokens")
     if data.packing:
         check_packing(config.model.model_name_or_path, "--packing")
     seq2seq = is_encoder_decoder(config.model.model_name_or_path)
@@ -161,13 +165,21 @@ def accumulate_gradients(sft: SFT, step: Step[Any], state: State, stopping: Stop
 
 
 def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
-    """Measure the perplexity of the held-out rows, once a step; with `--keep_best`, save the best model so far."""
+    """Measure the held-out rows, once a step; with `--keep_best`, save the best model so far."""
     if state.evaluated == state.step:
         return
     beat("evaluate", state.step)
     sft.engine.module.eval()
     batches = each(sft.held_out, lambda: beat("evaluate", state.step))
     measured = evaluate(sft.engine, batches, sft.run.world.device)
+    if sft.config.eval_metric != "loss":
+        measured |= evaluate_answers(
+            sft.engine,
+            sft.tokenizer,
+            each(sft.held_out, lambda: beat("evaluate", state.step)),
+            metric=sft.config.eval_metric,
+            max_new_tokens=sft.config.eval_max_new_tokens,
+        )
     sft.engine.module.train()
     course.recorder.write(state.step, measured)
     state.evaluated = state.step

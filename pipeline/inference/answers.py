@@ -31,6 +31,7 @@ from pipeline.models.loading import (
     load_language_model,
     num_positions,
 )
+from pipeline.models.partitions import whole_shape
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
 from pipeline.models.tokenizers import check_vocabulary, choose_padding_token, eos_ids, load_tokenizer
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
@@ -55,7 +56,7 @@ class ChatModel:
     def num_embeddings(self) -> int:
         """The number of rows of the embedding, which a padded vocabulary makes larger than the tokenizer's."""
         embeddings: Any = self.model.get_input_embeddings()
-        return int(embeddings.weight.shape[0])
+        return whole_shape(embeddings.weight)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> N
         check_ids(path, ids, max_new_tokens, num_positions=positions, num_embeddings=None)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: its tensors could not be trained on afterwards
 def generate_answers(
     chat_model: ChatModel,
     prompts: Sequence[Sequence[int]],
@@ -116,6 +117,7 @@ def generate_answers(
     *,
     seed: int,
     streamer: "AnswerStreamer | None" = None,
+    lockstep: bool = False,
 ) -> list[list[Answer]]:
     """Return num_return_sequences answers (1 for ReplySettings) to each prompt.
 
@@ -124,6 +126,7 @@ def generate_answers(
 
     Args:
         streamer: receives the tokens of a single prompt's single answer as they are generated.
+        lockstep: ranks go on until the last of them has finished, because ZeRO-3 gathers weights in each pass.
 
     Raises:
         InputError: a prompt has ids that the model does not have, or is too long for its positions.
@@ -140,7 +143,11 @@ def generate_answers(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         sequences = chat_model.model.generate(  # type: ignore[operator]
-            input_ids, attention_mask=mask, generation_config=generation_config(chat_model, settings), streamer=streamer
+            input_ids,
+            attention_mask=mask,
+            generation_config=generation_config(chat_model, settings),
+            streamer=streamer,
+            synced_gpus=lockstep,
         )
     num_known = 1 if seq2seq else input_ids.shape[1]  # a decoder of its own begins with its start token
     responses = [finished_answer(chat_model, ids) for ids in sequences[:, num_known:].tolist()]  # (B * N, T)

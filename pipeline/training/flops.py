@@ -59,7 +59,12 @@ class TrainingWork:
 
 
 def training_work(model: Any) -> TrainingWork:
-    """Measure a transformers or peft model; ZeRO-3's partitioned weights are counted whole."""
+    """Measure a transformers or peft model; ZeRO-3's partitioned weights are counted whole.
+
+    The work of an encoder-decoder model is not counted: its tokens go through one half of the weights each.
+    """
+    if base_model(model).config.is_encoder_decoder:
+        return TrainingWork(0, 0, 0, 0, 0, 0)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [
         module
@@ -80,6 +85,6 @@ def numel(layers: list[Any]) -> tuple[int, int]:
 
 
 def training_mfu(flops: float, *, seconds: float, world_size: int, device: torch.device) -> dict[str, float]:
-    """Return `mfu` of a training step of `flops` operations on all ranks together; {} where the peak is unknown."""
+    """Return `mfu` of a training step of `flops` operations on all ranks; {} where these or the peak are unknown."""
     peak = peak_flops(device)
-    return {} if peak is None else {"mfu": flops / (seconds * peak * world_size)}
+    return {} if peak is None or not flops else {"mfu": flops / (seconds * peak * world_size)}

@@ -34,6 +34,9 @@ DEFINITIONS = {
     "skipped_updates": "steps so far whose gradients or losses were not finite and that changed nothing",
     "eval_loss": "mean loss over all held-out tokens (stage 2: pairs)",
     "eval_perplexity": "exp of eval_loss",
+    "eval_bleu": "corpus BLEU of greedy answers to all held-out prompts by sacrebleu's defaults, 0 to 100; references "
+    "are the tokenised responses, decoded",
+    "eval_rougeL": "mean ROUGE-L F-measure of such answers by rouge-score, 0 to 1",
     "accuracy": "share of pairs whose chosen response scores higher; ties count half",
     "margin": "mean of chosen minus rejected score",
     "mean_chosen_score": "mean raw score of chosen responses",

@@ -24,7 +24,7 @@ def make_translations(count: int, *, seed: int = 3) -> list[dict[str, str]]:
     """Rows of `prompt` and `response`; all prompts differ."""
     random, sources = Random(seed), dict[str, str]()
     while len(sources) < count:
-        words = [random.choice(list(WORDS)) for _ in range(random.randint(2, 6))]
+        words = [random.choice(list(WORDS)) for _ in range(random.randint(1, 4))]
         sources[" ".join(words)] = " ".join(WORDS[word] for word in words)
     return [{"prompt": TASK + source, "response": target} for source, target in sources.items()]
 
