@@ -45,6 +45,7 @@ TWINS: dict[str, Twin] = {
     "sft.enable_csv": Twin("true", "files"),
     "sft.enable_tensorboard": Twin("false", "files"),
     "sft.eval_data_path": Twin("@more.jsonl", "metrics"),
+    "sft.eval_metric": Twin("bleu", "metrics", both={"eval_max_new_tokens": 12}),
     "sft.eval_interval": Twin(1, "metrics"),
     "sft.eval_iters": Twin(1, "metrics", both={"per_device_eval_batch_size": 1}),
     "sft.gradient_accumulation_steps": Twin(2),
@@ -206,6 +207,8 @@ TESTS: dict[str, str] = {
     "rlhf/test_merge.py::test_merged_weights_are_the_original_ones_plus_the_product": "merge.dtype merge.folders",
     "rlhf/test_merge.py::test_the_printed_difference_is_that_of_the_two_functions": "merge.sentences",
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
+    "step1_sft/test_eval_answers.py::test_a_run_logs_the_metric_of_all_held_out_rows[causal-1]":
+        "sft.eval_max_new_tokens",
     "training/test_wandb.py::test_a_run_is_logged_under_its_project_group_and_name": "sft.enable_wandb",
 }  # fmt: skip
 NAMED = {key: test for test, keys in TESTS.items() for key in keys.split()}
