@@ -206,10 +206,12 @@ def head_apart_under_zero3(config: PretrainedConfig) -> Iterator[None]:
     transformers declares all of T5 as tied, and finds out by comparing the loaded weights whether a head is one of its
     own; partitioned weights are empty, and so equal. Their outputs are not scaled: that tells them from T5.
     """
+    if not is_deepspeed_zero3_enabled() or getattr(config, "scale_decoder_outputs", True):
+        yield
+        return
     model_class: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
     tied = model_class._tied_weights_keys
-    if is_deepspeed_zero3_enabled() and not getattr(config, "scale_decoder_outputs", True):
-        model_class._tied_weights_keys = {name: source for name, source in tied.items() if name != "lm_head.weight"}
+    model_class._tied_weights_keys = {name: source for name, source in tied.items() if name != "lm_head.weight"}
     try:
         yield
     finally:
