@@ -147,8 +147,8 @@ def complete_tokenizer(source: Path, path: str) -> Any:
         InputError: no tokenizer, or vocabulary files that are not the whole tokenizer.
     """
     config = read_config(source)
-    name, kind = str(config.get("_name_or_path", "")), config.get("model_type")
-    advice = f"give --tokenizer PATH, the folder or hub id of the original model{f' ({name})' if name else ''}"
+    name, kind = config.get("_name_or_path"), str(config.get("model_type"))
+    advice = f"give --tokenizer PATH, the folder or hub id of the original model{f' ({name!r})' if name else ''}"
     if path or (source / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(path or str(source))
     elif not any((source / name).is_file() for name in TOKENIZER_FILES):

@@ -335,6 +335,8 @@ def test_sources_that_are_none(reward_source, bpe_folder, tmp_path, capsys):
     settings = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(settings | {"model_type": "own", "auto_map": {"AutoModel": "a.B"}}))
     assert "needs code of its own" in refused(capsys, source, out, *flags)
+    (source / "config.json").write_text(json.dumps(settings | {"model_type": ["opt"], "_name_or_path": "\x1b[31m"}))
+    assert "\x1b" not in refused(capsys, source, out)
     assert not out.exists()
 
 
