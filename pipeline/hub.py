@@ -1,12 +1,29 @@
-"""Offline mode of the Hugging Face hub's client: without a network it would retry each file for half a minute."""
+"""Ids of hub repositories with their revisions, the commits that were read of them, and the client's offline mode."""
 
 import functools
 import os
+import re
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CONNECT_TIMEOUT_S = 5.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+# The commit that this process has read of each hub path of data or a model, for the documents of its outputs.
+commits_read: dict[str, str] = {}
+
+
+def split_revision(path: str) -> tuple[str, str | None]:
+    """Split 'org/name@revision' into a hub id and the branch, tag or commit to read; None for a path that names none.
+
+    An existing path of this machine has no revision, whatever its name.
+    """
+    name, _, revision = path.partition("@")
+    if not revision or not HUB_ID.fullmatch(name) or Path(path).exists():
+        return path, None
+    return name, revision
 
 
 @functools.cache

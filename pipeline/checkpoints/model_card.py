@@ -11,7 +11,9 @@ from huggingface_hub import ModelCardData
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.groups import ModelConfig
+from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.data.sources import is_local, parse_path
+from pipeline.hub import commits_read, split_revision
 from pipeline.marks import OURS
 from pipeline.run.evaluations import evaluations
 from pipeline.run.run import Run
@@ -54,17 +56,21 @@ def model_documents(
         if flag.kind in ("path", "written path"):
             group = settings[flag.path[0]] if len(flag.path) > 1 else settings
             group[flag.path[-1]] = shareable(group[flag.path[-1]])
-    sources = shareable(config.data.data_path)
+    inputs = [path for paths in values_by_rule(config, "data").values() for path, _ in map(parse_path, paths)]
+    inputs += values_by_rule(config, "model").values()
+    settings["commits"] = {path: commits_read[path] for path in inputs if path in commits_read}
+    sources = [with_commit(path) for path in config.data.data_path]
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-classification" if scores else "text2text-generation" if seq2seq else "text-generation",
-        base_model=None if is_local(base) else base,
-        datasets=[path for path, _ in map(parse_path, config.data.data_path) if not is_local(path)] or None,
+        base_model=None if is_local(base) else split_revision(base)[0],
+        datasets=[split_revision(path)[0] for path, _ in map(parse_path, config.data.data_path) if not is_local(path)]
+        or None,
         tags=["rlhf", run.stage],
     )
     parts = [
         f"---\n{data.to_yaml()}\n---\n\n# {kind}",
-        f"Trained by `{run.stage}` of rlhf-pipeline from `{shareable(base)}` on {', '.join(sources)}. "
+        f"Trained by `{run.stage}` of rlhf-pipeline from `{with_commit(base)}` on {', '.join(sources)}. "
         f"All settings are in `{OURS}`.",
         f"```python\n{example(scores=scores, adapter=adapter, seq2seq=seq2seq)}```",
         *measured_table(run),
@@ -94,6 +100,12 @@ def measured_table(run: Run) -> list[str]:
     last = logged[-1]
     rows = [f"| {name} | {last[name]:.4g} |" for name in last if name.startswith("eval_") and last[name] is not None]
     return [f"Measured on held-out rows at step {last['step']}:", "\n".join(["| metric | value |", "|---|---|", *rows])]
+
+
+def with_commit(text: str) -> str:
+    """Return a path as `shareable` does, with the commit that was read of a hub's."""
+    commit = commits_read.get(parse_path(text)[0])
+    return f"{shareable(text)} (commit {commit})" if commit else shareable(text)
 
 
 def shareable(value: Any) -> Any:

@@ -37,11 +37,15 @@ class DataConfig(Group):
 
     data_path: list[str] = flag(
         ["Dahoas/rm-static"],
-        "Hub ids, files or folders, each with an optional :weight in (0, 1]",
+        "Hub ids (org/name or org/name@revision), files or folders, each with an optional :weight in (0, 1]",
         min_length=1,
         kind="path",
         on_resume="data",
         other_tools="dataset dataset_name datasets train_file train_data data",
+        refused=dict.fromkeys(
+            ("revision", "model_revision", "dataset_revision"),
+            "write it behind the hub id: org/name@revision, of models and data alike",
+        ),
     )
     mixture: Literal["share", "ratio"] = flag(
         "share",
@@ -90,7 +94,7 @@ class ModelConfig(Group):
 
     model_name_or_path: str = flag(
         "",
-        "Hub id or folder of the model to start from",
+        "Hub id (org/name or org/name@revision) or folder of the model to start from",
         kind="path",
         on_resume="model",
         aliases=("model",),

@@ -16,7 +16,7 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS
 from pipeline.data.readers import READERS, Row, Split, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
-from pipeline.hub import go_offline_without_network
+from pipeline.hub import commits_read, go_offline_without_network, split_revision
 from pipeline.marks import CACHE_TAG, OURS, RUN_LOCK
 
 log = logging.getLogger(__name__)
@@ -104,9 +104,10 @@ def is_local(path: str) -> bool:
 
 def looks_local(path: str) -> bool:
     """Return True for a file path, False for a hub id, by first character, suffix, depth or an existing parent."""
-    if path.startswith((".", "/", "~")) or data_suffix(Path(path)) or path.count("/") > 1:
+    if path.startswith((".", "/", "~")) or data_suffix(Path(path)):
         return True
-    return "/" in path and Path(path).parent.is_dir()
+    name, _ = split_revision(path)
+    return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def _nearest(missing: Path) -> str:
@@ -168,7 +169,7 @@ def _load_saved(local: Path) -> dict[str, Any]:
 
 
 def _hub_rows(path: str) -> Iterator[Row]:
-    splits, known = _load_hub(path), KNOWN_SETS.get(path)
+    splits, known = _load_hub(path), KNOWN_SETS.get(split_revision(path)[0])
     if known is None:
         yield from _dataset_rows(splits, path)
         return
@@ -194,12 +195,14 @@ def _hub_rows(path: str) -> Iterator[Row]:
 def _load_hub(path: str) -> dict[str, Any]:
     import datasets
 
-    known = KNOWN_SETS.get(path)
-    name = known.repository or path if known else path
-    options = {"revision": known.revision, "data_dir": known.folder} if known else {}
+    name, revision = split_revision(path)
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    if known := KNOWN_SETS.get(name):
+        name = known.repository or name
+        options = {"revision": known.revision, "data_dir": known.folder} | options
     go_offline_without_network()
     try:
-        return dict(datasets.load_dataset(name, **options))
+        splits = dict(datasets.load_dataset(name, **options))
     except datasets.exceptions.DatasetNotFoundError as error:
         raise InputError(f"data path {path!r}: neither a local path nor a data set on the hub (private?)") from error
     except (OSError, ConnectionError) as error:
@@ -207,6 +210,20 @@ def _load_hub(path: str) -> dict[str, Any]:
         raise EnvironmentFault(f"data path {path!r}: the hub cannot be reached ({_one_line(error)}); {hint}") from error
     except Exception as error:
         raise InputError(f"data path {path!r}: datasets cannot load it ({_one_line(error)})") from error
+    if commit := _commit_of(splits):
+        commits_read[path] = commit
+        if revision and datasets.config.HF_HUB_OFFLINE and not commit.startswith(revision):
+            raise EnvironmentFault(
+                f"data path {path!r}: without a network only commit {commit} can be read, which was fetched last; "
+                "give that commit, or fetch the other one where there is a network"
+            )
+    return splits
+
+
+def _commit_of(splits: dict[str, Any]) -> str | None:
+    """Return the commit of a hub data set, after which the library names the folder of its rows in its cache."""
+    folders = [Path(file["filename"]).parent.name for split in splits.values() for file in split.cache_files]
+    return next((name for name in folders if re.fullmatch("[0-9a-f]{40}", name)), None)
 
 
 def _one_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading
+from pipeline.hub import commits_read
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.finite_weights import check_finite
 from pipeline.models.loading import DTYPES, base_model, default_dtype, load_language_model, use_gradient_checkpointing
@@ -130,6 +131,7 @@ def training_engine(
             only_lora=config.deepspeed.only_optimize_lora,
             task=TASKS[type(module)],
             seed=config.run.seed,
+            revision=commits_read.get(model.model_name_or_path),
         )
     if model.gradient_checkpointing:
         use_gradient_checkpointing(base_model(module.model))

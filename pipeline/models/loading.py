@@ -21,12 +21,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import cached_file, is_flash_attn_2_available
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import CONFIG_FILES
-from pipeline.hub import go_offline_without_network
+from pipeline.hub import commits_read, go_offline_without_network, split_revision
 from pipeline.models.lora import check_quantization, keep_one_layout, nf4_options, quantise_to_int8
 from pipeline.models.paths import at_flag, check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
@@ -54,12 +54,17 @@ def load_config(path: str) -> PretrainedConfig:
     """
     base, folder = adapter_base(path), Path(path).expanduser()
     # The adapter of a reward model has a configuration of its own: the base is a language model.
-    name = str(folder if base is None or (folder / CONFIG_FILES[0]).is_file() else Path(base).expanduser())
-    if not Path(name).is_dir():
+    source = str(folder if base is None or (folder / CONFIG_FILES[0]).is_file() else Path(base).expanduser())
+    name, revision = split_revision(source)
+    is_folder, commit = Path(name).is_dir(), "main"
+    if not is_folder:
         go_offline_without_network()
     try:
-        raw, _ = PretrainedConfig.get_config_dict(name)
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if not is_folder:  # the cache names the folder of a file after its commit
+            commit = Path(str(cached_file(name, CONFIG_FILES[0], revision=revision or commit))).parent.name
+            commits_read[source] = commit
+        raw, _ = PretrainedConfig.get_config_dict(name, revision=commit)
+        config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
     except Exception as error:
         raise reading_error(path, "cannot read a model configuration", error) from error
     if fields := list(kernel_fields(raw)):
@@ -259,14 +264,18 @@ def load_pretrained(
         setattr(config, name, value)
     if num_experts(config):
         warn_once(f"{path}: mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA")
-    options: dict[str, Any] = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
+    # The commit of the configuration: a branch may move in between.
+    options: dict[str, Any] = {"revision": commits_read.get(path, "main")}
+    if attn_implementation != "auto":
+        options["attn_implementation"] = attn_implementation
     if not pickles:
         options["use_safetensors"] = True
     if quantization == "nf4":
         options |= nf4_options(dtype)
+    name, _ = split_revision(path)
     try:
         model, info = auto_class.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
+            name, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
     except Exception as error:
         if dist.follows_from_another_rank(error) or is_out_of_memory(error):  # under ZeRO-3 loading is a collective

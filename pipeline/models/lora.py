@@ -52,7 +52,16 @@ def target_names(model: Any, chosen: list[str]) -> list[str]:
 
 
 def add_lora(
-    model: Any, *, dim: int, alpha: float, dropout: float, module_name: str, only_lora: bool, task: str, seed: int
+    model: Any,
+    *,
+    dim: int,
+    alpha: float,
+    dropout: float,
+    module_name: str,
+    only_lora: bool,
+    task: str,
+    seed: int,
+    revision: str | None = None,
 ) -> Any:
     """Wrap `model` with LoRA layers whose B is zero, so that it starts as the base model.
 
@@ -60,6 +69,7 @@ def add_lora(
         only_lora: freeze all other weights but a reward head; False: train weights that LoRA does not cover as well.
         task: peft's task type: CAUSAL_LM, SEQ_2_SEQ_LM or SEQ_CLS (whose head `score` is trained and saved along).
         seed: seed of the initial values of A.
+        revision: commit of a base model on a hub, which adapter_config.json names.
     """
     config = LoraConfig(
         r=dim,
@@ -69,6 +79,7 @@ def add_lora(
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
         task_type=task,
+        revision=revision,
     )
     with torch.random.fork_rng(devices=[]):
         # peft draws A from the global generator, on the CPU.

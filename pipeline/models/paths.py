@@ -7,15 +7,14 @@ import contextlib
 import difflib
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import CONFIG_FILES, has_config
+from pipeline.hub import HUB_ID, split_revision
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models
 MAX_REASON = 300  # characters of a library's error that are quoted
 
@@ -87,6 +86,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any] | None:
     config = _read_object(file)
     if config is not None and not isinstance(config.get("base_model_name_or_path"), str):
         raise InputError(f"{file}: base_model_name_or_path is missing; it names the model that the adapter belongs to")
+    if config and config.get("revision") and may_be_hub_id(config["base_model_name_or_path"]):
+        config["base_model_name_or_path"] += f"@{config['revision']}"
     return config
 
 
@@ -104,10 +105,12 @@ def _read_object(file: Path) -> dict[str, Any] | None:
 
 
 def may_be_hub_id(path: str) -> bool:
+    """Return True for a path that may name a hub repository, with or without a revision."""
     # Our own output folders are never hub ids, also before they exist.
-    if not HUB_ID.fullmatch(path) or path.startswith("output/"):
+    name, _ = split_revision(path)
+    if not HUB_ID.fullmatch(name) or name.startswith("output/"):
         return False
-    return "/" not in path or not Path(path).parent.is_dir()
+    return "/" not in name or not Path(name).parent.is_dir()
 
 
 def nearest_folder(path: Path) -> str:
@@ -131,6 +134,8 @@ def reading_error(path: str, what: str, error: Exception) -> RunError:
     reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
     is_hub_id = not Path(path).expanduser().exists() and may_be_hub_id(path)
     if is_hub_id and isinstance(error, OSError) and "valid model identifier" not in str(error):
-        hint = f"run `hf download {path}` on a machine with a network, or give a local folder"
+        name, revision = split_revision(path)
+        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+        hint = f"run `{command}` on a machine with a network, or give a local folder"
         return EnvironmentFault(f"{path}: cannot be fetched; {hint} ({reason})")
     return InputError(f"{path}: {what}: {reason}")

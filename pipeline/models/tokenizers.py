@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.data.templates import RefusedTurnsError, encode_text, end_token_ids, render, set_template
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
-from pipeline.hub import go_offline_without_network
+from pipeline.hub import go_offline_without_network, split_revision
 from pipeline.models.loading import check_model, is_encoder_decoder, load_config
 from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config, reading_error
 from pipeline.models.weight_files import TOKENIZER_FILES, warn_once
@@ -61,7 +61,8 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     else:
         go_offline_without_network()
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        name, revision = split_revision(str(folder))
+        return transformers.AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
         what = "no tokenizer that transformers can load; a folder with tokenizer.json is right"
         raise reading_error(path, what, error) from error
