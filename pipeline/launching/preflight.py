@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
@@ -73,6 +74,9 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
     for section, config in stages.items():
         dashes = f"--{section}." if named_by_section else "--"
         start = look_at_models(findings, config, section, dashes, made)
+        for name, value in flat_items(config):
+            if value == "nf4":
+                findings.look(f"{dashes}{name}", partial(quantization, value))
         tokenizer = look_at_tokenizer(findings, config, dashes, start)
         for stage, options in findings.look(f"{dashes}column_map", partial(data_of, config, section)) or ():
             look_at_rows(findings, stage, options, dashes, tokenizer)
@@ -128,6 +132,13 @@ def decoder(path: str, flag: str) -> None:
     from pipeline.models.loading import check_decoder
 
     check_decoder(path, flag)
+
+
+def quantization(kind: str) -> None:
+    """Raise EnvironmentFault for a quantisation whose package is not installed."""
+    from pipeline.models.lora import check_quantization
+
+    check_quantization(kind)
 
 
 def look_at_tokenizer(findings: Findings, config: Any, dashes: str, path: str) -> Any:

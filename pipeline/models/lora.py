@@ -159,13 +159,11 @@ def keep_one_layout(model: nn.Module) -> None:
         layer.support_avx512bf16_for_cpu = False
 
 
-def check_quantization(quantization: str, flag: str) -> None:
+def check_quantization(quantization: str, flag: str = "") -> None:
     """Raise EnvironmentFault for a quantisation, the value of `flag`, whose package is not installed."""
     if quantization == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
-        raise EnvironmentFault(
-            f"{flag} nf4: the package bitsandbytes is not installed; pip install bitsandbytes, or give {flag} int8, "
-            "which needs none"
-        )
+        value = f"{flag} nf4".strip()
+        raise EnvironmentFault(f"{value}: pip install bitsandbytes, which is not installed here, or take int8")
 
 
 def quantization_of(model: nn.Module) -> str:
@@ -184,4 +182,4 @@ def keep_norms_in_fp32(model: nn.Module, quantization: str) -> None:
     for norm in norms if quantization != "none" else ():
         norm.float()
         inner = norm.forward
-        norm.forward = lambda x, inner=inner: inner(x.float()).to(x.dtype)
+        norm.forward = lambda x, *rest, inner=inner: inner(x.float(), *rest).to(x.dtype)

@@ -147,3 +147,9 @@ def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_pat
     ]  # fmt: skip
     assert note.startswith("note: tiny is the demo's model, which `make demo` makes")
     assert ("== stage 1" in done.stdout) == bool(more) and not list(tmp_path.iterdir())
+
+
+def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (line,) = problems(EnvironmentFault, ppo="--actor_quantization nf4 --actor_lora_dim 2")
+    assert line.startswith("--ppo.actor_quantization: nf4: pip install bitsandbytes")

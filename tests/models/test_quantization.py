@@ -1,7 +1,12 @@
 """Quantised bases: int8 against hand-worked numbers and a slow loop, and what a cast and LoRA leave of them."""
 
+import importlib.util
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.tiny_models import random_rows
 from torch import nn
 from torch.nn import functional
@@ -11,9 +16,10 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.kernels.int8_linear import Int8Linear, dequantise_rows, quantise_rows
 from pipeline.models.finite_weights import check_finite
 from pipeline.models.loading import load_causal_lm
-from pipeline.models.lora import add_lora, check_quantization
+from pipeline.models.lora import add_lora, check_quantization, keep_norms_in_fp32
 from pipeline.models.reward_model import load_reward_model
 
+NF4 = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 ROW = random_rows(0, (8,))[0].unsqueeze(0)
 
 
@@ -119,11 +125,55 @@ def test_a_weight_that_is_not_finite_is_found_behind_its_codes(causal_folder: st
         check_finite(nn.Sequential(Int8Linear(layer)), "a-model")
 
 
+def test_norms_compute_in_fp32_under_16_bit_activations(tiny_folders: dict[str, str]) -> None:
+    """The casts that an engine makes come first. Without quantisation norms stay as they were."""
+    model = load_causal_lm(tiny_folders["llama"], dtype=torch.float32, quantization="int8").bfloat16()
+    norm, x = model.model.norm, torch.randn(2, 3, 32).bfloat16()
+    keep_norms_in_fp32(model, "none")
+    assert norm.weight.dtype == torch.bfloat16
+    keep_norms_in_fp32(model, "int8")
+    wide, seen = x.float(), []
+    expected = wide * (wide.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight
+    norm.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    assert norm.weight.dtype == torch.float32 and norm(x).equal(expected.bfloat16()) and seen == [torch.bfloat16]
+    model(input_ids=ROW)
+
+
+@NF4
+def test_nf4_weights_that_are_not_finite_are_found_in_their_file(tiny_folders: dict[str, str], tmp_path: Path) -> None:
+    """What bitsandbytes makes of NaN depends on the device."""
+    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    check_finite(load_causal_lm(str(folder), dtype=torch.float32, quantization="nf4"), str(folder))
+    weights["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"model.safetensors: model.layers.1.mlp.up_proj.weight holds NaN"):
+        check_finite(load_causal_lm(str(folder), dtype=torch.float32, quantization="nf4"), str(folder))
+
+
+@NF4
+@torch.no_grad()
+def test_nf4_values_are_those_of_bitsandbytes_and_stay_after_an_evaluation(tiny_folders: dict[str, str]) -> None:
+    """Its layers would repack their weights at an evaluation on a CPU, and round the scales."""
+    from bitsandbytes import functional as functions
+
+    model = load_causal_lm(tiny_folders["llama"], dtype=torch.float32, quantization="nf4")
+    plain = load_causal_lm(tiny_folders["llama"], dtype=torch.float32)
+    for module in plain.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            packed = functions.quantize_4bit(module.weight.data, compress_statistics=True, quant_type="nf4")
+            module.weight.data = functions.dequantize_4bit(*packed)
+    expected = plain.eval()(input_ids=ROW).logits
+    for _ in range(2):
+        torch.testing.assert_close(model.train()(input_ids=ROW).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.eval()(input_ids=ROW).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_nf4_without_bitsandbytes_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_quantization("int8", "--quantization")
     with pytest.raises(
-        EnvironmentFault, match=r"--quantization nf4: .* pip install bitsandbytes, or .* int8"
+        EnvironmentFault, match=r"^--quantization nf4: pip install bitsandbytes, .* or take int8$"
     ) as raised:
         check_quantization("nf4", "--quantization")
     assert "\n" not in str(raised.value)

@@ -67,6 +67,16 @@ def test_merged_weights_are_the_original_ones_plus_the_product(base: str, adapte
 
 
 @torch.no_grad()
+def test_an_adapter_gives_the_trained_function_again_on_the_quantised_base(base: str, tmp_path: Path) -> None:
+    model = add_lora(load_causal_lm(base, dtype=torch.float32, quantization="int8"), **SETTINGS, task="CAUSAL_LM")
+    again = load_causal_lm(
+        save_adapter(model, base, tmp_path / "adapter", "int8"), dtype=torch.float32, quantization="int8"
+    )
+    ids = torch.arange(5, 25).unsqueeze(0)
+    torch.testing.assert_close(again.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=0, atol=0)
+
+
+@torch.no_grad()
 def test_the_printed_difference_is_that_of_the_two_functions(
     adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
