@@ -40,9 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(stage: str, folder: Path, **flags: Any) -> Ended:
+def run(stage: str, folder: Path, ranks: int = 1, **flags: Any) -> Ended:
     words = [word for name, value in (SHARED | flags).items() for word in (f"--{name}", value)]
-    return run_command(stage, words, folder=folder)
+    return run_command(stage, words, folder=folder, ranks=ranks)
 
 
 def sft(folder: Path, output: str, kind: str, **flags: Any) -> Ended:
@@ -81,6 +81,18 @@ def test_step_1_leaves_an_adapter_alone_that_is_resumed_exactly(kind: str, folde
     weights, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("sft", "again/sft"))
     assert max(weight.abs().max() for name, weight in weights.items() if "lora_B" in name) > 0
     assert weights.keys() == again.keys() and all(weights[name].equal(again[name]) for name in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", NF4])
+def test_two_ranks_at_zero_stage_2_train_what_one_does(kind: str, folder: Path, tmp_path: Path) -> None:
+    for ranks, batch in ((1, 8), (2, 4)):
+        ended = sft(folder, f"{tmp_path}/{ranks}/sft", kind, ranks=ranks, zero_stage=ranks,
+                    per_device_train_batch_size=batch)  # fmt: skip
+        assert ended.code == 0, ended.stderr
+    first, second = (load_file(tmp_path / name / "sft" / "adapter_model.safetensors") for name in ("1", "2"))
+    assert max(weight.abs().max() for name, weight in first.items() if "lora_B" in name) > 0
+    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
