@@ -182,12 +182,18 @@ def zero_block(settings: DeepSpeedConfig, stage: int, device: str) -> Json:
     if stage < 3:
         block["allgather_bucket_size"] = settings.allgather_bucket_size
     else:
-        block["stage3_param_persistence_threshold"] = settings.stage3_param_persistence_threshold
-        block["stage3_gather_16bit_weights_on_model_save"] = True
+        block |= {
+            "stage3_param_persistence_threshold": settings.stage3_param_persistence_threshold,
+            "stage3_max_live_parameters": settings.stage3_max_live_parameters,
+            "stage3_max_reuse_distance": settings.stage3_max_reuse_distance,
+            "sub_group_size": settings.sub_group_size,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    on_host = {"device": "cpu", "pin_memory": settings.pin_memory and device == "cuda"}
     if settings.offload:
-        block["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
+        block["offload_optimizer"] = on_host
     if settings.offload_parameters:
-        block["offload_param"] = {"device": "cpu", "pin_memory": device == "cuda"}
+        block["offload_param"] = dict(on_host)
     return block
 
 

@@ -74,7 +74,7 @@ class DataConfig(Group):
     )
     template: Literal["auto", "tokenizer", "human_assistant"] = flag(
         "auto",
-        "Chat template; auto: the tokenizer's if it has one, else Human/Assistant",
+        "Chat template; auto: the tokenizer's if it has one, else Human/Assistant (encoder-decoder models: plain text)",
         other_tools="chat_template prompt_template",
         ignored=TOKEN_FLAGS,
         refused={"eot_token": "the tokenizer's own end token is trained: leave it out"},
@@ -228,6 +228,12 @@ class DeepSpeedConfig(Group):
         on_resume="rounding",
         deepspeed="zero_optimization.offload_param.device",
     )
+    pin_memory: bool = flag(
+        True,
+        "Pin what is offloaded, which GPUs copy faster; false: host memory that can be swapped",
+        on_resume="rounding",
+        deepspeed=("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory"),
+    )
     only_optimize_lora: bool = flag(True, "With LoRA: freeze all other weights; false: train the rest too")
     save_adapter_only: bool = flag(False, "With LoRA: save the adapter without a merged model", on_resume="output")
     deepspeed: bool = flag(
@@ -271,6 +277,30 @@ class DeepSpeedConfig(Group):
         on_resume="rounding",
         needs="ZeRO stage 3",
         deepspeed="zero_optimization.stage3_param_persistence_threshold",
+    )
+    stage3_max_live_parameters: int = flag(
+        1_000_000_000,
+        "Elements of weights that are whole at a time, gathered ahead included (ZeRO stage 3)",
+        ge=1,
+        on_resume="rounding",
+        needs="ZeRO stage 3",
+        deepspeed="zero_optimization.stage3_max_live_parameters",
+    )
+    stage3_max_reuse_distance: int = flag(
+        1_000_000_000,
+        "A gathered weight stays whole if it is used again within this many elements (ZeRO stage 3)",
+        ge=0,
+        on_resume="rounding",
+        needs="ZeRO stage 3",
+        deepspeed="zero_optimization.stage3_max_reuse_distance",
+    )
+    sub_group_size: int = flag(
+        1_000_000_000,
+        "Elements that the optimizer updates at a time (ZeRO stage 3)",
+        ge=1,
+        on_resume="rounding",
+        needs="ZeRO stage 3",
+        deepspeed="zero_optimization.sub_group_size",
     )
     zero3_gather: Literal["auto", "once", "layers"] = flag(
         "auto",

@@ -19,6 +19,8 @@ from step3_ppo.config import PPOConfig, check_generation
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = ROOT / "launch" / "presets"
 STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+# Start models of presets that are not named after a size of OPT.
+OTHERS = {"tiny": "output/demo/base", "t5-3b": "google-t5/t5-3b"}
 ALL = {**STAGES, "train": TrainConfig}
 
 
@@ -54,7 +56,7 @@ def test_configurations_are_frozen_and_closed():
 
 def test_there_is_a_preset_for_each_size_and_stage():
     names = {file.name for file in PRESETS.iterdir()}
-    assert names == {f"{size}.{section}.yaml" for size in SIZES for section in STAGES}
+    assert names == {f"{size}.{section}.yaml" for size in SIZES for section in STAGES} | {"t5-3b.sft.yaml"}
 
 
 @pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
@@ -69,7 +71,7 @@ def test_presets_parse_and_fit(file):
         assert samples * values["num_samples_per_prompt"] % rows == 0, "whole steps from one update phase"
     else:
         size = file.name.removesuffix(f".{section}.yaml")
-        assert values["model_name_or_path"] == ("output/demo/base" if size == "tiny" else f"facebook/opt-{size}")
+        assert values["model_name_or_path"] == OTHERS.get(size, f"facebook/opt-{size}")
 
 
 @pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)

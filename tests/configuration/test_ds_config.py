@@ -43,13 +43,15 @@ def test_stage_2():
 def test_stage_3_with_everything_offloaded():
     settings = DeepSpeedConfig(
         offload=True, offload_parameters=True, stage3_param_persistence_threshold=7, reduce_bucket_size=9,
+        stage3_max_live_parameters=5, stage3_max_reuse_distance=4, sub_group_size=3, pin_memory=False,
         communication_data_type="fp32", wall_clock_breakdown=True,
     )  # fmt: skip
     zero = {
         "stage": 3, "reduce_bucket_size": 9, "overlap_comm": True, "contiguous_gradients": True,
         "stage3_param_persistence_threshold": 7, "stage3_gather_16bit_weights_on_model_save": True,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
+        "stage3_max_live_parameters": 5, "stage3_max_reuse_distance": 4, "sub_group_size": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_param": {"device": "cpu", "pin_memory": False},
     }  # fmt: skip
     expected = FRAME | {"zero_optimization": zero, "communication_data_type": "fp32", "wall_clock_breakdown": True}
     assert built(settings, zero_stage=3) == expected

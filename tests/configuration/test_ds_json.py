@@ -178,8 +178,8 @@ def test_the_json_that_we_build_says_the_flags_that_it_was_built_from():
         expected = {"zero_stage": stage, "max_grad_norm": 0.3, "per_device_train_batch_size": 4, **given}
         assert back.items() >= expected.items()
         read |= back.keys()
-    # DeepSpeed's monitors are several keys and one list.
-    assert {name for name, flag in SFT.items() if flag.deepspeed} - read == {"deepspeed_monitor"}
+    # DeepSpeed's monitors are several keys and one list, and both offloads are pinned by one flag.
+    assert {name for name, flag in SFT.items() if flag.deepspeed} - read == {"deepspeed_monitor", "pin_memory"}
 
 
 def test_the_json_is_a_layer_above_the_defaults(tmp_path):

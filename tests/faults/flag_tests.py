@@ -166,7 +166,8 @@ TESTS: dict[str, str] = {
     "configuration/test_ds_config.py::test_stage_2": "sft.zero_stage",
     "configuration/test_ds_config.py::test_stage_3_with_everything_offloaded":
         "sft.offload sft.offload_parameters sft.reduce_bucket_size sft.communication_data_type "
-        "sft.wall_clock_breakdown sft.stage3_param_persistence_threshold",
+        "sft.wall_clock_breakdown sft.stage3_param_persistence_threshold sft.stage3_max_live_parameters "
+        "sft.stage3_max_reuse_distance sft.sub_group_size sft.pin_memory",
     "configuration/test_ds_json.py::test_the_json_that_we_build_says_the_flags_that_it_was_built_from":
         "sft.min_loss_scale sft.allgather_bucket_size sft.overlap_comm",
     "configuration/test_ds_json.py::test_values_without_a_given_flag_win": "sft.deepspeed_config",

@@ -255,7 +255,8 @@ def check_command(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS)
 def test_commands_are_right(page, words, tmp_path, monkeypatch):
-    """Commands run in a folder that holds the files which their page shows with a title."""
+    """Commands run in a folder that holds the files which their page shows with a title, and the presets."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
     text = page.read_text(encoding="utf-8")
     for title, content in [*blocks(text, "yaml"), *blocks(text, "text")]:
         if title:

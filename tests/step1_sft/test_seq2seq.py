@@ -12,6 +12,7 @@ from support.command_run import run_command
 from support.in_process import error_lines, undone_afterwards
 from support.marks import slow_but
 from support.model_card import read_card, run_example
+from support.source_tree import ROOT
 from support.tiny_run import read_metrics, write_lines
 from support.tiny_t5 import TASK, make_t5_folder
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -145,7 +146,15 @@ def weights_of(model: Path) -> Iterable[str]:
 
 SETTINGS: list[dict[str, Any]] = [
     {"gradient_checkpointing": "true", "zero_stage": 3, "stage3_param_persistence_threshold": 0},
-    {"zero_stage": 3, "offload": "true", "offload_parameters": "true", "stage3_param_persistence_threshold": 0},
+    {
+        "zero_stage": 3,
+        "offload": "true",
+        "offload_parameters": "true",
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 2000,
+        "stage3_max_reuse_distance": 0,
+        "sub_group_size": 3000,
+    },
     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
 ]
 
@@ -171,6 +180,27 @@ def test_lora_under_zero_3_is_that_without(folder: Path, monkeypatch: pytest.Mon
     run_example(other, monkeypatch)  # by peft's class for these models
 
 
+def test_the_preset_starts_on_a_small_model(folder: Path) -> None:
+    """Everything offloaded, and interrupted: the rest of the run is that of one that was not."""
+    preset = ["--preset", str(ROOT / "launch" / "presets" / "t5-3b.sft.yaml")]
+    whole, halves = folder / "preset" / "sft", folder / "preset-halves" / "sft"
+    for model, steps in ((whole, 3), (halves, 2), (halves, 3)):
+        given = {
+            "model_name_or_path": folder / "t5", "data_path": folder / "train.jsonl", "dtype": "fp32",
+            "eval_data_path": folder / "test.jsonl", "data_output_path": folder / "cache", "output_dir": model,
+            "max_steps": steps, "lr_scheduler_type": "constant", "num_warmup_steps": 0, "train_batch_size": 16,
+            "eval_max_new_tokens": 4,
+        }  # fmt: skip
+        with undone_afterwards():
+            assert main([*preset, *(str(word) for pair in given.items() for word in (f"--{pair[0]}", pair[1]))]) == 0
+    assert losses(whole) == losses(halves) and apart(whole, halves) == 0.0
+    settings = json.loads((whole.parent / "runs" / "sft" / "config.json").read_text())
+    names = "offload offload_parameters pin_memory stage3_max_live_parameters stage3_max_reuse_distance sub_group_size"
+    assert all(settings[name]["from"] == preset[1] for name in names.split())
+    assert "eval_bleu" in read_metrics(whole.parent / "runs" / "sft")[0]
+
+
+@pytest.mark.slow
 def test_a_resumed_run_is_an_uninterrupted_one(folder: Path) -> None:
     whole = run(folder, "whole")
     run(folder, "halves", max_steps=2)
