@@ -68,11 +68,13 @@ class EncodedConversation(NamedTuple):
 
     ids: S token ids, ending in the end-of-turn token of the last turn. trained: S flags, True = the loss counts this
     token as a target. num_boundaries: how many pieces had to be encoded on their own to keep a prefix exact.
+    prompt_length: tokens of the prompt, where the last turn alone is trained.
     """
 
     ids: list[int]
     trained: list[bool]
     num_boundaries: int
+    prompt_length: int
 
 
 def set_template(tokenizer: "PreTrainedTokenizerBase", name: str, *, plain: bool = False) -> None:
@@ -88,9 +90,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str, *, plain: bool
     own = tokenizer.chat_template
     own = own.get("default") if isinstance(own, dict) else own
     if name == "tokenizer" and own is None:
-        raise InputError(
-            f"template tokenizer: {_name(tokenizer)} has no chat template; auto or human_assistant are right"
-        )
+        raise InputError(f"template tokenizer: {_name(tokenizer)} has no chat template; auto is right")
     if name != "human_assistant" and own is not None:
         tokenizer.chat_template = own
         _check_own_template(tokenizer)
@@ -212,7 +212,7 @@ def encode_conversation(
     pieces = _marked_pieces(tokenizer, messages, train_turns, [special.by_id[token] for token in ends])
     pieces = pieces or _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:])
     ids, trained, num_boundaries = list[int](), list[bool](), 0
-    encoded = _ids_of_pieces(tokenizer, [piece for piece, _ in pieces], special)
+    encoded = list(_ids_of_pieces(tokenizer, [piece for piece, _ in pieces], special))
     for (_, is_response), (new, is_joined) in zip(pieces, encoded, strict=True):
         num_boundaries += not is_joined
         # Trained are a response's tokens up to its last end token, or all if it has none.
@@ -227,7 +227,7 @@ def encode_conversation(
             raise InputError(f"{_name(tokenizer)}: neither its chat template nor itself has an end-of-turn token")
         ids.append(tokenizer.eos_token_id)
         trained.append(True)
-    return EncodedConversation(ids, trained, num_boundaries)
+    return EncodedConversation(ids, trained, num_boundaries, len(encoded[0][0]))
 
 
 def end_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:

@@ -136,8 +136,7 @@ class _RowMaker:
         turns = [(*record.messages, Message("assistant", text)) for text in (record.chosen, record.rejected)]
         sides = [self._conversation(record, side, "last") for side in turns]
         chosen, rejected = sides[0].ids, sides[1].ids
-        # With only the last turn trained, the tokens before the first trained one are exactly the prompt's.
-        prompt_length = sides[0].trained.index(True)
+        prompt_length = sides[0].prompt_length
         limit, longest = self.options.max_seq_len, max(len(chosen), len(rejected))
         if longest > limit:
             if self.options.long_pairs == "drop":

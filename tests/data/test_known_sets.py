@@ -214,6 +214,13 @@ def test_only_the_declared_splits_of_a_known_set_are_read(monkeypatch):
     ]
 
 
+def test_a_known_set_is_known_at_any_revision(monkeypatch):
+    calls = serve(monkeypatch, {"train": LAYOUTS["lmqg/qg_jaquad"][0], "validation": LAYOUTS["lmqg/qg_jaquad"][0]})
+    rows = list(read_rows("lmqg/qg_jaquad@refs/pr/2"))
+    assert [row.values for row in rows] == [{"prompt": "何", "response": "鷺です。"}] * 2
+    assert calls == [("lmqg/qg_jaquad", {"revision": "refs/pr/2", "data_dir": None})]
+
+
 def test_a_set_that_changed_is_named(monkeypatch):
     serve(monkeypatch, {"train": [{"prompt": "p", "chosen": "c"}]})
     with pytest.raises(InputError, match=r"openai/webgpt_comparisons\[train\]:1: not the columns .*prompt, chosen"):

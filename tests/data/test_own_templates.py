@@ -11,7 +11,7 @@ from transformers import AddedToken
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record, read_records
 from pipeline.data.sources import read_rows
-from pipeline.data.templates import encode_conversation, encode_prompt, set_template
+from pipeline.data.templates import encode_conversation, encode_prompt
 from pipeline.data.tokenization import TokenizationOptions, pair_rows, prompt_rows, sft_rows
 from pipeline.data.turns import Message, Turns
 from pipeline.errors import InputError
@@ -67,20 +67,21 @@ def trained_text(tokenizer, encoded) -> str:
     return tokenizer.decode([token for token, flag in zip(encoded.ids, encoded.trained, strict=True) if flag])
 
 
-@pytest.mark.parametrize("template", [MARKED, TOOLS])
-def test_marks_of_the_template_are_the_mask_that_transformers_makes_of_them(chatml, template):
+def test_marks_of_the_template_are_the_mask_that_transformers_makes_of_them(chatml):
     """Up to the end token of a turn: what a template puts behind it, no sampler ever makes."""
-    chatml.chat_template = template
-    turns = [{"role": turn.role, "content": turn.content} for turn in TALK]
-    theirs = chatml.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
     end = chatml.convert_tokens_to_ids("<|im_end|>")
-    ours = encode_conversation(chatml, TALK)
-    num = len(ours.ids)
-    assert ours.ids == theirs["input_ids"][:num] and ours.ids[-1] == end
-    assert end not in theirs["input_ids"][num:]
-    behind = [False, *(token == end for token in ours.ids[:-1])]
-    expected = [bool(flag) and not after for flag, after in zip(theirs["assistant_masks"][:num], behind, strict=True)]
-    assert ours.trained == expected and sum(expected) > 4
+    for template in (MARKED, TOOLS):
+        chatml.chat_template = template
+        turns = [{"role": turn.role, "content": turn.content} for turn in TALK]
+        theirs = chatml.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        ours = encode_conversation(chatml, TALK)
+        num = len(ours.ids)
+        assert ours.ids == theirs["input_ids"][:num] and ours.ids[-1] == end
+        assert end not in theirs["input_ids"][num:]
+        behind = [False, *(token == end for token in ours.ids[:-1])]
+        flags = zip(theirs["assistant_masks"][:num], behind, strict=True)
+        expected = [bool(flag) and not is_behind for flag, is_behind in flags]
+        assert ours.trained == expected and sum(expected) > 4
 
 
 def test_only_what_is_marked_is_trained(chatml):
@@ -93,6 +94,17 @@ def test_only_what_is_marked_is_trained(chatml):
     assert trained_text(chatml, last).replace(" ", "") == "minutes<|im_end|>"
     prompt = encode_prompt(chatml, TALK[:-1])
     assert last.ids[: len(prompt)] == prompt
+
+
+def test_a_pair_shares_its_prompt_whatever_the_marks_leave_out(chatml):
+    """The answers begin with other words that are not marked: they are no part of the prompt."""
+    marked = "{{ m.content.split('.')[0] }}{% generation %}{{ m.content[m.content.split('.')[0] | length:] }}<|im_end|>"
+    chatml.chat_template = MARKED.replace("{% generation %}{{ m.content + '<|im_end|>\n' }}", marked)
+    pair = Record(TALK[:2], "Hm hm. Boil it.", "No. Never.", prompt_id=0, origin=Origin("f", 1), split=None)
+    (row,) = pair_rows([pair], chatml, TokenizationOptions(), Counts())
+    prompt = encode_prompt(chatml, TALK[:2])
+    assert row.prompt_length == len(prompt)
+    assert row.chosen_ids[: len(prompt)] == row.rejected_ids[: len(prompt)] == prompt
 
 
 def test_the_end_of_a_turn_is_trained_where_only_the_content_is_marked(chatml):
@@ -135,12 +147,12 @@ def test_turns_that_a_template_refuses_are_counted_with_its_own_words(chatml):
     ]
 
 
-@pytest.mark.parametrize("template", [MARKED, THINKING, STRICT, TOOLS])
-def test_prompts_without_a_bos_are_token_prefixes_on_real_rows(real_data, chatml, template):
-    chatml.chat_template = template
+def test_prompts_without_a_bos_are_token_prefixes_on_real_rows(real_data, chatml):
     end = chatml.convert_tokens_to_ids("<|im_end|>")
     path = real_data / "preference" / "oasst_en_100.jsonl.gz"
-    for row in itertools.islice(read_records(read_rows(str(path)), Counts()), 8):
+    rows = list(itertools.islice(read_records(read_rows(str(path)), Counts()), 8))
+    for template, row in itertools.product((MARKED, THINKING, STRICT, TOOLS), rows):
+        chatml.chat_template = template
         prompt = encode_prompt(chatml, row.messages)
         (sft,) = sft_rows([row], chatml, TokenizationOptions(max_seq_len=10**6, train_turns="last"), Counts())
         is_prefix = sft.ids[: len(prompt)] == prompt and not any(sft.trained[: len(prompt)])
@@ -179,13 +191,3 @@ def test_an_added_token_above_the_embedding_that_text_can_hold_is_refused(bpe_fo
     longer_tokenizer(folder, "<think>", special=False)
     with pytest.raises(InputError, match="they do not belong together"):
         prepare_tokenizer(str(folder), "auto")
-
-
-def test_a_template_by_default_and_one_for_tools_as_a_list(chatml, tmp_path):
-    """The form of files with several templates: without tools the default one is used, in training and sampling."""
-    chatml.chat_template = {"default": MARKED, "tool_use": "x"}
-    set_template(chatml, "auto")
-    chatml.save_pretrained(tmp_path)
-    again = type(chatml).from_pretrained(tmp_path)
-    assert again.chat_template == MARKED
-    assert encode_prompt(again, TALK[:2]) == encode_prompt(chatml, TALK[:2])
