@@ -103,8 +103,8 @@ def start(*, timeout_s: int) -> World:
     Raises:
         EnvironmentFault: fewer devices than ranks, the port is in use, or rank 0 cannot be reached.
     """
-    # DeepSpeed calls collectives by their old names, thousands of times.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # DeepSpeed calls collectives by their old names, thousands of times; peft reads old attributes.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     rank, size, local_rank = read_environment()
     device = pick_device(local_rank)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:

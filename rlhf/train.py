@@ -48,7 +48,7 @@ DEMO = Path("output/demo")
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
 RESUME = ["--overwrite", "false", "--resume", "auto"]
 MEANING = {
-    1: "a fault of ours",
+    1: "a fault of the program, or a process that was killed",
     2: "bad input",
     3: "the machine does not offer what was asked for",
     4: "training diverged",

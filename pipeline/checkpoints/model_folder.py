@@ -126,6 +126,7 @@ def save_model(
         if lora_weights is not None:
             adapter = fresh / "adapter" if merged else fresh
             model.save_pretrained(str(adapter), state_dict=lora_weights, selected_adapters=["default"])
+            (adapter / "README.md").unlink(missing_ok=True)  # peft's card: a form, with the base's absolute path
         tokenizer.save_pretrained(fresh)
         rewrite_json(fresh / TOKENIZER_CONFIG_FILE, with_former_names)
         for name, text in documents.items():

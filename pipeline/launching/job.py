@@ -63,7 +63,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
             verdict = job.supervise()
         finally:
             job.kill()
-    print(*verdict.lines, sep="\n", end="\n" if verdict.lines else "", file=sys.stderr, flush=True)
+    say(*verdict.lines)
     return verdict.code
 
 
@@ -201,5 +201,8 @@ class Job:
         self._process.wait()
 
 
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+def say(*lines: str) -> None:
+    """Print lines to stderr; on a terminal they replace the progress bar that a killed rank may have left there."""
+    # Back to the start of the line, erase it, show the cursor.
+    left = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
+    print(left + "\n".join(lines), end="\n" if lines else "", file=sys.stderr, flush=True)

@@ -73,7 +73,8 @@ class RankWatch:
         if not state.runs_locally:
             return
         if process := read_process(state.outcome.pid):
-            state.process = process
+            if process.rss_bytes or state.process is None:  # one that is ending holds no memory any more
+                state.process = process
             return
         # Gone: it may have written its end since its outcome was read.
         state.outcome = self.own_outcome(number) or state.outcome

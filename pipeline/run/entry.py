@@ -6,6 +6,7 @@ A stage reads its flags first, in milliseconds, then imports torch, then runs it
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def command_config(config_class: type[Group], argv: list[str], *, section: str, 
 
 def run_command(work: Callable[[], None]) -> int:
     """Do the `work` of a small command and return its exit code. A fault of ours keeps its traceback."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries announce what nobody here can act on
     try:
         work()
         sys.stdout.flush()

@@ -68,7 +68,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def run(stage: str, **flags: Any) -> None:
         words = [word for name, value in (common | flags).items() for word in (f"--{name}", value)]
         ended = run_command(stage, words, folder=folder)
-        assert ended.code == 0, ended.stderr
+        assert ended.code == 0 and "FutureWarning" not in ended.stderr, ended.stderr
 
     supervised = {"model": start, "max_seq_len": 96, "learning_rate": 0.05}
     run("step1_sft", **supervised, output_dir="sft", lora_dim=2)
@@ -229,6 +229,13 @@ def test_former_names_of_rotary_positions_change_nothing(tmp_path: Path, kind: s
 
 
 @torch.no_grad()
+def test_no_card_names_a_folder_of_this_machine(outputs: Path) -> None:
+    """adapter_config.json does: peft finds the base there."""
+    pages = [file for name in ("README.md", "training_config.json") for file in outputs.rglob(name)]
+    assert len(pages) >= 10 and {"sft", "only", "actor"} <= {file.parent.name for file in pages}
+    assert not [file for file in pages if str(outputs) in file.read_text(encoding="utf-8")]
+
+
 def test_an_adapter_on_its_base_is_the_merged_model(outputs: Path) -> None:
     row = random_rows(0, (12,))[0].unsqueeze(0)
     merged = AutoModelForCausalLM.from_pretrained(outputs / "sft").eval()(row).logits

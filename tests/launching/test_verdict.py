@@ -1,11 +1,14 @@
 """From the ranks' ends to one exit code and the lines that name the first cause."""
 
+import io
 import signal
 from pathlib import Path
 
+import pyte
 import pytest
 
 from pipeline.heartbeat import Beat
+from pipeline.launching.job import say
 from pipeline.launching.rank_watch import RankState
 from pipeline.launching.verdict import JobStatus, hang_verdict, judge, signal_of
 from pipeline.processes import Process
@@ -76,6 +79,23 @@ def test_an_error_that_all_meet_is_not_one_ranks():
         "error: rank 1 on node-1, step 7, phase train: only this rank met it",
         f"error: its log: {RUN}/log/rank-1.txt",
     ]
+
+
+def test_the_verdict_replaces_the_progress_bar_of_a_killed_rank(monkeypatch):
+    screen = pyte.Screen(60, 4)
+    terminal, stream = pyte.Stream(screen), io.StringIO()
+    terminal.feed("\x1b[?25lstep 3 of 9, 27 s left")  # the bar hides the cursor
+    stream.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", stream)
+    say("error: rank 0", "error: its log")
+    terminal.feed(stream.getvalue().replace("\n", "\r\n"))
+    assert [line.rstrip() for line in screen.display[:2]] == ["error: rank 0", "error: its log"]
+    assert not screen.cursor.hidden
+
+
+def test_a_file_gets_no_control_characters(capsys):
+    say("error: rank 0", "error: its log")
+    assert capsys.readouterr().err == "error: rank 0\nerror: its log\n"
 
 
 def test_what_killed_a_rank():

@@ -88,6 +88,17 @@ def watch(tmp_path, *ranks):
     return found
 
 
+def test_the_memory_of_a_rank_is_what_it_held_before_it_was_ending(tmp_path, monkeypatch):
+    """The kernel takes a process's memory away before the process is gone."""
+    polled = iter([Process(7, "running", 1.0, 300), Process(7, "running", 1.0, 0)])
+    monkeypatch.setattr(rank_watch, "read_process", lambda _: next(polled))
+    state = rank(0, heard_s_ago=1)
+    found = watch(tmp_path, state)
+    for _ in range(2):
+        found.poll_rank(0, state)
+        assert state.process.rss_bytes == 300
+
+
 @pytest.mark.parametrize(
     ("ranks", "hung"),
     [
