@@ -74,13 +74,12 @@ def make_plan(argv: list[str], kinds: Mapping[int, StageKind], *, prog: str) -> 
     config_file = "".join(dict(scan(own)).get("config", [])[-1:])
     config, errors = train_config(own, config_file, prog)
     chosen = {number: kinds[number] for number in sorted(set(config.step))}
-    for flag in common:
-        if problem := why_not_common(flag[0], chosen):
-            errors.append(problem)
-            continue
-        for kind in chosen.values():
-            # What is given for one stage is stronger.
-            overrides[kind.section] = [*flag, *overrides[kind.section]]
+    problems = [why_not_common(flag[0], chosen) for flag in common]
+    errors += filter(None, problems)
+    shared = [word for flag, problem in zip(common, problems, strict=True) if not problem for word in flag]
+    for kind in chosen.values():
+        # What is given for one stage is stronger.
+        overrides[kind.section] = [*shared, *overrides[kind.section]]
     stages: dict[int, Stage] = {}
     for number, kind in kinds.items():
         try:

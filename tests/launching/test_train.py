@@ -95,6 +95,14 @@ def test_a_flag_without_a_section_is_for_all_stages(tmp_path, monkeypatch):
     assert [flags["ppo"]["actor_lora_dim"], flags["ppo"]["critic_lora_dim"]] == [8, 0]
 
 
+def test_the_last_of_a_repeated_flag_counts_in_train_and_in_its_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flag in ("--max-steps", "--sft.max-steps"):
+        assert planned("--step", "1", flag, "3", "--max_steps=4", flag, "5")["sft"]["max_steps"] == 5
+        assert "--sft.max_steps: found '-3' (command line)" in refused("--step", "1", flag, "3", flag, "-3")[0]
+    assert planned("--sft.max_steps", "7", "--max-steps", "3", "--max-steps", "4")["sft"]["max_steps"] == 7
+
+
 def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert planned("--step", "1", "2", "--max_seq_len", "64")["reward"]["max_seq_len"] == 64
