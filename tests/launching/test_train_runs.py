@@ -67,3 +67,22 @@ def test_the_same_command_again_trains_nothing(finished: Any) -> None:
     again = train(folder)
     assert again.returncode == 0 and again.stdout.count("finished already") == 3, again.stderr[-2000:]
     assert (folder / "output" / "actor" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_stages_hand_on_adapters_of_quantised_bases(tmp_path: Path) -> None:
+    """One command from the base to an adapter that belongs to it, and another that merges it."""
+    folder = make_folder(tmp_path)
+    flags = ["--quantization", "int8", "--lora-dim", "4", "--ppo.critic_quantization", "int8"]
+    flags += ["--ppo.critic_lora_dim", "4"]
+    done = train(folder, *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("sft", "reward", "actor", "critic"):
+        assert not (folder / "output" / name / "model.safetensors").exists()
+        adapter = json.loads((folder / "output" / name / "adapter_config.json").read_text())
+        assert adapter["base_model_name_or_path"] == "base"
+    assert train(folder, *flags).stdout.count("finished already") == 3
+    merge = [sys.executable, "-m", "rlhf", "merge", "output/actor", "output/merged", "--dtype", "fp32"]
+    merged = subprocess.run(merge, cwd=folder, env=forks.environment(), capture_output=True, text=True, timeout=100)
+    assert merged.returncode == 0 and "logits of the int8 base" in merged.stdout, merged.stderr
+    base, actor = (load_file(folder / path / "model.safetensors") for path in ("base", "output/merged"))
+    assert 0 < max((base[name] - actor[name]).abs().max() for name in base) < 0.1

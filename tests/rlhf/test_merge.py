@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.model_card import run_example
 from support.tiny_models import save_tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.errors import EXIT_DONE, EXIT_INPUT
 from pipeline.marks import OURS
@@ -113,7 +115,7 @@ def test_without_a_flag_the_weights_get_16_bits(base: str, adapter: str, tmp_pat
 
 
 def test_a_reward_models_adapter_brings_its_head(
-    bpe_folder: Path, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = load_reward_model(base, dtype=torch.float32, quantization="int8", new_head=True)
     start.model = add_lora(start.model, **SETTINGS, task="SEQ_CLS")
@@ -129,6 +131,9 @@ def test_a_reward_models_adapter_brings_its_head(
     quantised = load_reward_model(folder, dtype=torch.float32, quantization="int8").eval()
     torch.testing.assert_close(quantised(ids, mask), start.eval()(ids, mask), rtol=0, atol=0)
     assert merged.config.score_mean == 0.5 and merged.config.score_std == 2.0
+    (Path(folder) / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (Path(folder) / "README.md").write_text(f"```python\n{example(scores=True, adapter=True)}```")
+    run_example(Path(folder), monkeypatch)
 
 
 @pytest.mark.parametrize(
