@@ -3,20 +3,23 @@
 import importlib.util
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_models import random_rows
+from support.families import FAMILIES, family_config
+from support.tiny_models import NUM_TOKENS, random_rows
 from torch import nn
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from pipeline.engine.memory import num_bytes, storages, weight_tensors
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.kernels.int8_linear import Int8Linear, dequantise_rows, quantise_rows
 from pipeline.models.finite_weights import check_finite
 from pipeline.models.loading import load_causal_lm
-from pipeline.models.lora import add_lora, check_quantization, keep_norms_in_fp32
+from pipeline.models.lora import add_lora, check_quantization, keep_norms_in_fp32, quantise_to_int8
 from pipeline.models.reward_model import load_reward_model
 
 NF4 = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -187,3 +190,21 @@ def test_memory_counts_one_byte_a_weight(causal_folder: str) -> None:
     others = {id(p): 4 * p.numel() for p in model.parameters() if p.dtype == torch.float32 and p.shape[-1] != 1}
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     assert num_bytes(storages(weight_tensors(model))) == codes + sum(others.values()) + buffers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_trains_adapters_on_int8(name: str) -> None:
+    """In 16 bits under fp32 norms: near the same layers in fp32, and every adapter gets a gradient."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(family_config(name, NUM_TOKENS)).eval()
+    quantise_to_int8(model)
+    expected = model(input_ids=ROW).logits.log_softmax(-1)
+    settings = {"dim": 2, "alpha": 4.0, "dropout": 0.0, "module_name": "all-linear"}
+    model = add_lora(model.bfloat16(), **settings, only_lora=True, task="CAUSAL_LM", seed=0)
+    keep_norms_in_fp32(model, "int8")
+    found = model(input_ids=ROW).logits
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float().log_softmax(-1), expected, rtol=0, atol=0.1)
+    found.float().logsumexp(-1).sum().backward()
+    missing = [key for key, p in model.named_parameters() if "lora_B" in key and p.grad is None]
+    assert missing == []
