@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.resume_rules import values_by_rule
-from pipeline.data.sources import is_local, parse_path
+from pipeline.data.sources import hub_id, is_local, parse_path
 from pipeline.hub import commits_read, split_revision
 from pipeline.marks import OURS
 from pipeline.run.evaluations import evaluations
@@ -64,8 +64,7 @@ def model_documents(
         library_name="transformers",
         pipeline_tag="text-classification" if scores else "text2text-generation" if seq2seq else "text-generation",
         base_model=None if is_local(base) else split_revision(base)[0],
-        datasets=[split_revision(path)[0] for path, _ in map(parse_path, config.data.data_path) if not is_local(path)]
-        or None,
+        datasets=[hub_id(path) for path, _ in map(parse_path, config.data.data_path) if not is_local(path)] or None,
         tags=["rlhf", run.stage],
     )
     parts = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.counts import Origin
-from pipeline.data.known_sets import KNOWN_SETS
+from pipeline.data.known_sets import KNOWN_SETS, KnownSet
 from pipeline.data.readers import READERS, Row, Split, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
 from pipeline.hub import commits_read, go_offline_without_network, split_revision
@@ -110,6 +110,16 @@ def looks_local(path: str) -> bool:
     return name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
+def hub_id(path: str) -> str:
+    """Return the id of the hub repository that a data path names, without its revision."""
+    known = _known(path)
+    return (known and known.repository) or split_revision(path)[0]
+
+
+def _known(path: str) -> KnownSet | None:
+    return KNOWN_SETS.get(split_revision(path)[0])
+
+
 def _nearest(missing: Path) -> str:
     """Return a hint with the most similar name in the deepest existing folder of the path."""
     child, parent = missing, missing.parent
@@ -169,7 +179,7 @@ def _load_saved(local: Path) -> dict[str, Any]:
 
 
 def _hub_rows(path: str) -> Iterator[Row]:
-    splits, known = _load_hub(path), KNOWN_SETS.get(split_revision(path)[0])
+    splits, known = _load_hub(path), _known(path)
     if known is None:
         yield from _dataset_rows(splits, path)
         return
@@ -195,10 +205,9 @@ def _hub_rows(path: str) -> Iterator[Row]:
 def _load_hub(path: str) -> dict[str, Any]:
     import datasets
 
-    name, revision = split_revision(path)
+    name, (_, revision) = hub_id(path), split_revision(path)
     options: dict[str, Any] = {"revision": revision} if revision else {}
-    if known := KNOWN_SETS.get(name):
-        name = known.repository or name
+    if known := _known(path):
         options = {"revision": known.revision, "data_dir": known.folder} | options
     go_offline_without_network()
     try:

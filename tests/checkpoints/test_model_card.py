@@ -12,10 +12,12 @@ from step1_sft.config import SFTConfig
 
 def test_metadata_name_hub_ids_without_weights_and_no_files(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("")
-    sources = ["Dahoas/rm-static:0.3", "org/other", f"{tmp_path}/rows.jsonl:0.5", "mine.jsonl:0.5"]
+    sources = ["Dahoas/rm-static:0.3", "org/other", f"{tmp_path}/rows.jsonl:0.5", "mine.jsonl:0.5", "mkqa-Japanese@v1"]
     config = SFTConfig.model_validate({"model": {"model_name_or_path": "org/base"}, "data": {"data_path": sources}})
     run: Any = SimpleNamespace(resolved=SimpleNamespace(config=config), stage="sft", folder=tmp_path)
     documents = model_documents(run, model=config.model, kind="A model")
     metadata = ModelCard(documents["README.md"]).data.to_dict()
-    assert metadata["datasets"] == ["Dahoas/rm-static", "org/other"] and metadata["base_model"] == "org/base"
+    assert (
+        metadata["datasets"] == ["Dahoas/rm-static", "org/other", "apple/mkqa"] and metadata["base_model"] == "org/base"
+    )
     assert str(tmp_path) not in "".join(documents.values()) and "rows.jsonl:0.5" in documents["README.md"]
