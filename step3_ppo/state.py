@@ -132,7 +132,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
     fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
     engines = {"actor": models.actor, "critic": models.critic}
-    resumed = checkpoint.load(run, config.run.resume, engines, fingerprint, force=config.run.force_resume)
+    resumed = checkpoint.load(run, config.run.resumes_from, engines, fingerprint, force=config.run.force_resume)
     ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
     return ppo, resumed
 

@@ -12,7 +12,7 @@ from pipeline.data.loader import Step
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey, Sampling
 from pipeline.heartbeat import beat
-from pipeline.run.run import Run
+from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
 from pipeline.training.flops import training_mfu
 from pipeline.training.micro_batches import Lengths, MicroBatch, micro_batches, places, scoring_batches
@@ -38,6 +38,7 @@ def train(run: Run, config: PPOConfig) -> None:
     """
     ppo, resumed = build(run, config)
     state, rollout = resume(ppo, resumed)  # rollout: None, or the one whose updates were interrupted
+    take_folder(run)
     course = make_course(ppo, resumed_step=state.step if resumed else None)
     with course.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
         while not ppo.schedule.is_done(step=state.step, rollout=state.rollout):

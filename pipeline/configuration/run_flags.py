@@ -105,6 +105,11 @@ class RunConfig(Group):
     debug: bool = flag(False, "Show tracebacks of expected errors", on_resume="free")
     local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK wins", on_resume="free")
 
+    @property
+    def resumes_from(self) -> str:
+        """Return `--resume`, which `--overwrite` turns into never."""
+        return "never" if self.overwrite else self.resume
+
     @model_validator(mode="after")
     def _start_over_or_resume(self) -> "RunConfig":
         if self.overwrite and self.resume not in ("auto", "never"):

@@ -25,10 +25,6 @@ log = logging.getLogger(__name__)
 RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
 
 
-def starts_afresh(run: RunConfig) -> bool:
-    return run.overwrite or run.resume == "never"
-
-
 def clear(run_folder: Path) -> None:
     """Delete the files of an earlier run, so that none can be mistaken for this run's."""
     for name in RUN_FILES:
@@ -94,7 +90,7 @@ def is_finished(run_folder: Path, config: Any, stage: str, *, ranks: int | None)
     with suppress(OSError, ValueError):
         done = json.loads(done_file(run_folder).read_text(encoding="utf-8"))
     # Without a whole record the last checkpoint decides: it is compared with the settings before anything is resumed.
-    if starts_afresh(run) or run.resume != "auto" or "sizes" not in done or run.max_steps > done["steps"]:
+    if run.resumes_from != "auto" or "sizes" not in done or run.max_steps > done["steps"]:
         return False
     if missing := [folder for folder in model_folders(config, stage) if not has_config(folder)]:
         log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])

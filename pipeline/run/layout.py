@@ -44,7 +44,7 @@ def lock_file(run_dir: Path) -> Path:
 
 
 def environment_file(run_dir: Path) -> Path:
-    """Return the file of a run's stage, versions, hardware and command, which it writes first."""
+    """Return the file of a run's stage, versions, hardware and command, which it writes when its models are loaded."""
     return run_dir / "env.json"
 
 

@@ -35,7 +35,7 @@ from pipeline.errors import (
 )
 from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import is_out_of_memory, memory_line
-from pipeline.run.earlier_runs import clear, is_finished, starts_afresh
+from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.layout import beat_file, environment_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
@@ -123,15 +123,6 @@ def git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def write_run_files(run: "Run") -> None:
-    """Write config.json (value and origin of every flag) and env.json."""
-    resolved = run.resolved
-    settings = {name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)}
-    with refused_by_disk(run.folder):
-        write_json(run.folder / "config.json", settings)
-        write_json(environment_file(run.folder), {"stage": run.stage, **describe_environment(run.world)})
-
-
 def check_writable(run_dir: Path, rank: int) -> None:
     """Raise EnvironmentFault if the run's folder cannot be written."""
     probe = run_dir / f".probe-{rank}"  # one per rank: another rank's may vanish between two lines of this
@@ -164,6 +155,26 @@ class Run:
         if not config.keep_checkpoints:
             how = "nothing is kept (--keep_checkpoints 0): the same command starts over"
         return StoppedRun(f"stopped at step {step} of {total_steps}; {how}")
+
+
+def take_folder(run: Run) -> None:
+    """Clear the folder of a run that starts afresh; write config.json (value and origin of every flag) and env.json.
+
+    Called when models and data are loaded: a run that is refused before leaves what it would replace. A collective.
+    """
+
+    def take() -> None:
+        resolved = run.resolved
+        settings = {
+            name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)
+        }
+        with refused_by_disk(run.folder):
+            if resolved.config.run.resumes_from == "never":
+                clear(run.folder)
+            write_json(run.folder / "config.json", settings)
+            write_json(environment_file(run.folder), {"stage": run.stage, **describe_environment(run.world)})
+
+    dist.on_main(take)
 
 
 # Imports and returns the function that runs a stage's loop.
@@ -242,22 +253,13 @@ def described(error: Exception, config: Any) -> tuple[int, str]:
 
 
 def begin(run: Run, train: Train) -> None:
-    """Start the loop unless the folder holds this run, finished; record the settings first."""
-    if dist.on_main(lambda: is_done(run)):
+    """Start the loop unless the folder holds this run, finished."""
+    if dist.on_main(lambda: is_finished(run.folder, run.resolved.config, run.stage, ranks=run.world.size)):
         return
-    dist.on_main(lambda: write_run_files(run))
     if run.world.is_main:
         for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins)]:
             log.warning("%s", line)
     train()(run, run.resolved.config)
-
-
-def is_done(run: Run) -> bool:
-    """Return True if there is nothing to do; clear the folder of a run that starts afresh. Raises InputError."""
-    config = run.resolved.config
-    if starts_afresh(config.run):
-        clear(run.folder)
-    return is_finished(run.folder, config, run.stage, ranks=run.world.size)
 
 
 def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:

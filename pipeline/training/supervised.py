@@ -14,7 +14,7 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader, evaluation_batches
 from pipeline.engine.engine import TrainingEngine
-from pipeline.run.run import Run
+from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
 from pipeline.training.flops import TrainingWork, training_mfu, training_work
 from pipeline.training.steps import Counters, note_skipped_step, rate_factor
@@ -64,9 +64,10 @@ class Supervised(Generic[C, B]):
             data={"training rows": self.loader.rows},
             ranks=self.run.world.size,
         )
-        resumed = checkpoint.load(self.run, settings.resume, engines, fingerprint, force=settings.force_resume)
+        resumed = checkpoint.load(self.run, settings.resumes_from, engines, fingerprint, force=settings.force_resume)
         state = state_type(**resumed.state) if resumed else state_type()
         resumed_step = state.step if resumed else None
+        take_folder(self.run)
         course = Course(self.run, fingerprint, resumed_step=resumed_step, total_steps=self.total_steps, engines=engines)
         return state, course
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.command_run import Ended, run_command, run_fresh
+from support.command_run import Ended, files_of, run_command, run_fresh
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import files_that_name, read_card, run_example
 from support.tiny_run import make_folder, read_metrics
@@ -172,6 +172,21 @@ def test_a_finished_run_is_left_alone_until_overwritten(trained: Trained) -> Non
     assert [line["step"] for line in read_metrics(trained.run())] == [0, *range(1, NUM_STEPS + 1), NUM_STEPS]
     assert (trained.run() / "metrics.jsonl").read_text() != before[0]
     assert (trained.model() / "model.safetensors").read_bytes() == before[1], "the same seed gives the same weights"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"max_seq_len": 100_000}, "--max_seq_len 100000"), ({"lora_dim": 8, "lora_module_name": "foo"}, "foo: matches")],
+    ids=["positions", "layers"],
+)
+def test_an_overwrite_that_is_refused_leaves_the_finished_run(
+    trained: Trained, changes: dict[str, object], named: str
+) -> None:
+    before = files_of(trained.run(), trained.model())
+    command = [*words(trained.folder, "out1/sft", 8, **changes), "--overwrite"]
+    over = run_command("step1_sft", command, folder=trained.folder)
+    assert over.code == 2 and named in over.stderr
+    assert len(before) > len(MODEL_FILES) and files_of(trained.run(), trained.model()) == before
 
 
 def test_the_start_model_is_kept_where_no_step_is_better(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.command_run import Ended, run_command
+from support.command_run import Ended, files_of, run_command
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import files_that_name, read_card, run_example
 from support.tiny_run import make_folder, read_metrics
@@ -143,6 +143,14 @@ def test_samples_are_readable(trained: Trained) -> None:
     lines = [json.loads(line) for line in (trained.run(2) / "samples.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} == {0, NUM_STEPS}
     assert all("Human:" in line["prompt"] for line in lines)
+
+
+def test_an_overwrite_that_is_refused_leaves_the_finished_run(trained: Trained) -> None:
+    before = files_of(trained.output())
+    command = [*words(trained.folder, "out1", 1, max_prompt_seq_len=500), "--overwrite"]
+    over = run_command("step3_ppo", command, folder=trained.folder)
+    assert over.code == 2 and "--max_prompt_seq_len + --max_answer_seq_len = 5" in over.stderr
+    assert trained.run() / "samples.jsonl" in before and files_of(trained.output()) == before
 
 
 def test_the_models_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

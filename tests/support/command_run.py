@@ -43,6 +43,13 @@ def run_fresh(stage: str, words: Sequence[object], *, folder: Path, ranks: int =
     return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+def files_of(*folders: Path) -> dict[Path, bytes]:
+    """Return the content of all files below the folders of runs and models, without what any start of a run writes."""
+    files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
+    each_start = {"log", "log.txt", "run.lock", "outcome", "heartbeat"}
+    return {file: file.read_bytes() for file in files if not each_start & set(file.parts)}
+
+
 def run_command(stage: str, words: Sequence[object], *, folder: Path, ranks: int = 1) -> Ended:
     """Run a stage's command in `folder` to its end, in forked processes, which start sooner than fresh ones."""
     return Command(stage, words, folder, ranks).end()
