@@ -1,6 +1,6 @@
 """The generation backends: what they have in common, which one a model gets, and whether it fits in device memory.
 
-fused: our own decode step (OPT and models of Llama's shape) in a CUDA graph; static: the forward pass of transformers
+fused: our own decode step (the decoders of architecture.py) in a CUDA graph; static: the forward pass of transformers
 on a static KV cache in a CUDA graph; eager: the forward pass of transformers as it is, for CPUs and all other models.
 Imports neither triton nor the fused backend, which eager generation does without.
 """
@@ -85,9 +85,7 @@ def _check_support(backend: Backend, model: nn.Module, options: GenerationOption
         return
     if (quantization := quantization_of(model)) != "none":
         raise UnsupportedModel(f"it reads 16-bit weights, the base is {quantization}; adapters stay unmerged")
-    window, length = read_architecture(model).window, options.max_sequence_length
-    if window is not None and length > window:
-        raise UnsupportedModel(f"sequences of {length} tokens are longer than the window {window}")
+    read_architecture(model)
     if is_lora(model) and not options.merge_lora:
         raise UnsupportedModel("it takes no unmerged adapters (--merge_lora_for_generation false)")
 

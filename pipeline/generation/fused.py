@@ -1,4 +1,4 @@
-"""The fused backend: our own prefill and decode step for OPT and models of Llama's shape, on Triton kernels.
+"""The fused backend: our own prefill and decode step for the decoders of architecture.py, on Triton kernels.
 
 It computes what the forward pass of transformers does, on the tensors of fused_weights.py. N prompts of P tokens; M
 slots (rows of the KV cache); H hidden size, V vocabulary.
@@ -6,19 +6,28 @@ slots (rows of the KV cache); H hidden size, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Projection, head_layout
+from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Norm, Projection, head_layout
 from pipeline.kernels.attention_choice import disable_cudnn_attention
 from pipeline.kernels.decode_attention import attend, store_prompts
-from pipeline.kernels.decode_layers import Branch, add_norm, rotate, silu_gate
-from pipeline.kernels.split_kv import SplitKVSchedule
+from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated, rotate
+from pipeline.kernels.split_kv import HeadLayout, SplitKVSchedule
 from pipeline.kernels.split_matmul import split_matmul
 from pipeline.models.architecture import rotary_table
 from pipeline.tensor_ops import linear_relu
+
+# Activations of an MLP without a gate, besides the ReLU of `linear`.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,38 @@ def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
     return y.relu_() if relu else y
 
 
+def attend_prompts(q: Tensor, k: Tensor, v: Tensor, layout: HeadLayout) -> Tensor:
+    """Attend causally within prompts: q (N, Hq, P, D), k and v (N, Hkv, P, D) -> (N, Hq, P, D)."""
+    width, group = q.shape[2], layout.num_heads // layout.num_kv_heads
+    options: dict[str, Any] = {"scale": layout.scale, "enable_gqa": group > 1}
+    if not layout.cap and not 0 < layout.window < width:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    columns = torch.arange(width, device=q.device)
+    distance = columns[:, None] - columns
+    visible = (distance >= 0) & (distance < (layout.window or width))
+    if not layout.cap:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.tanh(q @ k.transpose(2, 3) * (layout.scale / layout.cap)) * layout.cap
+    return scores.float().masked_fill(~visible, -torch.inf).softmax(-1).to(q.dtype) @ v
+
+
+def norm_heads_together(qkv: Tensor, layout: HeadLayout, norms: tuple[NormWeights, NormWeights]) -> None:
+    """Norm q and k of each row in place, each over all its heads (OLMo 2)."""
+    parts = ((layout.q_offset, layout.num_heads), (layout.k_offset, layout.num_kv_heads))
+    for (start, heads), norm in zip(parts, norms, strict=True):
+        part = qkv[:, start : start + heads * layout.head_dim]
+        whole = part.contiguous()
+        part.copy_(add_norm(whole, None, norm, keep_sum=False, out=whole))
+
+
+def add_to(x: Tensor, branch: Branch | None, norm: Norm | None, *, out: Tensor) -> Tensor:
+    """Add a branch, if any, to x (M, H) in place; return norm(x), written to `out`, or x itself without a norm."""
+    if norm is None:
+        return x if branch is None else x.copy_(add_branch(x, branch))
+    return add_norm(x, branch, norm.weights, keep_sum=branch is not None and out is not x, out=out)
+
+
 def add_branch(x: Tensor, branch: Branch) -> Tensor:
     """Return x + branch, (M, H)."""
     values = branch.values.sum(0, dtype=torch.float32) if branch.values.dim() == 3 else branch.values
@@ -55,10 +96,13 @@ class FusedForward:
     def __init__(self, weights: DecodeWeights, sum_ranks: Callable[[Tensor], None] | None = None) -> None:
         self.weights, self.architecture = weights, weights.architecture
         self.sum_ranks = sum_ranks
-        self.layouts = [head_layout(self.architecture, block.order, weights.shard) for block in weights.blocks]
+        self.layouts = [
+            head_layout(self.architecture, number, block.order, weights.shard)
+            for number, block in enumerate(weights.blocks)
+        ]
         size = self.architecture.head.weight.element_size()  # also known before the weights are read
         self.bytes_per_token = 2 * len(self.layouts) * self.layouts[0].num_kv_heads * self.layouts[0].head_dim * size
-        self._rotary: tuple[Tensor, Tensor] | None = None  # cos and sin
+        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}  # cos and sin of each kind of layers
 
     @property
     def device(self) -> torch.device:
@@ -79,13 +123,13 @@ class FusedForward:
 
     def addresses(self) -> tuple[int, ...]:
         """Return the address of every tensor that a decode step reads besides its inputs."""
-        return (*self.weights.addresses(), *(table.data_ptr() for table in self._rotary or ()))
+        return (*self.weights.addresses(), *(table.data_ptr() for tables in self._rotary.values() for table in tables))
 
     def prepare(self, cache_length: int) -> None:
         """Make rotary tables for `cache_length` tokens, unless there are some that are long enough."""
-        rotary = self.architecture.rotary
-        if rotary is not None and (self._rotary is None or len(self._rotary[0]) < cache_length):
-            self._rotary = rotary_table(rotary, cache_length, self._head)
+        for kind, rotary in self.architecture.rotary.items():
+            if kind not in self._rotary or len(self._rotary[kind][0]) < cache_length:
+                self._rotary[kind] = rotary_table(rotary, cache_length, self._head)
 
     def new_cache(self, num_slots: int, cache_length: int) -> KeyValueCache:
         layout = self.layouts[0]
@@ -114,9 +158,7 @@ class FusedForward:
             )
             keys, values = cache.keys[layer], cache.values[layer]
             store_prompts(qkv, keys, values, slots=slots, source=source, layout=layout, width=width)
-            mixed = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=layout.scale, enable_gqa=heads != kv_heads
-            )
+            mixed = attend_prompts(q, k, v, layout)
             return mixed.transpose(1, 2).reshape(rows * width, -1)
 
         hidden = self._run(self._embed(ids.flatten(), positions), positions, mix)
@@ -142,6 +184,8 @@ class FusedForward:
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         architecture, weights = self.architecture, self.weights
         x = functional.embedding(tokens, weights.weight_of(architecture.tokens))
+        if architecture.embedding_scale is not None:
+            x = x * architecture.embedding_scale.to(x.dtype)
         if weights.project_in is not None:
             x = linear(x, weights.project_in)
         if architecture.positions is None:
@@ -155,45 +199,56 @@ class FusedForward:
         if not architecture.norm_first:
             for number, block in enumerate(self.weights.iterate_layers()):
                 branch = self._attention(block, number, x, positions, mix)
-                add_norm(x, branch, block.attention_norm.weights, keep_sum=False, out=x)
-                add_norm(x, self._mlp(block, x), block.mlp_norm.weights, keep_sum=False, out=x)
-            norm = self.weights.final_norm
-            return x if norm is None else add_norm(x, None, norm.weights, keep_sum=False, out=torch.empty_like(x))
-        h = add_norm(x, None, blocks[0].attention_norm.weights, keep_sum=False, out=torch.empty_like(x))
+                add_to(x, branch, block.attention_norm, out=x)
+                add_to(x, self._mlp(block, x), block.mlp_norm, out=x)
+            return add_to(x, None, self.weights.final_norm, out=torch.empty_like(x))
+        out = torch.empty_like(x)
+        h = add_to(x, None, blocks[0].attention_norm, out=out)
         following = [*(block.attention_norm for block in blocks[1:]), self.weights.final_norm]
         for number, (block, next_norm) in enumerate(zip(self.weights.iterate_layers(), following, strict=True)):
             branch = self._attention(block, number, h, positions, mix)
-            add_norm(x, branch, block.mlp_norm.weights, keep_sum=True, out=h)
-            branch = self._mlp(block, h)
-            if next_norm is None:
-                return add_branch(x, branch)
-            add_norm(x, branch, next_norm.weights, keep_sum=True, out=h)
+            if architecture.is_parallel:
+                other = add_to(x, None, block.mlp_norm, out=out)
+                x.copy_(add_branch(x, branch))
+                branch = self._mlp(block, other)
+            else:
+                branch = self._mlp(block, add_to(x, branch, block.mlp_norm, out=out))
+            h = add_to(x, branch, next_norm, out=out)
         return h
 
     def _attention(
         self, block: BlockWeights, number: int, h: Tensor, positions: Tensor, mix: Callable[[int, Tensor], Tensor]
     ) -> Branch:
-        qkv = linear(h, block.qkv)
-        if self._rotary is not None:
-            norms = None if block.head_norms is None else (block.head_norms[0].weights, block.head_norms[1].weights)
-            rotate(qkv, self._rotary, lengths=positions, layout=self.layouts[number], norms=norms)
-        return self._branch(mix(number, qkv), block.out)
+        qkv, layout, kind = linear(h, block.qkv), self.layouts[number], self.architecture.blocks[number].rotary
+        norms = None if block.head_norms is None else (block.head_norms[0].weights, block.head_norms[1].weights)
+        if norms is not None and self.architecture.joins_head_norms:
+            norm_heads_together(qkv, layout, norms)
+            norms = None
+        if kind is not None:
+            rotate(qkv, self._rotary[kind], lengths=positions, layout=layout, norms=norms)
+        return self._branch(mix(number, qkv), block.out, block.attention_out_norm)
 
     def _mlp(self, block: BlockWeights, h: Tensor) -> Branch:
-        up = silu_gate(linear(h, block.up)) if self.architecture.is_gated else linear(h, block.up, relu=True)
-        return self._branch(up, block.down)
+        activation, is_gated = self.architecture.activation, self.architecture.is_gated
+        up = linear(h, block.up, relu=activation == "relu" and not is_gated)
+        if is_gated:
+            up = gated(up, activation)
+        elif activation != "relu":
+            up = FUNCTIONS[activation](up)
+        return self._branch(up, block.down, block.mlp_out_norm)
 
-    def _branch(self, x: Tensor, projection: Projection) -> Branch:
-        """Apply the last projection of attention or MLP, whose result is added to the residual."""
-        summands = split_matmul(x, projection.weight) if self.sum_ranks is None and x.is_cuda else None
+    def _branch(self, x: Tensor, projection: Projection, norm: Norm | None) -> Branch:
+        """Apply the last projection of attention or MLP, and its norm; the result is added to the residual."""
+        can_split = self.sum_ranks is None and norm is None and x.is_cuda
+        summands = split_matmul(x, projection.weight) if can_split else None
         if summands is not None:
             return Branch(summands, projection.bias)
         y = linear(x, projection)
         if self.sum_ranks is not None:
             self.sum_ranks(y)
-        return Branch(y)
+        return Branch(y if norm is None else add_norm(y, None, norm.weights, keep_sum=False, out=y))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.weights.project_out is not None:
             hidden = linear(hidden, self.weights.project_out)
-        return functional.linear(hidden, self._head)
+        return self.architecture.scaling.applied_to(functional.linear(hidden, self._head))

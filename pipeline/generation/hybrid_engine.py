@@ -75,6 +75,8 @@ class HybridEngine:
             raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {self.backend}")
         if heads % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
+        if read_architecture(self._model).joins_head_norms:
+            raise InputError(f"--inference_tp_size {size}: {config.model_type} norms the heads of all ranks together")
         log.info("generation: tensor parallel, over %d ranks", size)
 
     def _why_not_streamed(self) -> str | None:

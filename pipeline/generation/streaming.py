@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,9 @@ from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import free_bytes
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, WeightTensor
+from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, WeightTensor, on_meta
 from pipeline.generation.scheduler import Lockstep, SideStream
 from pipeline.models.architecture import Architecture
-from pipeline.models.partitions import whole_shape
 from pipeline.tensor_ops import round_up
 
 # Bytes of the layers that are gathered at a time: larger groups are gathered at a higher rate and take more memory. A
@@ -112,7 +110,7 @@ class StreamedWeights(DecodeWeights):
     def __init__(self, architecture: Architecture, ranks: RankGroup) -> None:
         super().__init__(architecture)
         self.ranks = ranks
-        self._specs = [[joined_spec(t.parameters) for t in streamed_tensors(block)] for block in self.blocks]
+        self._specs = [[tensor.spec for tensor in streamed_tensors(block)] for block in self.blocks]
         self.groups = group_layers(self._specs, ranks.size, GROUP_BYTES)
         self._buffers: GatherBuffers | None = None
 
@@ -157,9 +155,8 @@ class StreamedWeights(DecodeWeights):
     def replicated_bytes(self) -> int:
         """Return the bytes of what each rank holds whole."""
         outside, *_ = self._sources
-        norms = [t for block in self.blocks for norm in block.norms for t in norm.tensors]
-        joined = [*([parameter] for parameter in outside[0]), *(tensor.parameters for tensor in norms)]
-        return sum(joined_spec(parameters).nbytes for parameters in joined)
+        norms = [tensor.spec for block in self.blocks for norm in block.norms for tensor in norm.tensors]
+        return sum(spec.nbytes for spec in (*map(on_meta, outside[0]), *norms))
 
     @property
     def num_bytes_to_copy(self) -> int:
@@ -203,13 +200,6 @@ def check_streamed_weights_fit(weights: StreamedWeights, device: torch.device) -
 def streamed_tensors(block: BlockWeights) -> list[WeightTensor]:
     """Return the tensors of a layer that are streamed: its projections."""
     return [tensor for projection in block.projections for tensor in projection.tensors]
-
-
-def joined_spec(parameters: Sequence[Any]) -> Tensor:
-    """Return whole parameters joined along their first dimension, as a meta tensor: before anything is gathered."""
-    shapes = [whole_shape(parameter) for parameter in parameters]
-    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    return torch.empty(shape, dtype=parameters[0].dtype, device="meta")
 
 
 class StreamingLockstep(Lockstep):

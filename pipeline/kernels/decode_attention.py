@@ -63,9 +63,27 @@ def _store_or_combine(
 
 
 @triton.jit
+def _capped(scores, CAP: tl.constexpr):
+    """Return CAP * tanh(scores / CAP), or the scores where CAP is 0."""
+    if CAP > 0:
+        scores = CAP * (2.0 * tl.sigmoid(scores * (2.0 / CAP)) - 1.0)
+    return scores
+
+
+@triton.jit
+def _first_key(length, WINDOW: tl.constexpr):
+    """Return the position of the first key that the token at `length` sees."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length + 1 - WINDOW, 0)
+    return first
+
+
+@triton.jit
 def _accumulate_keys(
     keys, values, start, stop, q, highest, total, mixed,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, FULL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, CAP: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """Add BLOCK keys from `start` on to highest score, sum and (D_PAD,) mixed values; FULL: all are before `stop`."""
     t, d = start + tl.arange(0, BLOCK), tl.arange(0, D_PAD)
@@ -77,7 +95,7 @@ def _accumulate_keys(
         mask = (t < stop)[:, None] & (d < D)[None, :]
         k = tl.load(keys + offsets, mask=mask, other=0.0, eviction_policy=EVICTION)
         v = tl.load(values + offsets, mask=mask, other=0.0, eviction_policy=EVICTION)
-    scores = tl.sum(k.to(tl.float32) * q[None, :], 1)
+    scores = _capped(tl.sum(k.to(tl.float32) * q[None, :], 1), CAP)
     if not FULL:
         scores = tl.where(t < stop, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 0))
@@ -91,7 +109,7 @@ def _attend_single(
     qkv, keys, values, out, assignments, num_active, num_done, softmax_state, sums,
     scale, q_offset, k_offset, v_offset, qkv_stride, row_stride, head_stride,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Attend with a query head that has its own keys: dot products as sums, one program per (split of a row, head)."""
     program, head = tl.program_id(0), tl.program_id(1)
@@ -99,7 +117,8 @@ def _attend_single(
     splits, length = tl.load(assignments + program * 4 + 2), tl.load(assignments + program * 4 + 3)
     if splits == 0:
         return
-    share = tl.cdiv(length, splits)
+    first = _first_key(length, WINDOW)
+    share = tl.cdiv(length - first, splits)
     d = tl.arange(0, D_PAD)
     in_d = d < D
     at = row.to(tl.int64) * qkv_stride + head * D + d
@@ -110,20 +129,21 @@ def _attend_single(
         v_new = tl.load(qkv + at + v_offset, mask=in_d, other=0.0)
         tl.store(keys + base + length * D + d, k_new, mask=in_d)
         tl.store(values + base + length * D + d, v_new, mask=in_d)
-        highest, total, mixed = tl.sum(q * k_new.to(tl.float32)), 1.0, v_new.to(tl.float32)
+        highest, total, mixed = _capped(tl.sum(q * k_new.to(tl.float32)), CAP), 1.0, v_new.to(tl.float32)
     else:
         highest, total, mixed = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
-    begin = tl.minimum(split * share, length)
+    begin = tl.minimum(first + split * share, length)
     stop = tl.minimum(begin + share, length)
     blocks = (stop - begin) // BLOCK * BLOCK
     # The remainder that fills no block is first: its loads overlap those of the query.
     if begin + blocks < stop:
         highest, total, mixed = _accumulate_keys(
-            keys + base, values + base, begin + blocks, stop, q, highest, total, mixed, D, D_PAD, BLOCK, EVICTION, False
-        )
+            keys + base, values + base, begin + blocks, stop, q, highest, total, mixed,
+            D, D_PAD, BLOCK, EVICTION, CAP, False,
+        )  # fmt: skip
     for start in tl.range(begin, begin + blocks, BLOCK, num_stages=1):
         highest, total, mixed = _accumulate_keys(
-            keys + base, values + base, start, stop, q, highest, total, mixed, D, D_PAD, BLOCK, EVICTION, True
+            keys + base, values + base, start, stop, q, highest, total, mixed, D, D_PAD, BLOCK, EVICTION, CAP, True
         )
     one = tl.zeros([1], tl.float32)
     out_offsets = row.to(tl.int64) * (HEADS * D) + head * D + d[None, :]
@@ -138,7 +158,8 @@ def _attend_group(
     qkv, keys, values, out, assignments, num_active, num_done, softmax_state, sums,
     scale, q_offset, k_offset, v_offset, qkv_stride, row_stride, head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Attend with GROUP query heads that share keys: matrix products, one program per (split of a row, key head)."""
     program, head = tl.program_id(0), tl.program_id(1)
@@ -146,7 +167,8 @@ def _attend_group(
     splits, length = tl.load(assignments + program * 4 + 2), tl.load(assignments + program * 4 + 3)
     if splits == 0:
         return
-    share = tl.cdiv(length, splits)
+    first = _first_key(length, WINDOW)
+    share = tl.cdiv(length - first, splits)
     d, g = tl.arange(0, D_PAD), tl.arange(0, GROUP_PAD)
     in_d, in_g = d < D, g < GROUP
     start_of_row = row.to(tl.int64) * qkv_stride
@@ -161,18 +183,18 @@ def _attend_group(
         v_new = tl.load(qkv + start_of_row + v_offset + head * D + d, mask=in_d, other=0.0)
         tl.store(keys + base + length * D + d, k_new, mask=in_d)
         tl.store(values + base + length * D + d, v_new, mask=in_d)
-        highest = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        highest = _capped(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale, CAP)
         total += 1.0
         mixed += v_new.to(tl.float32)[None, :]
     t = tl.arange(0, BLOCK)
-    stop = tl.minimum((split + 1) * share, length)
-    for start in tl.range(split * share, stop, BLOCK, num_stages=STAGES):
+    stop = tl.minimum(first + (split + 1) * share, length)
+    for start in tl.range(first + split * share, stop, BLOCK, num_stages=STAGES):
         inside = start + t < stop
         offsets = base + (start + t)[:, None] * D + d[None, :]
         mask = inside[:, None] & in_d[None, :]
         k = tl.load(keys + offsets, mask=mask, other=0.0)
         v = tl.load(values + offsets, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, CAP)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         shrink = tl.exp(highest - new_highest)
@@ -210,12 +232,14 @@ def attend(
     if group == 1:
         _attend_single[grid](
             *common, HEADS=layout.num_heads, D=head_dim, D_PAD=padded, BLOCK=64 if padded <= 64 else 32,
-            EVICTION="evict_first" if len(qkv) >= EVICT_FROM_ROWS else "", MAX_SPLITS=MAX_SPLITS, num_warps=1,
+            EVICTION="evict_first" if len(qkv) >= EVICT_FROM_ROWS else "", WINDOW=layout.window, CAP=layout.cap,
+            MAX_SPLITS=MAX_SPLITS, num_warps=1,
         )  # fmt: skip
     else:
         _attend_group[grid](
             *common, HEADS=layout.num_heads, GROUP=group, GROUP_PAD=group_pad(group),
-            D=head_dim, D_PAD=max(16, padded), BLOCK=64, STAGES=3, MAX_SPLITS=MAX_SPLITS, num_warps=GROUP_WARPS,
+            D=head_dim, D_PAD=max(16, padded), BLOCK=64, STAGES=3, WINDOW=layout.window, CAP=layout.cap,
+            MAX_SPLITS=MAX_SPLITS, num_warps=GROUP_WARPS,
         )  # fmt: skip
 
 

@@ -19,9 +19,9 @@ MAX_ROWS_WITH_MORE_WARPS = 1024
 
 @triton.jit
 def _add_norm(
-    residual, branch, branch_bias, weight, bias, out, eps, width, rows,
+    residual, branch, branch_bias, weight, bias, out, eps, offset, width, rows,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, KEEP_SUM: tl.constexpr,
-    RMS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RMS: tl.constexpr, ROUNDS_FIRST: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
@@ -40,10 +40,10 @@ def _add_norm(
     if not RMS:
         x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    if RMS:
-        x = x.to(out.dtype.element_ty).to(tl.float32)  # as transformers rounds it before the weight
+    if RMS and ROUNDS_FIRST:
+        x = x.to(out.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
-        x = x * tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+        x = x * (tl.load(weight + c, mask=inside, other=0.0).to(tl.float32) + offset)
     if HAS_BIAS:
         x = x + tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + c, x.to(out.dtype.element_ty), mask=inside)
@@ -51,12 +51,17 @@ def _add_norm(
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of a LayerNorm, or with `rms` of an RMSNorm: weight and bias (H,) or None."""
+    """The weights of a LayerNorm, or with `rms` of an RMSNorm: weight and bias (H,) or None.
+
+    offset: added to the weight. rounds_first: the normed values are rounded before their product with the weight.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
     eps: float
     rms: bool
+    offset: float = 0.0
+    rounds_first: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +83,10 @@ def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep
     values, branch_bias = (None, None) if branch is None else (branch.values, branch.bias)
     num_parts = 0 if values is None else len(values) if values.dim() == 3 else 1
     _add_norm[(rows,)](
-        residual, values, branch_bias, norm.weight, norm.bias, out, norm.eps, width, rows,
+        residual, values, branch_bias, norm.weight, norm.bias, out, norm.eps, norm.offset, width, rows,
         WIDTH=triton.next_power_of_2(width), PARTS=num_parts, HAS_BRANCH_BIAS=branch_bias is not None,
-        KEEP_SUM=keep_sum, RMS=norm.rms, HAS_WEIGHT=norm.weight is not None, HAS_BIAS=norm.bias is not None,
+        KEEP_SUM=keep_sum, RMS=norm.rms, ROUNDS_FIRST=norm.rounds_first, HAS_WEIGHT=norm.weight is not None,
+        HAS_BIAS=norm.bias is not None,
         num_warps=num_warps(width) * (2 if rows <= MAX_ROWS_WITH_MORE_WARPS else 1),
     )  # fmt: skip
     return out
@@ -88,18 +94,19 @@ def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep
 
 @triton.jit
 def _rotate(
-    qkv, cos, sin, lengths, q_weight, k_weight, eps, q_offset, k_offset, qkv_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
+    qkv, cos, sin, lengths, q_weight, k_weight, eps, norm_offset, q_offset, k_offset, qkv_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(lengths + row)
     h = tl.arange(0, HALF)
-    inside = h < D // 2
+    inside = h < R // 2
     is_key = head >= HEADS
     column = tl.where(is_key, k_offset + (head - HEADS) * D, q_offset + head * D)
     at = row.to(tl.int64) * qkv_stride + column + h
     low = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(qkv + at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(qkv + at + R // 2, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         if is_key:
             low_weight = tl.load(k_weight + h, mask=inside, other=0.0).to(tl.float32)
@@ -109,12 +116,15 @@ def _rotate(
             high_weight = tl.load(q_weight + D // 2 + h, mask=inside, other=0.0).to(tl.float32)
         factor = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / D + eps)
         dtype = qkv.dtype.element_ty
-        low = ((low * factor).to(dtype).to(tl.float32) * low_weight).to(dtype).to(tl.float32)
-        high = ((high * factor).to(dtype).to(tl.float32) * high_weight).to(dtype).to(tl.float32)
-    c = tl.load(cos + position * (D // 2) + h, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + position * (D // 2) + h, mask=inside, other=0.0).to(tl.float32)
+        low, high = low * factor, high * factor
+        if ROUNDS_FIRST:
+            low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+        low = (low * (low_weight + norm_offset)).to(dtype).to(tl.float32)
+        high = (high * (high_weight + norm_offset)).to(dtype).to(tl.float32)
+    c = tl.load(cos + position * (R // 2) + h, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + position * (R // 2) + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(qkv + at, (low * c - high * s).to(qkv.dtype.element_ty), mask=inside)
-    tl.store(qkv + at + D // 2, (high * c + low * s).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(qkv + at + R // 2, (high * c + low * s).to(qkv.dtype.element_ty), mask=inside)
 
 
 def rotate(
@@ -127,31 +137,44 @@ def rotate(
 ) -> None:
     """Rotate q and k of each row in place to position `lengths[m]` (Su et al. 2021), after their norms if given.
 
-    rotary: tables of cos and sin, (positions, D / 2) contiguous, in the model's type.
+    rotary: tables of cos and sin, (positions, R / 2) contiguous, in the model's type; the first R channels of a head
+    rotate, which are all D where there are norms.
     """
-    head_dim = layout.head_dim
-    q_weight, k_weight, eps = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (qkv, qkv, 0.0)
+    half = rotary[0].shape[1]
+    q_norm, k_norm = norms or (NormWeights(qkv, None, 0.0, True),) * 2
     _rotate[(len(qkv), layout.num_heads + layout.num_kv_heads)](
-        qkv, *rotary, lengths, q_weight, k_weight, eps, layout.q_offset, layout.k_offset, qkv.stride(0),
-        HEADS=layout.num_heads, D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), NORMED=norms is not None,
-        num_warps=1,
+        qkv, *rotary, lengths, q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset,
+        layout.q_offset, layout.k_offset, qkv.stride(0),
+        HEADS=layout.num_heads, D=layout.head_dim, R=2 * half, HALF=triton.next_power_of_2(half),
+        NORMED=norms is not None, ROUNDS_FIRST=q_norm.rounds_first, num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _gate(joined, out, width, BLOCK: tl.constexpr):
+def _gate(joined, out, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < width
     gate = tl.load(joined + row * 2 * width + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(joined + row * 2 * width + width + c, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * width + c, (silu * up).to(out.dtype.element_ty), mask=inside)
+    if ACTIVATION == "silu":
+        active = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu_tanh":  # x (1 + tanh(z)) / 2 is x sigmoid(2 z)
+        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif ACTIVATION == "gelu":
+        active = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        active = tl.maximum(gate, 0.0)
+    active = active.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * width + c, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_gate(joined: Tensor) -> Tensor:
-    """Return silu(gate) * up (M, F) of gate and up joined, (M, 2 F) contiguous (Shazeer 2020, SwiGLU)."""
+def gated(joined: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up (M, F) of gate and up joined, (M, 2 F) contiguous (Shazeer 2020, SwiGLU, GEGLU).
+
+    activation: relu, silu, gelu or gelu_tanh.
+    """
     rows, width = len(joined), joined.shape[1] // 2
     out = torch.empty(rows, width, dtype=joined.dtype, device=joined.device)
-    _gate[(rows, triton.cdiv(width, 1024))](joined, out, width, BLOCK=1024)
+    _gate[(rows, triton.cdiv(width, 1024))](joined, out, width, BLOCK=1024, ACTIVATION=activation)
     return out

@@ -15,7 +15,7 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from pipeline.kernels.token_statistics import has_triton
 
 # RMSNorms of transformers that normalise in fp32, round, and multiply by the weight.
-RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
+RMS_NORMS = frozenset(f"{name}RMSNorm" for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3"))
 # Outputs of a layer above which the kernels save more time on the device than their launch costs on the host; measured
 # on an H200 (docs/experiments.md, "Norms and ReLUs in training").
 MIN_ELEMENTS = 2**23

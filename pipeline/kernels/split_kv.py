@@ -55,7 +55,8 @@ def _assign_programs(
 class HeadLayout:
     """The columns of q, k and v in a row of the joined projection, for the heads of this rank.
 
-    q_offset, k_offset, v_offset: first column of each. scale: factor of the scores.
+    q_offset, k_offset, v_offset: first column of each. scale: factor of the scores. window: tokens that a token sees,
+    itself included; 0: all before it. cap: scores become cap * tanh(scores / cap); 0: they do not.
     """
 
     num_heads: int
@@ -65,6 +66,8 @@ class HeadLayout:
     k_offset: int
     v_offset: int
     scale: float
+    window: int = 0
+    cap: float = 0.0
 
 
 def group_pad(group: int) -> int:

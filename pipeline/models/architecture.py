@@ -1,20 +1,55 @@
-"""Describe the layers of OPT and Llama-like models in one form, for the fused and streamed decode steps.
+"""Describe the layers of decoders in one form, for the fused and streamed decode steps.
 
-The description refers to the live modules and copies no weight. Other model types are refused, and their callers fall
-back to another generation backend.
+What makes a family different is data here: place and kind of norms, activation, positions, caps, windows, scales. The
+description refers to the live modules and copies no weight. Other models fall back to another generation backend.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
+from pipeline.kernels.fused_layers import RMS_NORMS as FUSED_NORMS
+from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.loading import backbone, base_model
 
-LLAMA_SHAPE = ("llama", "mistral", "qwen2", "qwen3")
 # Types of rotary embedding whose tables do not depend on the sequence length.
-FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+FIXED_ROTARY = {"default", "linear", "llama3", "yarn"}
+# transformers' names of activations -> the function.
+ACTIVATIONS = {
+    "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+# RMSNorms: (what is added to the weight, True = rounded before the product with the weight).
+RMS_NORMS = dict.fromkeys(FUSED_NORMS, (0.0, True)) | {
+    "Olmo2RMSNorm": (0.0, False), **dict.fromkeys(("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"), (1.0, False)),
+}  # fmt: skip
+# Names of a layer's norms: before attention, after it, before the MLP, after it.
+PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+BOTH_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
+LLAMA_SHAPE = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma"), PRE_NORMS) | {
+    "olmo2": POST_NORMS, "gemma2": BOTH_NORMS, "gemma3_text": BOTH_NORMS,
+}  # fmt: skip
+# Fields of configurations that are understood, or change no forward pass. Others must be empty.
+UNDERSTOOD = frozenset(PretrainedConfig.__dataclass_fields__) | set(
+    """activation_function attention_bias attention_dropout attn_logit_softcapping attn_pdrop bos_token_id
+    classifier_dropout do_layer_norm_before dropout embd_pdrop enable_bias eos_token_id ffn_dim final_logit_softcapping
+    head_dim hidden_act hidden_activation hidden_dropout hidden_size init_std initializer_range intermediate_size
+    layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_types layerdrop max_position_embeddings
+    max_window_layers mlp_bias n_embd n_head n_inner n_layer n_positions no_rope_layer_interval no_rope_layers
+    num_attention_heads num_hidden_layers num_key_value_heads original_max_position_embeddings pad_token_id
+    pretraining_tp query_pre_attn_scalar _remove_final_layer_norm resid_pdrop rms_norm_eps rope_parameters
+    scale_attn_weights sliding_window summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj tie_word_embeddings use_cache use_parallel_residual use_sliding_window vocab_size
+    word_embed_proj_dim""".split()
+)
 
 
 class UnsupportedModel(Exception):
@@ -22,10 +57,29 @@ class UnsupportedModel(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Outputs of a linear layer that joins several: part `index`, of `sizes` outputs, of each of `groups` groups."""
+
+    layer: Any
+    sizes: tuple[int, ...]
+    index: int
+    groups: int = 1
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return these outputs' part of the layer's weight or bias, whose first dimension is all outputs."""
+        start = sum(self.sizes[: self.index])
+        grouped = whole.unflatten(0, (self.groups, -1))
+        return grouped[:, start : start + self.sizes[self.index]].flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A decoder layer as modules of the live model, so that their weights are always the trained ones.
 
-    up: first linear layers of the MLP: (fc1,) or (gate, up). head_norms: RMSNorms of q and k (Qwen3), or None.
+    Linear layers may be `Rows` of one that joins several. up: first ones of the MLP: one, or (gate, up).
+    attention_norm, mlp_norm: of the input (of OPT-350M: of the sum). attention_out_norm, mlp_out_norm: of the output.
+    head_norms: RMSNorms of q and k, or None. rotary: key of Architecture.rotary, None: q and k are not rotated. window:
+    tokens that attention sees, None = all.
     """
 
     q: Any
@@ -34,25 +88,31 @@ class Block:
     out: Any
     up: tuple[Any, ...]
     down: Any
-    attention_norm: nn.Module
-    mlp_norm: nn.Module
+    attention_norm: nn.Module | None
+    mlp_norm: nn.Module | None
+    attention_out_norm: nn.Module | None = None
+    mlp_out_norm: nn.Module | None = None
     head_norms: tuple[nn.Module, nn.Module] | None = None
+    rotary: str | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A decoder of OPT or of a Llama-like model.
+    """A decoder whose layers are attention with norms and an MLP.
 
-    norm_first: norms precede attention and MLP (all but OPT-350m). window: tokens that attention sees, None = all;
-    longer sequences are not supported. rotary: the module that computes cos and sin, None for learned positions
-    (`positions`, whose rows start at `position_offset`).
+    norm_first: norms precede attention and MLP, if there are any there (all but OPT-350M). is_parallel: attention and
+    MLP read the same input. rotary: functions that compute cos and sin; positions: learned ones, whose rows start at
+    `position_offset`. embedding_scale: factor of the embeddings, (). scale: factor of the scores. cap: soft
+    cap of the scores. scaling: of logits.
+    joins_head_norms: the norms of q and k are over all heads together.
     """
 
     blocks: list[Block]
     tokens: nn.Embedding
     positions: nn.Embedding | None = None
     position_offset: int = 0
-    rotary: Any = None
+    rotary: dict[str, Callable[..., Any]]
     project_in: nn.Linear | None = None
     project_out: nn.Linear | None = None
     final_norm: nn.Module | None
@@ -60,8 +120,14 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    norm_first: bool
-    window: int | None = None
+    scale: float
+    activation: str
+    norm_first: bool = True
+    is_parallel: bool = False
+    embedding_scale: torch.Tensor | None = None
+    cap: float | None = None
+    scaling: LogitScaling = LogitScaling()
+    joins_head_norms: bool = False
 
     @property
     def is_gated(self) -> bool:
@@ -75,18 +141,43 @@ def read_architecture(model: Any) -> Architecture:
         UnsupportedModel: its type or one of its settings is not supported.
     """
     model = base_model(model)
-    kind = model.config.model_type
-    if kind == "opt":
-        return _read_opt(model)
-    if kind in LLAMA_SHAPE:
-        return _read_llama(model)
-    raise UnsupportedModel(f"model type {kind} is not among opt, {', '.join(LLAMA_SHAPE)}")
+    config, kind = model.config, model.config.model_type
+    readers = {"gpt2": _read_gpt2, "gpt_neox": _read_gpt_neox, "opt": _read_opt}
+    readers |= dict.fromkeys(LLAMA_SHAPE, _read_llama)
+    if kind not in readers:
+        raise UnsupportedModel(f"model type {kind} is not known")
+    if not getattr(config, "scale_attn_weights", True):
+        raise UnsupportedModel("config.json: scale_attn_weights False")
+    for name in sorted(set(type(config).__dataclass_fields__) - UNDERSTOOD):
+        if getattr(config, name, None):
+            raise UnsupportedModel(f"config.json: {name} {getattr(config, name)} is not understood")
+    if unknown := rotary_types(config) - FIXED_ROTARY:
+        raise UnsupportedModel(f"config.json: rope_parameters: rotary positions of type {min(unknown)}")
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shared = {
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "scale": (getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5,
+        "activation": _activation(config),
+    }
+    architecture = readers[kind](model, shared)
+    for norm in filter(None, (architecture.final_norm, *(architecture.blocks[0].head_norms or ()))):
+        norm_kind(norm)
+    return architecture
 
 
-def _read_opt(model: Any) -> Architecture:
+def _activation(config: Any) -> str:
+    name = next(name for name in ("hidden_activation", "hidden_act", "activation_function") if hasattr(config, name))
+    value = getattr(config, name)
+    if value not in ACTIVATIONS:
+        raise UnsupportedModel(f"config.json: {name} {value} is not among {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[value]
+
+
+def _read_opt(model: Any, shared: dict[str, Any]) -> Architecture:
     config, decoder = model.config, model.model.decoder
-    if config.activation_function != "relu":
-        raise UnsupportedModel(f"activation {config.activation_function}")
     blocks = [
         Block(
             q=layer.self_attn.q_proj,
@@ -105,56 +196,122 @@ def _read_opt(model: Any) -> Architecture:
         tokens=decoder.embed_tokens,
         positions=decoder.embed_positions,
         position_offset=decoder.embed_positions.offset,
+        rotary={},
         project_in=decoder.project_in,
         project_out=decoder.project_out,
         final_norm=decoder.final_layer_norm,
         head=model.lm_head,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_attention_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
+        **shared,
         norm_first=config.do_layer_norm_before,
     )
 
 
-def _read_llama(model: Any) -> Architecture:
+def _read_gpt2(model: Any, shared: dict[str, Any]) -> Architecture:
+    config, decoder = model.config, model.transformer
+
+    def block(layer: Any) -> Block:
+        return Block(
+            **qkv_parts(layer.attn.c_attn, *[config.hidden_size] * 3),
+            out=layer.attn.c_proj,
+            up=(layer.mlp.c_fc,),
+            down=layer.mlp.c_proj,
+            attention_norm=layer.ln_1,
+            mlp_norm=layer.ln_2,
+        )
+
+    return Architecture(
+        blocks=[block(layer) for layer in decoder.h],
+        tokens=decoder.wte,
+        positions=decoder.wpe,
+        rotary={},
+        final_norm=decoder.ln_f,
+        head=model.lm_head,
+        **shared,
+    )
+
+
+def _read_gpt_neox(model: Any, shared: dict[str, Any]) -> Architecture:
+    config, decoder = model.config, model.gpt_neox
+
+    def block(layer: Any) -> Block:
+        return Block(
+            **qkv_parts(layer.attention.query_key_value, *[shared["head_dim"]] * 3, groups=shared["num_heads"]),
+            out=layer.attention.dense,
+            up=(layer.mlp.dense_h_to_4h,),
+            down=layer.mlp.dense_4h_to_h,
+            attention_norm=layer.input_layernorm,
+            mlp_norm=layer.post_attention_layernorm,
+            rotary="all",
+        )
+
+    return Architecture(
+        blocks=[block(layer) for layer in decoder.layers],
+        tokens=decoder.embed_in,
+        rotary={"all": decoder.rotary_emb},
+        final_norm=decoder.final_layer_norm,
+        head=model.get_output_embeddings(),
+        **shared,
+        is_parallel=config.use_parallel_residual,
+    )
+
+
+def _read_llama(model: Any, shared: dict[str, Any]) -> Architecture:
     config = model.config
     decoder: Any = backbone(model)
-    if config.hidden_act != "silu":
-        raise UnsupportedModel(f"activation {config.hidden_act}")
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if rotary.get("rope_type", "default") not in FIXED_ROTARY:
-        raise UnsupportedModel(f"rotary positions of type {rotary['rope_type']}")
-    if rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("rotary positions on a part of each head")
-    window = getattr(config, "sliding_window", None)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    joins_head_norms = config.model_type == "olmo2"
+    rotary = {"all": decoder.rotary_emb}
+    if config.model_type == "gemma3_text":
+        rotary = {kind: partial(decoder.rotary_emb, layer_type=kind) for kind in set(config.layer_types)}
+    factors = {(config.rope_parameters or {}).get("partial_rotary_factor", 1.0)}
+    blocks = [_llama_block(config, layer, index, shared["head_dim"]) for index, layer in enumerate(decoder.layers)]
+    if blocks[0].head_norms and not joins_head_norms and factors != {1.0}:
+        raise UnsupportedModel("config.json: rope_parameters: partial_rotary_factor beside norms of q and k")
     return Architecture(
-        blocks=[_llama_block(layer) for layer in decoder.layers],
+        blocks=blocks,
         tokens=decoder.embed_tokens,
-        rotary=decoder.rotary_emb,
+        rotary=rotary,
         final_norm=decoder.norm,
         head=model.lm_head,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        norm_first=True,
-        window=window if window and getattr(config, "use_sliding_window", True) else None,
+        **shared,
+        embedding_scale=getattr(decoder.embed_tokens, "embed_scale", None),
+        cap=getattr(config, "attn_logit_softcapping", None) if config.model_type == "gemma2" else None,
+        scaling=LogitScaling.from_config(config, 1.0),
+        joins_head_norms=joins_head_norms,
     )
 
 
-def _llama_block(layer: Any) -> Block:
+def _llama_block(config: Any, layer: Any, index: int, head_dim: int) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
+    heads, kv_heads = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    if hasattr(attention, "qkv_proj"):  # Phi-3
+        qkv = qkv_parts(attention.qkv_proj, heads, kv_heads, kv_heads)
+        up: Any = tuple(Rows(mlp.gate_up_proj, (config.intermediate_size,) * 2, part) for part in range(2))
+    else:
+        qkv = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj}
+        up = (mlp.gate_proj, mlp.up_proj)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds else "sliding_attention"
+    rotary = kind if config.model_type == "gemma3_text" else "all"
+    names = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+    norms = {
+        name: None if place is None else getattr(layer, place)
+        for name, place in zip(names, LLAMA_SHAPE[config.model_type], strict=True)
+    }
     return Block(
-        q=attention.q_proj,
-        k=attention.k_proj,
-        v=attention.v_proj,
+        **qkv,
         out=attention.o_proj,
-        up=(mlp.gate_proj, mlp.up_proj),
+        up=up,
         down=mlp.down_proj,
-        attention_norm=layer.input_layernorm,
-        mlp_norm=layer.post_attention_layernorm,
+        **norms,
         head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
+        rotary=rotary if getattr(attention, "use_rope", True) else None,
+        window=getattr(config, "sliding_window", None) if kind == "sliding_attention" else None,
     )
+
+
+def qkv_parts(layer: Any, *sizes: int, groups: int = 1) -> dict[str, Any]:
+    """Return q, k and v of a layer that joins them, as fields of a Block."""
+    return {name: Rows(layer, sizes, index, groups) for index, name in enumerate("qkv")}
 
 
 def rotary_types(config: Any) -> set[str]:
@@ -169,15 +326,24 @@ def linear_of(module: Any) -> Any:
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
-def norm_kind(norm: nn.Module) -> tuple[bool, float]:
-    """Return (True for an RMSNorm, its epsilon)."""
+def norm_kind(norm: Any) -> dict[str, Any]:
+    """Return eps, rms (True for an RMSNorm), offset and rounds_first of a norm, as `NormWeights` has them.
+
+    Raises:
+        UnsupportedModel: a norm that is not known.
+    """
     if isinstance(norm, nn.LayerNorm):
-        return False, norm.eps
-    return True, float(norm.variance_epsilon)  # type: ignore[arg-type]
+        return {"eps": norm.eps, "rms": False}
+    name = type(norm).__name__
+    if name not in RMS_NORMS:
+        raise UnsupportedModel(f"norms of type {name}")
+    offset, rounds_first = RMS_NORMS[name]
+    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    return {"eps": float(eps), "rms": True, "offset": offset, "rounds_first": rounds_first}
 
 
-def rotary_table(rotary: Any, positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, each (positions, D / 2), in `like`'s dtype and device; both halves of a head rotate alike."""
+def rotary_table(rotary: Callable[..., Any], positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin, each (positions, R / 2), in `like`'s dtype and device; both halves of R rotate alike."""
     ids = torch.arange(positions, device=like.device).unsqueeze(0)
     cos, sin = rotary(like.new_empty(1, 1, 1), position_ids=ids)
     half = cos.shape[-1] // 2

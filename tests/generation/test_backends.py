@@ -1,24 +1,28 @@
 """The generation backend that a model gets: the fastest that supports it, and the reasons against the faster ones."""
 
 import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
-from support.decode_models import cohere, gpt_neox, llama, mistral, opt
+from support.decode_models import COMMON, cohere, family, gpt_neox, llama, opt
+from support.families import FAMILIES
+from torch import nn
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    LlamaConfig,
 )
 
 from pipeline.errors import InputError
-from pipeline.generation.backends import choose_backend
+from pipeline.generation.backends import BACKENDS, choose_backend
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.models import packed_attention
@@ -27,8 +31,8 @@ from pipeline.models.lora import add_lora, quantise_to_int8
 NEO = GPTNeoConfig(
     vocab_size=301, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
 )
+ACTIVATIONS = "is not among relu, silu, swish, gelu, gelu_new, gelu_pytorch_tanh"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # nothing is put there
-TYPES = "is not among opt, llama, mistral, qwen2, qwen3"
 
 
 def changed(model: Any, **config: Any) -> Any:
@@ -48,8 +52,29 @@ def quantised(model: Any) -> Any:
     return with_adapters(model)
 
 
-def bloom() -> Any:
-    return BloomForCausalLM(BloomConfig(vocab_size=301, hidden_size=32, n_layer=1, n_head=2))
+bloom = partial(family, "bloom")
+
+
+@dataclass
+class LlamaWithSinks(LlamaConfig):
+    attention_sinks: int = 4
+
+
+def llama_with_sinks() -> Any:
+    model = llama()
+    model.config = LlamaWithSinks(**COMMON, num_attention_heads=2)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
+class ScaledNorm(nn.RMSNorm):
+    """A norm that no table knows."""
+
+
+def llama_with_another_norm() -> Any:
+    model = llama()
+    model.model.norm = ScaledNorm(32)
+    return model
 
 
 ROPE = {"rope_theta": 10_000.0}
@@ -67,51 +92,56 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
         ["fused: it reads 16-bit weights, the base is int8; adapters stay unmerged"],
     ),
     "another activation": (
-        lambda: changed(opt(), activation_function="gelu"), GenerationOptions(), "static", ["fused: activation gelu"]
+        lambda: changed(opt(), activation_function="quick_gelu"), GenerationOptions(), "static",
+        [f"fused: config.json: activation_function quick_gelu {ACTIVATIONS}"],
     ),
     "another gate": (
-        lambda: changed(llama(), hidden_act="gelu"), GenerationOptions(), "static", ["fused: activation gelu"]
+        lambda: changed(llama(), hidden_act="relu2"), GenerationOptions(), "static",
+        [f"fused: config.json: hidden_act relu2 {ACTIVATIONS}"],
     ),
     "rotary tables that grow": (
         lambda: changed(llama(), rope_parameters={**ROPE, "rope_type": "dynamic"}), GenerationOptions(), "eager",
-        ["fused: rotary positions of type dynamic",
+        ["fused: config.json: rope_parameters: rotary positions of type dynamic",
          "static: rotary positions of type dynamic depend on how long the sequence is"],
     ),
     "a kernel that takes no mask": (
-        lambda: changed(gpt_neox(), _attn_implementation="flash_attention_2"), GenerationOptions(), "eager",
-        [f"fused: model type gpt_neox {TYPES}",
+        lambda: changed(family("qwen3-moe"), _attn_implementation="flash_attention_2"), GenerationOptions(), "eager",
+        ["fused: model type qwen3_moe is not known",
          "static: flash_attention_2 attention takes no mask of every row's own length"],
     ),
     "gpt-neo": (
         lambda: GPTNeoForCausalLM(NEO), GenerationOptions(), "eager",
-        [f"fused: model type gpt_neo {TYPES}", "static: some layers see a window of tokens only"],
+        ["fused: model type gpt_neo is not known", "static: some layers see a window of tokens only"],
     ),
     "falcon with alibi": (
         lambda: FalconForCausalLM(FalconConfig(vocab_size=301, hidden_size=32, num_hidden_layers=1,
                                                num_attention_heads=2, alibi=True)), GenerationOptions(), "eager",
-        [f"fused: model type falcon {TYPES}",
+        ["fused: model type falcon is not known",
          "static: attention biases by distance (alibi) come with the model's own mask"],
     ),
-    "partial rotary": (
-        lambda: changed(llama(), rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), GenerationOptions(), "static",
-        ["fused: rotary positions on a part of each head"],
+    "partial rotary beside norms of heads": (
+        lambda: changed(family("qwen3"), rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), GenerationOptions(),
+        "static", ["fused: config.json: rope_parameters: partial_rotary_factor beside norms of q and k"],
+    ),
+    "a field that a later version declares": (
+        llama_with_sinks, GenerationOptions(), "static", ["fused: config.json: attention_sinks 4 is not understood"]
+    ),
+    "a norm of another class": (
+        llama_with_another_norm, GenerationOptions(), "static", ["fused: norms of type ScaledNorm"]
+    ),
+    "attention that sees what follows": (
+        lambda: changed(family("gemma-3"), use_bidirectional_attention=True), GenerationOptions(), "static",
+        ["fused: config.json: use_bidirectional_attention True is not understood"],
     ),
     "attention that takes bounds too": (
-        lambda: changed(gpt_neox(), _attn_implementation=packed_attention.NAME), GenerationOptions(), "static",
-        [f"fused: model type gpt_neox {TYPES}"],
-    ),
-    "gpt-neox": (gpt_neox, GenerationOptions(), "static", [f"fused: model type gpt_neox {TYPES}"]),
-    "a window as long as the sequences": (mistral, GenerationOptions(max_sequence_length=32), "fused", []),
-    "no window": (lambda: mistral(None), GenerationOptions(max_sequence_length=33), "fused", []),
-    "a window shorter than the sequences": (
-        mistral, GenerationOptions(max_sequence_length=33), "static",
-        ["fused: sequences of 33 tokens are longer than the window 32"],
+        lambda: changed(family("qwen3-moe"), _attn_implementation=packed_attention.NAME), GenerationOptions(), "static",
+        ["fused: model type qwen3_moe is not known"],
     ),
     "bloom": (
         bloom, GenerationOptions(), "eager",
-        [f"fused: model type bloom {TYPES}", "static: bloom takes no position_ids"],
+        ["fused: model type bloom is not known", "static: bloom takes no position_ids"],
     ),
-    "cohere": (cohere, GenerationOptions(), "static", [f"fused: model type cohere {TYPES}"]),
+    "cohere": (cohere, GenerationOptions(), "static", ["fused: model type cohere is not known"]),
 }  # fmt: skip
 
 
@@ -119,6 +149,15 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
 def test_auto_takes_the_fastest_that_supports_the_model(name):
     make, settings, backend, reasons = AUTO[name]
     assert choose_backend(make(), settings, CUDA) == (backend, reasons)
+
+
+def test_the_table_of_backends_in_the_documentation_is_true():
+    """Every family on a GPU."""
+    chosen = {name: choose_backend(family(name), GenerationOptions(), CUDA)[0] for name in FAMILIES}
+    rows = {backend: sorted(name for name in FAMILIES if chosen[name] == backend) for backend in BACKENDS}
+    page = (Path(__file__).parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
+    for backend, names in rows.items():
+        assert f"| {backend} | {', '.join(names)} |\n" in page
 
 
 def test_a_cpu_has_the_eager_backend():
@@ -142,7 +181,7 @@ def test_a_backend_by_name(monkeypatch, requested):
 
 # (model, backend that was asked for, complaint)
 REFUSED = {
-    "fused": (gpt_neox, "fused", f"--generation_engine fused: model type gpt_neox {TYPES}; use auto"),
+    "fused": (bloom, "fused", "--generation_engine fused: model type bloom is not known; use auto"),
     "static": (bloom, "static", "--generation_engine static: bloom takes no position_ids; use auto"),
 }
 
@@ -178,3 +217,5 @@ def test_tensor_parallelism_needs_the_fused_backend_and_heads_that_divide():
         check_tensor_parallelism(opt(), 2, "static")
     with pytest.raises(InputError, match="inference_tp_size 2: must divide the 1 heads of keys and values"):
         check_tensor_parallelism(llama(), 2, "fused")
+    with pytest.raises(InputError, match="inference_tp_size 2: olmo2 norms the heads of all ranks together"):
+        check_tensor_parallelism(family("olmo-2", num_key_value_heads=2), 2, "fused")

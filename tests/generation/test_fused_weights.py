@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from pipeline.generation.fused_weights import (
     joined_view,
     weight_shards,
 )
-from pipeline.models.architecture import read_architecture
+from pipeline.models.architecture import Rows, read_architecture
 from pipeline.models.lora import add_lora
 
 IDS = [5, 77]
@@ -37,9 +38,10 @@ def last_logits(function: FusedForward) -> torch.Tensor:
 
 # The parameters that only this model has: all others occur in the two models of which every parameter is tested.
 OWN = {"opt": "", "llama": "", "opt-350m": "project", "qwen2": "layers.1.self_attn", "qwen3": "1.self_attn"}
+JOINED = {"phi-3": "layers.1.", "gpt2": "h.1.", "pythia": "layers.1.", "olmo-2": "layers.1.", "gemma-3": "layers.1."}
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [*OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in JOINED)])
 def test_no_tensor_is_stale_after_a_refresh(name):
     """One parameter changes at a time; the logits are the model's again."""
     model = FUSED[name]()
@@ -47,7 +49,7 @@ def test_no_tensor_is_stale_after_a_refresh(name):
     before = last_logits(function)
     stale = []
     for key, parameter in model.named_parameters():
-        if OWN[name] not in key:
+        if (OWN | JOINED)[name] not in key:
             continue
         kept = parameter.detach().clone()
         shaken(parameter)
@@ -100,7 +102,9 @@ def flattened(model: nn.Module) -> None:
             start = end
 
 
-@pytest.mark.parametrize("name", ["opt", "opt-350m", "llama, own keys, tied", "llama with biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["opt", "opt-350m", "llama, own keys, tied", "llama with biases", "qwen2", "qwen3", "phi-3", "gpt2"]
+)
 def test_nothing_is_copied_where_weights_are_adjacent(name):
     model = FUSED[name]()
     flattened(model)
@@ -120,6 +124,13 @@ def test_joined_projections_alone_are_copied_elsewhere():
     joined = [getattr(layer, f"{name}_proj") for name in "qkv"]
     numbers = sum(p.numel() for module in joined for p in module.parameters())
     assert fused(model).weights.num_copied_bytes == 2 * numbers * 4
+
+
+def test_of_heads_that_are_interleaved_a_copy_is_made_of_one_projection():
+    """GPT-NeoX; a quarter of a layer."""
+    model = FUSED["pythia"]()
+    layer = model.gpt_neox.layers[0].attention.query_key_value
+    assert known_before(DecodeWeights(read_architecture(model))) == 2 * 4 * sum(p.numel() for p in layer.parameters())
 
 
 def pieces() -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -158,7 +169,7 @@ def test_what_is_adjacent_is_one_view():
 def test_a_weight_tensor_turns_from_copy_to_view_and_back():
     """DeepSpeed may move weights; the tensor then follows."""
     sources = [torch.zeros(2, 3), torch.ones(1, 3)]
-    tensor = WeightTensor(lambda: sources, [], copied=False)
+    tensor = WeightTensor(lambda: sources, torch.empty(3, 3, device="meta"), copied=False)
     tensor.refresh()
     assert tensor.num_copied_bytes == 36 and tensor.tensor.sum() == 3
     buffer = torch.arange(9.0)
@@ -183,8 +194,13 @@ def with_lora(model: Any, *, only_lora: bool = True, **settings: Any) -> Any:
     return wrapped
 
 
-@pytest.mark.parametrize("module_name", ["all-linear", "v_proj"])
-@pytest.mark.parametrize("make", [opt, llama])
+@pytest.mark.parametrize(
+    ("make", "module_name"),
+    [
+        *product([opt, llama], ["all-linear", "v_proj"]),
+        *(pytest.param(FUSED[name], "all-linear", marks=pytest.mark.slow) for name in ("phi-3", "gpt2", "pythia")),
+    ],
+)
 def test_adapters_are_added_to_a_copy(make, module_name):
     wrapped = with_lora(make(), module_name=module_name)
     before = {name: value.clone() for name, value in wrapped.state_dict().items()}
@@ -258,3 +274,15 @@ def test_shards_make_up_the_whole():
     assert torch.equal(torch.cat([bias_shards([layer], 0, shard)[0] for shard in shards]), layer.bias)
     assert torch.equal(sum(bias_shards([layer], 1, shard)[0] for shard in shards), layer.bias)
     assert PAD not in IDS
+
+
+def test_shards_of_a_projection_that_joins_several_have_their_heads_of_each():
+    """Two heads of two channels, of q, k and v one after the other, or interleaved."""
+    layer = torch.nn.Linear(1, 12)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(12.0)[:, None])
+    apart = [Rows(layer, (4, 4, 4), index) for index in range(3)]
+    mixed = [Rows(layer, (2, 2, 2), index, 2) for index in range(3)]
+    for parts, expected in ((apart, [2, 3, 6, 7, 10, 11]), (mixed, [6, 7, 8, 9, 10, 11])):
+        found = torch.cat(weight_shards(parts, 0, Shard(1, 2))).flatten()
+        assert found.tolist() == expected

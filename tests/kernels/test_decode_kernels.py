@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from pipeline.generation.fused import add_branch
 from pipeline.kernels import split_matmul as split_matmul_module
-from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, rotate, silu_gate
+from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated, rotate
 from pipeline.kernels.split_kv import HeadLayout
 from pipeline.kernels.split_matmul import split_matmul
 from pipeline.models.architecture import rotary_table
@@ -149,7 +149,7 @@ def test_gate(width, dtype):
     joined = random(2, 2 * width, dtype=dtype) * 3
     gate, up = joined.chunk(2, 1)
     tolerance = TOLERANCE if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(silu_gate(joined), functional.silu(gate) * up, **tolerance)
+    torch.testing.assert_close(gated(joined, "silu"), functional.silu(gate) * up, **tolerance)
 
 
 # --- products split along the inner dimension ---

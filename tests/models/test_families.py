@@ -50,7 +50,7 @@ def run(folder: Path, stage: str, ranks: int = 1, **flags: Any) -> Ended:
 
 def three_steps(folder: Path, kind: str, zero: int, ranks: int) -> list[Ended]:
     dim = 4 if kind == "lora" else 0
-    lengths = {"max_prompt_seq_len": 48, "max_answer_seq_len": 8}
+    lengths = {"max_prompt_seq_len": 48, "max_answer_seq_len": 4}
     stages = {"actor_zero_stage": zero, "critic_zero_stage": zero, "lora_dim": dim, "critic_lora_dim": dim}
     both = {"max_seq_len": 96, "zero_stage": zero, "lora_dim": dim}
     models = {"actor_model_name_or_path": "sft", "critic_model_name_or_path": "reward"}
@@ -73,7 +73,7 @@ def test_each_pair_of_values_is_dealt_to_some_family() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "zero", "ranks"), RUNS)
 def test_a_family_goes_through_the_three_steps(name: str, kind: str, zero: int, ranks: int, tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, num_train=8)
+    folder = make_folder(tmp_path, num_train=8, num_test=2)
     save_family(name, folder / "base")
     for ended in three_steps(folder, kind, zero, ranks):
         assert ended.code == 0, ended.stderr
@@ -83,7 +83,7 @@ def test_a_family_goes_through_the_three_steps(name: str, kind: str, zero: int, 
 
 @pytest.mark.slow
 def test_an_untested_type_is_called_so_where_it_enters_and_not_again(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, num_train=8)
+    folder = make_folder(tmp_path, num_train=8, num_test=2)
     save_family("stablelm", folder / "base")
     ended = three_steps(folder, "full", 0, 1)
     assert [one.code for one in ended] == [0, 0, 0], ended[-1].stderr
@@ -123,7 +123,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     save, stage, flags, line = REFUSED[name]
-    folder = make_folder(tmp_path, num_train=8)
+    folder = make_folder(tmp_path, num_train=8, num_test=2)
     save(folder / "base")
     ended = run(folder, stage, model_name_or_path="base", max_seq_len=96, output_dir="out", **flags)
     assert ended.code == 2 and error_lines(ended.stderr)[-1] == f"error: {line}"

@@ -19,14 +19,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from pipeline.dist import RankGroup
@@ -45,6 +39,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIXTEEN_BITS = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 NUM_TOKENS, PAD, EOS = 301, 1, 2
 POSITIONS = 64
+EXPERTS = ("qwen3-moe", "olmoe")
 KEY = RandomKey(3, "rollout")
 COMMON = {
     "vocab_size": NUM_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": PAD, "bos_token_id": EOS,
@@ -65,10 +60,6 @@ def llama(**changes: Any) -> nn.Module:
 
 def opt_350m() -> nn.Module:
     return opt(do_layer_norm_before=False, word_embed_proj_dim=16)
-
-
-def mistral(window: int | None = 32) -> nn.Module:
-    return random_weights(MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=window)))
 
 
 def gpt_neox(**changes: Any) -> nn.Module:
@@ -97,12 +88,11 @@ FUSED: dict[str, Callable[[], nn.Module]] = {
     "llama with biases": lambda: llama(attention_bias=True, mlp_bias=True),
     "llama of head size 20": lambda: llama(hidden_size=60, num_attention_heads=3, num_key_value_heads=1),
     "llama with linear rotary": lambda: llama(rope_parameters=LINEAR_ROTARY),
-    "mistral": mistral,
-    "qwen2": lambda: random_weights(Qwen2ForCausalLM(Qwen2Config(**LLAMA))),
-    "qwen3": lambda: random_weights(Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=24))),
+    "gpt-neox, in sequence": lambda: gpt_neox(use_parallel_residual=False),
+    "gpt-neox without biases": lambda: gpt_neox(attention_bias=False),
+    **{name: partial(family, name) for name in FAMILIES if name not in ("llama-2", "opt", "bloom", *EXPERTS)},
 }
 STATIC: dict[str, Callable[[], nn.Module]] = {
-    "gpt-neox, in sequence": lambda: gpt_neox(use_parallel_residual=False),
     "opt-350m": opt_350m,
     "cohere": cohere,
     **{name: partial(family, name) for name in FAMILIES if name != "bloom"},
