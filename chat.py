@@ -2,7 +2,7 @@
 
 import sys
 
-from rlhf.chat import main
+from rlhf.main import run_subcommand
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python chat.py"))
+    sys.exit(run_subcommand("chat", sys.argv[1:], prog="python chat.py"))

@@ -2,7 +2,7 @@
 
 import sys
 
-from rlhf.compare import main
+from rlhf.main import run_subcommand
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python prompt_eval.py"))
+    sys.exit(run_subcommand("compare", sys.argv[1:], prog="python prompt_eval.py"))

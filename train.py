@@ -2,7 +2,7 @@
 
 import sys
 
-from rlhf.train import main
+from rlhf.main import run_subcommand
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python train.py"))
+    sys.exit(run_subcommand("train", sys.argv[1:], prog="python train.py"))

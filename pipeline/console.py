@@ -1,10 +1,14 @@
-"""Standard output and error that may lose their reader without harm. For runs that outlive the terminal or pipe."""
+"""The terminal of a command: output that may lose its reader without harm, and Ctrl-C while the command is imported."""
 
 import errno
 import io
 import os
+import signal
 import sys
+from types import FrameType
 from typing import Any
+
+from pipeline.errors import EXIT_INTERRUPTED
 
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 
@@ -35,3 +39,19 @@ def outlive_console() -> None:
             file, encoding=stream.encoding, errors=stream.errors, line_buffering=name == "stderr" or stream.isatty()
         )
         setattr(sys, name, lasting)
+
+
+def quit_on_interrupt() -> None:
+    """End this process without a traceback on Ctrl-C, until `raise_on_interrupt`: imports have nothing to clean up."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _quit)
+
+
+def raise_on_interrupt() -> None:
+    """Make Ctrl-C a KeyboardInterrupt again, for a command that catches it."""
+    if signal.getsignal(signal.SIGINT) is _quit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED)

@@ -11,6 +11,7 @@ EXIT_ENVIRONMENT = 3
 EXIT_DIVERGED = 4
 EXIT_NO_CHECKPOINT = 5
 EXIT_STOPPED = 75
+EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
 
 
 class RunError(Exception):

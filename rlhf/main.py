@@ -6,8 +6,7 @@ A subcommand is a module of this package, imported when it is called: `rlhf --he
 import importlib
 import sys
 
-from pipeline.configuration.flags import stage_arguments
-from pipeline.console import outlive_console
+from pipeline.console import outlive_console, quit_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, nearest
 
 # Subcommand, which is also the module in this package -> its line of help.
@@ -23,7 +22,7 @@ SUBCOMMANDS = {
 def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
     """Run a subcommand; returns the exit code. `prog` is how a user calls this program, for its messages."""
     outlive_console()
-    words = stage_arguments(argv)
+    words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         rows = (f"  {name:<9}{meaning}" for name, meaning in SUBCOMMANDS.items())
         lines = [f"usage: {prog} SUBCOMMAND [--FLAG VALUE ...]", "", *rows, ""]
@@ -35,7 +34,13 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
         hint = nearest(name, SUBCOMMANDS) or f"; {', '.join(SUBCOMMANDS)} are right"
         print(f"error: {name}: unknown subcommand{hint}", file=sys.stderr)
         return EXIT_INPUT
-    return importlib.import_module(f"rlhf.{name}").main(rest, prog=f"{prog} {name}")
+    return run_subcommand(name, rest, prog=f"{prog} {name}")
+
+
+def run_subcommand(name: str, words: list[str], *, prog: str) -> int:
+    """Import a subcommand, which Ctrl-C ends quietly, and run it; returns the exit code."""
+    quit_on_interrupt()
+    return importlib.import_module(f"rlhf.{name}").main(words, prog=prog)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import values_by_rule
-from pipeline.console import outlive_console
+from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
 from pipeline.launching.dry_run import NOTHING_STARTED, engine_jsons, show_stage
@@ -225,15 +225,26 @@ def run(argv: list[str], prog: str) -> int:
         print(NOTHING_STARTED)
     if dry_run or code != EXIT_DONE:
         return code
-    for stage in plan.chosen:
-        if stage.number in finished:
-            print(f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again")
-        elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
-            return code
-    last = plan.chosen[-1]
-    # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
-    chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
-    print(f"next: {f'{prog} --step 3' if last.number == 2 else chat}")
+    if (code := run_stages(plan, finished, environment)) == EXIT_DONE:
+        last = plan.chosen[-1]
+        # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
+        chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
+        print(f"next: {f'{prog} --step 3' if last.number == 2 else chat}")
+    return code
+
+
+def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, str]) -> int:
+    """Run the chosen stages that are not `finished`, until one fails; return its exit code."""
+    try:
+        for stage in plan.chosen:
+            if stage.number in finished:
+                print(f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again")
+            elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
+                return code
+    except KeyboardInterrupt:
+        # Between two stages nothing can be lost; in a stage the launcher's handler takes the signal.
+        print("stopped between two stages; the same command continues", file=sys.stderr)
+        return EXIT_STOPPED
     return EXIT_DONE
 
 
@@ -242,10 +253,10 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
     outlive_console()
     words = stage_arguments(argv)
     try:
+        raise_on_interrupt()
         return run(words, prog)
     except KeyboardInterrupt:
-        # Between two stages nothing can be lost; in a stage the launcher's handler takes the signal.
-        print("stopped between two stages; the same command continues", file=sys.stderr)
+        print("stopped before the first stage; nothing was started", file=sys.stderr)
         return EXIT_STOPPED
     except RunError as error:
         if "--debug" in words:

@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeline.console import quit_on_interrupt
+
+if __name__ == "__main__":
+    quit_on_interrupt()  # torch takes seconds to import
+
 import torch
 
 from pipeline import dist

@@ -25,7 +25,9 @@ def start_preflight(stages: Mapping[str, list[str]], python: str, *, dry_run: bo
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     task = json.dumps({"stages": stages, "dry_run": dry_run})
     command = [python, "-m", "pipeline.launching.preflight_job", task]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False).returncode
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    # A session of its own: Ctrl-C in a terminal reaches this process alone, and `run` then kills the other.
+    return subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
 
 
 def main(task: str) -> int:

@@ -17,7 +17,7 @@ from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
 from pipeline.console import outlive_console
-from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, RunError, print_error
+from pipeline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, EnvironmentFault, RunError, print_error
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.run.layout import run_folder
 from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
@@ -25,7 +25,6 @@ from pipeline.run.output_checks import check_outputs
 from pipeline.run.stop_request import StopRequest, quit_now
 
 EARLY = "stopped before the first step, with nothing to save; the same command starts again"
-EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
 
 _run_dir: Path | None = None  # of the stage that was entered last
 

@@ -1,4 +1,4 @@
-"""A reader that goes away (`| head`, a closed terminal) neither shows a traceback nor ends a run."""
+"""A reader that goes away (`| head`, a closed terminal) neither shows a traceback nor ends a run; nor does Ctrl-C."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launch_stub import ROOT, TINY, started, stub_environment
+from support.launch_stub import ROOT, TINY, started, stub_environment, write_program
 
 
 def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subprocess.Popen[bytes]:
@@ -65,3 +65,43 @@ def test_a_program_runs_as_a_module(program):
     command = [sys.executable, "-m", f"rlhf.{program}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and f"usage: python -m rlhf.{program}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (("train.py",), "pydantic"),
+        (("chat.py",), "pydantic"),
+        (("prompt_eval.py",), "pydantic"),
+        (("-m", "rlhf", "chat"), "pydantic"),
+        (("-m", "step2_reward.eval"), "torch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_ctrl_c_while_a_command_is_imported_shows_no_traceback(tmp_path, words, module):
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["start", "dry run"])
+def test_ctrl_c_before_the_first_stage_is_one_line(tmp_path, more):
+    """A terminal sends SIGINT to the whole group, also to the process that looks at models and data."""
+    code = "import pathlib, time\npathlib.Path('looking').touch()\ntime.sleep(30)\n"
+    python = write_program(tmp_path / "slow_python", f"#!{sys.executable}\n{code}")
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *TINY, *more],
+        cwd=tmp_path,
+        env=stub_environment(tmp_path, PYTHON=str(python)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    end = time.monotonic() + 30
+    while not (tmp_path / "looking").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    stderr = process.communicate(timeout=30)[1]
+    assert (process.returncode, stderr) == (75, b"stopped before the first stage; nothing was started\n")
+    assert started(tmp_path) == []
