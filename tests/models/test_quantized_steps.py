@@ -104,8 +104,11 @@ def test_step_3_goes_on_with_adapters_on_shared_bases(kind: str, folder: Path, t
         assert ended.code == 0, ended.stderr
     assert is_adapter_alone(tmp_path / "reward")
     starts = {"actor_model_name_or_path": f"{tmp_path}/sft", "critic_model_name_or_path": f"{tmp_path}/reward"}
-    ended = ppo(folder, f"{tmp_path}", kind, **starts, critic_zero_stage=1)
-    assert ended.code == 0, ended.stderr
+    starts |= {"critic_zero_stage": 1, "lr_scheduler_type": "constant", "actor_lora_learning_rate": 0.01}
+    runs = (f"{tmp_path}", 2), (f"{tmp_path}/resumed", 1), (f"{tmp_path}/resumed", 2)
+    for output, steps in runs:
+        ended = ppo(folder, output, kind, **starts, max_steps=steps)
+        assert ended.code == 0, ended.stderr
     first, second = (line for line in read_metrics(tmp_path / "runs" / "ppo") if "policy/sampler_error" in line)
     assert first["policy/sampler_error"] < 1e-5 and second["policy/sampler_error"] < 1e-5
     assert first["policy/first_ratio_error"] == 0 and first["objective/kl"] == pytest.approx(0, abs=1e-6)
@@ -115,3 +118,6 @@ def test_step_3_goes_on_with_adapters_on_shared_bases(kind: str, folder: Path, t
         assert adapter["base_model_name_or_path"] == "base"
         before, after = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in (start, name))
         assert before.keys() == after.keys() and any(not before[key].equal(after[key]) for key in before)
+        resumed = load_file(tmp_path / "resumed" / name / "adapter_model.safetensors")
+        assert all(after[key].equal(resumed[key]) for key in after)
+    assert second["objective/kl"] != 0
