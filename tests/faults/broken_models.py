@@ -95,7 +95,7 @@ BROKEN: dict[str, Broken] = {
     "list-as-type": Broken(config(model_type=["opt"]), "cannot read a model configuration"),
     "word-as-size": Broken(config(hidden_size="big"), "Field 'hidden_size' expected int, got str"),
     "unknown-dtype": Broken(config(dtype="evil"), "cannot read a model configuration"),
-    "translation": Broken(config(model_type="t5"), "cannot load the model", at_load=True),
+    "translation": Broken(config(model_type="t5"), "weights are not in its files", at_load=True),
     "encoder": Broken(config(model_type="bert"), "weights are not in its files", at_load=True),
     "negative-size": Broken(config(hidden_size=-1), "cannot load the model", at_load=True),
     "odd-heads": Broken(config(num_attention_heads=5), "must be divisible by num_heads", at_load=True),
