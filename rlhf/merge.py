@@ -65,10 +65,13 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError(f"--folders: {output} exists; name a new folder for the merged model")
     scores = adapter.get("task_type") == "SEQ_CLS"
     quantization = trained_quantization(path, scores=scores) if config.quantization == "auto" else config.quantization
+    import transformers
+
     from pipeline.inference.answers import load_chat_tokenizer
     from pipeline.models.loading import DTYPES, load_config
     from pipeline.models.lora import check_quantization
 
+    transformers.logging.disable_progress_bar()
     check_quantization(quantization, "--quantization")
     dtype = DTYPES.get(config.dtype) or sixteen_bits(load_config(path))
     tokenizer = load_chat_tokenizer(path)
