@@ -22,12 +22,12 @@ TRAINING_TEXT = (
 
 # Files that take minutes, longest first: a worker that gets one of them at the end would work on alone.
 LONG = (
-    "project/test_demo.py", "launching/test_train_runs.py",
+    "models/test_families.py", "project/test_demo.py", "launching/test_train_runs.py", "models/test_real_checkpoint.py",
     "faults/test_ranks_ending.py", "multi/test_ranks_ppo.py", "data/test_real_data.py", "faults/test_resume_changed.py",
     "checkpoints/test_resume.py", "faults/test_kill.py", "generation/test_generator.py", "multi/test_ranks_sft.py",
     "project/test_bench.py", "step1_sft/test_step_1.py", "multi/test_ranks_decode.py", "multi/test_ranks_reward.py",
     "multi/test_ranks_streaming.py", "rlhf/test_install.py", "generation/test_generation_runs.py",
-    "multi/test_ranks_checkpoint.py", "generation/test_slot_sampling.py",
+    "multi/test_ranks_checkpoint.py", "generation/test_slot_sampling.py", "generation/test_family_tokens.py",
 )  # fmt: skip
 
 

@@ -97,7 +97,13 @@ def nan_cache(function: Any, case: Forced) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("name", FUSED)
+# Their parts are in other models too.
+LIKE_OTHERS = ("llama-3", "gemma", "phi-3", "gpt-neox, in sequence", "gpt-neox without biases")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in FUSED]
+)
 def test_the_decode_step_is_the_models_function(name):
     model = FUSED[name]()
     function = fused(model)
