@@ -39,9 +39,9 @@ class Counts:
     lengths: Counter[int] = field(default_factory=Counter)
     factors: dict[str, float] = field(default_factory=dict)
 
-    def add(self, fate: Fate, kind: str, origin: Origin, *, num_tokens: int = 0) -> None:
-        """Count one more row of `kind`; the first `origin` of each kind is kept. num_tokens: of a row too long."""
-        _, count, first = self._kinds.get(kind, (fate, 0, str(origin)))
+    def add(self, fate: Fate, kind: str, origin: Origin, *, num_tokens: int = 0, found: str = "") -> None:
+        """Count one more row of `kind`; of the first, `origin` and `found` are kept. num_tokens: of a row too long."""
+        _, count, first = self._kinds.get(kind, (fate, 0, f"{origin}, found {found}" if found else str(origin)))
         self._kinds[kind] = (fate, count + 1, first)
         self.settle(fate, [origin])
         if num_tokens:

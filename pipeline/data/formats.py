@@ -6,8 +6,9 @@ Bad rows are counted instead of raised. Reading files and hub sets is in `source
 import dataclasses
 import difflib
 import math
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
@@ -54,11 +55,13 @@ class Record(Content):
     """A usable row: content that is checked, and where it comes from.
 
     prompt_id: 63-bit hash of the prompt (of the text for a document). split: 'train' or 'test' if the source says so.
+    columns: the source's columns that are not null in this row.
     """
 
     prompt_id: int
     origin: Origin
     split: Split | None
+    columns: tuple[str, ...] = ()
 
     @property
     def all_turns(self) -> Turns:
@@ -97,11 +100,12 @@ def read_records(
         try:
             record = _record(row, column_map or {}, counts)
         except (BadRowError, UnknownColumnsError) as error:
-            is_known = isinstance(error, BadRowError)
             # A file whose first row has unknown columns is refused; a stray row among good ones is one more bad row.
-            if not is_known and not num_records + num_dropped:
-                raise InputError(str(error)) from error
-            counts.add("dropped", str(error) if is_known else "columns fit no format", row.origin)
+            if not isinstance(error, BadRowError):
+                if not num_records + num_dropped:
+                    raise InputError(str(error)) from error
+                error = BadRowError("columns fit no format", _names(_present(row.values)))
+            counts.add("dropped", str(error), row.origin, found=error.found)
             num_dropped += 1
         else:
             num_records += 1
@@ -137,7 +141,24 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts) -> Record:
     hashed = content.messages or (Message("text", content.text or ""),)
     own_split = split_of(values["split"]) if isinstance(values.get("split"), str) else None
     fields = {field.name: getattr(content, field.name) for field in dataclasses.fields(Content)}
-    return Record(**fields, prompt_id=prompt_hash(hashed), origin=row.origin, split=row.split or own_split)
+    columns = _same(_present(row.values))
+    split = row.split or own_split
+    return Record(**fields, prompt_id=prompt_hash(hashed), origin=row.origin, split=split, columns=columns)
+
+
+def _present(values: Values) -> tuple[str, ...]:
+    """Return the columns that are not null: `datasets` fills those that a row lacks with None."""
+    return tuple(name for name in values if values[name] is not None)
+
+
+@lru_cache(maxsize=1024)
+def _same(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return one object for all rows of the same columns, to save memory."""
+    return columns
+
+
+def _names(columns: Iterable[str]) -> str:
+    return ", ".join(map(repr, columns))
 
 
 def _check_characters(content: Content) -> None:
@@ -157,14 +178,14 @@ def _renamed(row: Row, column_map: Mapping[str, str]) -> Values:
     for ours, theirs in column_map.items():
         # A source that already has our column needs no mapping: one map may serve several sources.
         if theirs not in row.values and ours not in row.values:
-            others = ", ".join(row.values) + nearest(theirs, row.values)
+            others = _names(row.values) + nearest(theirs, row.values)
             raise UnknownColumnsError(f"{row.origin}: no column {theirs!r} (column_map {ours}={theirs}), only {others}")
     return {**row.values, **present}
 
 
 def _format_of(values: Values, origin: Origin) -> Format:
     # datasets fills columns that a row lacks with None, so null columns count only if no format fits without them.
-    for columns in ([name for name in values if values[name] is not None], list(values)):
+    for columns in (_present(values), tuple(values)):
         for form in FORMATS:
             if set(form.needed) <= set(columns) and (not form.any_of or not set(form.any_of).isdisjoint(columns)):
                 return form
@@ -174,10 +195,12 @@ def _format_of(values: Values, origin: Origin) -> Format:
 def _unknown_columns(columns: list[str]) -> str:
     known = sorted({name for form in FORMATS for name in (*form.needed, *form.any_of)})
     matches = ((name, difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)) for name in columns)
-    near = ", ".join(f"{close[0]}={name}" for name, close in matches if close and close[0] != name)
+    # A map cannot spell a name with a comma, or with white space around it.
+    near = [(close[0], name) for name, close in matches if close and "," not in name and name == name.strip()]
+    pairs = ",".join(f"{ours}={theirs}" for ours, theirs in near if ours != theirs)
     formats = "; ".join(form.name for form in FORMATS)
-    hint = f"; nearest: --column_map {near}" if near else "; name them with --column_map prompt=..."
-    return f"columns {', '.join(columns) or '(none)'} fit no known format ({formats}){hint}"
+    hint = f"; nearest: --column_map {shlex.quote(pairs)}" if pairs else "; name them with --column_map prompt=..."
+    return f"columns {_names(columns) or '(none)'} fit no known format ({formats}){hint}"
 
 
 def _text_of(values: Values, column: str) -> str:
@@ -207,7 +230,8 @@ def _prompt_turns(values: Values) -> Turns:
             # Some sets keep the whole chosen conversation here.
             return turns[:-1] if turns[-1].role == "assistant" else turns
     if "prompt" not in values:
-        raise BadRowError("no prompt: chosen is neither a transcript nor a list of messages")
+        kind = "no prompt: chosen is neither a transcript nor a list of messages"
+        raise BadRowError(kind, _names(_present(values)))
     return _turns_of_prompt(values, "prompt")
 
 
@@ -299,4 +323,8 @@ FORMATS: tuple[Format, ...] = (
     Format("conversations", ("conversations",), (), partial(_parse_messages, "conversations")),
     Format("text", ("text",), (), _parse_text),
     Format("prompt", ("prompt",), (), lambda values: Content(_turns_of_prompt(values, "prompt"))),
+)
+# The columns that a --column_map can name.
+COLUMNS = sorted(
+    {name for form in FORMATS for name in (*form.needed, *form.any_of, *form.optional)} | {"label", "split"}
 )

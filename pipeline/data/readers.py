@@ -128,6 +128,8 @@ def _read_csv(stream: IO[bytes], path: Path) -> NumberedRows:
         # csv would silently keep the last of two columns with one name.
         if twice := [name for number, name in enumerate(names) if name in names[:number]]:
             raise InputError(f"{path}:1: the column {twice[0]!r} is repeated in the header")
+        if len(names) == 1 and any(separator in names[0] for separator in ";\t|"):
+            raise InputError(f"{path}:1: one column, {names[0]!r}; columns are separated by commas")
         for row in reader:
             if None in row or None in row.values():
                 where = f"{path}:{reader.line_num}"

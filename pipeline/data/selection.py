@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from pipeline.data.counts import Counts
-from pipeline.data.formats import Record, read_records
+from pipeline.data.formats import COLUMNS, Record, read_records
 from pipeline.data.sources import parse_path, read_rows
 from pipeline.data.tokenization import TokenizationOptions
-from pipeline.errors import InputError
+from pipeline.errors import InputError, nearest
 from pipeline.heartbeat import RowProgress
 
 Stage = Literal["sft", "reward", "ppo", "text"]
@@ -74,7 +74,11 @@ def parse_column_map(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if wrong := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
         raise InputError(f"--column_map {text}: {wrong[0]!r} has no column; write prompt=question,chosen=best")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    columns = {name.strip(): value.strip() for name, _, value in pairs}
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        right = nearest(unknown[0], COLUMNS) or f"; {', '.join(COLUMNS)} are"
+        raise InputError(f"--column_map {text}: no column {unknown[0]!r} is read{right}")
+    return columns
 
 
 def parse_shares(text: str) -> Shares | None:

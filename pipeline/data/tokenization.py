@@ -111,7 +111,7 @@ class _RowMaker:
                 self.counts.add("dropped", f"turns refused by the chat template: {reason}", record.origin)
             except BadRowError as error:
                 num_tokens = error.num_tokens if isinstance(error, TooLongError) else 0
-                self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens)
+                self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens, found=error.found)
             else:
                 yield row
 
@@ -132,7 +132,8 @@ class _RowMaker:
 
     def pair(self, record: Record) -> PairRow:
         if record.chosen is None or record.rejected is None:
-            raise BadRowError("no pair: columns chosen and rejected are needed, with prompt or messages")
+            kind = "no pair: columns chosen and rejected are needed, with prompt or messages"
+            raise BadRowError(kind, ", ".join(map(repr, record.columns)))
         turns = [(*record.messages, Message("assistant", text)) for text in (record.chosen, record.rejected)]
         sides = [self._conversation(record, side, "last") for side in turns]
         chosen, rejected = sides[0].ids, sides[1].ids

@@ -19,7 +19,11 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class BadRowError(ValueError):
-    """A row that cannot be used; the message is the kind that it is counted as."""
+    """A row that cannot be used; the message is the kind that it is counted as, `found` what only this row shows."""
+
+    def __init__(self, kind: str, found: str = "") -> None:
+        super().__init__(kind)
+        self.found = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def parse_turns(value: Any, column: str) -> Turns:
         if not isinstance(text, str):
             raise BadRowError(f"{column} has a turn without text")
         if not isinstance(role, str) or role.lower() not in ROLES:
-            raise BadRowError(f"{column} has a turn whose role is not system, user or assistant")
+            raise BadRowError(f"{column} has a turn whose role is not system, user or assistant", repr(role)[:40])
         turns.append(Message(ROLES[role.lower()], text.strip()))
     return tuple(turns)
 

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import shlex
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -10,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import read_records
 from pipeline.data.readers import Row
+from pipeline.data.selection import parse_column_map
 from pipeline.data.sources import read_rows
 from pipeline.data.turns import Message, is_transcript, parse_transcript, prompt_hash, turns_to_json
 from pipeline.errors import InputError
@@ -200,7 +202,9 @@ def test_column_map_renames_and_leaves_sources_alone_that_need_no_map():
     column_map = {"prompt": "question", "response": "answer"}
     assert one({"question": "q", "answer": "a"}, column_map=column_map).chosen == "a"
     assert one({"prompt": "q", "response": "a"}, column_map=column_map).chosen == "a"
-    with pytest.raises(InputError, match=r"f:1: no column 'question'.*only qestion, answer; did you mean qestion\?"):
+    with pytest.raises(
+        InputError, match=r"f:1: no column 'question'.*only 'qestion', 'answer'; did you mean qestion\?"
+    ):
         read({"qestion": "q", "answer": "a"}, column_map=column_map)
 
 
@@ -208,9 +212,43 @@ def test_unknown_columns_are_named_with_proposals():
     with pytest.raises(InputError) as error:
         read({"promt": "q", "respons": "a"})
     message = str(error.value)
-    assert "columns promt, respons fit no known format" in message
+    assert "columns 'promt', 'respons' fit no known format" in message
     assert "prompt/chosen/rejected" in message
-    assert "--column_map prompt=promt, response=respons" in message
+    assert message.endswith("; nearest: --column_map prompt=promt,response=respons")
+
+
+def test_a_proposed_column_map_can_be_pasted():
+    row = {"Prompt": "q", "the chosen": "a", "Rejected": "b", "margin ": 1}
+    with pytest.raises(InputError) as error:
+        read(row)
+    (word,) = shlex.split(str(error.value).partition("nearest: --column_map ")[2])
+    record = one(row, column_map=parse_column_map(word))
+    assert (record.messages, record.chosen, record.rejected) == ((user("q"),), "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("promt=prompt", "no column 'promt' is read; did you mean prompt?"),
+        ("prompt=a,rejcted=Rejected", "no column 'rejcted' is read; did you mean rejected?"),
+        ("x=y", "no column 'x' is read; answer, chosen, completion, conversations, "),
+    ],
+)
+def test_a_column_map_to_a_column_that_no_layout_has_is_refused(text, hint):
+    with pytest.raises(InputError) as error:
+        parse_column_map(text)
+    assert str(error.value).startswith(f"--column_map {text}: {hint}")
+
+
+def test_the_first_example_of_a_kind_shows_what_was_found():
+    """Kinds stay few whatever the rows hold."""
+    odd = [{"messages": [{"role": role, "content": "x"}]} for role in ("usr", "bott")]
+    _, counts = read(GOOD, *odd, {"prompt ": "q", "chosen": "a", "rejected": "b", "id": None})
+    assert counts.lines() == [
+        "2 dropped: messages has a turn whose role is not system, user or assistant (first: f:2, found 'usr')",
+        "1 dropped: no prompt: chosen is neither a transcript nor a list of messages "
+        "(first: f:4, found 'prompt ', 'chosen', 'rejected')",
+    ]
 
 
 def test_own_split_column():
@@ -270,7 +308,8 @@ def test_own_split_column():
 def test_bad_rows_are_counted_with_their_place(values, kind):
     records, counts = read(GOOD, values, values)
     assert len(records) == 1
-    assert counts.lines() == [f"2 dropped: {kind} (first: f:2)"]
+    (line,) = counts.lines()
+    assert line.startswith(f"2 dropped: {kind} (first: f:2")
 
 
 def test_nothing_left_is_an_error_that_says_why():

@@ -62,6 +62,7 @@ def test_bom_crlf_and_blank_lines_are_tolerated(tmp_path):
         ("a.json", b"[]", "a.json", "no rows"),
         ("a.csv", b"a,b\n1,2\n3\n", ":3", "2 columns"),
         ("a.csv", b"a,b\n1,2,3\n", ":2", "2 columns"),
+        ("a.csv", b"prompt;chosen\nq;a, b\n", ":1", "one column, 'prompt;chosen'; columns are separated by commas"),
         ("a.csv", b"a\n\xff\n", "a.csv", "UTF-8"),
         ("a.parquet", b"PAR1 nonsense", "a.parquet", "broken parquet"),
     ],

@@ -97,7 +97,7 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
     "nested.json": (json.dumps([GOOD]).encode(), "REFUSED", "{name}: row 1: a JSON list"),
     "mixed.json": (json.dumps([*GOOD, None]).encode(), "REFUSED", "{name}: row 7: a JSON NoneType"),
     "twice.json": (ARRAY * 2, "REFUSED", "{name}: broken JSON (Extra data"),
-    "wrapped.json": (json.dumps({"data": GOOD}).encode(), "REFUSED", "{name}:1: columns data fit no known format"),
+    "wrapped.json": (json.dumps({"data": GOOD}).encode(), "REFUSED", "{name}:1: columns 'data' fit no known format"),
     "brackets.json": (b"[" * 100_000, "REFUSED", "{name}: broken JSON"),
     "number-of-5000-digits.json": (b"[" + HUGE_NUMBER + b"]", "REFUSED", "{name}: broken JSON"),
     "empty.json": (b"", "REFUSED", "{name}: no rows"),

@@ -70,7 +70,12 @@ CASES = {
     "text of the ptx loss": ({"ppo": "--unsupervised_data_path ./x.txt"}, "--ppo.unsupervised_data_path: data path"),
     "columns": ({"reward": "--data_path other.jsonl"}, "--reward.data_path: other.jsonl:1: "),
     "a map without a column": ({"reward": "--column_map prompt"}, "--reward.column_map: --column_map prompt: "),
-    "rows without a pair": ({"reward": "--data_path chats.jsonl"}, "--reward.data_path: chats.jsonl: no row that "),
+    "a map to no column": ({"ppo": "--column_map promt=prompt"}, "--ppo.column_map: --column_map promt=prompt: no col"),
+    "rows without a pair": (
+        {"reward": "--data_path chats.jsonl"},
+        "--reward.data_path: chats.jsonl: no row that stage reward can use: 1 dropped: no pair: columns chosen and "
+        "rejected are needed, with prompt or messages (first: chats.jsonl:1, found 'messages')",
+    ),
     "turns": ({"sft": "--data_path odd.jsonl"}, "--sft.data_path: odd.jsonl: no usable row: "),
     "a model": ({"reward": "--model_name_or_path ./bas"}, "--reward.model_name_or_path: ./bas: no such folder"),
     "no model": ({"sft": "--model_name_or_path="}, "--sft.model_name_or_path: no model is named"),
