@@ -113,7 +113,7 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
     "utf16.csv": (TABLE.decode().encode("utf-16"), "REFUSED", "{name}:1: byte 1 is not UTF-8"),
     "latin.csv": (TABLE + b"\xe9,b,c\n", "REFUSED", "{name}:8: byte 1 is not UTF-8"),
     "nul.csv": (TABLE + b"a\0,b,c\n", "COUNTED", "1 dropped: text holds a NUL character (first: {name}:8)"),
-    "no-header.csv": (TABLE.split(b"\n", 1)[1], "REFUSED", "{name}:2: columns Describe the red otter."),
+    "no-header.csv": (TABLE.split(b"\n", 1)[1], "REFUSED", "{name}:2: columns 'Describe the red otter.'"),
     "bom.csv": (b"\xef\xbb\xbf" + TABLE, "TAKEN", "6 to train on"),
     "crlf.csv": (TABLE.replace(b"\n", b"\r\n"), "TAKEN", "6 to train on"),
     "half.parquet": (PARQUET[: len(PARQUET) // 2], "REFUSED", "{name}: broken parquet file"),
@@ -219,10 +219,10 @@ STAGE_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
 # Whole files in a wrong layout: the columns, and the mapping that the line proposes.
 LAYOUTS = {
     "promt,chosen,rejected": "no prompt: chosen is neither",
-    "promt,chosn,rejectd": "nearest: --column_map prompt=promt, chosen=chosn, rejected=rejectd",
+    "promt,chosn,rejectd": "nearest: --column_map prompt=promt,chosen=chosn,rejected=rejectd",
     "query,reply": "name them with --column_map prompt=...",
-    "Prompt,Response": "nearest: --column_map prompt=Prompt, response=Response",
-    "instructon,outputs": "nearest: --column_map instruction=instructon, output=outputs",
+    "Prompt,Response": "nearest: --column_map prompt=Prompt,response=Response",
+    "instructon,outputs": "nearest: --column_map instruction=instructon,output=outputs",
     "mesages": "nearest: --column_map messages=mesages",
     "id,url": "name them with --column_map prompt=...",
 }
@@ -268,15 +268,15 @@ def row_cases() -> Iterator[Case]:
     """A bad row behind good ones is counted; a file of bad rows alone is refused with the same words."""
     for number, (label, (row, kind)) in enumerate(ROWS.items()):
         command, name = STAGES[number % 3], f"{label.replace(' ', '-')}.jsonl"
-        says = f"1 dropped: {kind} (first: {name}:{LAST})"
+        says = f"1 dropped: {kind} (first: {name}:{LAST}"
         yield Case(command, name, lines_of([*GOOD, row]), "COUNTED", says, f"{command}-{label}")
         name = f"all-{name}"
-        says = f"no usable row: 2 dropped: {kind} (first: {name}:1)"
+        says = f"no usable row: 2 dropped: {kind} (first: {name}:1"
         yield Case(STAGES[(number + 1) % 3], name, lines_of([row, row]), "REFUSED", says, f"only-{label}")
     for label, (command, row, kind) in STAGE_ROWS.items():
         name = f"{label.replace(' ', '-')}.jsonl"
         yield Case(
-            command, name, lines_of([*GOOD, row]), "COUNTED", f"1 {kind} (first: {name}:{LAST})", f"{command}-{label}"
+            command, name, lines_of([*GOOD, row]), "COUNTED", f"1 {kind} (first: {name}:{LAST}", f"{command}-{label}"
         )
 
 
