@@ -26,6 +26,8 @@ from pipeline.errors import InputError, nearest
 
 SECTIONS = ("train", "sft", "reward", "ppo")
 COMMAND_LINE = "command line"
+# Hyphens, en and em dash, minus sign and their full-width forms.
+OTHER_DASHES = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]+-*([A-Za-z][\w.-]*(?:=.*)?)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,18 @@ def read_yaml(path: str, section: str) -> tuple[dict[str, Any], list[str]]:
     return {normalise(str(key)): value for key, value in values.items()}, errors
 
 
+def check_dashes(argv: Iterable[str]) -> None:
+    """Raise InputError for words that are flags but for their dashes, which word processors and other keyboards make.
+
+    A value that looks like that is written `--flag=value`, as one that starts with `--`.
+    """
+    meant = {word: match[1] for word in argv if (match := OTHER_DASHES.fullmatch(word))}
+    if meant:
+        raise InputError(
+            "\n".join(f"{word}: {word[0]!r} begins no flag; write --{name}" for word, name in meant.items())
+        )
+
+
 def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield (flag name, its words) in order; words before the first flag have the name "".
 
@@ -171,6 +185,7 @@ def parse(
     if any(word in ("-h", "--help") for word in argv):
         print(help_maker(config_class, prog or section), flush=True)
         raise SystemExit(0)
+    check_dashes(argv)
     names = Names(config_class)
     given, errors, notes = read_command_line(names, argv)
     layers = []

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.configuration.flags import SECTIONS, Resolved, load_yaml, parse, read_yaml, scan
+from pipeline.configuration.flags import SECTIONS, Resolved, check_dashes, load_yaml, parse, read_yaml, scan
 from pipeline.configuration.groups import Group
 from pipeline.configuration.names import Names, normalise
 from pipeline.errors import InputError, nearest
@@ -69,12 +69,13 @@ def make_plan(argv: list[str], kinds: Mapping[int, StageKind], *, prog: str) -> 
     Raises:
         InputError: every wrong flag, of `rlhf train` itself and of the stages, one per line.
     """
+    check_dashes(argv)
     words, overrides = split_overrides(argv, [kind.section for kind in kinds.values()])
     own, common = split_common(words)
     config_file = "".join(dict(scan(own)).get("config", [])[-1:])
     config, errors = train_config(own, config_file, prog)
     chosen = {number: kinds[number] for number in sorted(set(config.step))}
-    problems = [why_not_common(flag[0], chosen) for flag in common]
+    problems = [why_not_common(flag[0], kinds, chosen) for flag in common]
     errors += filter(None, problems)
     shared = [word for flag, problem in zip(common, problems, strict=True) if not problem for word in flag]
     for kind in chosen.values():
@@ -100,8 +101,8 @@ def is_common(name: str, stages: Collection[Names]) -> bool:
     return all(i or (flag and not (several and flag.per_stage)) for i, flag in zip(ignored, flags, strict=True))
 
 
-def why_not_common(word: str, chosen: Mapping[int, StageKind]) -> str:
-    """Return the reason why a flag without a section is not for all stages that run, or ""."""
+def why_not_common(word: str, kinds: Mapping[int, StageKind], chosen: Mapping[int, StageKind]) -> str:
+    """Return the reason why a flag without a section is not for all `chosen` stages, or ""."""
     given = word.partition("=")[0]
     name, stages = normalise(given[2:]), {kind.section: Names(kind.config_class) for kind in chosen.values()}
     if is_common(name, stages.values()):
@@ -109,7 +110,9 @@ def why_not_common(word: str, chosen: Mapping[int, StageKind]) -> str:
     if any(name in names.known for names in stages.values()):
         meanings = {s: names.other_tools.get(name) or [names.known.get(name, "")] for s, names in stages.items()}
         flags = [f"--{section}.{flag}" for section, found in meanings.items() for flag in found if flag]
-        return f"{given}: not one value for all stages that run; give {' or '.join(flags)}"
+        lacking = " and ".join(f"stage {number}" for number, kind in chosen.items() if meanings[kind.section] == [""])
+        reason = f"not a flag of {lacking}" if lacking else "not one value for all stages that run"
+        return f"{given}: {reason}; give {' and '.join(flags)}"
     if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
         return f"{given}: a flag of DeepSpeed-Chat without a counterpart here: {reasons[0]}"
     meant = {s: [names.table[flag] for flag in names.other_tools.get(name, [])] for s, names in stages.items()}
@@ -118,6 +121,9 @@ def why_not_common(word: str, chosen: Mapping[int, StageKind]) -> str:
     right = [f"--{leaf}" for leaf in leaves if is_common(leaf, stages.values())] or right
     if right:
         return f"{given}: unknown flag; here it is {' or '.join(right)}"
+    others = [(number, kind.section, Names(kind.config_class).known) for number, kind in kinds.items()]
+    if right := [f"--{section}.{known[name]}, of stage {number}" for number, section, known in others if name in known]:
+        return f"{given}: no flag of the stages that run; here it is {' or '.join(right)}"
     valid = [f"--{flag}" for names in (Names(TrainConfig), *stages.values()) for flag in names.known]
     return f"{given}: unknown flag{nearest('--' + name, valid)}"
 

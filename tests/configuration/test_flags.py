@@ -90,6 +90,15 @@ def test_values_are_never_changed():
     assert one("--columns=--odd").config.data.columns == "--odd"
 
 
+def test_a_flag_with_other_dashes_is_refused_wherever_it_stands():
+    for dashes in ("\u2014", "\u2013-", "\uff0d\uff0d", "\u2212\u2212"):
+        line = f"{dashes}shuffle=no: {dashes[0]!r} begins no flag; write --shuffle=no"
+        assert errors_of("--paths", "x", f"{dashes}shuffle=no") == errors_of(f"{dashes}shuffle=no") == [line]
+    words = ["\u2014 no, thanks", "\u20145", "a\u2014b", "\u2014"]
+    assert one("--paths", *words).config.data.paths == words
+    assert one("--columns=\u2014odd").config.data.columns == "\u2014odd"
+
+
 def test_scan():
     found = list(scan(["x", "--a-b", "1", "2", "--c=3", "--d"]))
     assert found == [("", ["x"]), ("a_b", ["1", "2"]), ("c", ["3"]), ("d", [])]

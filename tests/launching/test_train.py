@@ -107,13 +107,17 @@ def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert planned("--step", "1", "2", "--max_seq_len", "64")["reward"]["max_seq_len"] == 64
     assert refused("--max_seq_len", "64", "--kl-coef", "1") == [
-        "--max_seq_len: not one value for all stages that run; give --sft.max_seq_len or --reward.max_seq_len",
-        "--kl-coef: not one value for all stages that run; give --ppo.kl_coef",
+        "--max_seq_len: not a flag of stage 3; give --sft.max_seq_len and --reward.max_seq_len",
+        "--kl-coef: not a flag of stage 1 and stage 2; give --ppo.kl_coef",
     ]
-    rates = "--sft.learning_rate or --reward.learning_rate or --ppo.actor_learning_rate or --ppo.critic_learning_rate"
+    assert refused("--step", "1", "--kl_coef", "1") == [
+        "--kl_coef: no flag of the stages that run; here it is --ppo.kl_coef, of stage 3"
+    ]
+    names = ("sft.learning_rate", "reward.learning_rate", "ppo.actor_learning_rate", "ppo.critic_learning_rate")
+    rates = " and ".join(f"--{name}" for name in names)
     assert refused("--learning-rate", "1") == [f"--learning-rate: not one value for all stages that run; give {rates}"]
     assert planned("--step", "3", "--lora-dim", "4")["ppo"]["actor_lora_dim"] == 4
-    folders = "--sft.run_dir or --reward.run_dir or --ppo.run_dir"
+    folders = "--sft.run_dir and --reward.run_dir and --ppo.run_dir"
     assert refused("--run-dir", "x") == [f"--run-dir: not one value for all stages that run; give {folders}"]
 
 
@@ -284,6 +288,7 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         (("--step", "4"), 2, "--step: found '4'"),
         (("--sft.offload",), 2, "sft: --offload: needs ZeRO stage 1, 2 or 3, found stage 0"),
         (("--preset", "x"), 2, "--preset: presets follow --actor-model"),
+        (("--data-path", "x", "\u2014dry-run"), 2, "error: \u2014dry-run: '\u2014' begins no flag; write --dry-run\n"),
         (("--config", "none.yaml"), 2, "none.yaml: cannot read it: No such file"),
         (("1", "2"), 2, "found 3 values (tiny 1 2), wanted one"),
     ],
