@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 from statistics import fmean
 from typing import Any, Literal
 
@@ -13,7 +12,6 @@ from pipeline import dist
 from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
 from pipeline.data.loader import to_device
 from pipeline.engine.engine import TrainingEngine
-from pipeline.errors import EnvironmentFault
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import ChatModel, decode, generate_answers
 from pipeline.models.loading import base_model
@@ -22,8 +20,6 @@ from pipeline.models.tokenizers import eos_ids
 from step1_sft.loss import token_sum_loss
 
 Batch = SFTBatch | Seq2SeqBatch
-# Packages that compute the values of --eval_metric; not among the requirements.
-PACKAGES = {"bleu": "sacrebleu", "rouge": "rouge_score"}
 
 
 def forward_log_probs(model: Any, batch: Batch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,10 +113,3 @@ def compare_texts(metric: str, answers: Sequence[str], references: Sequence[str]
     scorer = RougeScorer(["rougeL"])
     scores = (scorer.score(reference, answer) for answer, reference in zip(answers, references, strict=True))
     return {"eval_rougeL": fmean(score["rougeL"].fmeasure for score in scores)}
-
-
-def check_metric(metric: str) -> None:
-    """Raise EnvironmentFault for an `--eval_metric` whose package is not installed."""
-    package = PACKAGES.get(metric)
-    if package and find_spec(package) is None:
-        raise EnvironmentFault(f"--eval_metric {metric}: needs {package}; pip install rlhf-pipeline[metrics]")

@@ -17,24 +17,23 @@ from pipeline.checkpoints.model_folder import is_saved, save_model, saved_dtype
 from pipeline.data.batching import Seq2SeqBatch, SFTBatch, pack_rows, packed_sft_batch, seq2seq_batch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
-from pipeline.engine.build import compute_dtype, language_model_engine
+from pipeline.engine.build import language_model_engine
 from pipeline.engine.start import start_deepspeed
 from pipeline.errors import InputError
 from pipeline.heartbeat import beat
-from pipeline.models.loading import base_model, check_attention, check_positions, is_encoder_decoder, load_config
-from pipeline.models.lora import check_quantization
-from pipeline.models.packed_attention import check_packing, enable_packed_attention
-from pipeline.models.paths import check_language_model
+from pipeline.models.loading import base_model, is_encoder_decoder
+from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import prepare_tokenizer
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_data
+from pipeline.training.start_models import check_start_models
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step1_sft.config import SFTConfig
-from step1_sft.eval import check_metric, evaluate, evaluate_answers, forward_log_probs
+from step1_sft.eval import evaluate, evaluate_answers, forward_log_probs
 from step1_sft.loss import token_sum_loss
 
 log = logging.getLogger(__name__)
@@ -88,21 +87,10 @@ def train(run: Run, config: SFTConfig) -> None:
 def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
-    check_language_model(config.model.model_name_or_path, "--model_name_or_path")
-    check_attention(config.model.attn_implementation, "--attn_implementation")
-    check_quantization(config.model.quantization, "--quantization")
-    check_metric(config.eval_metric)
+    check_start_models(config.start_models({}))
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
-    check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
-    if config.eval_metric != "loss":
-        longest = data.max_seq_len + config.eval_max_new_tokens
-        check_positions(config.model.model_name_or_path, longest, "--max_seq_len + --eval_max_new_tokens")
-    if data.packing:
-        check_packing(config.model.model_name_or_path, "--packing")
     seq2seq = is_encoder_decoder(config.model.model_name_or_path)
-    if seq2seq:
-        check_seq2seq(config, compute_dtype(run))
     # The turns before the last one are the encoder's input.
     rows = prepare_data("sft", data, tokenizer=tokenizer, **({"train_turns": "last"} if seq2seq else {}))
     if seq2seq:
@@ -115,18 +103,6 @@ def build(run: Run, config: SFTConfig) -> SFT:
         kind = "by the variable-length flash kernel" if able else "under dense masks"
         log.info("packed rows: attention %s", kind)
     return assemble(run, config, tokenizer=tokenizer, data=rows, engine=engine, collate=collate, units=units)
-
-
-def check_seq2seq(config: SFTConfig, dtype: str) -> None:
-    """Raise InputError, one line for each, for flags that an encoder-decoder model cannot follow."""
-    kind = load_config(config.model.model_name_or_path).model_type
-    refused = (
-        (config.data.packing, "--packing", "an encoder reads one row at a time; leave it out"),
-        (config.data.train_on_prompt, "--train_on_prompt", "the prompt is the encoder's input; leave it out"),
-        (dtype == "fp16" and kind.endswith("t5"), "--dtype fp16", f"{kind} overflows in fp16; give bf16 or fp32"),
-    )
-    if lines := [f"{flag}: {reason}" for given, flag, reason in refused if given]:
-        raise InputError("\n".join(lines))
 
 
 def check_sources(data: StageData) -> None:

@@ -15,14 +15,13 @@ from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_d
 from pipeline.engine.build import value_model_engine
 from pipeline.engine.start import start_deepspeed
 from pipeline.heartbeat import beat
-from pipeline.models.loading import check_attention, check_decoder, check_positions
-from pipeline.models.lora import check_quantization
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import prepare_tokenizer
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_data
+from pipeline.training.start_models import check_start_models
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
@@ -83,12 +82,9 @@ def train(run: Run, config: RewardConfig) -> None:
 def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
-    check_attention(config.model.attn_implementation, "--attn_implementation")
-    check_quantization(config.model.quantization, "--quantization")
+    check_start_models(config.start_models({}))
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
-    check_decoder(config.model.model_name_or_path, "--model_name_or_path")
-    check_positions(config.model.model_name_or_path, data.max_seq_len, "--max_seq_len")
     pairs = prepare_data("reward", data, tokenizer=tokenizer)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
     engine = value_model_engine(run, config.model, new_head=True)

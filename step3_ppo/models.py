@@ -9,24 +9,15 @@ from typing import Any
 from pipeline.data.templates import set_template
 from pipeline.engine.build import frozen_engine, language_model_engine, value_model_engine
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.errors import InputError
 from pipeline.generation.options import GenerationOptions
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import (
-    adapter_base,
-    base_model,
-    check_attention,
-    check_decoder,
-    check_model,
-    load_causal_lm,
-    load_config,
-)
-from pipeline.models.lora import check_quantization, keep_start_adapter, start_model
+from pipeline.models.loading import adapter_base, base_model, load_causal_lm, load_config
+from pipeline.models.lora import keep_start_adapter, start_model
 from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
-from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.models.reward_model import load_reward_model, score_constants
 from pipeline.models.tokenizers import load_tokenizer, prepare_tokenizer
 from pipeline.run.run import Run
+from pipeline.training.start_models import check_start_models, same_tokens
 from step3_ppo.config import PPOConfig
 
 log = logging.getLogger(__name__)
@@ -86,11 +77,6 @@ class Models:
                 yield self.critic
 
 
-def same_tokens(first: Any, second: Any) -> bool:
-    """Tell whether two tokenizers map text to the same ids."""
-    return first.get_vocab() == second.get_vocab()
-
-
 @dataclass(frozen=True, slots=True)
 class Tokenizers:
     """The actor's and critic's, and the reward model's where that is another one, else None."""
@@ -105,17 +91,10 @@ def make_tokenizers(config: PPOConfig) -> Tokenizers:
     Raises:
         InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
     """
-    for check in (check_language_model, check_model, check_decoder):
-        check(config.actor.model_name_or_path, "--actor_model_name_or_path")
-    reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
-    for name, path in (("critic", config.critic.model_name_or_path), ("reward", reward_path)):
-        check_reward_model(path, f"--{name}_model_name_or_path")
-        check_model(path, f"--{name}_model_name_or_path")
-    for name, model in (("actor", config.actor), ("critic", config.critic)):
-        check_attention(model.attn_implementation, f"--{name}_attn_implementation")
-        check_quantization(model.quantization, f"--{name}_quantization")
+    check_start_models(config.start_models({}))
     tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
-    return Tokenizers(tokenizer, check_inputs(config, tokenizer, reward_path))
+    reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
+    return Tokenizers(tokenizer, separate_tokenizer(reward_path, tokenizer, config.data.template))
 
 
 def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
@@ -142,24 +121,11 @@ def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
     return models
 
 
-def check_inputs(config: PPOConfig, tokenizer: Any, reward_path: str) -> Any:
-    """The reward model's own tokenizer where it differs from the actor's, else None; refuse what cannot work."""
-    if not same_tokens(tokenizer, load_tokenizer(config.critic.model_name_or_path)):
-        raise InputError(
-            f"--critic_model_name_or_path {config.critic.model_name_or_path}: its tokenizer is not that of "
-            f"{config.actor.model_name_or_path}; a critic reads the actor's tokens. Start the critic from a model of "
-            "the actor's family and give this one as --reward_model_name_or_path"
-        )
-    longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
-    for flag, path in (("actor", config.actor.model_name_or_path), ("critic", config.critic.model_name_or_path)):
-        limit = getattr(load_config(path), "max_position_embeddings", None)
-        if limit is not None and longest > limit:
-            raise InputError(
-                f"--max_prompt_seq_len + --max_answer_seq_len = {longest}: the {flag} {path} has {limit} positions"
-            )
+def separate_tokenizer(reward_path: str, tokenizer: Any, template: str) -> Any:
+    """Return the reward model's own tokenizer where it differs from the actor's `tokenizer`, else None."""
     reward_tokenizer = load_tokenizer(reward_path)
     if reward_tokenizer.chat_template is None:
-        set_template(reward_tokenizer, config.data.template)
+        set_template(reward_tokenizer, template)
     same = same_tokens(tokenizer, reward_tokenizer) and tokenizer.chat_template == reward_tokenizer.chat_template
     if not same:
         log.info("the reward model reads responses from text: its tokenizer or its template is not the actor's")

@@ -5,15 +5,15 @@ stage calls it too. Which folders may be written is checked in `pipeline/run/out
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.resume_rules import values_by_rule
+from pipeline.configuration.flag_table import flag_table
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.selection import DataOptions, Stage, options_of
@@ -25,35 +25,44 @@ from pipeline.hub import is_reachable
 from pipeline.run.layout import model_folders, run_folder
 
 T = TypeVar("T")
-REWARD_FLAG = "reward_model_name_or_path"
 SAVED_BYTES = 2  # of a weight in a model folder, at least
 STATE_BYTES = 12  # of a trained weight in a checkpoint: the weight and AdamW's moments in fp32
 
 
 @dataclass(slots=True)
 class Findings:
-    """The problems of a run that has not started, and what was not looked at."""
+    """The problems of a run that has not started, and what was not looked at.
+
+    dashes, flags: how the user types the flags of the stage that is looked at (`--sft.`), and their names.
+    """
 
     dry_run: bool
+    dashes: str = "--"
+    flags: frozenset[str] = frozenset()
     errors: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def look(self, name: str, work: Callable[[], T]) -> T | None:
-        """Return the result of `work`, or None after writing down its error under `name`, a flag."""
+    def look(self, flag: str, work: Callable[[], T]) -> T | None:
+        """Return the result of `work`, or None after writing down its error under `flag`."""
         try:
             return work()
         except InputError as error:
-            self.errors += [line if line.startswith(name) else f"{name}: {line}" for line in str(error).splitlines()]
+            self.errors += [self.as_typed(flag, line) for line in str(error).splitlines()]
         except EnvironmentFault as error:
-            self.faults += [f"{name}: {line}" for line in str(error).splitlines()]
+            self.faults += [self.as_typed(flag, line) for line in str(error).splitlines()]
         return None
 
-    def is_out_of_reach(self, name: str, hub_id: str, *, rows: bool = False) -> bool:
+    def as_typed(self, flag: str, line: str) -> str:
+        """Return an error line that begins with a flag, with the stage's flags as the user types them."""
+        line = line if line.startswith("--") else f"{flag}: {line}"
+        return re.sub(r"--(\w+)", lambda m: self.dashes + m[1] if m[1] in self.flags else m[0], line)
+
+    def is_out_of_reach(self, flag: str, hub_id: str, *, rows: bool = False) -> bool:
         """Return True, with a note, for a hub id that a dry run does not look at."""
         if self.dry_run and (rows or not is_reachable()):
             reason = "a dry run downloads no rows" if is_reachable() else "no network"
-            self.notes.append(f"{name} {hub_id}: not looked at: {reason}")
+            self.notes.append(self.as_typed(flag, f"{flag} {hub_id}: not looked at: {reason}"))
             return True
         return False
 
@@ -63,7 +72,7 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
 
     Args:
         stages: section -> configuration of the stages to run, in order. A model that one of them makes is not looked
-            at, and the model that it starts from stands for it.
+            at; settings are checked against the model that it starts from.
         named_by_section: call flags `--sft.data_path`, as the user of `rlhf train` types them.
 
     Raises:
@@ -72,14 +81,12 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
     findings, made = Findings(dry_run), dict[str, str]()
     needed: dict[int, tuple[Path, int]] = {}  # of each disk: a folder on it, and the bytes of outputs
     for section, config in stages.items():
-        dashes = f"--{section}." if named_by_section else "--"
-        start = look_at_models(findings, config, section, dashes, made)
-        for name, value in flat_items(config):
-            if value == "nf4":
-                findings.look(f"{dashes}{name}", partial(quantization, value))
-        tokenizer = look_at_tokenizer(findings, config, dashes, start)
-        for stage, options in findings.look(f"{dashes}column_map", partial(data_of, config, section)) or ():
-            look_at_rows(findings, stage, options, dashes, tokenizer)
+        findings.dashes = f"--{section}." if named_by_section else "--"
+        findings.flags = frozenset(flag_table(type(config)))
+        start = look_at_models(findings, config.start_models(made), made)
+        tokenizer = look_at_tokenizer(findings, config, start)
+        for stage, options in findings.look("--column_map", partial(data_of, config, section)) or ():
+            look_at_rows(findings, stage, options, tokenizer)
         made |= {str(folder): start for folder in model_folders(config, section)[:1]}
         for folder, size in output_bytes(config, section, made):
             disk = os.stat(existing(folder)).st_dev
@@ -97,57 +104,37 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
     return list(dict.fromkeys(findings.notes))
 
 
-def look_at_models(findings: Findings, config: Any, section: str, dashes: str, made: Mapping[str, str]) -> str:
-    """Check the files of a stage's start models; return the path whose tokenizer reads its data, "" if unusable."""
-    tokenizer_path = ""
-    for number, (name, path) in enumerate(values_by_rule(config, "model").items()):
-        usable = made.get(path, "")
-        # Without its flag, the reward model is the folder that the critic starts from.
-        if path not in made and (path or name != REWARD_FLAG):
-            is_policy = number == 0 and section != "reward"
-            flag = f"{dashes}{name}"
-            usable = findings.look(flag, partial(model, findings, flag, path, is_policy)) or ""
-        if usable and section != "sft":
-            findings.look(f"{dashes}{name}", partial(decoder, usable, f"{dashes}{name}"))
-        tokenizer_path = usable if number == 0 else tokenizer_path
-    return tokenizer_path
+def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str, str]) -> str:
+    """Make the checks of a stage's `StartModel`s; return the path whose tokenizer reads its data, "" if unusable."""
+    usable: list[str] = []  # paths of models whose configuration can be read, "" for the others
+    for model in models:
+        for check in model.packages:
+            findings.look(model.flag, check)
+        found = made.get(model.path)
+        if found is None:
+            found = findings.look(model.flag, partial(model_path, findings, model))
+        usable.append(found or "")
+        for check in model.fits if all(usable) else ():
+            findings.look(model.flag, check)
+    return usable[0]
 
 
-def model(findings: Findings, flag: str, path: str, is_policy: bool) -> str:
-    """Return `path` if its files are a model, "" for a hub id out of reach. Raises InputError, EnvironmentFault."""
-    from pipeline.models.paths import check_language_model, check_model_path
-
-    check = check_language_model if is_policy else check_model_path
-    check(path, flag)
-    if not Path(path).expanduser().is_dir() and findings.is_out_of_reach(flag, path):
+def model_path(findings: Findings, model: Any) -> str:
+    """Return the path of a start model, "" for a hub id out of reach. Raises InputError, EnvironmentFault."""
+    model.check_kind(model.path, model.flag)
+    if not Path(model.path).expanduser().is_dir() and findings.is_out_of_reach(model.flag, model.path):
         return ""
-    from pipeline.models.loading import check_model
-
-    check_model(path, flag)
-    return path
+    model.check_files()
+    return str(model.path)
 
 
-def decoder(path: str, flag: str) -> None:
-    """Raise InputError for an encoder-decoder model: stages 2 and 3 have none."""
-    from pipeline.models.loading import check_decoder
-
-    check_decoder(path, flag)
-
-
-def quantization(kind: str) -> None:
-    """Raise EnvironmentFault for a quantisation whose package is not installed."""
-    from pipeline.models.lora import check_quantization
-
-    check_quantization(kind)
-
-
-def look_at_tokenizer(findings: Findings, config: Any, dashes: str, path: str) -> Any:
+def look_at_tokenizer(findings: Findings, config: Any, path: str) -> Any:
     """Return the tokenizer of a stage with its chat template; None where there is no usable model."""
     if not path:
         return None
     from pipeline.models.tokenizers import prepare_tokenizer
 
-    return findings.look(f"{dashes}template", partial(prepare_tokenizer, path, config.data.template))
+    return findings.look("--template", partial(prepare_tokenizer, path, config.data.template))
 
 
 def data_of(config: Any, section: str) -> list[tuple[Stage, DataOptions]]:
@@ -159,7 +146,7 @@ def data_of(config: Any, section: str) -> list[tuple[Stage, DataOptions]]:
     return data
 
 
-def look_at_rows(findings: Findings, stage: Stage, options: DataOptions, dashes: str, tokenizer: Any) -> None:
+def look_at_rows(findings: Findings, stage: Stage, options: DataOptions, tokenizer: Any) -> None:
     """Render and tokenise one row of each source; without a tokenizer only read it."""
     data_flag = "unsupervised_data_path" if stage == "text" else "data_path"
     for name, texts in (
@@ -167,7 +154,7 @@ def look_at_rows(findings: Findings, stage: Stage, options: DataOptions, dashes:
         ("eval_data_path", options.eval_data_path),
         ("sft_only_data_path", options.sft_only_data_path),
     ):
-        flag = f"{dashes}{name}"
+        flag = f"--{name}"
         for text in texts:
             path, _ = findings.look(flag, partial(parse_path, text)) or ("", 1.0)
             if path and (is_local(path) or not findings.is_out_of_reach(flag, path, rows=True)):

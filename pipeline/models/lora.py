@@ -22,7 +22,7 @@ from pipeline.kernels.int8_linear import Int8Linear
 START = "start"  # name of the frozen adapter that training began with, where that was not a zero one
 
 
-def linear_names(model: Any, pattern: str) -> list[str]:
+def linear_names(model: Any, pattern: str, *, flag: str = "--lora_module_name") -> list[str]:
     """Return the names of linear layers that contain `pattern` (all-linear: all of them), never the head.
 
     Raises:
@@ -37,7 +37,7 @@ def linear_names(model: Any, pattern: str) -> list[str]:
     chosen = [name for name in linear if pattern == "all-linear" or pattern in name]
     if not chosen:
         examples = ", ".join(list(linear)[:3])
-        raise InputError(f"--lora_module_name {pattern}: matches no linear layer; the model has {examples}, ...")
+        raise InputError(f"{flag} {pattern}: matches no linear layer; the model has {examples}, ...")
     return chosen
 
 

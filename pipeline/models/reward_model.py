@@ -111,20 +111,8 @@ def load_reward_model(
     """
     if not new_head:
         check_reward_model(path)
-    loaded = load_config(path)  # also of a hub id
-    if type(loaded) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise InputError(
-            f"{path}: transformers has no sequence classification class for {loaded.model_type}, which a reward model "
-            "needs; take another"
-        )
-    config = loaded.to_dict()
-    if not new_head or any("SequenceClassification" in name for name in config["architectures"] or []):
-        check_reward_config(config, path)
+    check_head(path, new_head=new_head, quantization=quantization)
     base = adapter_base(path)
-    if new_head and base is not None and quantization != "none":
-        raise InputError(
-            f"{path}: a new head needs a whole model under {quantization}; rlhf merge {path} FOLDER makes it"
-        )
     lacks_head = new_head or base is not None  # an adapter brings its head
     model = load_pretrained(
         AutoModelForSequenceClassification,
@@ -147,6 +135,27 @@ def load_reward_model(
         model.source_config = load_config(path)
         model = with_adapter(model, path, merged=merged and quantization == "none")
     return TokenValueModel(model)
+
+
+def check_head(path: str, *, new_head: bool = False, quantization: str = "none") -> None:
+    """Raise InputError if the model at `path` has no score head, or can get none; reads only configurations.
+
+    Args:
+        new_head, quantization: as for `load_reward_model`.
+    """
+    loaded = load_config(path)  # also of a hub id
+    if type(loaded) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise InputError(
+            f"{path}: transformers has no sequence classification class for {loaded.model_type}, which a reward model "
+            "needs; take another"
+        )
+    config = loaded.to_dict()
+    if not new_head or any("SequenceClassification" in name for name in config["architectures"] or []):
+        check_reward_config(config, path)
+    if new_head and adapter_base(path) is not None and quantization != "none":
+        raise InputError(
+            f"{path}: a new head needs a whole model under {quantization}; rlhf merge {path} FOLDER makes it"
+        )
 
 
 def initialise_head(head: Any, *, seed: int) -> None:

@@ -133,10 +133,6 @@ def stopped_at_the_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def models_without_weights(run: Any, config: Any, *others: Any) -> Any:
     """What step 3 has to know before its rows: the checks of its models, and the actor's tokenizer."""
-    from pipeline.models.tokenizers import prepare_tokenizer
-    from step3_ppo.models import check_inputs
+    from step3_ppo.models import make_tokenizers
 
-    tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
-    reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
-    check_inputs(config, tokenizer, reward_path)
-    return SimpleNamespace(tokenizer=tokenizer)
+    return SimpleNamespace(tokenizer=make_tokenizers(config).actor)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_stub import ROOT
-from support.tiny_run import make_folder, write_lines
+from support.tiny_run import make_folder, make_tokenizer, save_base, write_lines
 
 from pipeline import hub
 from pipeline.configuration.flags import parse
@@ -27,6 +27,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
     write_lines(folder / "chats.jsonl", [{"messages": turns}])
     write_lines(folder / "other.jsonl", [{"ask": "Who?", "reply": "Me."}])
+    save_base(folder / "stranger", make_tokenizer(["Other words, and so other pairs of letters."]))
     write_lines(folder / "odd.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}])
     return folder
 
@@ -41,10 +42,10 @@ def no_network(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
 def configs(**changed: str) -> dict[str, object]:
     """The three stages of a plan, chained as `train.py` does it; `changed`: further words of a stage."""
     words = {
-        "sft": "--model_name_or_path base --data_path train.jsonl --output_dir out/sft",
-        "reward": "--model_name_or_path base --data_path train.jsonl --output_dir out/reward",
+        "sft": "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96",
+        "reward": "--model_name_or_path base --data_path train.jsonl --output_dir out/reward --max_seq_len 96",
         "ppo": "--actor_model_name_or_path out/sft --critic_model_name_or_path out/reward --data_path train.jsonl "
-        "--output_dir out",
+        "--output_dir out --max_prompt_seq_len 64 --max_answer_seq_len 32",
     }
     return {
         stage: parse(CLASSES[stage], f"{line} {changed.get(stage, '')}".split(), section=stage).config
@@ -69,8 +70,8 @@ CASES = {
     "evaluation data": ({"sft": "--eval_data_path ./gone.jsonl"}, "--sft.eval_data_path: data path './gone.jsonl'"),
     "text of the ptx loss": ({"ppo": "--unsupervised_data_path ./x.txt"}, "--ppo.unsupervised_data_path: data path"),
     "columns": ({"reward": "--data_path other.jsonl"}, "--reward.data_path: other.jsonl:1: "),
-    "a map without a column": ({"reward": "--column_map prompt"}, "--reward.column_map: --column_map prompt: "),
-    "a map to no column": ({"ppo": "--column_map promt=prompt"}, "--ppo.column_map: --column_map promt=prompt: no col"),
+    "a map without a column": ({"reward": "--column_map prompt"}, "--reward.column_map prompt: "),
+    "a map to no column": ({"ppo": "--column_map promt=prompt"}, "--ppo.column_map promt=prompt: no col"),
     "rows without a pair": (
         {"reward": "--data_path chats.jsonl"},
         "--reward.data_path: chats.jsonl: no row that stage reward can use: 1 dropped: no pair: columns chosen and "
@@ -81,6 +82,18 @@ CASES = {
     "no model": ({"sft": "--model_name_or_path="}, "--sft.model_name_or_path: no model is named"),
     "a reward model as start": ({"sft": "--model_name_or_path scorer"}, "--sft.model_name_or_path: scorer is a reward"),
     "the reward model": ({"ppo": "--reward_model_name_or_path ./x"}, "--ppo.reward_model_name_or_path: ./x: no such"),
+    "positions": ({"sft": "--max_seq_len 1000"}, "--sft.max_seq_len 1000: the model base has 128 positions"),
+    "positions of the last": ({"ppo": "--max_prompt_seq_len 100"}, "--ppo.max_prompt_seq_len + --ppo.max_answer_seq_"),
+    "layers": ({"reward": "--lora_dim 8 --lora_module_name foo"}, "--reward.lora_module_name foo: matches no linear"),
+    "an actor's layers": (
+        {"ppo": "--actor_lora_dim 8 --actor_lora_module_name foo"}, "--ppo.actor_lora_module_name foo: matches"
+    ),
+    "a critic's tokenizer": (
+        {"reward": "--model_name_or_path stranger"}, "--ppo.critic_model_name_or_path stranger: its tokenizer is not"
+    ),
+    "a critic without a head": (
+        {"ppo": "--critic_model_name_or_path base"}, "--ppo.critic_model_name_or_path: base: ['OPTForCausalLM'] has no "
+    ),
     "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),
 }  # fmt: skip
 
@@ -144,7 +157,8 @@ def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(inp
 def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_path, more):
     """In the process of its own, without the demo's model and data."""
     words = ("--actor-model", inputs / "base", "--reward-model", "tiny", "--sft.data_path", inputs / "train.jsonl")
-    command = [sys.executable, ROOT / "train.py", *words, "--ppo.data_path", "./gone.jsonl", *more]
+    lengths = ("--sft.max_seq_len", "96", "--ppo.max_prompt_seq_len", "64", "--ppo.max_answer_seq_len", "32")
+    command = [sys.executable, ROOT / "train.py", *words, *lengths, "--ppo.data_path", "./gone.jsonl", *more]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     *lines, note = done.stderr.splitlines()
     assert done.returncode == 2 and [line.split(":")[1].strip() for line in lines] == [
@@ -157,4 +171,4 @@ def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_pat
 def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (line,) = problems(EnvironmentFault, ppo="--actor_quantization nf4 --actor_lora_dim 2")
-    assert line.startswith("--ppo.actor_quantization: nf4: pip install bitsandbytes")
+    assert line.startswith("--ppo.actor_quantization nf4: pip install bitsandbytes")

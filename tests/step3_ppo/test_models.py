@@ -50,5 +50,5 @@ def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
 def test_lengths_beyond_the_positions_are_refused(world, trained_folders, tmp_path):
     config = ppo_config(trained_folders)
     config = config.replace(data=config.data.replace(max_prompt_seq_len=60).model_dump())
-    with pytest.raises(InputError, match="= 68: the actor .* has 64 positions"):
+    with pytest.raises(InputError, match="max_answer_seq_len 68: the model .* has 64 positions"):
         make_models(make_run(world, tmp_path, config), config, make_tokenizers(config))

@@ -15,7 +15,7 @@ from pipeline.models.tokenizers import load_tokenizer
 from step1_sft import training
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
-from step3_ppo.models import check_inputs
+from step3_ppo.models import separate_tokenizer
 
 
 def test_a_step_without_a_trained_token_is_an_error():
@@ -63,11 +63,4 @@ def test_a_reward_model_with_another_template_reads_text(tiny_folders, tmp_path,
     reward = load_tokenizer(tiny_folders["opt-reward"])
     reward.chat_template = "{{ messages[0].content }}{{ eos_token }}" if template == "x" else template
     reward.save_pretrained(tmp_path)
-    base = PPOConfig()
-    config = base.replace(
-        actor=base.actor.replace(model_name_or_path=tiny_folders["opt"]).model_dump(),
-        critic=base.critic.replace(model_name_or_path=tiny_folders["opt-reward"]).model_dump(),
-        data=base.data.replace(max_prompt_seq_len=8).model_dump(),
-        sampling=base.sampling.replace(max_answer_seq_len=8).model_dump(),
-    )
-    assert (check_inputs(config, actor, str(tmp_path)) is not None) == is_apart
+    assert (separate_tokenizer(str(tmp_path), actor, "auto") is not None) == is_apart

@@ -149,7 +149,7 @@ def test_an_overwrite_that_is_refused_leaves_the_finished_run(trained: Trained) 
     before = files_of(trained.output())
     command = [*words(trained.folder, "out1", 1, max_prompt_seq_len=500), "--overwrite"]
     over = run_command("step3_ppo", command, folder=trained.folder)
-    assert over.code == 2 and "--max_prompt_seq_len + --max_answer_seq_len = 5" in over.stderr
+    assert over.code == 2 and "--max_prompt_seq_len + --max_answer_seq_len 5" in over.stderr
     assert trained.run() / "samples.jsonl" in before and files_of(trained.output()) == before
 
 

@@ -1,0 +1,82 @@
+"""The models that a stage starts from, with every check that takes config.json, tokenizers and headers of weights only.
+
+A stage makes the checks before it reads data. The dry run and `rlhf train` make the same ones for all stages of a
+command, with the model that an earlier stage starts from in the place of the one that it will make.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from pipeline.configuration.groups import ModelConfig
+from pipeline.errors import InputError
+from pipeline.models.loading import adapter_base, check_attention, check_model, is_encoder_decoder, load_config
+from pipeline.models.lora import check_quantization, linear_names
+from pipeline.models.tokenizers import load_tokenizer
+
+Check = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class StartModel:
+    """A model that a stage starts from, and its checks, which raise InputError or EnvironmentFault.
+
+    flag, path: how the user names it.
+    check_kind: takes (path, flag) of an existing folder or a hub id: the model is of the kind that the stage needs.
+    packages: checks that need no model.
+    fits: checks of the settings against the model; they may read the models before it too.
+    """
+
+    flag: str
+    path: str
+    check_kind: Callable[[str, str], None]
+    packages: Sequence[Check] = ()
+    fits: Sequence[Check] = ()
+
+    def check_files(self) -> None:
+        """Raise InputError if the files at `path` are no model of the right kind."""
+        self.check_kind(self.path, self.flag)
+        check_model(self.path, self.flag)
+
+
+def check_start_models(models: Sequence[StartModel]) -> None:
+    """Make all checks of a stage's start models. Raises the first InputError or EnvironmentFault."""
+    for model in models:
+        model.check_files()
+        for check in (*model.packages, *model.fits):
+            check()
+
+
+def package_checks(settings: ModelConfig, prefix: str = "") -> list[Check]:
+    """Return the checks of packages that a trained model needs; `prefix` is that of its flags (actor_)."""
+    return [
+        partial(check_attention, settings.attn_implementation, f"--{prefix}attn_implementation"),
+        partial(check_quantization, settings.quantization, f"--{prefix}quantization"),
+    ]
+
+
+def check_lora(path: str, settings: ModelConfig, prefix: str = "") -> None:
+    """Raise InputError if LoRA's pattern matches no layer of the model at `path`, which is built without memory."""
+    goes_on = settings.quantization != "none" and adapter_base(path) is not None
+    if settings.lora_dim and not goes_on:
+        auto_class = AutoModelForSeq2SeqLM if is_encoder_decoder(path) else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = auto_class.from_config(load_config(path))
+        linear_names(model, settings.lora_module_name, flag=f"--{prefix}lora_module_name")
+
+
+def same_tokens(first: object, second: object) -> bool:
+    """Tell whether two tokenizers map text to the same ids."""
+    return first.get_vocab() == second.get_vocab()  # type: ignore[attr-defined]
+
+
+def check_critic_tokens(path: str, actor: str, flag: str) -> None:
+    """Raise InputError if the tokenizer of the critic at `path` is not that of the model at `actor`."""
+    if path != actor and not same_tokens(load_tokenizer(path), load_tokenizer(actor)):
+        raise InputError(
+            f"{flag} {path}: its tokenizer is not that of {actor}; a critic reads the actor's tokens. Start the critic "
+            "from a model of the actor's family and give this one as --reward_model_name_or_path"
+        )

@@ -1,0 +1,51 @@
+"""Checks of stage 1 before any row or weight is read: its start model, the flags that have to fit it, packages."""
+
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.models.loading import check_positions, is_encoder_decoder, load_config
+from pipeline.models.packed_attention import check_packing
+from pipeline.models.paths import check_language_model
+from pipeline.training.start_models import Check, StartModel, check_lora, package_checks
+from step1_sft.config import SFTConfig
+
+# Packages that compute the values of --eval_metric; not among the requirements.
+PACKAGES = {"bleu": "sacrebleu", "rouge": "rouge_score"}
+
+
+def start_models(config: SFTConfig, made: Mapping[str, str]) -> list[StartModel]:
+    """Return the start model with its checks; `made`: folder of an earlier stage's output -> what that starts from."""
+    data, path = config.data, config.model.model_name_or_path
+    start = made.get(path, path)
+    fits: list[Check] = [partial(check_positions, start, data.max_seq_len, "--max_seq_len")]
+    if config.eval_metric != "loss":
+        longest = data.max_seq_len + config.eval_max_new_tokens
+        fits.append(partial(check_positions, start, longest, "--max_seq_len + --eval_max_new_tokens"))
+    if data.packing:
+        fits.append(partial(check_packing, start, "--packing"))
+    fits += [partial(check_seq2seq, config, start), partial(check_lora, start, config.model)]
+    packages: list[Check] = [*package_checks(config.model), partial(check_metric, config.eval_metric)]
+    return [StartModel("--model_name_or_path", path, check_language_model, packages, fits)]
+
+
+def check_seq2seq(config: SFTConfig, path: str) -> None:
+    """Raise InputError, one line for each, for flags that an encoder-decoder model at `path` cannot follow."""
+    if not is_encoder_decoder(path):
+        return
+    kind, fp16 = load_config(path).model_type, config.deepspeed.dtype == "fp16"
+    refused = (
+        (config.data.packing, "--packing", "an encoder reads one row at a time; leave it out"),
+        (config.data.train_on_prompt, "--train_on_prompt", "the prompt is the encoder's input; leave it out"),
+        (fp16 and kind.endswith("t5"), "--dtype fp16", f"{kind} overflows in fp16; give bf16 or fp32"),
+    )
+    if lines := [f"{flag}: {reason}" for given, flag, reason in refused if given]:
+        raise InputError("\n".join(lines))
+
+
+def check_metric(metric: str) -> None:
+    """Raise EnvironmentFault for an `--eval_metric` whose package is not installed."""
+    package = PACKAGES.get(metric)
+    if package and find_spec(package) is None:
+        raise EnvironmentFault(f"--eval_metric {metric}: needs {package}; pip install rlhf-pipeline[metrics]")

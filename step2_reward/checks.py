@@ -1,0 +1,23 @@
+"""Checks of stage 2 before any row or weight is read: its start model, and the flags that have to fit it."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from pipeline.models.loading import check_decoder, check_positions
+from pipeline.models.paths import check_model_path
+from pipeline.models.reward_model import check_head
+from pipeline.training.start_models import StartModel, check_lora, package_checks
+from step2_reward.config import RewardConfig
+
+
+def start_models(config: RewardConfig, made: Mapping[str, str]) -> list[StartModel]:
+    """Return the start model with its checks; `made`: folder of an earlier stage's output -> what that starts from."""
+    flag, path = "--model_name_or_path", config.model.model_name_or_path
+    start = made.get(path, path)
+    fits = [
+        partial(check_decoder, start, flag),
+        partial(check_positions, start, config.data.max_seq_len, "--max_seq_len"),
+        partial(check_head, start, new_head=True, quantization=config.model.quantization),
+        partial(check_lora, start, config.model),
+    ]
+    return [StartModel(flag, path, check_model_path, package_checks(config.model), fits)]

@@ -1,0 +1,40 @@
+"""Checks of stage 3 before any row or weight is read: its start models, and the flags that have to fit them."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from pipeline.models.loading import check_decoder, check_positions
+from pipeline.models.paths import check_language_model, check_reward_model
+from pipeline.models.reward_model import check_head
+from pipeline.training.start_models import Check, StartModel, check_critic_tokens, check_lora, package_checks
+from step3_ppo.config import PPOConfig
+
+
+def start_models(config: PPOConfig, made: Mapping[str, str]) -> list[StartModel]:
+    """Return actor, critic and reward model (if it has a flag of its own) with their checks.
+
+    Args:
+        made: folder of an earlier stage's output -> the model which that stage starts from.
+    """
+    longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
+    actor_path = config.actor.model_name_or_path
+    actor, models = made.get(actor_path, actor_path), []
+    for role, settings in (("actor", config.actor), ("critic", config.critic)):
+        flag, path = f"--{role}_model_name_or_path", settings.model_name_or_path
+        start = made.get(path, path)
+        fits: list[Check] = [
+            partial(check_decoder, start, flag),
+            partial(check_positions, start, longest, "--max_prompt_seq_len + --max_answer_seq_len"),
+            partial(check_lora, start, settings, f"{role}_"),
+        ]
+        if role == "critic":
+            fits.insert(0, partial(check_critic_tokens, start, actor, flag))
+            fits += [] if path in made else [partial(check_head, path)]
+        kind = check_language_model if role == "actor" else check_reward_model
+        models.append(StartModel(flag, path, kind, package_checks(settings, f"{role}_"), fits))
+    if path := config.reward_model_name_or_path:
+        flag = "--reward_model_name_or_path"
+        fits = [partial(check_decoder, made.get(path, path), flag)]
+        fits += [] if path in made else [partial(check_head, path)]
+        models.append(StartModel(flag, path, check_reward_model, fits=fits))
+    return models
