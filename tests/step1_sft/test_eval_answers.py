@@ -13,7 +13,7 @@ from support.tiny_run import make_folder, read_metrics
 from support.tiny_t5 import make_t5_folder
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from step1_sft import eval as sft_eval
+from step1_sft import checks
 from step1_sft.eval import compare_texts
 from step1_sft.main import main
 
@@ -120,7 +120,7 @@ def test_a_toy_translation_is_learned(tmp_path: Path) -> None:
 def test_the_package_of_a_metric_is_looked_for_at_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sft_eval.PACKAGES, "rouge", "no_such_package")
+    monkeypatch.setitem(checks.PACKAGES, "rouge", "no_such_package")
     with undone_afterwards():
         assert main(words(folder, "missing", model_name_or_path=folder / "t5", eval_metric="rouge")) == 3
     (line,) = error_lines(capfd.readouterr().err)
