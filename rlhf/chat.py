@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf chat") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then answer one question or talk."""
-    config = command_config(ChatConfig, argv, section="chat", prog=prog)
+    config = command_config(ChatConfig, argv, section="chat", prog=prog, not_empty=("prompt",))
     if not config.model:
         raise InputError(f"--model: missing; name a model's folder, for example: {prog} output/actor")
     check_language_model(config.model, "--model")

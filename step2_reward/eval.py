@@ -12,6 +12,7 @@ if __name__ == "__main__":
     quit_on_interrupt()  # torch takes seconds to import
 
 import torch
+import transformers
 
 from pipeline import dist
 from pipeline.data.batching import PairBatch, pair_batch
@@ -168,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     """Score the held-out pairs of `--data_path` with the model of `--model` on this machine's device."""
+    transformers.logging.disable_progress_bar()
     check_reward_model(options.model, "--model")
     tokenizer = load_tokenizer(options.model)
     settings = DataOptions(

@@ -98,13 +98,13 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Sc
 
 def sampling_line(config: PPOConfig, eos_ids: Iterable[int], generation_config: Mapping[str, Any]) -> str:
     """Return the values that responses are sampled with, and those of the model's folder that are not used."""
-    sampling = config.sampling
+    sampling, num_samples = config.sampling, config.sampling.num_samples_per_prompt
     ends = ", ".join(map(str, sorted(eos_ids)))
     unused = [f"{name} {value}" for name, value in generation_config.items() if name in SAMPLING_SETTINGS]
     return (
         f"sampling: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k or 'off'}, "
         f"no other filter; at most {sampling.max_answer_seq_len} tokens, ended by id {ends}; "
-        f"{sampling.num_samples_per_prompt} for each prompt"
+        f"{'one response' if num_samples == 1 else f'{num_samples} responses'} per prompt"
         + (f"; not used of generation_config.json: {', '.join(unused)}" if unused else "")
     )
 

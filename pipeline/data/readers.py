@@ -91,7 +91,10 @@ def _parsed_json(text: str, where: str, right: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: broken JSON ({error}); {right} is right") from error
+        # In a text of one line the parser's "line 1" would contradict the line of the file.
+        alone = isinstance(error, json.JSONDecodeError) and "\n" not in text
+        reason = f"{error.msg}: column {error.colno}" if alone else error  # type: ignore[union-attr]
+        raise InputError(f"{where}: broken JSON ({reason}); {right} is right") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Values:

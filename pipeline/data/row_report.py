@@ -56,5 +56,5 @@ def _length_hint(stage: Stage, num_kept: int, lengths: Counter[int]) -> str:
     num_more = math.ceil(KEPT_SHARE * (num_kept + lengths.total())) - num_kept
     if num_more <= 0:
         return ""
-    length = sorted(lengths.elements())[num_more - 1]
-    return f"; --{'max_prompt_seq_len' if stage == 'ppo' else 'max_seq_len'} {length} would keep {KEPT_SHARE:.0%}"
+    flag, least = ("max_prompt_seq_len", 1) if stage == "ppo" else ("max_seq_len", 8)  # values that the flag takes
+    return f"; --{flag} {max(least, sorted(lengths.elements())[num_more - 1])} would keep {KEPT_SHARE:.0%}"

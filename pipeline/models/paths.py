@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,11 @@ def nearest_folder(path: Path) -> str:
     with contextlib.suppress(OSError):  # a folder that may not be read
         for depth in range(1, SEARCH_DEPTH + 1):
             models += [str(folder) for folder in base.glob("/".join(["*"] * depth)) if has_config(folder)]
-    if close := difflib.get_close_matches(str(path), models, n=1, cutoff=0.5):
-        return f"; did you mean {close[0]}?"
+    # Only the parts that may be mistyped are compared: a long common folder would make any two paths alike.
+    shared = base.parent if base == path else base
+    names = {os.path.relpath(model, shared): model for model in models}
+    if close := difflib.get_close_matches(os.path.relpath(path, shared), names, n=1, cutoff=0.6):
+        return f"; did you mean {names[close[0]]}?"
     return "" if base == path else f"; the nearest folder that exists is {base.resolve() if base == Path() else base}"
 
 

@@ -4,6 +4,7 @@ The vocabulary never changes. Chat templates are in `data/templates.py`.
 """
 
 import logging
+import string
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +63,16 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
         go_offline_without_network()
     try:
         name, revision = split_revision(str(folder))
-        return transformers.AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+        loaded = transformers.AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
         what = "no tokenizer that transformers can load; a folder with tokenizer.json is right"
         raise reading_error(path, what, error) from error
+    if not loaded(string.printable, add_special_tokens=False)["input_ids"]:
+        raise InputError(
+            f"{path}: its tokenizer encodes plain text to no tokens (vocabulary: {len(loaded)}); copy the tokenizer "
+            "files from the folder that the weights came from"
+        )
+    return loaded
 
 
 def choose_padding_token(tokenizer: "PreTrainedTokenizerBase") -> PaddingToken:

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,15 @@ from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
 from pipeline.console import outlive_console
-from pipeline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, EnvironmentFault, RunError, print_error
+from pipeline.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EnvironmentFault,
+    InputError,
+    RunError,
+    print_error,
+)
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.run.layout import run_folder
 from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
@@ -100,9 +108,18 @@ def leave(code: int) -> None:
     os._exit(code if _run_dir is None else exit_code(code, _run_dir))
 
 
-def command_config(config_class: type[Group], argv: list[str], *, section: str, prog: str) -> Any:
-    """Return the checked configuration of a small command; what its user should know of the flags goes to stderr."""
+def command_config(
+    config_class: type[Group], argv: list[str], *, section: str, prog: str, not_empty: Sequence[str] = ()
+) -> Any:
+    """Return the checked configuration of a small command; what its user should know of the flags goes to stderr.
+
+    Args:
+        not_empty: flags of text that are refused where an empty text is given for them.
+    """
     resolved = parse(config_class, argv, section=section, prog=prog)
+    for name in not_empty:
+        if resolved.origins[name] != "default" and not getattr(resolved.config, name).strip():
+            raise InputError(f"--{name}: found an empty text; give one, or leave the flag out")
     for line in resolved.notes:
         print(f"note: {line}", file=sys.stderr)
     return resolved.config

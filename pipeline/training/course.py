@@ -16,7 +16,7 @@ from pipeline.heartbeat import beat
 from pipeline.run.earlier_runs import write_done
 from pipeline.run.run import Run
 from pipeline.training.recorder import Recorder
-from pipeline.training.steps import Counters, Interrupted, Stopping
+from pipeline.training.steps import Counters, Interrupted, Stopping, divergence_advice
 
 
 class Course:
@@ -109,9 +109,8 @@ class Course:
         """
         if state.step and state.skipped_updates == state.step:
             raise DivergedError(
-                f"all {state.step} steps were skipped: nothing was trained, nothing is saved; causes and rows are in "
-                f"{self._run.folder / 'log' / 'bad-steps-rank-*.jsonl'}; lower the learning rate, or give --dtype bf16 "
-                "instead of fp16"
+                f"all {state.step} steps were skipped: nothing was trained, nothing is saved; "
+                f"{divergence_advice(self._run, 'the learning rate')}"
             )
         beat("save", state.step)
         save_models()  # first: where the disk holds only one of both, it is the model

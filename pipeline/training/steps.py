@@ -157,7 +157,10 @@ def note_skipped_step(
             with file.open("a", encoding="utf-8") as opened:
                 opened.write(json.dumps(batch) + "\n")
     if state.bad_in_a_row >= run.resolved.config.optimizer.max_bad_steps:
-        raise DivergedError(
-            f"{state.bad_in_a_row} steps in a row were not finite; lower {rate_flag}, "
-            f"use --dtype bf16 instead of fp16, or look at the rows in {run.folder / 'log' / 'bad-steps-rank-*.jsonl'}"
-        )
+        raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite; {divergence_advice(run, rate_flag)}")
+
+
+def divergence_advice(run: Run, rate: str) -> str:
+    """Return where the causes of skipped steps are written, and what to lower or change; `rate`: a learning rate."""
+    bf16 = ", or give --dtype bf16 instead of fp16" if run.resolved.config.deepspeed.dtype == "fp16" else ""
+    return f"lower {rate}{bf16}; causes and rows are in {run.folder / 'log' / 'bad-steps-rank-*.jsonl'}"

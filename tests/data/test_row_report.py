@@ -76,6 +76,12 @@ def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all()
     assert [limit for limit in range(600, 620) if 80 + sum(size <= limit for size in lengths) >= 95][0] == 615
 
 
+def test_the_length_that_is_advised_is_one_that_the_flag_takes():
+    for stage, flag in (("reward", "--max_seq_len 8"), ("ppo", "--max_prompt_seq_len 1")):
+        (line,) = row_warnings(stage, counts_of(kept=8, lengths=(1, 1)))
+        assert line == f"{stage} rows: 20% dropped; {flag} would keep 95%"
+
+
 def test_no_held_out_row_is_warned_of_where_there_is_an_evaluation():
     counts = counts_of(kept=9, held_out=0)
     (line,) = row_warnings("sft", counts)

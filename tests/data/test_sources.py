@@ -53,6 +53,7 @@ def test_bom_crlf_and_blank_lines_are_tolerated(tmp_path):
     ("name", "content", "where", "what"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": 2\n', ":2", "broken JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": }\n', ":2", "broken JSON (Expecting value: column 15)"),
         ("a.jsonl", b'{"a": 1}\n[1]\n', ":2", "JSON list"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2", "not UTF-8"),
         ("a.jsonl", b"", "a.jsonl", "no rows"),

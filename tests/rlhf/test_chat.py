@@ -297,6 +297,15 @@ def test_a_mistyped_folder_gets_the_nearest_model(speaking, tmp_path, capsys):
     assert f"holds no model (no config.json); did you mean {tmp_path / 'actor'}?" in capsys.readouterr().err
 
 
+def test_a_folder_of_another_name_is_no_guess(tmp_path, capsys):
+    (tmp_path / "nan").mkdir()
+    for name in ("nan/config.json", "hh.jsonl"):
+        (tmp_path / name).write_text("{}")
+    for path in ("hh.jsonl", "gone/model"):
+        assert chat.main(["--path", str(tmp_path / path)]) == 2
+        assert "did you mean" not in capsys.readouterr().err
+
+
 def test_a_reward_model_is_refused(rambling, tmp_path, capsys):
     AutoModelForSequenceClassification.from_pretrained(rambling, num_labels=1).save_pretrained(tmp_path)
     assert chat.main(["--path", str(tmp_path)]) == 2
@@ -307,6 +316,8 @@ def test_an_empty_pipe_is_refused(speaking, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert chat.main(["--path", speaking]) == 2
     assert "the pipe is empty" in capsys.readouterr().err
+    assert chat.main(["--path", speaking, "--prompt", ""]) == 2
+    assert capsys.readouterr().err.startswith("error: --prompt: found an empty text")
 
 
 @pytest.mark.parametrize("program", ["chat", "compare"])

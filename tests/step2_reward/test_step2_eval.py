@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from support.tiny_models import EOS, random_rows, save_tiny
 from support.tiny_run import write_lines
 from transformers import AutoModelForSequenceClassification
@@ -118,8 +119,10 @@ def judge(bpe_folder, tmp_path, monkeypatch) -> str:
 def test_the_command_reports_on_held_out_pairs(judge, tmp_path, capsys, as_json):
     pairs = str(tmp_path / "data" / "test_x.jsonl")
     argv = [judge, "--data_path", pairs, "--eval_fraction", "0.5", "--max_seq_len", "128"]
+    transformers.logging.enable_progress_bar()
     assert main([*argv, "--json_output"] if as_json else argv) == 0
-    shown = capsys.readouterr().out
+    shown, err = capsys.readouterr()
+    assert "Loading weights" not in err
     if not as_json:
         assert "accuracy" in shown and "shorter response" not in shown
         assert shown.splitlines()[-1].startswith("verdict: NOT shown to be better than 'longer wins': accuracy -")

@@ -14,7 +14,7 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.errors import DivergedError, EnvironmentFault, StoppedRun
 from pipeline.training.course import Course
-from pipeline.training.steps import Counters, Interrupted
+from pipeline.training.steps import Counters, Interrupted, divergence_advice
 from step1_sft.config import SFTConfig
 
 
@@ -93,6 +93,12 @@ def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, skipped, is_do
         course.finish(state, content(state), lambda: written.append("models"))
     assert written == (["models"] if is_done else []) and course._saver.steps == ([3] if is_done else [])
     assert (tmp_path / "done.json").is_file() == is_done
+
+
+@pytest.mark.parametrize(("dtype", "is_advised"), [("fp16", True), ("fp32", False), ("auto", False)])
+def test_bf16_is_advised_only_in_the_place_of_fp16(tmp_path, dtype, is_advised):
+    run = SimpleNamespace(folder=tmp_path, resolved=SimpleNamespace(config=SFTConfig(deepspeed={"dtype": dtype})))
+    assert ("--dtype bf16" in divergence_advice(run, "--learning_rate")) == is_advised
 
 
 def test_a_full_disk_ends_a_run_that_is_to_stop(tmp_path):
