@@ -38,6 +38,7 @@ class CachedForward(Protocol):
 
     bytes_per_token: int
     preserves_free_slots: bool
+    fits_graph: bool
 
     @property
     def device(self) -> torch.device: ...

@@ -92,6 +92,7 @@ class FusedForward:
     """
 
     preserves_free_slots = True  # a decode step neither reads nor writes slots that are not active
+    fits_graph = True  # a CUDA graph can hold a decode step
 
     def __init__(self, weights: DecodeWeights, sum_ranks: Callable[[Tensor], None] | None = None) -> None:
         self.weights, self.architecture = weights, weights.architecture

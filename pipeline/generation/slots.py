@@ -106,7 +106,7 @@ class GenerationBuffers:
         self.responses = ResponseBuffers.empty(shape, pad_id=pad_id, device=device)
         self._all_slots = torch.arange(num_slots, device=device)
         self._addresses = forward.addresses()
-        self._graph = self._captured_graph() if device.type == "cuda" else None
+        self._graph = self._captured_graph() if device.type == "cuda" and forward.fits_graph else None
 
     def can_serve(self, request: GenerationRequest, cache_length: int) -> bool:
         """Return True where these buffers are large enough, and the weights are where the graph reads them."""

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.architecture import UnsupportedModel, rotary_types
 from pipeline.models.hidden_states import masks_of_layers
-from pipeline.models.loading import backbone, base_model
+from pipeline.models.loading import backbone, base_model, num_experts
 from pipeline.models.packed_attention import NAME as PACKED
 
 
@@ -71,6 +71,8 @@ class StaticCacheForward:
         self._parameters = list(self.model.parameters())
         self.device = self._parameters[0].device
         config = self.model.config.get_text_config()
+        # Grouped products of experts copy their offsets to the host in fp32.
+        self.fits_graph = not num_experts(config)
         self._scaling = LogitScaling.from_config(config, 1.0)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

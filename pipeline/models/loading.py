@@ -266,8 +266,8 @@ def load_pretrained(
         warn_once(f"{path}: mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA")
     # The commit of the configuration: a branch may move in between.
     options: dict[str, Any] = {"revision": commits_read.get(path, "main")}
-    if attn_implementation != "auto":
-        options["attn_implementation"] = attn_implementation
+    if (attention := attention_for(config, attn_implementation, path)) != "auto":
+        options["attn_implementation"] = attention
     if not pickles:
         options["use_safetensors"] = True
     if quantization == "nf4":
@@ -289,6 +289,18 @@ def load_pretrained(
     elif quantization == "nf4":
         keep_one_layout(model)
     return model
+
+
+def attention_for(config: PretrainedConfig, asked: str, path: str) -> str:
+    """Return the attention implementation to load a model with. Raises InputError for one that drops its soft caps.
+
+    Older versions of transformers give Gemma 2 to sdpa, which leaves `attn_logit_softcapping` out without a word.
+    """
+    if not getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return asked
+    if asked == "sdpa":
+        raise InputError(f"--attn_implementation sdpa: {path} caps its attention scores, which sdpa cannot; give eager")
+    return "eager" if asked == "auto" else asked
 
 
 def base_model(model: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from support.decode_models import COMMON, cohere, family, gpt_neox, llama, opt
+from support.decode_models import COMMON, EXPERTS, cohere, family, gpt_neox, llama, opt
 from support.families import FAMILIES
 from torch import nn
 from transformers import (
@@ -25,6 +25,7 @@ from pipeline.errors import InputError
 from pipeline.generation.backends import BACKENDS, choose_backend
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
+from pipeline.generation.static import StaticCacheForward
 from pipeline.models import packed_attention
 from pipeline.models.lora import add_lora, quantise_to_int8
 
@@ -219,3 +220,8 @@ def test_tensor_parallelism_needs_the_fused_backend_and_heads_that_divide():
         check_tensor_parallelism(llama(), 2, "fused")
     with pytest.raises(InputError, match="inference_tp_size 2: olmo2 norms the heads of all ranks together"):
         check_tensor_parallelism(family("olmo-2", num_key_value_heads=2), 2, "fused")
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, "llama-3"])
+def test_only_decode_steps_that_stay_on_the_device_are_captured(name):
+    assert StaticCacheForward(family(name)).fits_graph == (name not in EXPERTS)

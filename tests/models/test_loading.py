@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.families import family_config
 from support.tiny_models import IDS, random_rows, tiny_config
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -91,3 +92,14 @@ def test_gradient_checkpointing_changes_no_gradient(causal_folder):
     assert model.is_gradient_checkpointing
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(recomputed, plain)
+
+
+def test_capped_attention_scores_are_kept(tmp_path):
+    """sdpa in older versions of transformers drops the cap: such a model is loaded with eager attention, or refused."""
+    config = family_config("gemma-2", 50)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for asked in ("auto", "eager"):
+        loaded = load_causal_lm(str(tmp_path), dtype=torch.float32, attn_implementation=asked)
+        assert loaded.config._attn_implementation == "eager"
+    with pytest.raises(InputError, match="--attn_implementation sdpa: .*caps its attention scores"):
+        load_causal_lm(str(tmp_path), dtype=torch.float32, attn_implementation="sdpa")

@@ -72,7 +72,10 @@ def cohere() -> nn.Module:
 
 
 def family(name: str, **changes: Any) -> nn.Module:
-    return random_weights(AutoModelForCausalLM.from_config(family_config(name, NUM_TOKENS, **changes)))
+    config = family_config(name, NUM_TOKENS, **changes)
+    # Older versions of transformers give Gemma 2 to sdpa, which leaves its soft caps out.
+    capped = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    return random_weights(AutoModelForCausalLM.from_config(config, **capped))
 
 
 # Head size 20 and 3 query heads to a key head: no powers of two.
