@@ -88,7 +88,7 @@ CASES = [
     Case("ppo", {"kl_in_loss": "true"}, "kl_in_loss: k1 has no useful gradient"),
     Case("ppo", {"per_device_train_batch_size": 3}, "generation_batch_size 15 or --per_device_train_batch_size 4"),
     Case("ppo", {"actor_lora_dropout": "0.1"}, "actor_lora_dropout: found 0.1"),
-    Case("ppo", {"max_answer_seq_len": 200}, "--max_prompt_seq_len + --max_answer_seq_len = 264: the actor"),
+    Case("ppo", {"max_answer_seq_len": 200}, "--max_prompt_seq_len + --max_answer_seq_len 264: the model"),
     Case("prompt_eval", {"num_return_sequences": 2}, "--num_return_sequences: 2 answers need"),
     Case("prompt_eval", {"max_new_tokens": 120}, "do not fit into the model's 128 positions"),
     # YAML.
