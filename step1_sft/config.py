@@ -1,7 +1,6 @@
 """The flags of stage 1, supervised fine-tuning; shared groups are defined in pipeline/configuration/groups.py."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -10,9 +9,6 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
-
-if TYPE_CHECKING:
-    from pipeline.training.start_models import StartModel
 
 
 class SFTDataConfig(DataConfig):
@@ -52,12 +48,6 @@ class SFTConfig(Group):
         other_tools="max_new_tokens generation_max_length max_target_length val_max_target_length",
     )
     keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="output")
-
-    def start_models(self, made: Mapping[str, str]) -> "list[StartModel]":
-        """Return the models that the stage starts from, with their checks; `made` as in `step1_sft/checks.py`."""
-        from step1_sft.checks import start_models
-
-        return start_models(self, made)
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
         """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""

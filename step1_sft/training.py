@@ -32,6 +32,7 @@ from pipeline.training.inputs import prepare_data
 from pipeline.training.start_models import check_start_models
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
+from step1_sft.checks import start_models
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, evaluate_answers, forward_log_probs
 from step1_sft.loss import token_sum_loss
@@ -87,7 +88,7 @@ def train(run: Run, config: SFTConfig) -> None:
 def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
-    check_start_models(config.start_models({}))
+    check_start_models(start_models(config, {}))
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     seq2seq = is_encoder_decoder(config.model.model_name_or_path)

@@ -1,7 +1,6 @@
 """The flags of stage 2, the reward model, and of its evaluation."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -17,9 +16,6 @@ from pipeline.configuration.groups import (
     OptimizerConfig,
 )
 from pipeline.configuration.run_flags import RunConfig
-
-if TYPE_CHECKING:
-    from pipeline.training.start_models import StartModel
 
 
 class PairDataConfig(DataConfig):
@@ -51,12 +47,6 @@ class RewardConfig(Group):
     )
     centering_coef: float = flag(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0)
     keep_best: bool = flag(False, "Keep the weights of the best accuracy, not the last ones", on_resume="output")
-
-    def start_models(self, made: Mapping[str, str]) -> "list[StartModel]":
-        """Return the models that the stage starts from, with their checks; `made` as in `step2_reward/checks.py`."""
-        from step2_reward.checks import start_models
-
-        return start_models(self, made)
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
         """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""

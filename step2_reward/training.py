@@ -24,6 +24,7 @@ from pipeline.training.inputs import prepare_data
 from pipeline.training.start_models import check_start_models
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
+from step2_reward.checks import start_models
 from step2_reward.config import RewardConfig
 from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
 
@@ -82,7 +83,7 @@ def train(run: Run, config: RewardConfig) -> None:
 def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
     start_deepspeed(deterministic=config.run.deterministic)
-    check_start_models(config.start_models({}))
+    check_start_models(start_models(config, {}))
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     pairs = prepare_data("reward", data, tokenizer=tokenizer)

@@ -1,8 +1,7 @@
 """The flags of stage 3, PPO, and the checks of generation that need no model."""
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -19,9 +18,6 @@ from pipeline.configuration.groups import (
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.errors import InputError
 from pipeline.generation.options import why_not_streamed
-
-if TYPE_CHECKING:
-    from pipeline.training.start_models import StartModel
 
 
 class PromptDataConfig(DataConfig):
@@ -173,12 +169,6 @@ class PPOConfig(Group):
     def actor_accumulation(self) -> int:
         """Micro-batches of an optimizer step of the actor: twice as many with ptx text."""
         return self.optimizer.gradient_accumulation_steps * (2 if self.data.unsupervised_data_path else 1)
-
-    def start_models(self, made: Mapping[str, str]) -> "list[StartModel]":
-        """Return the models that the stage starts from, with their checks; `made` as in `step3_ppo/checks.py`."""
-        from step3_ppo.checks import start_models
-
-        return start_models(self, made)
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
         """Return the DeepSpeed JSON of each engine by name. Raises InputError for settings that contradict."""

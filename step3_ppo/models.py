@@ -18,6 +18,7 @@ from pipeline.models.reward_model import load_reward_model, score_constants
 from pipeline.models.tokenizers import load_tokenizer, prepare_tokenizer
 from pipeline.run.run import Run
 from pipeline.training.start_models import check_start_models, same_tokens
+from step3_ppo.checks import start_models
 from step3_ppo.config import PPOConfig
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def make_tokenizers(config: PPOConfig) -> Tokenizers:
     Raises:
         InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
     """
-    check_start_models(config.start_models({}))
+    check_start_models(start_models(config, {}))
     tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
     reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
     return Tokenizers(tokenizer, separate_tokenizer(reward_path, tokenizer, config.data.template))

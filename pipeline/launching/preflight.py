@@ -4,6 +4,7 @@
 stage calls it too. Which folders may be written is checked in `pipeline/run/output_checks.py`.
 """
 
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.data.counts import Counts
@@ -83,7 +84,7 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
     for section, config in stages.items():
         findings.dashes = f"--{section}." if named_by_section else "--"
         findings.flags = frozenset(flag_table(type(config)))
-        start = look_at_models(findings, config.start_models(made), made)
+        start = look_at_models(findings, start_models(config, made), made)
         tokenizer = look_at_tokenizer(findings, config, start)
         for stage, options in findings.look("--column_map", partial(data_of, config, section)) or ():
             look_at_rows(findings, stage, options, tokenizer)
@@ -102,6 +103,12 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
     if findings.faults:
         raise EnvironmentFault("\n".join(dict.fromkeys(findings.faults)))
     return list(dict.fromkeys(findings.notes))
+
+
+def start_models(config: Any, made: Mapping[str, str]) -> Sequence[Any]:
+    """Return a stage's `StartModel`s from the module `checks` beside its configuration: stages import this package."""
+    package = type(config).__module__.rpartition(".")[0]
+    return cast(Sequence[Any], importlib.import_module(f"{package}.checks").start_models(config, made))
 
 
 def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str, str]) -> str:
