@@ -12,7 +12,6 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import InputError
-from pipeline.marks import OURS
 from pipeline.models.paths import read_adapter_config
 from pipeline.run.entry import command_config, run_command
 
@@ -88,8 +87,9 @@ def run(argv: list[str], prog: str) -> None:
 
 def trained_quantization(path: str, *, scores: bool) -> str:
     """Return the quantisation of the base that an adapter was trained on, by its run's settings; none without them."""
-    file = Path(path).expanduser() / OURS
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    from pipeline.checkpoints.model_card import saved_settings
+
+    (settings,) = map(json.loads, saved_settings(path).values())
     group = settings.get("model") or settings.get("critic" if scores else "actor") or {}
     return str(group.get("quantization", "none"))
 
@@ -126,18 +126,18 @@ def logits_of(model: Any, tokenizer: Any, sentences: Sequence[str]) -> "list[tor
 
 def write_merged(path: str, output: str, base: str, tokenizer: Any, *, dtype: "torch.dtype", scores: bool) -> None:
     """Write the model folder: base weights plus adapter, added in fp32 and rounded once; the adapter beside them."""
-    from pipeline.checkpoints.model_card import example, shareable
+    from pipeline.checkpoints.model_card import example, saved_settings, shareable
     from pipeline.checkpoints.model_folder import save_model
 
+    documents = saved_settings(path)
     card = CARD.format(
         adapter=shareable(path),
         base=shareable(base),
         dtype=str(dtype).removeprefix("torch."),
-        settings=OURS,
+        settings="".join(documents),
         example=example(scores=scores, adapter=False),
     )
-    settings = Path(path).expanduser() / OURS
-    documents = {"README.md": card, OURS: settings.read_text(encoding="utf-8") if settings.is_file() else "{}\n"}
+    documents["README.md"] = card
     model = load(path, dtype, quantization="none", merged=False, scores=scores)
     save_model(model, tokenizer, Path(output).expanduser(), dtype=dtype, documents=documents)
 

@@ -77,6 +77,12 @@ def model_documents(
     return {"README.md": "\n\n".join(parts) + "\n", OURS: json.dumps(settings, indent=2) + "\n"}
 
 
+def saved_settings(path: str) -> dict[str, str]:
+    """Return the training settings in the model folder `path` as a document, name -> JSON text: {} without any."""
+    file = Path(path).expanduser() / OURS
+    return {OURS: file.read_text(encoding="utf-8") if file.is_file() else "{}\n"}
+
+
 def example(*, scores: bool, adapter: bool, seq2seq: bool = False) -> str:
     """Return code that loads the model of the folder where it runs and prints an answer or a score."""
     kind = "Seq2SeqLM" if seq2seq else "CausalLM"
