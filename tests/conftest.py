@@ -2,9 +2,12 @@
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread for each of pytest's workers
+# A shell starts background jobs with SIGINT ignored, which the processes of a test would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from support import kernel_mode  # noqa: F401  before the first import of triton

@@ -55,7 +55,7 @@ def test_a_broken_model_folder(
 PATHS = {
     "{folder}/bse": "no such folder; did you mean {folder}/base?",
     "{folder}/Base": "no such folder; did you mean {folder}/base?",
-    "{folder}/deep/er/model": "no such folder; did you mean {folder}/",
+    "{folder}/deep/er/model": "no such folder; the nearest folder that exists is {folder}",
     "./bse": "no such folder; did you mean base?",
     "../nowhere/base": "no such folder",
     "output/sft": "no such folder",
