@@ -6,8 +6,6 @@ import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread for each of pytest's workers
-# A shell starts background jobs with SIGINT ignored, which the processes of a test would inherit.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from support import kernel_mode  # noqa: F401  before the first import of triton
@@ -15,6 +13,9 @@ from support.real_tokenizers import load_opt_tokenizer
 from support.tiny_models import NAMES, save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2TokenizerFast, LlamaTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+# A shell starts background jobs with SIGINT ignored, which the processes of a test would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TRAINING_TEXT = (
     "\n\nHuman: What is the capital of France?\n\nAssistant: The capital of France is Paris.",

@@ -96,6 +96,7 @@ def three_steps(real_data: Path, with_base: Path) -> Path:
     return with_base / "out"
 
 
+@pytest.mark.slow
 def test_a_base_learns_plain_text_on_two_ranks(with_base):
     losses = values(with_base / "runs" / "base", "eval_loss")
     assert losses[-1] < losses[0] - 0.1

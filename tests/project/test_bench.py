@@ -298,6 +298,7 @@ def test_the_row_of_data_prepares_as_many_rows_for_each_core(tmp_path):
     assert figures["turns/s, conversations of 32 over those of 4"] > 0.5, "a quadratic way gives an eighth"
 
 
+@pytest.mark.slow
 def test_last_line_is_the_json_that_the_file_holds(step3):
     printed, file = step3
     assert printed.splitlines()[-1] == file.read_text(encoding="utf-8").strip()
@@ -308,6 +309,7 @@ def test_last_line_is_the_json_that_the_file_holds(step3):
     assert "--kl_coef 0.2" in found["runs"]["project"]["flags"]
 
 
+@pytest.mark.slow
 def test_numbers_of_a_row_are_finite_and_fit_together(step3):
     found = json.loads(step3[0].splitlines()[-1])
     runs, figures = found["runs"], {figure["name"]: figure["value"] for figure in found["figures"]}
@@ -327,6 +329,7 @@ def test_numbers_of_a_row_are_finite_and_fit_together(step3):
     assert figures["samples/s over the limit"] == pytest.approx(own["samples_per_s"] / limit["samples_per_s"])
 
 
+@pytest.mark.slow
 def test_report_holds_versions_sizes_configuration_and_figures(step3):
     found = json.loads(step3[0].splitlines()[-1])
     text = markdown(found)
