@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
-from pipeline.console import outlive_console
+from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -129,6 +129,7 @@ def run_command(work: Callable[[], None]) -> int:
     """Do the `work` of a small command and return its exit code. A fault of ours keeps its traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries announce what nobody here can act on
     try:
+        raise_on_interrupt()
         work()
         sys.stdout.flush()
     except RunError as error:

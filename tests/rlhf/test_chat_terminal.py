@@ -36,7 +36,10 @@ class Terminal:
         while text not in self.seen:
             ready, _, _ = select.select([self.fd], [], [], max(deadline - time.monotonic(), 0))
             assert ready, f"no {text!r} in {self.seen!r}"
-            self.seen += os.read(self.fd, 4096).decode(errors="replace")
+            try:
+                self.seen += os.read(self.fd, 4096).decode(errors="replace")
+            except OSError:  # the other end is closed
+                pytest.fail(f"the program ended before {text!r}: {self.seen!r}")
         before, _, self.seen = self.seen.partition(text)
         return before + text
 
