@@ -24,7 +24,7 @@ from pipeline.launching.machine import (
     DEFAULT_HOSTFILE,
     check_device_count,
     check_port,
-    count_chosen,
+    chosen_gpus,
     count_gpus,
     count_present_gpus,
     read_hostfile,
@@ -75,12 +75,10 @@ def num_ranks(config: TrainConfig, gpus: int) -> int | None:
     """
     several = config.deployment_type == "multi_node"
     hosts = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE)) if several else {"localhost": count_present_gpus()}
-    if config.include:
-        return count_chosen(hosts, "--include", config.include)
-    if config.exclude:
-        return count_chosen(hosts, "--exclude", config.exclude)
-    if several:
-        return sum(config.num_gpus or slots for slots in hosts.values())
+    if several or config.include or config.exclude:
+        count = config.num_gpus if several else 0
+        chosen = chosen_gpus(hosts, include=config.include, exclude=config.exclude, num_gpus=count)
+        return sum(map(len, chosen.values())) if all(hosts.values()) else None
     return 1 if config.deployment_type == "single_gpu" else config.num_gpus or gpus or 1
 
 

@@ -18,7 +18,7 @@ from pipeline import errors
 from pipeline.configuration.flags import Resolved
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, Signals
-from pipeline.launching.machine import check_port
+from pipeline.launching.machine import check_port, hosts_of_launcher
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.processes import end_with_parent, free_memory, kill_session, num_oom_kills, send
@@ -44,14 +44,15 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
     """Run `command`, which starts the stage `module` with `words`; print how it ended; return the exit code.
 
     Raises:
-        InputError: wrong flags. EnvironmentFault: the folder is in use or cannot be written, or the port is taken.
+        InputError: wrong flags or hosts. EnvironmentFault: the folder is in use, not writable, or the port is taken.
     """
     # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
     if os.environ.get(PARENT) == str(os.getppid()):
         end_with_parent(os.getppid(), signal.SIGTERM)
     resolved, section = stage_flags(module, words)
+    ranks = num_ranks(command)
     if resolved.config.run.dry_run:
-        dry_run_stage(resolved, section, ranks=num_local_ranks(command))
+        dry_run_stage(resolved, section, ranks=ranks)
         return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)
     with locked(run_dir):
@@ -81,10 +82,16 @@ def is_on_one_machine(command: Sequence[str]) -> bool:
     return ("--hostfile", "/dev/null") in zip(command, command[1:], strict=False)
 
 
-def num_local_ranks(command: Sequence[str]) -> int | None:
-    """Return the number of ranks that the launcher starts on this machine alone; None where only it will know."""
+def num_ranks(command: Sequence[str]) -> int | None:
+    """Return the number of ranks that the launcher starts; None where only it will know.
+
+    Raises:
+        InputError: the host file, or a host or GPU number that is not in it.
+    """
     words = list(command)
-    return int(words[words.index("--num_gpus") + 1]) if is_on_one_machine(words) and "--num_gpus" in words else None
+    if not is_on_one_machine(words):
+        return sum(map(len, hosts_of_launcher(words[: words.index("--module")]).values()))
+    return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
 
 
 def check_local_port(command: Sequence[str]) -> None:

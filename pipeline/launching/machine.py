@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,14 @@ from pipeline.errors import EnvironmentFault, InputError, nearest
 # A name that began with a dash would be an option to ssh.
 HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
+# Other names of flags of DeepSpeed's launcher that choose hosts and GPUs.
+LAUNCHER_NAMES = {
+    "-H": "--hostfile",
+    "-i": "--include",
+    "-e": "--exclude",
+    "": "--num_nodes",
+    "--num_accelerators": "--num_gpus",
+}
 
 
 def count_present_gpus() -> int:
@@ -79,39 +87,59 @@ def check_port(port: int) -> None:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return host -> slots from DeepSpeed's host file. Raises InputError naming the file and the line."""
+    """Return host -> slots from DeepSpeed's host file. Raises InputError naming file, line and the right one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise InputError(f"--hostfile: {path}: cannot read it: {reason}") from None
+        raise InputError(f"--hostfile: {path}: cannot read it: {reason}; wanted lines `name slots=GPUS`") from None
     hosts: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
+    for number, text in enumerate(lines, start=1):
+        line = text.strip()
+        if not line or line.startswith("#"):
             continue
-        match = HOST_LINE.fullmatch(line.strip())
+        match = HOST_LINE.fullmatch(line)
         if not match or not int(match[2]):
-            raise InputError(f"--hostfile: {path}:{number}: found {line.strip()!r}, wanted `name slots=NUMBER`")
+            raise InputError(f"--hostfile: {path}:{number}: found {line!r}, wanted {corrected(line)}")
         if match[1] in hosts:
-            raise InputError(f"--hostfile: {path}:{number}: {match[1]} stands twice; add its slots up in one line")
+            total = hosts[match[1]] + int(match[2])
+            raise InputError(
+                f"--hostfile: {path}:{number}: found {match[1]} again, wanted one line for each host, such as "
+                f"`{match[1]} slots={total}`"
+            )
         hosts[match[1]] = int(match[2])
     if not hosts:
-        raise InputError(f"--hostfile: {path}: found no host, wanted `name slots=NUMBER` lines")
+        raise InputError(f"--hostfile: {path}: found no host, wanted lines `name slots=GPUS`")
     return hosts
 
 
-def count_chosen(hosts: Mapping[str, int], flag: Literal["--include", "--exclude"], text: str) -> int | None:
-    """Return the number of GPUs that the launcher's --include or --exclude chooses; None where that cannot be told.
+def corrected(line: str) -> str:
+    """Return the line that a wrong line of a host file was probably meant to be, or the form of all lines."""
+    name = re.match(r"[A-Za-z0-9][\w.-]*", line, re.ASCII)
+    if not name or "=" in name[0] or line.startswith("slots"):
+        return "`name slots=GPUS`, with a name that begins with a letter or digit"
+    if line.count("slots=") > 1:
+        return f"one host on each line, such as `{name[0]} slots=8`"
+    numbers = [number for number in re.findall(r"\d+", line[name.end() :]) if int(number)]
+    return f"`{name[0]} slots={numbers[0] if len(numbers) == 1 and '-' not in line[name.end() :] else 'GPUS'}`"
+
+
+def chosen_gpus(
+    hosts: Mapping[str, int], *, include: str = "", exclude: str = "", num_nodes: int = 0, num_gpus: int = 0
+) -> dict[str, list[int]]:
+    """Return host -> numbers of its GPUs, in the host file's order, as DeepSpeed's launcher chooses them.
 
     Args:
         hosts: host -> number of its GPUs; 0: it has none, and processes on its CPU are not checked.
-        text: `host:0,1@host`, as DeepSpeed's launcher reads it; a host alone stands for all of its GPUs.
+        include, exclude: `host:0,1@host`; a host alone stands for all of its GPUs.
+        num_nodes, num_gpus: take the first hosts, and of each the first GPUs; 0: all.
 
     Raises:
-        InputError: an unknown host or GPU number, or no GPU is left.
+        InputError: an unknown host or GPU number, more than there are, or no GPU is left.
     """
-    chosen: dict[str, set[int]] = {}
-    for part in text.split("@"):
+    flag, text = ("--exclude", exclude) if exclude else ("--include", include)
+    named: dict[str, set[int]] = {}
+    for part in text.split("@") if text else ():
         host, colon, slots = part.partition(":")
         if host not in hosts:
             raise InputError(f"{flag}: {host}: unknown host{nearest(host, hosts)}; there are {', '.join(hosts)}")
@@ -120,10 +148,34 @@ def count_chosen(hosts: Mapping[str, int], flag: Literal["--include", "--exclude
         numbers = set(map(int, slots.split(","))) if colon else set(range(hosts[host]))
         if hosts[host] and (unknown := sorted(number for number in numbers if number >= hosts[host])):
             raise InputError(f"{flag}: {host}:{unknown[0]}: no such GPU; {host} has 0 to {hosts[host] - 1}")
-        chosen[host] = chosen.get(host, set()) | numbers
-    if not all(hosts.values()):
-        return None
-    count = sum(map(len, chosen.values()))
-    if not (count := count if flag == "--include" else sum(hosts.values()) - count):
+        named[host] = named.get(host, set()) | numbers
+    if num_nodes > len(hosts):
+        raise InputError(f"--num_nodes: found {num_nodes}, but there are {len(hosts)} hosts: {', '.join(hosts)}")
+    chosen: dict[str, list[int]] = {}
+    for host, count in list(hosts.items())[: num_nodes or None]:
+        if count and num_gpus > count:
+            raise InputError(f"--num_gpus: found {num_gpus}, but {host} has slots={count}; give at most {count}")
+        there = set(range(num_gpus or count))
+        if numbers := named.get(host, set()) if include else there - named.get(host, set()):
+            chosen[host] = sorted(numbers)
+    if not chosen and all(hosts.values()):
         raise InputError(f"{flag}: {text}: leaves no GPU")
-    return count
+    return chosen
+
+
+def hosts_of_launcher(words: Sequence[str]) -> dict[str, list[int]]:
+    """Return host -> numbers of its GPUs that these words of DeepSpeed's launcher choose. Raises InputError."""
+    given = dict(zip(words, words[1:], strict=False))
+    values = {flag: given.get(name) or given.get(flag, "") for name, flag in LAUNCHER_NAMES.items()}
+    file = Path(values["--hostfile"] or DEFAULT_HOSTFILE)
+    if not values["--hostfile"] and not file.is_file():
+        raise InputError(f"--hostfile: several machines need one, and there is no {file}; lines of one: `name slots=8`")
+    for flag in ("--num_nodes", "--num_gpus"):
+        if not re.fullmatch(r"([1-9]\d*)?", values[flag]):
+            raise InputError(f"{flag}: found {values[flag]!r}, wanted a number from 1 on")
+    include, exclude = values["--include"], values["--exclude"]
+    counts = [int(values[flag] or 0) for flag in ("--num_nodes", "--num_gpus")]
+    if (include and exclude) or ((include or exclude) and any(counts)):
+        raise InputError("--include, --exclude, --num_nodes and --num_gpus: give --include, --exclude, or the numbers")
+    hosts = read_hostfile(file)
+    return chosen_gpus(hosts, include=include, exclude=exclude, num_nodes=counts[0], num_gpus=counts[1])

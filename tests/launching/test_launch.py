@@ -70,6 +70,7 @@ def test_launcher_flags_come_before_the_step(tmp_path):
 
 
 def test_multi_node(tmp_path):
+    (tmp_path / "my hosts").write_text("a slots=1\nb slots=1\n")
     words, _ = launch(tmp_path, "multi_node", "--hostfile", "my hosts", "3", "--data_path", "a.jsonl:0.7")
     assert words == [
         "--log_level", "critical", "--hostfile", "my hosts",

@@ -1,4 +1,4 @@
-"""How a step ends: exit codes from the ranks' outcomes, skipping, signals. And what machine and host file offer."""
+"""How a step ends: exit codes from the ranks' outcomes, skipping, signals. And what the machine offers."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
 
-from pipeline.errors import EnvironmentFault, InputError
-from pipeline.launching.machine import check_device_count, count_chosen, count_gpus, device_kind, read_hostfile
+from pipeline.errors import EnvironmentFault
+from pipeline.launching.machine import check_device_count, count_gpus, device_kind
 
 # --- ends -----------------------------------------------------------------------------------------------------------
 
@@ -160,38 +160,7 @@ def test_a_restart_goes_on_from_what_was_saved_since_the_start(tmp_path, saved):
     assert second == [*first, *(["--overwrite", "false", "--resume", "auto"] if saved else [])]
 
 
-# --- machine and host file --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a slots=8\nb slot=8\n", r"hosts:2: found 'b slot=8', wanted `name slots=NUMBER`"),
-        ("a slots=8\n\n# c\na slots=1\n", r"hosts:4: a stands twice"),
-        ("a slots=0\n", r"hosts:1: found"),
-        ("# nothing\n", r"found no host"),
-        ("", r"found no host"),
-        ("slots=8\n", r"hosts:1: found 'slots=8'"),
-        ("a\n", r"hosts:1: found 'a'"),
-        ("a slots=\n", r"hosts:1: found 'a slots='"),
-        ("a slots=-1\n", r"hosts:1: found 'a slots=-1'"),
-        ("a slots=two\n", r"hosts:1: found 'a slots=two'"),
-        ("a slots=8 b slots=8\n", r"hosts:1: found"),
-        ("a:8\n", r"hosts:1: found 'a:8'"),
-        ("b slots=1\na,slots=8\n", r"hosts:2: found 'a,slots=8'"),
-        ("\x00 slots=8", r"hosts:1: found '\\x00 slots=8'"),
-        ("-oProxyCommand=x slots=8\n", r"hosts:1: found '-oProxyCommand=x slots=8'"),
-        ("$(touch-X) slots=8\n", r"hosts:1: found '\$\(touch-X\) slots=8'"),
-    ],
-)
-def test_wrong_hostfile(tmp_path, text, message):
-    (tmp_path / "hosts").write_text(text)
-    with pytest.raises(InputError, match=message):
-        read_hostfile(tmp_path / "hosts")
-
-
-def test_example_hostfile():
-    assert read_hostfile(ROOT / "launch" / "hostfile.example") == {"worker-0": 8, "worker-1": 8}
+# --- the machine --------------------------------------------------------------------------------------------
 
 
 def test_device_counts(tmp_path, monkeypatch):
@@ -214,35 +183,3 @@ def test_device_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", stub_environment(tmp_path / "none")["PATH"])
     with pytest.raises(EnvironmentFault, match="no GPU"):
         check_device_count(10_000)
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "count"),
-    [
-        ("a:0,2@b", "", 4),
-        ("a", "", 3),
-        ("", "a:1", 4),
-        ("", "b", 3),
-        ("a:1,1", "", 1),
-    ],
-)
-def test_hosts_are_chosen_as_deepspeeds_launcher_does(include, exclude, count):
-    from deepspeed.launcher.runner import parse_inclusion_exclusion
-
-    hosts = {"a": 3, "b": 2}
-    theirs = parse_inclusion_exclusion(hosts, include, exclude)
-    ours = count_chosen(hosts, "--include" if include else "--exclude", include or exclude)
-    assert ours == count == sum(map(len, theirs.values()))
-
-
-def test_the_dry_run_names_unknown_hosts_of_a_host_file(tmp_path):
-    (tmp_path / "hosts").write_text("worker-0 slots=8\nworker-1 slots=8\n")
-    words = (*TINY, "--deployment-type", "multi_node", "--hostfile", "hosts", "--dry-run", "--include")
-    good = train(tmp_path, *words, "worker-0:0,1@worker-1")
-    assert good.returncode == 0 and '"train_micro_batch_size_per_gpu": 32' in good.stdout, good.stderr
-    bad = train(tmp_path, *words, "worker-0@worker-2:0")
-    assert bad.returncode == 2
-    assert bad.stderr == (
-        "error: --include: worker-2: unknown host; did you mean worker-1?; there are worker-0, worker-1\n"
-    )
-    assert "worker-1:8: no such GPU; worker-1 has 0 to 7" in train(tmp_path, *words, "worker-1:7,8").stderr

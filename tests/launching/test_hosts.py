@@ -1,0 +1,113 @@
+"""Host files and choices of hosts: what is wrong is named with file, line, what was found and what is right."""
+
+import subprocess
+
+import pytest
+from support.launch_stub import ROOT, TINY, stub_environment, train
+
+from pipeline.errors import InputError
+from pipeline.launching.machine import chosen_gpus, hosts_of_launcher, read_hostfile
+
+NAMELESS = "`name slots=GPUS`, with a name that begins with a letter or digit"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=8\nb slot=8\n", ":2: found 'b slot=8', wanted `b slots=8`"),
+        ("a slots=8\nb slots 4\n", ":2: found 'b slots 4', wanted `b slots=4`"),
+        ("a slots=8\n\n# c\na slots=1\n", ":4: found a again, wanted one line for each host, such as `a slots=9`"),
+        ("a slots=0\n", ":1: found 'a slots=0', wanted `a slots=GPUS`"),
+        ("# nothing\n\n", ": found no host, wanted lines `name slots=GPUS`"),
+        ("slots=8\n", f":1: found 'slots=8', wanted {NAMELESS}"),
+        ("a\n", ":1: found 'a', wanted `a slots=GPUS`"),
+        ("a slots=\n", ":1: found 'a slots=', wanted `a slots=GPUS`"),
+        ("a slots=-1\n", ":1: found 'a slots=-1', wanted `a slots=GPUS`"),
+        ("a slots=two\n", ":1: found 'a slots=two', wanted `a slots=GPUS`"),
+        ("a slots=8 b slots=8\n", ":1: found 'a slots=8 b slots=8', wanted one host on each line, such as `a slots=8`"),
+        ("a:8\n", ":1: found 'a:8', wanted `a slots=8`"),
+        ("b slots=1\nnode-1.x,slots=8\n", ":2: found 'node-1.x,slots=8', wanted `node-1.x slots=8`"),
+        ("\x00 slots=8", f":1: found '\\x00 slots=8', wanted {NAMELESS}"),
+        ("-oProxyCommand=x slots=8\n", f":1: found '-oProxyCommand=x slots=8', wanted {NAMELESS}"),
+        ("$(touch-X) slots=8\n", f":1: found '$(touch-X) slots=8', wanted {NAMELESS}"),
+        (None, ": cannot read it: No such file or directory; wanted lines `name slots=GPUS`"),
+        (b"\xff\xfe", ": cannot read it: not text; wanted lines `name slots=GPUS`"),
+    ],
+)
+def test_wrong_hostfile(tmp_path, text, message):
+    file = tmp_path / "hosts"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError) as error:
+        read_hostfile(file)
+    assert str(error.value) == f"--hostfile: {file}{message}"
+
+
+def test_example_hostfile():
+    assert read_hostfile(ROOT / "launch" / "hostfile.example") == {"worker-0": 8, "worker-1": 8}
+
+
+@pytest.mark.parametrize(
+    ("choice", "count"),
+    [
+        ({"include": "a:0,2@b"}, 4),
+        ({"include": "b@a"}, 5),
+        ({"exclude": "a:1"}, 4),
+        ({"exclude": "b"}, 3),
+        ({"include": "a:1,1"}, 1),
+        ({"num_nodes": 1, "num_gpus": 2}, 2),
+        ({}, 5),
+    ],
+)
+def test_hosts_are_chosen_as_deepspeeds_launcher_does(choice, count):
+    from deepspeed.launcher.runner import apply_num_nodes_and_gpus, parse_inclusion_exclusion
+
+    hosts = {"a": 3, "b": 2}
+    theirs = parse_inclusion_exclusion(hosts, choice.get("include", ""), choice.get("exclude", ""))
+    theirs = apply_num_nodes_and_gpus(theirs, choice.get("num_nodes", -1), choice.get("num_gpus", -1))
+    ours = chosen_gpus(hosts, **choice)
+    assert list(ours.items()) == list(theirs.items()) and sum(map(len, ours.values())) == count
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--include worker-0@worker-2:0",
+            "worker-2: unknown host; did you mean worker-1?; there are worker-0, worker-1",
+        ),
+        ("-e worker-1:7,8", "--exclude: worker-1:8: no such GPU; worker-1 has 0 to 7"),
+        ("--include worker-1:x", "--include: worker-1:x: found 'x', wanted numbers of GPUs such as worker-1:0,1"),
+        ("--exclude worker-0@worker-1", "--exclude: worker-0@worker-1: leaves no GPU"),
+        ("--num_gpus 9", "--num_gpus: found 9, but worker-0 has slots=8; give at most 8"),
+        ("--num_nodes 3", "--num_nodes: found 3, but there are 2 hosts: worker-0, worker-1"),
+        ("--num_nodes x", "--num_nodes: found 'x', wanted a number from 1 on"),
+        ("--num_gpus 1 -i worker-0", "give --include, --exclude, or the numbers"),
+    ],
+)
+def test_wrong_choices_of_hosts(words, message):
+    with pytest.raises(InputError) as error:
+        hosts_of_launcher(["--hostfile", str(ROOT / "launch" / "hostfile.example"), *words.split()])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_launch_script_refuses_wrong_hosts_before_anything_starts(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=8\na slots=1\n")
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/multi_node.sh"), "--hostfile", "hosts", "1"],
+        env=stub_environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and not (tmp_path / "log.jsonl").exists()
+    assert done.stderr.startswith("error: --hostfile: hosts:2: found a again") and done.stderr.count("\n") == 1
+
+
+def test_the_dry_run_names_unknown_hosts_of_a_host_file(tmp_path):
+    (tmp_path / "hosts").write_text("worker-0 slots=8\nworker-1 slots=8\n")
+    words = (*TINY, "--deployment-type", "multi_node", "--hostfile", "hosts", "--dry-run", "--include")
+    good = train(tmp_path, *words, "worker-0:0,1@worker-1")
+    assert good.returncode == 0 and '"train_micro_batch_size_per_gpu": 32' in good.stdout, good.stderr
+    bad = train(tmp_path, *words, "worker-0@worker-2:0")
+    assert bad.returncode == 2
+    assert bad.stderr == (
+        "error: --include: worker-2: unknown host; did you mean worker-1?; there are worker-0, worker-1\n"
+    )
