@@ -77,7 +77,7 @@ def num_ranks(config: TrainConfig, gpus: int) -> int | None:
     hosts = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE)) if several else {"localhost": count_present_gpus()}
     if several or config.include or config.exclude:
         count = config.num_gpus if several else 0
-        chosen = chosen_gpus(hosts, include=config.include, exclude=config.exclude, num_gpus=count)
+        chosen = chosen_gpus(hosts, included=config.include, excluded=config.exclude, num_gpus=count)
         return sum(map(len, chosen.values())) if all(hosts.values()) else None
     return 1 if config.deployment_type == "single_gpu" else config.num_gpus or gpus or 1
 

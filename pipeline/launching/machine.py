@@ -125,19 +125,19 @@ def corrected(line: str) -> str:
 
 
 def chosen_gpus(
-    hosts: Mapping[str, int], *, include: str = "", exclude: str = "", num_nodes: int = 0, num_gpus: int = 0
+    hosts: Mapping[str, int], *, included: str = "", excluded: str = "", num_nodes: int = 0, num_gpus: int = 0
 ) -> dict[str, list[int]]:
     """Return host -> numbers of its GPUs, in the host file's order, as DeepSpeed's launcher chooses them.
 
     Args:
         hosts: host -> number of its GPUs; 0: it has none, and processes on its CPU are not checked.
-        include, exclude: `host:0,1@host`; a host alone stands for all of its GPUs.
+        included, excluded: `host:0,1@host`; a host alone stands for all of its GPUs.
         num_nodes, num_gpus: take the first hosts, and of each the first GPUs; 0: all.
 
     Raises:
         InputError: an unknown host or GPU number, more than there are, or no GPU is left.
     """
-    flag, text = ("--exclude", exclude) if exclude else ("--include", include)
+    flag, text = ("--exclude", excluded) if excluded else ("--include", included)
     named: dict[str, set[int]] = {}
     for part in text.split("@") if text else ():
         host, colon, slots = part.partition(":")
@@ -156,7 +156,7 @@ def chosen_gpus(
         if count and num_gpus > count:
             raise InputError(f"--num_gpus: found {num_gpus}, but {host} has slots={count}; give at most {count}")
         there = set(range(num_gpus or count))
-        if numbers := named.get(host, set()) if include else there - named.get(host, set()):
+        if numbers := named.get(host, set()) if included else there - named.get(host, set()):
             chosen[host] = sorted(numbers)
     if not chosen and all(hosts.values()):
         raise InputError(f"{flag}: {text}: leaves no GPU")
@@ -178,4 +178,4 @@ def hosts_of_launcher(words: Sequence[str]) -> dict[str, list[int]]:
     if (include and exclude) or ((include or exclude) and any(counts)):
         raise InputError("--include, --exclude, --num_nodes and --num_gpus: give --include, --exclude, or the numbers")
     hosts = read_hostfile(file)
-    return chosen_gpus(hosts, include=include, exclude=exclude, num_nodes=counts[0], num_gpus=counts[1])
+    return chosen_gpus(hosts, included=include, excluded=exclude, num_nodes=counts[0], num_gpus=counts[1])

@@ -50,11 +50,11 @@ def test_example_hostfile():
 @pytest.mark.parametrize(
     ("choice", "count"),
     [
-        ({"include": "a:0,2@b"}, 4),
-        ({"include": "b@a"}, 5),
-        ({"exclude": "a:1"}, 4),
-        ({"exclude": "b"}, 3),
-        ({"include": "a:1,1"}, 1),
+        ({"included": "a:0,2@b"}, 4),
+        ({"included": "b@a"}, 5),
+        ({"excluded": "a:1"}, 4),
+        ({"excluded": "b"}, 3),
+        ({"included": "a:1,1"}, 1),
         ({"num_nodes": 1, "num_gpus": 2}, 2),
         ({}, 5),
     ],
@@ -63,7 +63,7 @@ def test_hosts_are_chosen_as_deepspeeds_launcher_does(choice, count):
     from deepspeed.launcher.runner import apply_num_nodes_and_gpus, parse_inclusion_exclusion
 
     hosts = {"a": 3, "b": 2}
-    theirs = parse_inclusion_exclusion(hosts, choice.get("include", ""), choice.get("exclude", ""))
+    theirs = parse_inclusion_exclusion(hosts, choice.get("included", ""), choice.get("excluded", ""))
     theirs = apply_num_nodes_and_gpus(theirs, choice.get("num_nodes", -1), choice.get("num_gpus", -1))
     ours = chosen_gpus(hosts, **choice)
     assert list(ours.items()) == list(theirs.items()) and sum(map(len, ours.values())) == count
