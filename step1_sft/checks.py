@@ -8,7 +8,7 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.models.loading import check_positions, is_encoder_decoder, load_config
 from pipeline.models.packed_attention import check_packing
 from pipeline.models.paths import check_language_model
-from pipeline.training.start_models import Check, StartModel, check_lora, package_checks
+from pipeline.training.start_models import Check, StartModel, check_settings, package_checks
 from step1_sft.config import SFTConfig
 
 # Packages that compute the values of --eval_metric; not among the requirements.
@@ -25,7 +25,7 @@ def start_models(config: SFTConfig, made: Mapping[str, str]) -> list[StartModel]
         fits.append(partial(check_positions, start, longest, "--max_seq_len + --eval_max_new_tokens"))
     if data.packing:
         fits.append(partial(check_packing, start, "--packing"))
-    fits += [partial(check_seq2seq, config, start), partial(check_lora, start, config.model)]
+    fits += [partial(check_seq2seq, config, start), partial(check_settings, start, config.model)]
     packages: list[Check] = [*package_checks(config.model), partial(check_metric, config.eval_metric)]
     return [StartModel("--model_name_or_path", path, check_language_model, packages, fits)]
 

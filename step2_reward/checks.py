@@ -6,7 +6,7 @@ from functools import partial
 from pipeline.models.loading import check_decoder, check_positions
 from pipeline.models.paths import check_model_path
 from pipeline.models.reward_model import check_head
-from pipeline.training.start_models import StartModel, check_lora, package_checks
+from pipeline.training.start_models import StartModel, check_settings, package_checks
 from step2_reward.config import RewardConfig
 
 
@@ -18,6 +18,6 @@ def start_models(config: RewardConfig, made: Mapping[str, str]) -> list[StartMod
         partial(check_decoder, start, flag),
         partial(check_positions, start, config.data.max_seq_len, "--max_seq_len"),
         partial(check_head, start, new_head=True, quantization=config.model.quantization),
-        partial(check_lora, start, config.model),
+        partial(check_settings, start, config.model),
     ]
     return [StartModel(flag, path, check_model_path, package_checks(config.model), fits)]

@@ -6,7 +6,7 @@ from functools import partial
 from pipeline.models.loading import check_decoder, check_positions
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.models.reward_model import check_head
-from pipeline.training.start_models import Check, StartModel, check_critic_tokens, check_lora, package_checks
+from pipeline.training.start_models import Check, StartModel, check_critic_tokens, check_settings, package_checks
 from step3_ppo.config import PPOConfig
 
 
@@ -25,7 +25,7 @@ def start_models(config: PPOConfig, made: Mapping[str, str]) -> list[StartModel]
         fits: list[Check] = [
             partial(check_decoder, start, flag),
             partial(check_positions, start, longest, "--max_prompt_seq_len + --max_answer_seq_len"),
-            partial(check_lora, start, settings, f"{role}_"),
+            partial(check_settings, start, settings, f"{role}_"),
         ]
         if role == "critic":
             fits.insert(0, partial(check_critic_tokens, start, actor, flag))

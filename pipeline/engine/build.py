@@ -51,12 +51,7 @@ def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | N
     """Load a decoder or an encoder-decoder model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0."""
     ds_json = training_json(run.resolved, model, placement(run), accumulation=accumulation)
     with partitioned_loading(ds_json, model.model_name_or_path):
-        loaded = load_language_model(
-            model.model_name_or_path,
-            dtype=weights_dtype(run),
-            attn_implementation=model.attn_implementation,
-            quantization=model.quantization,
-        )
+        loaded = load_language_model(model.model_name_or_path, **load_settings(run, model))
     wrap = Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM
     return training_engine(run, wrap(loaded), model, ds_json)
 
@@ -72,13 +67,7 @@ def value_model_engine(
     """
     ds_json = training_json(run.resolved, model, placement(run))
     with partitioned_loading(ds_json, model.model_name_or_path):
-        loaded = load_reward_model(
-            model.model_name_or_path,
-            dtype=weights_dtype(run),
-            attn_implementation=model.attn_implementation,
-            quantization=model.quantization,
-            new_head=new_head,
-        )
+        loaded = load_reward_model(model.model_name_or_path, new_head=new_head, **load_settings(run, model))
     if new_head:
         initialise_head(loaded.model.score, seed=run.resolved.config.run.seed)
     if normalised:
@@ -93,16 +82,20 @@ def frozen_engine(
     settings = run.resolved.config.deepspeed
     ds_json = frozen_json(settings, model, placement(run), offload=offload)
     with partitioned_loading(ds_json, path):
-        loaded = load(
-            path,
-            dtype=weights_dtype(run),
-            attn_implementation=model.attn_implementation,
-            quantization=model.quantization,
-        )
+        loaded = load(path, **load_settings(run, model))
     engine = FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)
     keep_norms_in_fp32(engine.module, model.quantization)
     check_finite(engine.module, path)
     return engine
+
+
+def load_settings(run: Run, model: ModelConfig) -> dict[str, Any]:
+    """Return how the weights of a model are loaded, as keyword arguments of the functions that load one."""
+    return {
+        "dtype": weights_dtype(run),
+        "attn_implementation": model.attn_implementation,
+        "quantization": model.quantization,
+    }
 
 
 def weights_dtype(run: Run) -> torch.dtype:

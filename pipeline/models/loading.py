@@ -27,7 +27,7 @@ from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import CONFIG_FILES
 from pipeline.hub import commits_read, go_offline_without_network, split_revision
-from pipeline.models.lora import check_quantization, keep_one_layout, nf4_options, quantise_to_int8
+from pipeline.models.lora import check_quantization, keep_one_layout, nf4_options, quantise_to_int8, quantization_of
 from pipeline.models.paths import at_flag, check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
 from pipeline.out_of_memory import is_out_of_memory
@@ -56,12 +56,12 @@ def load_config(path: str) -> PretrainedConfig:
     # The adapter of a reward model has a configuration of its own: the base is a language model.
     source = str(folder if base is None or (folder / CONFIG_FILES[0]).is_file() else Path(base).expanduser())
     name, revision = split_revision(source)
-    is_folder, commit = Path(name).is_dir(), "main"
+    is_folder, commit = Path(name).is_dir(), commits_read.get(source) or revision or "main"
     if not is_folder:
         go_offline_without_network()
     try:
         if not is_folder:  # the cache names the folder of a file after its commit
-            commit = Path(str(cached_file(name, CONFIG_FILES[0], revision=revision or commit))).parent.name
+            commit = Path(str(cached_file(name, CONFIG_FILES[0], revision=commit))).parent.name
             commits_read[source] = commit
         raw, _ = PretrainedConfig.get_config_dict(name, revision=commit)
         config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
@@ -186,14 +186,17 @@ def load_language_model(
         model.source_config.tie_word_embeddings = "lm_head.weight" in model.all_tied_weights_keys
     else:
         model = load_pretrained(AutoModelForCausalLM, base or path, dtype=dtype, **options)
-    return model if base is None else with_adapter(model, path, merged=merged and quantization == "none")
+    return model if base is None else with_adapter(model, path, merged=merged)
 
 
 def with_adapter(model: Any, path: str, *, merged: bool) -> Any:
-    """Put the adapter in the folder `path` on its base model, or merge it into the base's weights."""
+    """Put the adapter in the folder `path` on its base model, or merge it into the base's weights.
+
+    A quantised base keeps its adapter apart.
+    """
     from peft import PeftConfig, PeftModel
 
-    folder = str(Path(path).expanduser())
+    folder, merged = str(Path(path).expanduser()), merged and quantization_of(model) == "none"
     try:
         config = PeftConfig.from_pretrained(folder)
         if not model.can_generate() and config.task_type == "CAUSAL_LM":
@@ -291,7 +294,7 @@ def load_pretrained(
     return model
 
 
-def attention_for(config: PretrainedConfig, asked: str, path: str) -> str:
+def attention_for(config: PretrainedConfig, asked: str, path: str, *, flag: str = "--attn_implementation") -> str:
     """Return the attention implementation to load a model with. Raises InputError for one that drops its soft caps.
 
     Older versions of transformers give Gemma 2 to sdpa, which leaves `attn_logit_softcapping` out without a word.
@@ -299,7 +302,7 @@ def attention_for(config: PretrainedConfig, asked: str, path: str) -> str:
     if not getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return asked
     if asked == "sdpa":
-        raise InputError(f"--attn_implementation sdpa: {path} caps its attention scores, which sdpa cannot; give eager")
+        raise InputError(f"{flag} sdpa: {path} caps its attention scores, which sdpa cannot; give {flag} eager")
     return "eager" if asked == "auto" else asked
 
 

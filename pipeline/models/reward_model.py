@@ -133,7 +133,7 @@ def load_reward_model(
     model.score.weight, model.score.bias = head.weight, head.bias
     if base is not None:
         model.source_config = load_config(path)
-        model = with_adapter(model, path, merged=merged and quantization == "none")
+        model = with_adapter(model, path, merged=merged)
     return TokenValueModel(model)
 
 

@@ -13,7 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import InputError
-from pipeline.models.loading import adapter_base, check_attention, check_model, is_encoder_decoder, load_config
+from pipeline.models.loading import (
+    adapter_base,
+    attention_for,
+    check_attention,
+    check_model,
+    is_encoder_decoder,
+    load_config,
+)
 from pipeline.models.lora import check_quantization, linear_names
 from pipeline.models.tokenizers import load_tokenizer
 
@@ -58,8 +65,13 @@ def package_checks(settings: ModelConfig, prefix: str = "") -> list[Check]:
     ]
 
 
-def check_lora(path: str, settings: ModelConfig, prefix: str = "") -> None:
-    """Raise InputError if LoRA's pattern matches no layer of the model at `path`, which is built without memory."""
+def check_settings(path: str, settings: ModelConfig, prefix: str = "") -> None:
+    """Raise InputError if the model at `path` cannot follow its flags, which begin with `prefix` (actor_).
+
+    The attention implementation leaves no soft caps out, and LoRA's pattern matches a layer of the model, which is
+    built without memory.
+    """
+    attention_for(load_config(path), settings.attn_implementation, path, flag=f"--{prefix}attn_implementation")
     goes_on = settings.quantization != "none" and adapter_base(path) is not None
     if settings.lora_dim and not goes_on:
         auto_class = AutoModelForSeq2SeqLM if is_encoder_decoder(path) else AutoModelForCausalLM

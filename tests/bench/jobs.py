@@ -54,6 +54,24 @@ def launched(module: str, words: Sequence[object], *, gpus: int) -> list[str]:
     return [*start, module, *map(str, words)]
 
 
+def run_logged(title: str, command: Sequence[str], log: Path, variables: dict[str, str]) -> str:
+    """Run a command to its end, its output in a file; print how long it took, and return its stdout.
+
+    Raises:
+        BenchError: it failed.
+    """
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=file, text=True, check=False
+        )
+        file.write(done.stdout)
+    print(f"{title}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    if done.returncode:
+        raise BenchError(f"{' '.join(command[:4])} ...: exit code {done.returncode}\n{log_tail(log)}")
+    return done.stdout
+
+
 class Jobs:
     """Runs of one row, by name, with what each of them found; a run that fails is noted and the others go on.
 
@@ -72,17 +90,7 @@ class Jobs:
     def run(self, name: str, command: Sequence[str], *, site: str = "") -> str:
         """Run a command to its end, its output in <work>/<name>.log; returns its stdout. site: a folder of packages."""
         print(f"[bench] {name} ...", file=sys.stderr, flush=True)
-        started = time.monotonic()
-        with (self.folder / f"{plain(name)}.log").open("w", encoding="utf-8") as log:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment(site), stdout=subprocess.PIPE, stderr=log, text=True, check=False
-            )
-            log.write(done.stdout)
-        print(f"[bench] {name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-        if done.returncode:
-            tail = log_tail(self.folder / f"{plain(name)}.log")
-            raise BenchError(f"{' '.join(command[:4])} ...: exit code {done.returncode}\n{tail}")
-        return done.stdout
+        return run_logged(f"[bench] {name}", command, self.folder / f"{plain(name)}.log", environment(site))
 
     def worker(
         self, name: str, module: str, words: Sequence[object], *, gpus: int = 1, site: str = ""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_run import Ended, run_command, run_until
+from support.marks import slow_but
 from support.tiny_run import make_folder, read_metrics
 
 NOT_REPEATABLE = ("time", "_s", "_per_s")
@@ -103,7 +104,7 @@ def tell(stage: str, folder: Path) -> Story:
     return story
 
 
-@pytest.fixture(scope="module", params=["sft", pytest.param("reward", marks=pytest.mark.slow), "ppo"])
+@pytest.fixture(scope="module", params=slow_but(["ppo"], ["sft", "reward", "ppo"]))
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
     return tell(request.param, tmp_path_factory.mktemp(f"resume-{request.param}"))
 

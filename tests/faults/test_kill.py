@@ -41,7 +41,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["killed"] == found["runs"], "the runs were alive when the signal came"
 
 
-@pytest.mark.parametrize(("stage", "count"), [slow(("sft", 5)), slow(("reward", 3)), ("ppo", 1), slow(("ppo", 5))])
+@pytest.mark.parametrize(("stage", "count"), [("sft", 1), slow(("sft", 5)), slow(("reward", 3)), slow(("ppo", 5))])
 def test_a_killed_run_goes_on_exactly(folder, stage, count):
     check(tell(kill_and_compare, stage, folder, count=count))
 

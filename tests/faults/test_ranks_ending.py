@@ -74,6 +74,7 @@ def test_a_rank_that_raises(run: Start) -> None:
     assert "ValueError: on purpose" in (job.run_dir / "log" / "rank-1.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs(run: Start) -> None:
     job = run(rank_timeout_s=5)
     ended = disturb(job, 1, signal.SIGSTOP)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from input_calls import MAINS, call, flags, make_inputs, stage_words, stopped_at_the_models
 from support.launch_stub import ROOT, stub_environment
+from support.marks import slow_but
 
 USED = [
     "a; touch X", "$(touch X)", "`touch X`", "a && touch X", "a | touch X", "a > X", "a & touch X", "${HOME}", "$IFS",
@@ -139,8 +140,15 @@ def test_the_launch_script_hands_words_on_unchanged(name: str, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["bin", "log.jsonl", "runs", name])
 
 
-@pytest.mark.parametrize("flag", ["output-dir", "actor-model", "hostfile", "include", "master-addr"])
-@pytest.mark.parametrize("name", ["a; touch X", "$(touch X)", "a\ntouch X", "-oProxyCommand=touch X"])
+SHELL_NAMES = ("$(touch X)", "a; touch X", "a\ntouch X", "-oProxyCommand=touch X")
+FOLDER_FLAGS = [("output-dir", name) for name in SHELL_NAMES]  # these names are taken, and a plan is made of them
+REFUSING_FLAGS = ("actor-model", "hostfile", "include", "master-addr")
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [*slow_but(FOLDER_FLAGS[:1], FOLDER_FLAGS), *((flag, name) for flag in REFUSING_FLAGS for name in SHELL_NAMES)],
+)
 def test_train_starts_no_shell_on_a_name(name: str, flag: str, inside: Path) -> None:
     words = flags(step=1, **{flag.replace("-", "_"): name})
     ending = call("train", [f"{words[0]}={words[1]}", f"{words[2]}={words[3]}", "--dry_run"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.decode_models import poll_often
 from support.in_process import error_lines, leave_group, undone_afterwards
+from support.marks import slow_but
 from support.tiny_run import make_folder, read_metrics, write_lines
 
 from pipeline.generation.hybrid_engine import HybridEngine
@@ -98,7 +99,7 @@ def eager(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     return actual
 
 
-@pytest.mark.parametrize("backend", ["fused", "static"])
+@pytest.mark.parametrize("backend", slow_but(["static"], ["fused", "static"]))
 def test_a_run_with_another_backend_has_the_same_numbers(backend, folder, tmp_path, eager, engines):
     assert run(folder, tmp_path / "model", generation_engine=backend) == 0
     assert_same_metrics(lines(tmp_path), eager["plain"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
+from support.marks import slow_but
 
 MODULES = {1: "step1_sft.main", 2: "step2_reward.main", 3: "step3_ppo.main"}
 ON_THE_HUB = {
@@ -30,7 +31,7 @@ def engine_jsons(output: str) -> dict[str, dict[str, object]]:
     return {name: json.loads(content) for name, content in lines}
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", slow_but([3], [1, 2, 3]))
 def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step):
     section = ("sft", "reward", "ppo")[step - 1]
     preset = str(ROOT / f"launch/presets/tiny.{section}.yaml")

@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.families import family_config
 from support.launch_stub import ROOT
 from support.tiny_run import make_folder, make_tokenizer, save_base, write_lines
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import hub
 from pipeline.configuration.flags import parse
@@ -28,6 +30,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "chats.jsonl", [{"messages": turns}])
     write_lines(folder / "other.jsonl", [{"ask": "Who?", "reply": "Me."}])
     save_base(folder / "stranger", make_tokenizer(["Other words, and so other pairs of letters."]))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "capped")
+    AutoModelForCausalLM.from_config(family_config("gemma-2", len(tokenizer))).save_pretrained(folder / "capped")
     write_lines(folder / "odd.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}])
     return folder
 
@@ -93,6 +98,9 @@ CASES = {
     ),
     "a critic without a head": (
         {"ppo": "--critic_model_name_or_path base"}, "--ppo.critic_model_name_or_path: base: ['OPTForCausalLM'] has no "
+    ),
+    "soft caps": (
+        {"sft": "--model_name_or_path capped --attn_implementation sdpa"}, "--sft.attn_implementation sdpa: capped caps"
     ),
     "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),
 }  # fmt: skip

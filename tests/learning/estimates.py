@@ -1,6 +1,7 @@
-"""Estimates of the report: best-of-n without bias, win rates and their intervals, with and without length."""
+"""Estimates of the report: best-of-n without bias, win rates at equal length, and how much texts repeat themselves."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,13 +21,6 @@ def best_of(k: int, proxy: Sequence[float], gold: Sequence[float]) -> tuple[floa
 def best_of_kl(k: int) -> float:
     """Return the KL of best-of-k from the policy that is sampled, in nats: log k - (k - 1) / k, an upper bound."""
     return math.log(k) - (k - 1) / k
-
-
-def win_rate(first: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return the share of prompts on which `first` scores higher, a tie counting half, and its standard error."""
-    wins = [(a > b) + (a == b) / 2 for a, b in zip(first, other, strict=True)]
-    mean = sum(wins) / len(wins)
-    return mean, math.sqrt(sum((win - mean) ** 2 for win in wins) / max(len(wins) - 1, 1) / len(wins))
 
 
 def length_controlled(
@@ -57,7 +51,4 @@ def distinct(texts: Sequence[str], n: int) -> float:
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean over seeds, and the standard deviation (NaN for a single seed)."""
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return mean, math.nan
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan

@@ -1,16 +1,13 @@
 """Processes of the experiment: this project's own commands and the judge, several at a time on each GPU."""
 
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from bench.jobs import BenchError, environment, flags, launched, log_tail
+from bench.jobs import BenchError, environment, flags, launched, run_logged
 
 __all__ = ["BenchError", "Jobs", "flags"]
 
@@ -28,21 +25,7 @@ class Jobs:
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = environment() | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
-        started = time.monotonic()
-        with log.open("w", encoding="utf-8") as file:
-            done = subprocess.run(
-                launched(module, words, gpus=1),
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                check=False,
-            )
-            file.write(done.stdout)
-        print(f"[learning] {name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-        if done.returncode:
-            raise BenchError(f"{name}: exit code {done.returncode}\n{log_tail(log)}")
-        return done.stdout
+        return run_logged(f"[learning] {name}", launched(module, words, gpus=1), log, variables)
 
     def each(self, works: Sequence[Callable[[int | None], None]]) -> int:
         """Call each of the works with the GPU that it may use; return how many failed, whose errors are printed."""
@@ -63,11 +46,3 @@ class Jobs:
 
         with ThreadPoolExecutor(free.qsize()) as pool:
             return sum(pool.map(work, works))
-
-
-def visible_gpus() -> int:
-    """Return the number of GPUs, without torch in this process."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        return 0
-    listed = subprocess.run(["sh", "-c", "nvidia-smi -L || true"], capture_output=True, text=True, check=False).stdout
-    return sum(line.startswith("GPU ") for line in listed.splitlines())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from learning import rows
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, Turns, prompt_hash
 from pipeline.generation.eager import generate_batches
@@ -24,16 +25,16 @@ AT_ONCE = 512  # rows of a batch of best-of-n
 
 def prompts_of(file: Path) -> list[Turns]:
     """Return the prompts of a file, each a single user turn."""
-    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return [(Message("user", row["prompt"].strip()),) for row in rows]
+    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [(Message("user", line["prompt"].strip()),) for line in lines]
 
 
 def judged(folder: str, answers: Sequence[tuple[Turns, str, bool]]) -> list[float]:
     """Return the scores of a reward model for (prompt, answer, finished)."""
     judge = load_judge(folder, dtype=resolve_dtype("auto"))
-    rows = [encode_answer(judge, prompt, text, finished=finished) for prompt, text, finished in answers]
-    order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
-    scores = score_rows(judge, [rows[n] for n in order], batch_size=BATCH_SIZE)
+    encoded = [encode_answer(judge, prompt, text, finished=finished) for prompt, text, finished in answers]
+    order = sorted(range(len(encoded)), key=lambda n: len(encoded[n]))
+    scores = score_rows(judge, [encoded[n] for n in order], batch_size=BATCH_SIZE)
     return [score for _, score in sorted(zip(order, scores, strict=True))]
 
 
@@ -43,10 +44,7 @@ def score_run(run_dir: Path, policy: str, prompts: Sequence[Turns], judges: dict
     shown = {tokenizer.decode(encode_prompt(tokenizer, turns), skip_special_tokens=True): turns for turns in prompts}
     lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     answers = [(shown[line["prompt"]], line["response"], line["finished"]) for line in lines]
-    for name, folder in judges.items():
-        for line, score in zip(lines, judged(folder, answers), strict=True):
-            line[name] = score
-    write(run_dir / "judged.jsonl", lines)
+    write_judged(run_dir / "judged.jsonl", lines, answers, judges)
 
 
 def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dict[str, str]) -> None:
@@ -63,14 +61,17 @@ def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dic
         for n, (text, finished) in enumerate(zip(texts, rollout.finished.tolist(), strict=True))
     ]
     answers = [(prompts[line["prompt"]], line["response"], line["finished"]) for line in lines]
+    write_judged(given.output, lines, answers, judges)
+
+
+def write_judged(
+    file: Path, lines: Sequence[dict[str, Any]], answers: Sequence[tuple[Turns, str, bool]], judges: dict[str, str]
+) -> None:
+    """Write the lines with the score that each judge gives to their answers."""
     for name, folder in judges.items():
         for line, score in zip(lines, judged(folder, answers), strict=True):
             line[name] = score
-    write(given.output, lines)
-
-
-def write(file: Path, lines: Sequence[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    rows.write(file, lines)
 
 
 def main() -> None:

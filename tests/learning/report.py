@@ -13,6 +13,7 @@ from typing import Any
 
 from learning import estimates
 from learning.models import accuracies
+from pipeline.inference.comparison import compare
 
 NUM_SHOWN = 10
 NUM_GRAMS = 2
@@ -133,6 +134,7 @@ def figures_of(run: Run, scales: dict[str, tuple[float, float]]) -> Line:
     before, after = zip(*paired(run), strict=True)
     scores = [[line["gold"] for line in lines] for lines in (after, before)]
     lengths = [[line["tokens"] for line in lines] for lines in (after, before)]
+    rate = compare([[score] for score in scores[1]], [[score] for score in scores[0]]).win_rate
     root, proxy, gold = curve(run, scales)[-1]
     best = max(curve(run, scales), key=lambda point: point[2])
     return {
@@ -141,7 +143,9 @@ def figures_of(run: Run, scales: dict[str, tuple[float, float]]) -> Line:
         "gold": gold,
         "gold at its best": best[2],
         "KL there": best[0] ** 2,
-        "win rate": estimates.win_rate(*scores)[0],
+        "win rate": rate.value,
+        "from": rate.low,
+        "to": rate.high,
         "win rate at equal length": estimates.length_controlled(*scores, *lengths),
         "tokens": mean(run.after, "tokens"),
         "cut": 1 - mean(run.after, "finished"),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from learning import models, policies, report, rows
-from learning.jobs import Jobs, visible_gpus
+from learning.jobs import Jobs
+from pipeline.launching.machine import count_gpus
 
 COMMANDS = ("models", "best_of_n", "frontier", "ablations", "report")
 
@@ -50,7 +51,7 @@ def main() -> int:
     at = words.index("--") if "--" in words else len(words)
     given, more = make_parser().parse_args(words[:at]), pairs_of(words[at + 1 :])
     work = given.work.resolve()
-    jobs = Jobs(work, visible_gpus() if given.gpus is None else given.gpus, given.parallel)
+    jobs = Jobs(work, count_gpus() if given.gpus is None else given.gpus, given.parallel)
     if given.command == "report":
         report.write(work, given.output, given.title)
         return 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from compare import TOLERANCE, apart
 from group import Rank, running
+from support.marks import slow_but
 from support.tiny_run import make_folder, take_lines
 
 Found = dict[int, list[Rank]]
@@ -35,14 +36,14 @@ def test_rollouts_are_worth_comparing(found: Found) -> None:
         assert case["first"]["responses"] != case["second"]["responses"]
 
 
-@pytest.mark.parametrize("name", ["opt", "opt-350m", "llama"])
+@pytest.mark.parametrize("name", slow_but(["opt", "llama"], ["opt", "opt-350m", "llama"]))
 def test_ranks_that_share_the_weights_sample_what_one_rank_does(found: Found, name: str) -> None:
     for rank in found[2]:
         for part in ("first", "second"):
             assert_same(rank[f"shared {name}"][part], found[1][0][f"shared {name}"][part])
 
 
-@pytest.mark.parametrize("case", ["shared llama z3", "whole llama z3"])
+@pytest.mark.parametrize("case", slow_but(["shared llama z3"], ["shared llama z3", "whole llama z3"]))
 def test_zero_3_samples_what_one_rank_does(found: Found, case: str) -> None:
     """The weights are gathered whole on each rank, or the parts that ranks share."""
     for rank in found[2]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from compare import TOLERANCE, apart
 from group import Rank, running
+from support.marks import slow_but
 from support.tiny_run import make_folder, take_lines
 
 Found = list[Rank]
@@ -28,7 +29,7 @@ def assert_same(mine: dict[str, Any], reference: dict[str, Any]) -> None:
     torch.testing.assert_close(mine["log_probs"], reference["log_probs"], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["llama", "lora"], MODELS))
 def test_streamed_weights_sample_what_whole_ones_do(found: Found, name: str) -> None:
     """Before and after a step of the optimizer and a change of every number."""
     for rank in found:
