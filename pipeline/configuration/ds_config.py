@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.configuration.ds_json import check_global_batch, merge_user_json, read_user_json
+from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_user_json
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
@@ -73,7 +73,7 @@ def training_json(
     user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else {}
     built = merge_user_json(built, user, flag_table(type(config)), origins, source=settings.deepspeed_config)
     if ranks is not None:
-        check_global_batch(built, ranks, settings.deepspeed_config)
+        check_ranks(built, ranks, settings.deepspeed_config)
     if ranks == 1:
         return built | {"zero_optimization": for_one_rank(built)}
     asked = user.get("zero_optimization", {}).keys() & WITHOUT_HOOKS.keys()

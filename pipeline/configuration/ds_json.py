@@ -4,15 +4,17 @@ Names of keys are checked in ds_keys.py. Nothing here imports torch or deepspeed
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.ds_keys import MODEL_BLOCKS, check_keys
+from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, REFUSED, check_keys
 from pipeline.configuration.flag_table import Flag
 from pipeline.errors import InputError
 
 Json = dict[str, Any]
+
+ACCUMULATION = "gradient_accumulation_steps"
 
 # The value of a key whose block is missing.
 NO_OFFLOAD = {"zero_optimization.offload_optimizer.device": "none", "zero_optimization.offload_param.device": "none"}
@@ -23,7 +25,7 @@ def read_user_json(path: str | Path) -> Json:
 
     Raises:
         InputError: no such file, not JSON (with the line), a key that occurs twice, not an object, unknown keys,
-            an optimizer or scheduler, bf16 and fp16 together.
+            an optimizer or scheduler, values that exclude each other.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
@@ -37,19 +39,63 @@ def read_user_json(path: str | Path) -> Json:
         raise InputError(f"--deepspeed_config: {path}: found a {type(content).__name__}, wanted an object {{...}}")
     check_keys(content, str(path))
     refuse_optimizer(content, str(path))
-    content = usual_names(content)
-    if all(dict(leaves(content)).get(f"{dtype}.enabled") is True for dtype in ("bf16", "fp16")):
-        raise InputError(f"--deepspeed_config: {path}: bf16 and fp16: both are enabled, wanted one")
+    content = usual_names(without_refused(content), str(path))
+    if errors := [f"{path}: {error}" for error in contradictions(dict(leaves(content)))]:
+        raise InputError("\n".join(errors))
     return content
 
 
-def usual_names(content: Json) -> Json:
-    """Rename `bfloat16` to `bf16`, and ZeRO's fields that also have a `stage3_` name to that one."""
-    result = {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
-    zero, known = result.get("zero_optimization"), MODEL_BLOCKS["zero_optimization"]
-    if isinstance(zero, dict):
-        named = ((f"stage3_{key}" if f"stage3_{key}" in known else key, value) for key, value in zero.items())
-        result["zero_optimization"] = dict(named)
+def without_refused(content: Json, path: str = "") -> Json:
+    """Leave out the keys that may only be switched off: DeepSpeed ends at some of them, whatever their value."""
+    kept = {key: value for key, value in content.items() if f"{path}{key}" not in REFUSED}
+    if isinstance(zero := kept.get("zero_optimization"), dict):
+        kept["zero_optimization"] = without_refused(zero, "zero_optimization.")
+    return kept
+
+
+def contradictions(said: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each pair of values of one JSON that exclude each other. Keys are dotted."""
+    if said.get("bf16.enabled") is True and said.get("fp16.enabled") is True:
+        yield "bf16 and fp16: both are enabled, wanted one"
+    stage, zero = said.get("zero_optimization.stage", "auto"), "zero_optimization"
+    for block, needed in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = said.get(f"{zero}.{block}.device", "none")
+        if device != "none" and stage != "auto" and stage < needed:
+            yield f"{zero}.{block}.device: found {device!r}, needs {zero}.stage {needed} or higher, found {stage}"
+        if device == "nvme" and not said.get(f"{zero}.{block}.nvme_path"):
+            yield f"{zero}.{block}.device: found 'nvme', wanted a folder as {zero}.{block}.nvme_path too"
+        if device != "nvme" and said.get(f"{zero}.{block}.nvme_path"):
+            yield f"{zero}.{block}.nvme_path: found a folder, needs {zero}.{block}.device nvme, found {device!r}"
+    group = said.get(f"{zero}.zero_hpz_partition_size", 1)
+    if group not in ("auto", 0, 1) and stage not in ("auto", 3):
+        yield f"{zero}.zero_hpz_partition_size: found {group}, needs {zero}.stage 3, found {stage}"
+    sizes = [said.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", ACCUMULATION)]
+    batch, micro, accumulation = (size if isinstance(size, int) else 0 for size in sizes)
+    if batch and batch % (max(micro, 1) * max(accumulation, 1)):
+        yield f"train_batch_size: found {batch}, which {max(micro, 1)} x {max(accumulation, 1)} rows do not divide"
+
+
+def usual_names(content: Json, source: str) -> Json:
+    """Rename `bfloat16` to `bf16`, and ZeRO's fields that also have a `stage3_` name to that one.
+
+    Raises:
+        InputError: both names of a key.
+    """
+    known = MODEL_BLOCKS["zero_optimization"]
+
+    def usual(block: Json, rename: Callable[[str], str], prefix: str = "") -> Json:
+        for key in block:
+            if rename(key) != key and rename(key) in block:
+                raise InputError(f"{source}: {prefix}{key}: it is {rename(key)}, which is given too; remove one")
+        return {rename(key): value for key, value in block.items()}
+
+    def in_zero(key: str) -> str:
+        key = {"stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}.get(key, key)
+        return f"stage3_{key}" if f"stage3_{key}" in known else key
+
+    result = usual(content, lambda key: "bf16" if key == "bfloat16" else key)
+    if isinstance(zero := result.get("zero_optimization"), dict):
+        result["zero_optimization"] = usual(zero, in_zero, "zero_optimization.")
     return result
 
 
@@ -90,6 +136,27 @@ def flags_from_json(user: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[
     if said.get("bf16.enabled") is False and said.get("fp16.enabled") is False:
         flags["dtype"] = ("bf16.enabled", "fp32")
     return flags
+
+
+def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mapping[str, str]) -> Iterator[str]:
+    """Yield lines on what the user's JSON changes: flags, further keys, and keys without effect.
+
+    Args:
+        changed: the flags that it gives another value, with the value.
+    """
+    own = {key for flag in table.values() for key in flag.deepspeed}
+    said = {
+        key: value
+        for key, value in leaves(user)
+        if value != "auto" and key not in own and key.partition(".")[0] not in ("optimizer", "scheduler")
+    }
+    idle = {key: name for key in said for name in IDLE if f"{key}.".startswith(f"{name}.")}
+    if changed:
+        yield f"sets {', '.join(f'--{name} {text}' for name, text in changed.items())}"
+    if further := [f"{key} {value!r}" for key, value in said.items() if key not in idle]:
+        yield f"gives to DeepSpeed {', '.join(further)}"
+    for name in dict.fromkeys(idle.values()):
+        yield f"{name}: has no effect here: {IDLE[name]}"
 
 
 def merge_user_json(
@@ -149,8 +216,13 @@ def refuse_optimizer(user: Mapping[str, Any], source: str) -> None:
             )
 
 
-def check_global_batch(config: Json, world_size: int, source: str) -> None:
-    """Raise InputError where train_batch_size is given and is not micro-batch x accumulation x ranks."""
+def check_ranks(config: Json, world_size: int, source: str) -> None:
+    """Raise InputError where train_batch_size is not micro-batch x accumulation x ranks, or groups of ranks differ."""
+    group = config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    if world_size % min(max(group, 1), world_size):
+        raise InputError(
+            f"{source}: zero_optimization.zero_hpz_partition_size: found {group}, no divisor of {world_size} ranks"
+        )
     micro, accumulation = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     found, wanted = config.get("train_batch_size"), micro * accumulation * world_size
     if found not in (None, wanted):

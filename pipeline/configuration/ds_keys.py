@@ -1,167 +1,276 @@
-"""The tables of a DeepSpeed JSON's keys: DeepSpeed ignores a key that it does not know, so we refuse it by name.
+"""The tables of a DeepSpeed JSON's keys: DeepSpeed ignores most that it does not know, so we refuse those by name.
 
-tests/configuration/test_ds_config.py compares the tables with the installed DeepSpeed. Blocks without a table
-(optimizer parameters, compression_training, autotuning, ...) are not checked. No import of deepspeed: `--help` and
-tests stay fast.
+tests/configuration/test_ds_config.py compares them with the installed DeepSpeed. Blocks without a table (optimizer
+parameters, autotuning, what may only be switched off) are not checked. No import of deepspeed: `--help` stays fast.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.errors import InputError, nearest
 
+Kind = str  # of a key's value, as an error names it; "" for blocks and texts
+SWITCH, NUMBER, OTHER = "true or false", "a number", ""
 
-def words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+
+def keys(*, switches: str = "", numbers: str = "", others: str = "") -> dict[str, Kind]:
+    """Return the keys of a block with the kinds of their values."""
+    kinds = {SWITCH: switches, NUMBER: numbers, OTHER: others}
+    return {name: kind for kind, names in kinds.items() for name in names.split()}
 
 
 # What DeepSpeedConfig asks its dict for; `bfloat16` is an alias of `bf16`.
-TOP_LEVEL = words(
-    """
+TOP_LEVEL = keys(
+    switches="""
+    dataloader_drop_last disable_allgather disable_python_gc dump_state managed_gradient_accumulation memory_breakdown
+    prescale_gradients sparse_gradients use_data_before_expert_parallelism wall_clock_breakdown
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    """,
+    numbers="""
+    gradient_accumulation_steps gradient_clipping gradient_predivide_factor steps_per_print train_batch_size
+    train_micro_batch_size_per_gpu vocabulary_size
+    """,
+    others="""
     activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
-    compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
-    datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel
-    flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
-    gradient_predivide_factor graph_harvesting hybrid_engine log_level managed_gradient_accumulation
-    memory_breakdown nebula optimizer pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
-    seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print tensor_parallel
-    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
-    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
-    """
+    compile compression_training csv_monitor curriculum_learning data_efficiency data_types datastates_ckpt eigenvalue
+    elasticity expert_parallel flops_profiler fp16 gradient_allreduce_op graph_harvesting hybrid_engine log_level nebula
+    optimizer pipeline progressive_layer_drop quantize_training scheduler seq_parallel_communication_data_type
+    sparse_attention tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization
+    """,
 )
 
 # Blocks that are pydantic models in DeepSpeed, with both names of fields that have an alias.
 MODEL_BLOCKS = {
-    "zero_optimization": words(
-        """
-        stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
-        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
-        elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
-        cpu_offload_use_pin_memory cpu_offload prefetch_bucket_size stage3_prefetch_bucket_size
+    "zero_optimization": keys(
+        switches="""
+        contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm
+        compute_grad_norm load_from_fp32_weights elastic_checkpoint cpu_offload_param cpu_offload_use_pin_memory
+        cpu_offload gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save
+        use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params allgather_sequential
+        stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1
+        round_robin_gradients parameter_alignment zero_quantized_weights zero_quantized_nontrainable_weights
+        zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
+        """,
+        numbers="""
+        stage reduce_bucket_size allgather_bucket_size sub_group_size prefetch_bucket_size stage3_prefetch_bucket_size
         param_persistence_threshold stage3_param_persistence_threshold model_persistence_threshold
         stage3_model_persistence_threshold max_live_parameters stage3_max_live_parameters max_reuse_distance
-        stage3_max_reuse_distance gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save
-        module_granularity_threshold stage3_module_granularity_threshold use_all_reduce_for_fetch_params
-        stage3_use_all_reduce_for_fetch_params allgather_sequential stage3_allgather_sequential
-        stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients
-        parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
-        zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
-        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
-        """
+        stage3_max_reuse_distance module_granularity_threshold stage3_module_granularity_threshold
+        zero_hpz_partition_size
+        """,
+        others="offload_param offload_optimizer zenflow leaf_module",
     ),
-    "zero_optimization.offload_param": words(
-        """
-        device nvme_path buffer_count buffer_size max_in_cpu pin_memory
-        """
+    "zero_optimization.offload_param": keys(
+        switches="pin_memory", numbers="buffer_count buffer_size max_in_cpu", others="device nvme_path"
     ),
-    "zero_optimization.offload_optimizer": words(
-        """
-        device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
-        cpuadam_cores_perc
-        """
+    "zero_optimization.offload_optimizer": keys(
+        switches="pin_memory pipeline_read pipeline_write fast_init super_offload",
+        numbers="buffer_count ratio cpuadam_cores_perc",
+        others="device nvme_path",
     ),
-    "fp16": words(
-        """
-        enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
-        min_loss_scale fp16_master_weights_and_grads
-        """
+    "zero_optimization.leaf_module": keys(others="classes names name_suffixes"),
+    "fp16": keys(
+        switches="enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
+        numbers="loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
     ),
-    "bf16": words(
-        """
+    "bf16": keys(
+        switches="""
         enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states
         """
     ),
-    "tensorboard": words(
-        """
-        enabled output_path job_name
-        """
+    "tensorboard": keys(switches="enabled", others="output_path job_name"),
+    "wandb": keys(switches="enabled", others="group team project"),
+    "csv_monitor": keys(switches="enabled", others="output_path job_name"),
+    "comet": keys(
+        switches="enabled online",
+        numbers="samples_log_interval",
+        others="project workspace api_key experiment_name experiment_key mode",
     ),
-    "wandb": words(
-        """
-        enabled group team project
-        """
-    ),
-    "csv_monitor": words(
-        """
-        enabled output_path job_name
-        """
-    ),
-    "comet": words(
-        """
-        enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode
-        """
-    ),
-    "comms_logger": words(
-        """
-        enabled prof_all prof_ops verbose debug
-        """
-    ),
-    "hybrid_engine": words(
-        """
-        enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size
-        enable_cuda_graph
-        """
-    ),
-    "compile": words(
-        """
-        deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation
-        offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters
-        sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors
-        keep_all_input_tensors passes
-        """
-    ),
-    "timers.throughput": words(
-        """
-        enabled synchronized
-        """
-    ),
-    "zero_optimization.leaf_module": words("classes names name_suffixes"),
+    "comms_logger": keys(switches="enabled prof_all verbose debug", others="prof_ops"),
+    "timers.throughput": keys(switches="enabled synchronized"),
 }
 
 # Blocks that DeepSpeed reads key by key, so that a wrong one has no effect and no message.
 LOOSE_BLOCKS = {
-    "flops_profiler": words("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
-    "activation_checkpointing": words(
-        """
-        partition_activations number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile
-        cpu_checkpointing
-        """
+    "flops_profiler": keys(
+        switches="enabled detailed",
+        numbers="recompute_fwd_factor profile_step module_depth top_modules",
+        others="output_file",
     ),
-    "aio": words("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds"),
-    "checkpoint": words("tag_validation load_universal use_node_local_storage parallel_write writer"),
-    "checkpoint.parallel_write": words("pipeline_stage"),
-    "data_types": words("grad_accum_dtype"),
-    "timers": words("throughput"),
-    "torch_autocast": words("enabled dtype lower_precision_safe_modules"),
+    "activation_checkpointing": keys(
+        switches="""
+        partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile cpu_checkpointing
+        """,
+        others="number_checkpoints",
+    ),
+    "aio": keys(switches="single_submit overlap_events use_gds", numbers="block_size queue_depth intra_op_parallelism"),
+    "checkpoint": keys(
+        switches="load_universal use_node_local_storage checkpoint_serialization",
+        others="tag_validation parallel_write writer",
+    ),
+    "checkpoint.parallel_write": keys(switches="pipeline_stage"),
+    "checkpoint.writer": keys(
+        switches="io_buffer_double show_statistics decoupled",
+        numbers="io_buffer_size io_multiplier",
+        others="type data_parallel",
+    ),
+    "data_types": keys(others="grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules"),
+    "timers": keys(others="throughput"),
 }
 
 BLOCKS = {"": TOP_LEVEL, **MODEL_BLOCKS, **LOOSE_BLOCKS, "bfloat16": MODEL_BLOCKS["bf16"]}
 
+GONE = "DeepSpeed has removed it"
+OWN_STEP = "this project cuts steps and reads gradients itself"
+FEWER_BITS = "it changes the numbers of a step; zero_hpz_partition_size alone keeps them"
+# Keys that DeepSpeed knows and that may only be switched off here -> why, and what is right.
+REFUSED = {
+    "amp": f"{GONE}; use --dtype",
+    "compression_training": GONE,
+    "curriculum_learning": GONE,
+    "eigenvalue": GONE,
+    "elasticity": f"{GONE}; a run resumes on any number of ranks",
+    "graph_harvesting": GONE,
+    "nebula": f"{GONE}; use --save_steps, --save_in_background",
+    "progressive_layer_drop": GONE,
+    "quantize_training": GONE,
+    "sparse_attention": f"{GONE}; use --attn_implementation",
+    "sparse_gradients": GONE,
+    "zero_optimization.mics_shard_size": f"{GONE}; use zero_hpz_partition_size",
+    "zero_optimization.mics_hierarchical_params_gather": f"{GONE}; use zero_hpz_partition_size",
+    "zero_optimization.zeropp_loco_param": GONE,
+    "zero_optimization.cpu_offload": 'its new name is offload_optimizer: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'its new name is offload_param: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": "its new name is pin_memory, in offload_optimizer or offload_param",
+    "zero_optimization.zero_quantized_weights": FEWER_BITS,
+    "zero_optimization.zero_quantized_nontrainable_weights": f"{FEWER_BITS}; frozen weights: --quantization",
+    "zero_optimization.zero_quantized_gradients": FEWER_BITS,
+    "zero_optimization.zenflow": "late updates change the numbers of a step",
+    "data_efficiency": "rows are drawn by this project's own data loader",
+    "datastates_ckpt": "checkpoints are this project's own; use --save_steps, --save_in_background",
+    "expert_parallel": "mixtures of experts are not supported",
+    "hybrid_engine": "generation is this project's own; use --inference_tp_size, --release_inference_cache",
+    "compile": "models are not compiled",
+    "pipeline": "there is no pipeline parallelism",
+    "tensor_parallel": "there is no tensor parallelism in training; rollouts have --inference_tp_size",
+    "torch_autocast": "use --dtype",
+    "weight_quantization": "it is for inference; use --quantization with LoRA",
+    "zero_force_ds_cpu_optimizer": "the optimizer is torch.optim.AdamW, also in host memory",
+}
+# Keys with one right value.
+ONLY = {
+    "gradient_allreduce_op": ("mean", OWN_STEP),
+    "managed_gradient_accumulation": (True, OWN_STEP),
+    "zero_optimization.compute_grad_norm": (True, OWN_STEP),
+}
+# Keys without effect in this project -> why, or what has one.
+IDLE = {
+    "activation_checkpointing": "use --gradient_checkpointing",
+    "checkpoint": "checkpoints have a format of their own",
+    "dataloader_drop_last": "a last partial step is filled with padding rows",
+    "zero_optimization.elastic_checkpoint": "any checkpoint fits any number of ranks",
+    "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "models are always saved whole",
+}
+# What people write of other tools, or of another version -> what is right.
+OTHER_NAMES = {
+    "allgather_size": "zero_optimization.allgather_bucket_size",
+    "batch_size": "train_micro_batch_size_per_gpu",
+    "deepspeed_config_file": "--deepspeed_config",
+    "gradient_checkpointing": "--gradient_checkpointing",
+    "learning_rate": "--learning_rate",
+    "lr": "--learning_rate",
+    "max_grad_norm": "gradient_clipping",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "mixed_precision": "bf16.enabled or fp16.enabled",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "weight_decay": "--weight_decay",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_stage": "zero_optimization.stage",
+}
+MOST_HOMES = 3  # `enabled` is a key of many blocks
+
 
 def check_keys(user_json: Mapping[str, Any], source: str = "DeepSpeed JSON") -> None:
-    """Refuse keys that DeepSpeed does not read.
+    """Refuse keys that DeepSpeed does not read or this project cannot follow, and values of the wrong kind.
 
     Raises:
-        InputError: one line for each unknown key, with its path and the nearest valid key of its block.
+        InputError: one line for each of them, with its path and what would be right.
     """
-    if errors := list(unknown_keys(user_json, "")):
+    if errors := list(wrong_keys(user_json, "")):
         raise InputError("\n".join(f"{source}: {error}" for error in errors))
 
 
-def unknown_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield a line for each unknown key of `block` and of the blocks in it. `path` is dotted; "" is the whole JSON."""
+def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a line for each wrong key or value of `block` and of the blocks in it. `path` is dotted; "": the JSON."""
     valid = BLOCKS.get(path)
     for key, value in block.items():
         inner = f"{path}.{key}" if path else key
-        if valid is not None and key not in valid:
-            yield f"{inner}: DeepSpeed has no such key and would ignore it{nearest(key, valid)}"
+        kind = (valid or {}).get(key, OTHER)
+        if inner in REFUSED:
+            if is_on(value):
+                yield f"{inner}: found {shown(value)}: {REFUSED[inner]}; remove it"
+        elif valid is not None and key not in valid:
+            yield f"{inner}: {right_key(key, path)}"
         elif isinstance(value, Mapping):
-            yield from unknown_keys(value, inner)
-        elif inner in BLOCKS and value != "auto" and not takes_scalar(inner, value):
+            if kind == OTHER:
+                yield from wrong_keys(value, inner)
+            else:
+                yield f"{inner}: found a block, wanted {kind}"
+        elif value == "auto" or (value is None and path == "zero_optimization"):
+            continue  # ours; a null offload block switches offload off
+        elif inner in BLOCKS:
             yield f"{inner}: found {value!r}, wanted a block {{...}}"
+        elif kind != OTHER and not fits(value, kind):
+            yield f"{inner}: found {value!r}, wanted {kind}"
+        elif inner in ONLY and value != ONLY[inner][0]:
+            right, reason = ONLY[inner]
+            yield f"{inner}: found {value!r}, wanted {right!r}: {reason}"
+        elif key == "device" and value not in ("none", "cpu", "nvme"):
+            yield f"{inner}: found {value!r}, wanted none, cpu or nvme"
 
 
-def takes_scalar(path: str, value: Any) -> bool:
-    """Tell whether DeepSpeed takes `value` in place of the block `path`: a null offload block switches offload off."""
-    return value is None and path.startswith("zero_optimization.")
+def right_key(key: str, path: str) -> str:
+    """Return what is wrong with `key` in the block `path`, and the key that was meant."""
+    parts = key.lower().replace("-", "_").split(".")
+    name = parts[-1]
+    homes = homes_of(name)
+    if name in OTHER_NAMES:
+        return f"DeepSpeed has no such key; write {OTHER_NAMES[name]}"
+    if 0 < len(homes) <= MOST_HOMES and (len(parts) > 1 or name not in BLOCKS[path]):
+        if len(parts) == 1:
+            return f"DeepSpeed reads it in another block; write {' or '.join(homes)}"
+        return (
+            f"DeepSpeed opens no block at a dot; write {homes[0].replace('.', ': {')}: ...{'}' * homes[0].count('.')}"
+        )
+    hint = nearest(name, BLOCKS[path])
+    if not hint and (close := difflib.get_close_matches(name, {inner for names in BLOCKS.values() for inner in names})):
+        hint = f"; did you mean {' or '.join(homes_of(close[0])[:MOST_HOMES])}?"
+    return f"DeepSpeed has no such key and would ignore it{hint}"
+
+
+def homes_of(name: str) -> list[str]:
+    """Return the dotted keys that end in `name`."""
+    return [f"{path}.{name}".lstrip(".") for path, names in BLOCKS.items() if name in names and path != "bfloat16"]
+
+
+def is_on(value: Any) -> bool:
+    """Tell whether a key's value asks for anything: a block may say `enabled`, else any value in it counts."""
+    if isinstance(value, Mapping):
+        return is_on(value["enabled"]) if "enabled" in value else any(map(is_on, value.values()))
+    return value not in (False, None, 0, "", "none", "auto")
+
+
+def shown(value: Any) -> str:
+    return "a block" if isinstance(value, Mapping) else repr(value)
+
+
+def fits(value: Any, kind: Kind) -> bool:
+    """Tell whether a JSON value is of a kind; DeepSpeed would take "false" for true in some places."""
+    return isinstance(value, bool) if kind == SWITCH else isinstance(value, int | float) and not isinstance(value, bool)

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from pipeline.configuration.ds_json import flags_from_json, read_user_json
+from pipeline.configuration.ds_json import flags_from_json, overrides, read_user_json
 from pipeline.configuration.flag_checks import unsafe_paths
 from pipeline.configuration.flag_table import Flag, flag_table, flat_items, nest
 from pipeline.configuration.help import help_text
@@ -200,7 +200,7 @@ def parse(
         notes += more_notes
         layers.append((path, values))
     resolved = resolve_layers(config_class, [*layers, (COMMAND_LINE, given)], errors)
-    return replace(resolved, notes=tuple(notes))
+    return replace(resolved, notes=(*notes, *resolved.notes))
 
 
 def resolve_layers(
@@ -221,16 +221,16 @@ def resolve_layers(
         values |= layer | {name: table[name].default for name in ended}
         origins |= dict.fromkeys([*layer, *ended], origin)
     errors += [*secret_values(table, values, origins), *unsafe_paths(table, values, origins)]
-    config = None
+    config, notes = None, list[str]()
     try:
         config = validated(config_class, values, origins)
         if path := values.get("deepspeed_config"):
-            config = with_deepspeed_json(config, origins, str(path))
+            config, notes = with_deepspeed_json(config, origins, str(path))
     except InputError as error:
         errors += str(error).splitlines()
     if errors:
         raise InputError(redacted("\n".join(errors)))
-    return Resolved(config, origins)
+    return Resolved(config, origins, tuple(notes))
 
 
 def validated(config_class: type[BaseModel], values: Mapping[str, Any], origins: Mapping[str, str]) -> BaseModel:
@@ -243,17 +243,21 @@ def validated(config_class: type[BaseModel], values: Mapping[str, Any], origins:
         raise InputError("\n".join(lines)) from None
 
 
-def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -> BaseModel:
+def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -> tuple[BaseModel, list[str]]:
     """Set the flags that the user's DeepSpeed JSON names; `origins` gets the file's name for each of them.
+
+    Returns (configuration, what the file changes, a line each).
 
     Raises:
         InputError: the JSON is not usable, or says something else than a flag that was given.
     """
     table, values, errors = flag_table(type(config)), dict(flat_items(config)), []
-    for name, (key, value) in flags_from_json(read_user_json(path), table).items():
+    user, changed = read_user_json(path), dict[str, str]()
+    for name, (key, value) in flags_from_json(user, table).items():
         if values[name] == value:
             continue
         if origins[name] == "default" or values[name] == "auto":
+            changed[name] = f"{value} (was {values[name]})"
             values[name], origins[name] = value, path
         else:
             errors.append(
@@ -262,7 +266,7 @@ def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -
             )
     if errors:
         raise InputError("\n".join(errors))
-    return validated(type(config), values, origins)
+    return validated(type(config), values, origins), [f"{path}: {line}" for line in overrides(user, table, changed)]
 
 
 def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ TORCH = ("_addmm_activation", "_foreach_norm", "ops.aten._flash_attention_forwar
 # Class or module of DeepSpeed -> attributes that it has, or that its methods set on some object. No public function
 # gives any of them.
 DEEPSPEED = {
+    "utils.groups": "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
     "utils.nvtx": "enable_nvtx",
     "utils.tensor_fragment": "hp_fragment_address lp_fragment_address",
     "utils.mixed_precision_linkage": "_hp_mapping",
@@ -40,11 +41,11 @@ DEEPSPEED = {
     "reduction_stream reset_cpu_buffers scaled_global_norm single_partition_of_fp32_groups update_lp_params",
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "_get_norm_groups _overflow_clean_up _update_scale "
     "averaged_gradients check_overflow fp16_groups fp16_partitioned_groups fp16_partitioned_groups_flat "
-    "fp32_partitioned_groups_flat loss_scale loss_scaler parameter_offload persistent_parameters "
-    "reduce_and_partition_stream unflatten",
+    "fp32_partitioned_groups_flat invalidate_secondary_tensor loss_scale loss_scaler parameter_offload "
+    "persistent_parameters reduce_and_partition_stream unflatten",
     "runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "_register_deepspeed_module backward_hooks forward_hooks",
     "runtime.zero.partition_parameters.Init": "all_gather all_gather_coalesced ds_active_sub_modules ds_id ds_numel "
-    "ds_persist ds_shape ds_status ds_tensor partition partition_numel",
+    "ds_persist ds_secondary_tensor ds_shape ds_status ds_tensor partition partition_numel",
 }
 
 

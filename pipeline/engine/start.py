@@ -57,6 +57,7 @@ def partitioned_loading(config: dict[str, Any], path: str) -> Iterator[None]:
         )
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of ZeRO++'s hpZ; each engine makes its own
     dist.meet()  # loading makes collectives
     keep_alive = HfDeepSpeedConfig(config)  # transformers holds a weak reference to it
     try:

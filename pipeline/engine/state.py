@@ -127,6 +127,7 @@ def refresh_weights(engine: TrainingEngine) -> None:
             shards = optimizer.fp16_partitioned_groups[number]
             for shard, values in zip(shards, optimizer.unflatten(rounded, shards), strict=True):
                 shard.data = values.data
+        optimizer.invalidate_secondary_tensor()  # of ZeRO++'s hpZ, which is read in place of the shards
         if persistent := optimizer.persistent_parameters:
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)

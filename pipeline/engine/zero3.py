@@ -47,8 +47,11 @@ class Zero3Weights:
     def gather(self) -> None:
         """Gather all weights if `once`; a collective the first time in a phase."""
         if self.once:
-            for bucket in buckets(parameter for parameter in self._parameters if is_released(parameter)):
-                bucket[0].all_gather_coalesced(bucket).wait()
+            released = [parameter for parameter in self._parameters if is_released(parameter)]
+            # One collective reads either the shards or ZeRO++'s second partition, which weights have after a gather.
+            for second in (False, True):
+                for bucket in buckets(p for p in released if (p.ds_secondary_tensor is not None) == second):
+                    bucket[0].all_gather_coalesced(bucket).wait()
 
     def release_gathered(self) -> None:
         """Keep only this rank's shards of gathered weights, and small weights whole."""

@@ -56,5 +56,7 @@ def local_range(parameter: Any) -> tuple[int, int]:
 
 def drop_whole_copy(parameter: Any) -> None:
     """Forget the gathered values of a ZeRO-3 parameter (small ones stay whole): the next gather reads the shards."""
-    if is_partitioned(parameter) and parameter.ds_status.name == "AVAILABLE":
-        parameter.partition()
+    if is_partitioned(parameter):
+        if parameter.ds_status.name == "AVAILABLE":
+            parameter.partition()
+        parameter.ds_secondary_tensor = None  # of ZeRO++'s hpZ, which is read in place of the shards

@@ -2,13 +2,15 @@
 
 import importlib
 import json
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ds_arguments import built, refusal
 
 from pipeline.configuration.ds_config import Placement, frozen_json
-from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, TOP_LEVEL, check_keys
+from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, REFUSED, TOP_LEVEL, check_keys
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from step3_ppo.config import PPOConfig
@@ -173,8 +175,6 @@ MODELS = {
     "csv_monitor": "monitor.config.CSVConfig",
     "comet": "monitor.config.CometConfig",
     "comms_logger": "comm.config.CommsLoggerConfig",
-    "hybrid_engine": "runtime.config.HybridEngineConfig",
-    "compile": "compile.config.CompileConfig",
     "timers.throughput": "utils.config.DeepSpeedThroughputTimerConfig",
 }
 
@@ -183,7 +183,26 @@ MODELS = {
 def test_tables_are_those_of_the_installed_deepspeed(block):
     module, _, name = f"deepspeed.{MODELS[block]}".rpartition(".")
     fields = getattr(importlib.import_module(module), name).model_fields
-    assert MODEL_BLOCKS[block] == set(fields) | {field.alias for field in fields.values() if field.alias}
+    names = {
+        name: field.annotation for field_name, field in fields.items() for name in (field_name, field.alias) if name
+    }
+    assert MODEL_BLOCKS[block] == {name: kind_of(annotation) for name, annotation in names.items()}
+
+
+def kind_of(annotation: Any) -> str:
+    """The kind of a field's values by its type; `ZeRO stage` is an enum of numbers."""
+    types = {part for part in (annotation, *typing.get_args(annotation)) if isinstance(part, type)} - {type(None)}
+    if types == {bool}:
+        return "true or false"
+    return "a number" if types and all(issubclass(part, int | float) for part in types) else ""
+
+
+def test_what_deepspeed_has_removed_is_refused_by_name():
+    from deepspeed.runtime import config as installed
+
+    removed = set(installed._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    removed |= {f"zero_optimization.{name}" for name in installed._REMOVED_ZERO_CONFIG_KEYS}
+    assert removed == {key for key, reason in REFUSED.items() if reason.startswith("DeepSpeed has removed it")}
 
 
 def test_every_model_block_is_compared():
@@ -218,24 +237,21 @@ def test_top_level_keys_are_those_that_deepspeed_asks_for():
 
     config = Noting({"train_micro_batch_size_per_gpu": 1})
     Installed(config)
-    assert config.asked - TOP_LEVEL == set(), "DeepSpeed asks for keys that we would refuse"
-    assert TOP_LEVEL - config.asked == set(), "DeepSpeed no longer asks for these"
+    assert config.asked - TOP_LEVEL.keys() == set(), "DeepSpeed asks for keys that we would refuse"
+    assert TOP_LEVEL.keys() - config.asked == set(), "DeepSpeed no longer asks for these"
 
 
-CONSTANTS = (
-    "profiling.constants",
-    "runtime.activation_checkpointing.config",
-    "runtime.config",
-    "runtime.constants",
-    "runtime.model_checkpointing.constants",
-    "runtime.swap_tensor.constants",
-)
+def test_blocks_without_a_model_hold_the_keys_that_deepspeed_asks_for():
+    from deepspeed.runtime.config import DeepSpeedConfig as Installed
 
-
-def test_loose_blocks_hold_only_names_that_deepspeed_knows():
-    modules = [importlib.import_module(f"deepspeed.{name}") for name in CONSTANTS]
-    known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
-    assert {name for block in LOOSE_BLOCKS.values() for name in block} - known == {"throughput"}, "a model's field"
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+    blocks = {"": config}
+    for path in LOOSE_BLOCKS:
+        outer, _, name = path.rpartition(".")
+        blocks[path] = blocks[outer][name] = Noting()
+    Installed(config)
+    asked = {path: getattr(block, "asked", None) for path, block in blocks.items() if path}
+    assert asked == {path: set(names) for path, names in LOOSE_BLOCKS.items()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

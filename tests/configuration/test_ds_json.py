@@ -1,10 +1,13 @@
 """The user's own DeepSpeed JSON: merge rules, unknown keys, and its values as flags."""
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 from support.ds_arguments import built, refusal
 
+from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.ds_json import flags_from_json, merge_user_json, read_user_json
 from pipeline.configuration.ds_keys import check_keys
 from pipeline.configuration.flag_table import flag_table
@@ -143,6 +146,54 @@ def test_missing_file():
     assert refusal(read_user_json, "none.json") == [
         "--deepspeed_config: none.json: cannot read it: No such file or directory"
     ]
+
+
+WRONG = yaml.safe_load(Path(__file__).with_name("wrong_deepspeed.yaml").read_text())
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case["json"][:60])
+def test_a_wrong_file_is_refused_in_one_line_that_names_what_is_right(case, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(case["json"])
+
+    def start():
+        words = ["--deepspeed_config", str(file), *map(str, case.get("flags", []))]
+        resolved = parse(SFTConfig, words, section="sft")
+        place = Placement(device="cuda", dtype="bf16", ranks=8, run_dir=tmp_path)
+        resolved.config.engine_jsons(resolved.origins, place)
+
+    (line,) = refusal(start)
+    assert str(file) in line and [word for word in case["says"] if word not in line] == []
+
+
+def test_the_corpus_of_wrong_files_is_as_large_as_promised():
+    assert len({case["json"] for case in WRONG}) >= 60
+
+
+def test_a_feature_that_is_switched_off_is_left_out(tmp_path):
+    """DeepSpeed ends at keys that it has removed, whatever their value; older files hold many that are off."""
+    off = {
+        "amp": {"enabled": False, "opt_level": "O1"}, "sparse_gradients": False, "hybrid_engine": {"enabled": False},
+        "zero_optimization": {"cpu_offload": False, "zero_quantized_weights": False, "zero_hpz_partition_size": 8},
+    }  # fmt: skip
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(off))
+    assert read_user_json(file) == {"zero_optimization": {"zero_hpz_partition_size": 8}}
+
+
+def test_what_the_file_changes_is_told(tmp_path):
+    file = tmp_path / "ds.json"
+    user = {
+        "zero_optimization": {"stage": 3, "round_robin_gradients": True, "overlap_comm": "auto"},
+        "gradient_clipping": 1.0, "bf16": {"enabled": True}, "steps_per_print": 10,
+        "activation_checkpointing": {"cpu_checkpointing": True, "profile": False}, "optimizer": {"type": "AdamW"},
+    }  # fmt: skip
+    file.write_text(json.dumps(user))
+    assert parse(PPOConfig, ["--deepspeed_config", str(file)], section="ppo").notes == (
+        f"{file}: sets --actor_zero_stage 3 (was 0), --critic_zero_stage 3 (was 0), --dtype bf16 (was auto)",
+        f"{file}: gives to DeepSpeed zero_optimization.round_robin_gradients True, steps_per_print 10",
+        f"{file}: activation_checkpointing: has no effect here: use --gradient_checkpointing",
+    )
 
 
 # --- as flags -------------------------------------------------------------------------------------------------------

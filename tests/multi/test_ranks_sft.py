@@ -75,6 +75,18 @@ def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> Non
         assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["", " lora"])
+@pytest.mark.parametrize("gather", ["once", "layers"])
+def test_a_second_partition_of_the_weights_changes_nothing(found: Found, gather: str, lora: str) -> None:
+    """ZeRO++'s hpZ, from the user's JSON: also where weights are written by others than the optimizer."""
+    reference = found[1][0][f"z0{lora or ' m2'}"]
+    for rank in found[2]:
+        mine = rank[f"z3 hpz {gather}{lora}"]
+        assert numbers_apart(mine["losses"], reference["losses"]) < TOLERANCE
+        assert mine["resume"]["resumed"] == mine["resume"]["uninterrupted"]
+
+
 @pytest.mark.parametrize("case", slow_but(["z3 recomputed"], ["z0 recomputed", "z3 recomputed"]))
 def test_gradient_checkpointing_changes_nothing(found: Found, case: str) -> None:
     for mine in every_rank(found, case):

@@ -1,5 +1,6 @@
 """Step 1 over ranks: what tests/multi/test_ranks_sft.py compares."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step
+from pipeline.engine.moving_average import MovingAverage
 from pipeline.training.steps import Stopping
 from step1_sft import training
 from step1_sft.config import SFTConfig
@@ -137,9 +139,24 @@ def live_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor:
         return engine.module.model(ids).logits
 
 
-def checkpointed(inputs: Path, stage: int, micro: int) -> dict[str, Any]:
+def with_hpz(inputs: Path, gather: str, lora: Words) -> dict[str, Any]:
+    """Losses under ZeRO++'s hpZ in groups of two ranks, with a moving average saved after each step; and resumed."""
+    file = inputs / "hpz.json"
+    user = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    dist.on_main(lambda: file.write_text(json.dumps(user)))
+    words = ("--deepspeed_config", file, "--zero3_gather", gather, *lora)
+    sft, state, losses = setup(inputs, 2, words), training.State(), []
+    average = MovingAverage(sft.engine.module, decay=0.5)
+    for _ in range(3):
+        losses.append(take_step(sft, sft.loader.step(state.step), state))
+        average.update()
+        with average.swapped_in():
+            weights(sft.engine)
+    return {"losses": losses, "resume": checkpointed(inputs, 2, words)}
+
+
+def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     """Three steps; and two, a checkpoint, a new engine that loads it, and the third."""
-    words = ("--zero_stage", stage)
     whole = steps(inputs, micro, words)
     sft = setup(inputs, micro, words)
     state = training.State()
@@ -168,7 +185,7 @@ def cases() -> dict[str, Any]:
         found[f"z{stage} bad"] = partial(bad_gradient, words=("--zero_stage", stage))
         found[f"z{stage} bf16"] = partial(steps, micro=2, words=("--zero_stage", stage, "--dtype", "bf16"))
         found[f"z{stage} bad bf16"] = partial(bad_gradient, words=("--zero_stage", stage, "--dtype", "bf16"))
-        found[f"z{stage} resume"] = partial(checkpointed, stage=stage, micro=2)
+        found[f"z{stage} resume"] = partial(checkpointed, micro=2, words=("--zero_stage", stage))
     lora = ("--lora_dim", 4)
     for stage in (0, 3):
         here = ("--zero_stage", stage)
@@ -189,4 +206,7 @@ def cases() -> dict[str, Any]:
     found["z3 offload parameters"] = partial(
         steps, micro=2, words=("--zero_stage", 3, "--offload", "--offload_parameters")
     )
+    for gather in ("once", "layers"):
+        found[f"z3 hpz {gather}"] = partial(with_hpz, gather=gather, lora=())
+        found[f"z3 hpz {gather} lora"] = partial(with_hpz, gather=gather, lora=lora)
     return found
