@@ -33,12 +33,15 @@ log = logging.getLogger(__name__)
 class CachedForward(Protocol):
     """The forward passes of a model for generation: prefill and decode steps over a KV cache.
 
+    can_grow: its caches have a method `grow(cache_length)`, and their length changes no result.
+
     Implemented by `fused.FusedForward` and `static.StaticCacheForward`. M slots (rows of the cache), V vocabulary.
     """
 
     bytes_per_token: int
     preserves_free_slots: bool
     fits_graph: bool
+    can_grow: bool
 
     @property
     def device(self) -> torch.device: ...

@@ -32,10 +32,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class KeyValueCache:
-    """Keys and values of M slots, (layers, M, Hkv, S, D) each; a slot's tokens have positions 0, 1, ... of S."""
+    """Keys and values of M slots, (M, Hkv, S, D) for each layer; a slot's tokens have positions 0, 1, ... of S."""
 
-    keys: Tensor
-    values: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def grow(self, cache_length: int) -> None:
+        """Give each slot `cache_length` positions, layer by layer: one layer at a time exists twice."""
+        for tensors in (self.keys, self.values):
+            for layer, shorter in enumerate(tensors):
+                tensors[layer] = functional.pad(shorter, (0, 0, 0, cache_length - shorter.shape[2]))
 
 
 def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
@@ -93,6 +99,7 @@ class FusedForward:
 
     preserves_free_slots = True  # a decode step neither reads nor writes slots that are not active
     fits_graph = True  # a CUDA graph can hold a decode step
+    can_grow = True  # attention reads as many positions of the cache as a slot has tokens
 
     def __init__(self, weights: DecodeWeights, sum_ranks: Callable[[Tensor], None] | None = None) -> None:
         self.weights, self.architecture = weights, weights.architecture
@@ -133,10 +140,10 @@ class FusedForward:
                 self._rotary[kind] = rotary_table(rotary, cache_length, self._head)
 
     def new_cache(self, num_slots: int, cache_length: int) -> KeyValueCache:
-        layout = self.layouts[0]
-        shape = (len(self.layouts), num_slots, layout.num_kv_heads, cache_length, layout.head_dim)
+        shape = (num_slots, self.layouts[0].num_kv_heads, cache_length, self.layouts[0].head_dim)
         # Zeros, not garbage: a masked score of NaN would stay NaN.
-        return KeyValueCache(self._head.new_zeros(shape), self._head.new_zeros(shape))
+        keys, values = ([self._head.new_zeros(shape) for _ in self.layouts] for _ in range(2))
+        return KeyValueCache(keys, values)
 
     def prefill(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache, *, slots: Tensor, source: Tensor) -> Tensor:
         """Compute prompts into the cache; return the logits (N, V) after each prompt's last token.
@@ -171,7 +178,7 @@ class FusedForward:
 
         Slots with `active` 0, (M,) int32, are not written, and their logits mean nothing.
         """
-        schedule = SplitKVSchedule.create(lengths, active, layout=self.layouts[0], cache_length=cache.keys.shape[3])
+        schedule = SplitKVSchedule.create(lengths, active, layout=self.layouts[0], cache_length=cache.keys[0].shape[2])
 
         def mix(layer: int, qkv: Tensor) -> Tensor:
             layout = self.layouts[layer]
@@ -252,4 +259,4 @@ class FusedForward:
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.weights.project_out is not None:
             hidden = linear(hidden, self.weights.project_out)
-        return self.architecture.scaling.applied_to(functional.linear(hidden, self._head))
+        return self.architecture.scaling.apply_(functional.linear(hidden, self._head))

@@ -12,18 +12,20 @@ from pipeline.dist import RankGroup
 from pipeline.generation.backends import CachedForward, no_slot_fits, slots_that_fit
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
 from pipeline.generation.scheduler import ContinuousBatching, Lockstep, overlapped_prefill_stream
-from pipeline.generation.slots import GenerationBuffers, GenerationRequest, padded_eos
+from pipeline.generation.slots import CACHE_LENGTH_MULTIPLE, GenerationBuffers, GenerationRequest, padded_eos
 from pipeline.tensor_ops import round_up
 
-# The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
-CACHE_LENGTH_MULTIPLE = 64
+# New tokens that a KV cache which can grow has positions for at first: responses that may be longer are often shorter.
+# At least split_kv.py's MAX_SPLITS * MIN_KEYS_PER_SPLIT, above which its length changes no result. Chosen by hand.
+FIRST_NEW_TOKENS = 512
 
 
 class Generator:
     """A sampler over the forward passes of one model; the ranks of `group` compute the same responses together.
 
-    cache_length, min_slots: the least size of the first buffers. Larger calls get larger ones; with the least size set
-    to the largest call, a smaller call runs at the same shapes, and gives the same bits, whichever came first.
+    max_length, min_slots: the least size of the first buffers. Larger calls get larger ones; with the least size set
+    to the largest call, a smaller call runs at the same shapes, and gives the same bits, whichever came first. The KV
+    cache begins shorter where its length changes no bits, and grows with the responses.
     lockstep: the ranks whose forward passes are collectives although each has responses of its own (streamed weights);
     None where ranks run freely.
     """
@@ -35,15 +37,17 @@ class Generator:
         eos_ids: frozenset[int],
         pad_id: int,
         group: RankGroup,
-        cache_length: int = 0,
+        max_length: int = 0,
         min_slots: int = 0,
         lockstep: Lockstep | None = None,
     ) -> None:
         self.forward, self.pad_id, self.group = forward, pad_id, group
-        self.cache_length, self.min_slots = cache_length, min_slots
+        self.max_length, self.min_slots = max_length, min_slots
         self.lockstep = lockstep or Lockstep()
         # Collectives of prefills and of decode steps would need one order on all ranks.
         can_overlap = lockstep is None and group.size == 1 and forward.preserves_free_slots
+        # Growing captures a decode step, which would be a collective of ranks that are not at the same step.
+        self.grows = forward.can_grow and lockstep is None
         self.stream = overlapped_prefill_stream(forward.device) if can_overlap else None
         self._eos = padded_eos(eos_ids, forward.device)
         self._buffers: GenerationBuffers | None = None
@@ -72,7 +76,7 @@ class Generator:
         num_rows = len(prompt_ids)
         request = GenerationRequest(max(self.min_slots, min(num_slots, num_rows)), num_rows, sampling)
         longest = max(map(len, rows)) + sampling.max_new_tokens
-        buffers = self._buffers_for(request, max(self.cache_length, longest))
+        buffers = self._buffers_for(request, max(self.max_length, longest))
         buffers.reset()
         uniforms = rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens)
         buffers.responses.uniforms[:num_rows].copy_(uniforms)
@@ -95,21 +99,24 @@ class Generator:
             sample_index=sample_index,
         )
 
-    def _buffers_for(self, request: GenerationRequest, cache_length: int) -> GenerationBuffers:
+    def _buffers_for(self, request: GenerationRequest, max_length: int) -> GenerationBuffers:
         """Return the buffers if they serve the request, else new ones; in lockstep, if any rank needs new ones."""
-        stale = self._buffers is None or not self._buffers.can_serve(request, cache_length)
+        stale = self._buffers is None or not self._buffers.can_serve(request, max_length)
         # New buffers run forward passes, which are collectives: ranks in lockstep make theirs together.
         if any(self.lockstep.largest(stale)) or self._buffers is None:
             if self._buffers is not None:
                 request = self._buffers.request.union(request)
-                cache_length = max(cache_length, self._buffers.cache_length)
+                max_length = max(max_length, self._buffers.max_length)
             self._buffers = None  # frees the old KV cache before the new one is allocated
-            cache_length = round_up(cache_length, CACHE_LENGTH_MULTIPLE)
-            fitting = slots_that_fit(self.forward, request.num_slots, cache_length)
+            max_length = round_up(max_length, CACHE_LENGTH_MULTIPLE)
+            rest = request.sampling.max_new_tokens - FIRST_NEW_TOKENS
+            first_length = round_up(max_length - rest, CACHE_LENGTH_MULTIPLE) if self.grows and rest > 0 else max_length
+            fitting = slots_that_fit(self.forward, request.num_slots, max_length)
             num_slots = self.group.least(fitting, self.forward.device)
             if any(self.lockstep.largest(num_slots == 0)):
-                raise no_slot_fits(self.forward, cache_length)
+                raise no_slot_fits(self.forward, max_length)
             self._buffers = GenerationBuffers(
-                self.forward, request, num_slots=num_slots, cache_length=cache_length, eos=self._eos, pad_id=self.pad_id
-            )
+                self.forward, request, num_slots=num_slots, cache_length=first_length, max_length=max_length,
+                eos=self._eos, pad_id=self.pad_id,
+            )  # fmt: skip
         return self._buffers

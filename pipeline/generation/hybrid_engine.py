@@ -126,7 +126,7 @@ class HybridEngine:
             eos_ids=self.eos_ids,
             pad_id=self.pad_id,
             group=self.group,
-            cache_length=self.options.max_sequence_length,
+            max_length=self.options.max_sequence_length,
             min_slots=self.options.min_slots * self.group.size,
             lockstep=lockstep,
         )

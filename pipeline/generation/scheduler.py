@@ -114,15 +114,18 @@ def overlapped_prefill_stream(device: torch.device) -> SideStream | None:
 class PrefilledBatch:
     """N responses whose prompts have been prefilled, before their first token is drawn.
 
-    slots, slot_index (N,) int64: their slots, on the host and on the device. lengths (N,) int32: tokens of the prompts.
-    responses (N,) int32: their numbers. logits (N, V).
+    slots, slot_index (N,) int64: their slots, on the host and on the device. prompt_lengths, lengths (N,) int32:
+    tokens of the prompts, likewise. responses (N,) int32: their numbers. logits (P, V) of the prompts. source
+    (N,) int64: the prompt of each response.
     """
 
     slots: list[int]
     slot_index: Tensor
+    prompt_lengths: list[int]
     lengths: Tensor
     responses: Tensor
     logits: Tensor
+    source: Tensor
 
 
 class ContinuousBatching:
@@ -145,6 +148,7 @@ class ContinuousBatching:
         self.final_step = 0  # after so many steps all responses that have a slot now have ended
         self.polls: deque[FinishedSlotsPoll] = deque()
         self.prefilled: list[PrefilledBatch] = []  # overlapped with the last steps; they start before the next
+        self.offsets: dict[int, int] = {}  # of each busy slot: its tokens now, less `num_steps`
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Decode until every response has its EOS or its last token.
@@ -185,9 +189,20 @@ class ContinuousBatching:
             more = bool(waiting or self.prefilled)
             interval_while_waiting = POLL_INTERVAL_WHILE_WAITING if self.stream is None else POLL_INTERVAL_OVERLAPPED
             steps = min(steps_left, interval_while_waiting if more else POLL_INTERVAL)
+            self._grow_cache(steps)
             self.buffers.decode(steps)
             self.num_steps += steps
             free = self._poll_free_slots(deferred=more)
+            for slot in free:
+                self.offsets.pop(slot, None)
+
+    def _grow_cache(self, steps: int) -> None:
+        """Make the KV cache long enough for `steps` more tokens of each slot that the host does not know to be free."""
+        length = self.num_steps + steps + max(self.offsets.values(), default=0)
+        if length > self.buffers.cache_length < self.buffers.max_length:
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.buffers.grow(length)
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:
         """Return the slots known to be free, by the previous poll if `deferred` and on a GPU."""
@@ -248,8 +263,9 @@ class ContinuousBatching:
         ids, lengths, source, slot_index, numbers = (to_device(values, device) for values in on_host)
         logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=slot_index, source=source)
         return PrefilledBatch(
-            slots, slot_index, lengths[source].to(torch.int32), numbers.to(torch.int32), logits[source]
-        )
+            slots, slot_index, [len(self.prompts[response // self.num_samples]) for response in responses],
+            lengths[source].to(torch.int32), numbers.to(torch.int32), logits, source,
+        )  # fmt: skip
 
     def _start_prefilled(self) -> None:
         """Start the responses whose prefill overlapped the last decode steps."""
@@ -267,4 +283,5 @@ class ContinuousBatching:
         slots.response[index] = batch.responses
         slots.position[index] = 0
         slots.active[index] = 1
-        self.buffers.draw(batch.logits, index)
+        self.offsets.update(zip(batch.slots, (length - self.num_steps for length in batch.prompt_lengths), strict=True))
+        self.buffers.draw(batch.logits, batch.source, index)

@@ -15,9 +15,12 @@ from torch import Tensor
 from pipeline.generation.backends import CachedForward
 from pipeline.generation.eager import truncate
 from pipeline.generation.rollouts import Sampling
+from pipeline.tensor_ops import round_up
 
 # Logits that one program of the kernels reads. Chosen by hand.
 VOCABULARY_BLOCK = 2048
+# The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
+CACHE_LENGTH_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,10 @@ def second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class GenerationBuffers:
-    """KV cache, sampling state and CUDA graph of a request; reused by all requests that they cover."""
+    """KV cache, sampling state and CUDA graph of a request; reused by all requests that they cover.
+
+    cache_length: positions of a slot now. max_length: what `grow` may make of it, the longest prompt and response.
+    """
 
     def __init__(
         self,
@@ -93,25 +99,41 @@ class GenerationBuffers:
         *,
         num_slots: int,
         cache_length: int,
+        max_length: int,
         eos: Tensor,
         pad_id: int,
     ) -> None:
         device = forward.device
-        self.request, self.num_slots, self.cache_length = request, num_slots, cache_length
+        self.request, self.num_slots = request, num_slots
+        self.cache_length, self.max_length = cache_length, max_length
         self.eos, self.pad_id, self.forward = eos, pad_id, forward
-        forward.prepare(cache_length)
+        forward.prepare(max_length)
         self.cache = forward.new_cache(num_slots, cache_length)
         self.slots = Slots.empty(num_slots, device)
         shape = (request.num_rows, request.sampling.max_new_tokens)
         self.responses = ResponseBuffers.empty(shape, pad_id=pad_id, device=device)
         self._all_slots = torch.arange(num_slots, device=device)
         self._addresses = forward.addresses()
-        self._graph = self._captured_graph() if device.type == "cuda" and forward.fits_graph else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._capture()
 
-    def can_serve(self, request: GenerationRequest, cache_length: int) -> bool:
+    def can_serve(self, request: GenerationRequest, max_length: int) -> bool:
         """Return True where these buffers are large enough, and the weights are where the graph reads them."""
-        large_enough = self.request.union(request) == self.request and self.cache_length >= cache_length
+        large_enough = self.request.union(request) == self.request and self.max_length >= max_length
         return large_enough and self._addresses == self.forward.addresses()
+
+    def grow(self, length: int) -> None:
+        """Make the KV cache longer where slots need `length` positions: by half at least, and never above max_length.
+
+        Work on other streams that uses the cache must have been waited for.
+        """
+        if self.cache_length >= min(length, self.max_length):
+            return
+        longer = round_up(max(length, self.cache_length * 3 // 2), CACHE_LENGTH_MULTIPLE)
+        self.cache_length = min(longer, self.max_length)
+        self._graph = None  # it reads the shorter one
+        self.cache.grow(self.cache_length)
+        self._capture()
 
     def reset(self) -> None:
         """Free all slots and empty all responses."""
@@ -120,9 +142,9 @@ class GenerationBuffers:
         for counts in (self.responses.log_probs, self.responses.lengths, self.responses.finished):
             counts.zero_()
 
-    def draw(self, logits: Tensor, slots: Tensor) -> None:
-        """Draw the next token of `slots` (N,) int64 from their logits (N, V)."""
-        draw_tokens(logits, slots, self.slots, self.responses, eos=self.eos, sampling=self.request.sampling)
+    def draw(self, logits: Tensor, rows: Tensor, slots: Tensor) -> None:
+        """Draw the next token of `slots` (N,) int64 from the rows (N,) int64 of logits (P, V)."""
+        draw_tokens(logits, rows, slots, self.slots, self.responses, eos=self.eos, sampling=self.request.sampling)
 
     def decode(self, num_steps: int) -> None:
         """Enqueue `num_steps` decode steps of all active slots."""
@@ -136,7 +158,15 @@ class GenerationBuffers:
         slots = self.slots
         logits = self.forward.decode_step(slots.tokens, slots.lengths, slots.active, self.cache)
         slots.lengths.add_(slots.active)
-        self.draw(logits, self._all_slots)
+        self.draw(logits, self._all_slots, self._all_slots)
+
+    def _capture(self) -> None:
+        """Capture one decode step in a CUDA graph where there can be one."""
+        if self.forward.device.type == "cuda" and self.forward.fits_graph:
+            active = self.slots.active.clone()
+            self.slots.active.zero_()
+            self._graph = self._captured_graph()
+            self.slots.active.copy_(active)
 
     def _captured_graph(self) -> torch.cuda.CUDAGraph:
         """Capture one decode step, after two runs to warm up; no slot is active, so that they write nothing."""
@@ -167,7 +197,7 @@ def _block_statistics(logits, highest, total, temperature, width, num_blocks, BL
 
 @triton.jit
 def _draw(
-    kept, kept_highest, kept_total, logits, highest, total, slots, uniforms, eos,
+    kept, kept_highest, kept_total, logits, highest, total, rows, slots, uniforms, eos,
     tokens, active, response, position, out_tokens, out_log_probs, out_lengths, out_finished,
     temperature, kept_temperature, width, num_blocks, max_new,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_EOS: tl.constexpr,
@@ -176,8 +206,7 @@ def _draw(
 
     The log-probability is that of `logits`, which are not truncated.
     """
-    index = tl.program_id(0)
-    slot = tl.load(slots + index)
+    slot, index = tl.load(slots + tl.program_id(0)), tl.load(rows + tl.program_id(0))
     if tl.load(active + slot) == 0:
         return
     row, at = tl.load(response + slot).to(tl.int64), tl.load(position + slot)
@@ -215,12 +244,19 @@ def _draw(
 
 
 def draw_tokens(
-    logits: Tensor, index: Tensor, slots: Slots, responses: ResponseBuffers, *, eos: Tensor, sampling: Sampling
+    logits: Tensor,
+    rows: Tensor,
+    index: Tensor,
+    slots: Slots,
+    responses: ResponseBuffers,
+    *,
+    eos: Tensor,
+    sampling: Sampling,
 ) -> None:
-    """Draw a token for each row of logits and write it to its slot and response; slots that are not active stay.
+    """Draw a token for each of N slots and write it to the slot and its response; slots that are not active stay.
 
     Args:
-        logits: (N, V), contiguous. index: (N,) int64, the slot of each row of logits.
+        logits: (P, V), contiguous. rows, index: (N,) int64, slot index[i] draws from row rows[i] of the logits.
         eos: int64 ids, padded with -1 to a power of two.
     """
     statistics = _block_softmax_statistics(logits, sampling.temperature)
@@ -230,8 +266,8 @@ def draw_tokens(
         kept, kept_temperature = truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), 1.0
         kept_statistics = _block_softmax_statistics(kept, 1.0)
     num_blocks = statistics[0].shape[1]
-    _draw[(len(logits),)](
-        kept, *kept_statistics, logits, *statistics, index, responses.uniforms, eos,
+    _draw[(len(index),)](
+        kept, *kept_statistics, logits, *statistics, rows, index, responses.uniforms, eos,
         slots.tokens, slots.active, slots.response, slots.position,
         responses.tokens, responses.log_probs, responses.lengths, responses.finished,
         sampling.temperature, kept_temperature, logits.shape[1], num_blocks, sampling.max_new_tokens,

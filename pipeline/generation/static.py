@@ -63,6 +63,7 @@ class StaticCacheForward:
     """The forward passes (`backends.CachedForward`) of a transformers model on a static cache, adapters included."""
 
     preserves_free_slots = False  # a decode step writes a key to every slot, active or not
+    can_grow = False  # attention reads all positions of the cache
     num_copied_bytes = 0  # the trained weights themselves are read
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,7 +119,7 @@ class StaticCacheForward:
         ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._scaling.applied_to(self.model.get_output_embeddings()(hidden))
+        return self._scaling.apply_(self.model.get_output_embeddings()(hidden))
 
 
 def check_static_cache_forward(model: nn.Module) -> None:

@@ -17,11 +17,18 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
+def _scaled(x, factor, bound, CAPPED: tl.constexpr):
+    """Return x * factor, or bound * tanh(x * factor) for a soft cap."""
+    x = x.to(tl.float32) * factor
+    return bound * (2.0 * tl.sigmoid(2.0 * x) - 1.0) if CAPPED else x
+
+
+@triton.jit
 def forward_kernel(
-    logits, targets, log_probs, normalisers, entropies, factor, num_columns, WITH_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, targets, log_probs, normalisers, entropies, factor, bound, num_columns, WITH_ENTROPY: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute log-sum-exp, log-probability of the target and entropy of a row of logits * factor, block by block."""
+    """Compute log-sum-exp, log-probability of the target and entropy of a row of scaled logits, block by block."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
     columns = tl.arange(0, BLOCK)
@@ -30,7 +37,8 @@ def forward_kernel(
     weighted = tl.full((), 0.0, tl.float32)  # sum of (x - largest) * exp(x - largest)
     for start in range(0, num_columns, BLOCK):
         inside = start + columns < num_columns
-        x = tl.load(logits + start + columns, mask=inside, other=-float("inf")).to(tl.float32) * factor
+        x = tl.load(logits + start + columns, mask=inside, other=-float("inf"))
+        x = tl.where(inside, _scaled(x, factor, bound, CAPPED), -float("inf"))
         before = largest
         largest = tl.maximum(before, tl.max(x, axis=0))
         shrink = tl.exp(before - largest)
@@ -41,7 +49,7 @@ def forward_kernel(
             weighted = shrink * (weighted + (before - largest) * total) + tl.sum(distance * weights, axis=0)
         total = shrink * total + tl.sum(weights, axis=0)
     normaliser = largest + tl.log(total)
-    chosen = tl.load(logits + tl.load(targets + row)).to(tl.float32) * factor
+    chosen = _scaled(tl.load(logits + tl.load(targets + row)), factor, bound, CAPPED)
     tl.store(log_probs + row, chosen - normaliser)
     tl.store(normalisers + row, normaliser)
     if WITH_ENTROPY:
@@ -49,27 +57,34 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(logits, targets, normalisers, gradients, factor, num_columns, BLOCK: tl.constexpr):
-    """Write gradient * factor * (1 at the target - softmax) over the logits, in their own type."""
+def backward_kernel(
+    logits, targets, normalisers, gradients, factor, bound, num_columns, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write gradient * (1 at the target - softmax) * slope of the scaling over the logits, in their own type."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     places = logits + row * num_columns + columns
-    x = tl.load(places, mask=inside, other=0.0).to(tl.float32) * factor
+    x = _scaled(tl.load(places, mask=inside, other=0.0), factor, bound, CAPPED)
+    slope = factor * (bound - x * x / bound) if CAPPED else factor
     probabilities = tl.exp(x - tl.load(normalisers + row))
     is_target = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    gradient = (is_target - probabilities) * (tl.load(gradients + row) * factor)
+    gradient = (is_target - probabilities) * (tl.load(gradients + row) * slope)
     tl.store(places, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 class FusedStatistics(torch.autograd.Function):
-    """The function `token_statistics` by kernels, of logits (M, V) times a factor and targets (M,)."""
+    """The function `token_statistics` by kernels, of logits (M, V) under a scaling and targets (M,)."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, factor: float, with_entropy: bool
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, factor: float, bound: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (M,) fp32 log-probabilities, and (M,) fp32 entropies or None; keep the logits for `backward`."""
+        """Return (M,) fp32 log-probabilities, and (M,) fp32 entropies or None; keep the logits for `backward`.
+
+        Args:
+            factor, bound: the logits count as logits * factor, or with a bound as bound * tanh(logits * factor).
+        """
         assert logits.dim() == 2 and logits.is_contiguous() and factor > 0, (logits.shape, logits.stride(), factor)
         assert targets.shape == logits.shape[:1] and targets.dtype == torch.int64, (targets.shape, targets.dtype)
         targets = targets.contiguous()
@@ -78,26 +93,26 @@ class FusedStatistics(torch.autograd.Function):
         )
         if len(logits):
             forward_kernel[(len(logits),)](
-                logits, targets, log_probs, normalisers, entropies, factor, logits.shape[1], WITH_ENTROPY=with_entropy,
-                BLOCK=block_size(logits), num_warps=NUM_WARPS,
+                logits, targets, log_probs, normalisers, entropies, factor, bound, logits.shape[1],
+                WITH_ENTROPY=with_entropy, CAPPED=bound > 0, BLOCK=block_size(logits), num_warps=NUM_WARPS,
             )  # fmt: skip
         ctx.save_for_backward(logits, targets, normalisers)
-        ctx.factor = factor
+        ctx.factor, ctx.bound = factor, bound
         ctx.mark_non_differentiable(entropies)
         return log_probs, entropies if with_entropy else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradients: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradients: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None, None]:
         """Overwrite the logits by their gradient (M, V), from that of the log-probabilities (M,); works only once."""
         logits, targets, normalisers = ctx.saved_tensors
         if len(logits):
             block = block_size(logits)
             backward_kernel[(len(logits), triton.cdiv(logits.shape[1], block))](
-                logits, targets, normalisers, gradients.contiguous(), ctx.factor, logits.shape[1], BLOCK=block,
-                num_warps=NUM_WARPS,
+                logits, targets, normalisers, gradients.contiguous(), ctx.factor, ctx.bound, logits.shape[1],
+                CAPPED=ctx.bound > 0, BLOCK=block, num_warps=NUM_WARPS,
             )  # fmt: skip
-        return logits, None, None, None
+        return logits, None, None, None, None
 
 
 def block_size(logits: torch.Tensor) -> int:

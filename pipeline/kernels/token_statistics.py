@@ -35,6 +35,14 @@ class LogitScaling:
         logits = torch.tanh(logits / self.cap) * self.cap if self.cap else logits
         return logits / self.temperature if self.temperature != 1.0 else logits
 
+    def apply_(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale logits in place, for generation, where a second copy of a large vocabulary's would cost memory."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.cap:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+
 
 def token_statistics(
     logits: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, *, with_entropy: bool
@@ -44,10 +52,12 @@ def token_statistics(
     Entropies have no gradient and are None unless asked for. The backward pass may overwrite the logits: no other
     function may need them after it.
     """
-    if logits.is_cuda and scaling.cap is None and has_triton():
+    if logits.is_cuda and has_triton():
         from pipeline.kernels.token_kernels import FusedStatistics
 
-        return FusedStatistics.apply(logits, targets, scaling.scale / scaling.temperature, with_entropy)
+        cap = scaling.cap or 0.0
+        factor = scaling.scale / (cap or scaling.temperature)
+        return FusedStatistics.apply(logits, targets, factor, cap / scaling.temperature, with_entropy)
     return plain_statistics(logits, targets, scaling, with_entropy=with_entropy)
 
 

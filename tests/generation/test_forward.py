@@ -92,7 +92,7 @@ def assert_equal_logits(model: Any, case: Forced, actual: list[torch.Tensor]) ->
 
 def nan_cache(function: Any, case: Forced) -> Any:
     cache = function.new_cache(case.num_slots, CACHE_LENGTH)
-    for part in (cache.keys, cache.values):
+    for part in (*cache.keys, *cache.values):
         part.fill_(float("nan"))
     return cache
 
@@ -122,7 +122,7 @@ def test_a_step_writes_one_place_of_each_active_row_and_nothing_else():
     cache = nan_cache(function, USUAL)
     run(function, USUAL, cache)
     longest = max(map(len, USUAL.prompts))
-    for part in (cache.keys, cache.values):  # (layers, slots, Hkv, S, D)
+    for part in map(torch.stack, (cache.keys, cache.values)):  # (layers, slots, Hkv, S, D)
         written = part.isfinite().all(-1).all(2).all(0)
         assert part.isnan().any(-1).any(2).any(0).equal(~written)
         for slot in range(USUAL.num_slots):
@@ -164,4 +164,4 @@ def test_bytes_of_a_token_are_those_of_the_cache(name):
     model = FUSED[name]()
     for function in (fused(model), StaticCacheForward(model)):
         cache = fused(model).new_cache(3, CACHE_LENGTH)
-        assert function.bytes_per_token * 3 * CACHE_LENGTH == 2 * cache.keys.numel() * cache.keys.element_size()
+        assert function.bytes_per_token * 3 * CACHE_LENGTH == sum(part.nbytes for part in (*cache.keys, *cache.values))

@@ -23,10 +23,10 @@ from support.decode_models import (
 from support.marks import slow
 
 from pipeline.dist import RankGroup
-from pipeline.generation import generator, scheduler
+from pipeline.generation import scheduler
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
-from pipeline.generation.slots import GenerationBuffers
+from pipeline.generation.slots import CACHE_LENGTH_MULTIPLE, GenerationBuffers
 from pipeline.generation.static import StaticCacheForward
 
 # Many tokens end a response, so that rows end at different times.
@@ -270,7 +270,7 @@ def test_a_slightly_longer_prompt_fits_in_the_same_buffers():
     rollouts(model, gen, PROMPTS, sampling=Sampling(5))
     buffers = gen._buffers
     assert_same(*rollouts(model, gen, random_prompts((9, 20, 3), seed=8), sampling=Sampling(5)))
-    assert gen._buffers is buffers and buffers.cache_length == generator.CACHE_LENGTH_MULTIPLE
+    assert gen._buffers is buffers and buffers.cache_length == CACHE_LENGTH_MULTIPLE
 
 
 @pytest.mark.parametrize("limit", [1, 6, 9])

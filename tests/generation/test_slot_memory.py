@@ -6,14 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_models import DEVICE, EOS, assert_same, generator_of, llama, poll_often, random_prompts, rollouts
+from support.decode_models import (
+    DEVICE,
+    EOS,
+    assert_same,
+    fused,
+    generator_of,
+    llama,
+    opt,
+    poll_often,
+    random_prompts,
+    rollouts,
+)
 
 from pipeline.errors import InputError
-from pipeline.generation import generator
+from pipeline.generation import generator, scheduler
 from pipeline.generation.backends import check_copies_fit, no_slot_fits, slots_that_fit
-from pipeline.generation.generator import Generator
+from pipeline.generation.generator import FIRST_NEW_TOKENS, Generator
 from pipeline.generation.rollouts import RandomKey, Sampling
+from pipeline.generation.slots import GenerationBuffers
 from pipeline.generation.static import StaticCacheForward
+from pipeline.kernels.split_kv import MAX_SPLITS, MIN_KEYS_PER_SPLIT
 
 PROMPTS = random_prompts((3, 5, 1))
 ENDS = [EOS, *range(20, 70)]
@@ -77,3 +90,58 @@ def test_fewer_slots_than_requested_change_no_token(monkeypatch):
     gen: Generator = generator_of(StaticCacheForward(model), ENDS)
     assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=6, ends=ENDS))
     assert gen._buffers.num_slots == 2 and gen.forward.device.type == DEVICE.type
+
+
+@pytest.fixture
+def short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that may grow has a position for one new token at first; no decode step writes behind its end."""
+    decode = GenerationBuffers.decode
+
+    def checked(buffers: GenerationBuffers, num_steps: int) -> None:
+        slots = buffers.slots
+        assert (slots.lengths * slots.active).max() + num_steps * slots.active.max() <= buffers.cache_length
+        decode(buffers, num_steps)
+
+    monkeypatch.setattr(GenerationBuffers, "decode", checked)
+    poll_often(monkeypatch)
+    monkeypatch.setattr(generator, "FIRST_NEW_TOKENS", 1)
+    for module in ("generator", "slots"):
+        monkeypatch.setattr(f"pipeline.generation.{module}.CACHE_LENGTH_MULTIPLE", 1)
+
+
+@pytest.mark.parametrize(("ends", "lengths"), [((), [5 + 6]), (range(301), [5 + 1])], ids=["all of it", "none"])
+def test_the_cache_grows_with_the_responses(short_cache, ends, lengths):
+    """Nothing ends, or everything at once; the longest prompt has 5 tokens."""
+    model = opt()
+    gen = generator_of(fused(model), ends)
+    settings: dict[str, Any] = {"sampling": Sampling(6), "num_slots": 2, "ends": ends}
+    actual, expected = rollouts(model, gen, PROMPTS, **settings)
+    assert_same(actual, expected)
+    buffers = gen._buffers
+    assert buffers.cache.keys[0].shape[2] == buffers.cache.values[1].shape[2] == buffers.cache_length
+    assert buffers.cache_length in lengths and buffers.max_length == 5 + 6
+
+
+def test_the_cache_grows_under_overlapped_prefills(monkeypatch, short_cache):
+    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
+    model = opt()
+    gen = generator_of(fused(model), ENDS)
+    settings: dict[str, Any] = {"sampling": Sampling(7), "num_samples": 2, "num_slots": 3, "ends": ENDS}
+    assert_same(*rollouts(model, gen, PROMPTS, **settings))
+    assert 5 + 1 < gen._buffers.cache_length <= gen._buffers.max_length
+
+
+def test_caches_whose_length_changes_results_do_not_grow(short_cache):
+    """Masked attention over all positions, and splits of fewer keys than those of long caches."""
+    model = llama()
+    gen = generator_of(StaticCacheForward(model), range(301))
+    assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(6), ends=range(301)))
+    assert gen._buffers.cache_length == gen._buffers.max_length == 5 + 6
+    assert FIRST_NEW_TOKENS >= MAX_SPLITS * MIN_KEYS_PER_SPLIT
+
+
+def test_a_call_of_few_new_tokens_has_its_cache_at_once():
+    model = opt()
+    gen = generator_of(fused(model))
+    gen.generate(PROMPTS, **ONE_TOKEN)
+    assert gen._buffers.cache_length == gen._buffers.max_length == 64

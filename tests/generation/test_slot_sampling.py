@@ -47,8 +47,9 @@ def drawn(
     responses = ResponseBuffers.empty((rows, 1), pad_id=PAD, device=DEVICE)
     actual = Drawn(slots, responses)
     uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE).reshape(rows, 1)
+    numbers = torch.arange(rows, device=DEVICE)
     draw_tokens(
-        logits.to(DEVICE).contiguous(), torch.arange(rows, device=DEVICE), slots, replace(responses, uniforms=uniforms),
+        logits.to(DEVICE).contiguous(), numbers, numbers, slots, replace(responses, uniforms=uniforms),
         eos=padded_eos(frozenset(ends), DEVICE), sampling=Sampling(1, **given),
     )  # fmt: skip
     return actual
@@ -215,9 +216,10 @@ def test_a_draw_moves_its_row_on_and_leaves_the_others_alone():
     fill(slots.response, [2, 1, 0, 1])
     fill(slots.position, [2, 1, 1, 0])
     one_hot = torch.full((3, 8), -float("inf"))
-    one_hot[0, 5], one_hot[1, 4], one_hot[2, 3] = 0.0, 0.0, 0.0
+    one_hot[2, 5], one_hot[0, 4], one_hot[1, 3] = 0.0, 0.0, 0.0
+    rows, index = torch.tensor([[2, 0, 1], [2, 1, 0]], device=DEVICE)
     draw_tokens(
-        one_hot.to(DEVICE), torch.tensor([2, 1, 0], device=DEVICE), slots, responses,
+        one_hot.to(DEVICE), rows, index, slots, responses,
         eos=padded_eos(frozenset({5, 6, 7}), DEVICE), sampling=Sampling(3),
     )  # fmt: skip
     assert slots.tokens.tolist() == [3, 51, 5, 53]
@@ -237,7 +239,7 @@ def test_each_token_takes_the_uniform_of_its_own_place():
     fill(slots.position, [3, 1])
     uniforms = torch.tensor([[0.05, 0.15, 0.25, 0.35], [0.45, 0.55, 0.65, 0.75]], dtype=torch.float64, device=DEVICE)
     draw_tokens(
-        logits.to(DEVICE), torch.arange(2, device=DEVICE), slots, replace(responses, uniforms=uniforms),
+        logits.to(DEVICE), *torch.arange(2, device=DEVICE).expand(2, 2), slots, replace(responses, uniforms=uniforms),
         eos=padded_eos(frozenset(), DEVICE), sampling=Sampling(4),
     )  # fmt: skip
     assert slots.tokens.tolist() == [7, 1]

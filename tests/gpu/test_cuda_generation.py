@@ -215,7 +215,13 @@ def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
         slots.active.fill_(1)
         slots.position.zero_()
         draw_tokens(
-            many, everywhere, slots, replace(responses, uniforms=uniforms), eos=eos, sampling=Sampling(1, **settings)
+            many,
+            everywhere,
+            everywhere,
+            slots,
+            replace(responses, uniforms=uniforms),
+            eos=eos,
+            sampling=Sampling(1, **settings),
         )
 
     side = torch.cuda.Stream()

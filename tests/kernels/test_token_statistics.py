@@ -16,7 +16,7 @@ import torch
 from pipeline.kernels.token_statistics import LogitScaling, plain_statistics, token_statistics
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-# (M, V, temperature, dtype): one block of columns and several, a last block that is not whole, one token, none.
+# (M, V, temperature, dtype) and a soft cap: one block of columns, several, one that is not whole, one token, none.
 SHAPES = {
     "odd": (7, 391, 0.7, torch.float32),
     "one token": (1, 50, 1.0, torch.float32),
@@ -25,12 +25,14 @@ SHAPES = {
     "whole blocks": (2, 8192, 1.0, torch.float32),
     "two words": (4, 2, 0.3, torch.float32),
     "16 bits": (5, 4999, 0.9, torch.bfloat16),
+    "capped": (4, 5001, 0.7, torch.float32, 30.0),
+    "capped, 16 bits": (4, 300, 1.0, torch.bfloat16, 50.0),
 }
 
 
 def make_case(shape: str, *, with_entropy: bool = True) -> dict:
     """Logits as far apart as a model's, targets at both ends of the vocabulary, gradients of both signs and one 0."""
-    num_tokens, num_columns, temperature, dtype = SHAPES[shape]
+    num_tokens, num_columns, temperature, dtype, *cap = SHAPES[shape]
     generator = torch.Generator().manual_seed(num_columns)
     targets = torch.randint(num_columns, (num_tokens,), generator=generator)
     targets[:2] = torch.tensor([0, num_columns - 1])[:num_tokens]
@@ -39,14 +41,15 @@ def make_case(shape: str, *, with_entropy: bool = True) -> dict:
     logits = 5 * torch.randn(num_tokens, num_columns, generator=generator) - 40
     return {
         "logits": logits.to(dtype), "targets": targets, "gradients": gradients, "factor": 1 / temperature,
-        "with_entropy": with_entropy,
+        "with_entropy": with_entropy, "cap": cap[0] if cap else None,
     }  # fmt: skip
 
 
 def exact(case: dict) -> dict[str, torch.Tensor]:
     """The same by torch.distributions in fp64."""
     logits = case["logits"].double().requires_grad_()
-    distribution = torch.distributions.Categorical(logits=logits * case["factor"], validate_args=False)
+    capped = torch.tanh(logits / case["cap"]) * case["cap"] if case["cap"] else logits
+    distribution = torch.distributions.Categorical(logits=capped * case["factor"], validate_args=False)
     log_probs = distribution.log_prob(case["targets"])
     (log_probs * case["gradients"]).sum().backward()
     return {"log_probs": log_probs.detach(), "entropies": distribution.entropy().detach(), "gradients": logits.grad}
@@ -80,7 +83,7 @@ def by_kernels(tmp_path_factory) -> dict[str, dict]:
 
 def by_torch(case: dict) -> dict[str, torch.Tensor | None]:
     logits = case["logits"].clone().requires_grad_()
-    scaling = LogitScaling(1 / case["factor"])
+    scaling = LogitScaling(1 / case["factor"], cap=case["cap"])
     log_probs, entropies = token_statistics(logits, case["targets"], scaling, with_entropy=case["with_entropy"])
     (log_probs * case["gradients"]).sum().backward()
     return {"log_probs": log_probs.detach(), "entropies": entropies, "gradients": logits.grad}
