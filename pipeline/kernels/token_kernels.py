@@ -78,13 +78,14 @@ class FusedStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, factor: float, bound: float, with_entropy: bool
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scaling: tuple[float, float], with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (M,) fp32 log-probabilities, and (M,) fp32 entropies or None; keep the logits for `backward`.
 
         Args:
-            factor, bound: the logits count as logits * factor, or with a bound as bound * tanh(logits * factor).
+            scaling: factor and bound: logits become logits * factor, or bound * tanh(logits * factor) if bound > 0.
         """
+        factor, bound = scaling
         assert logits.dim() == 2 and logits.is_contiguous() and factor > 0, (logits.shape, logits.stride(), factor)
         assert targets.shape == logits.shape[:1] and targets.dtype == torch.int64, (targets.shape, targets.dtype)
         targets = targets.contiguous()
@@ -97,22 +98,22 @@ class FusedStatistics(torch.autograd.Function):
                 WITH_ENTROPY=with_entropy, CAPPED=bound > 0, BLOCK=block_size(logits), num_warps=NUM_WARPS,
             )  # fmt: skip
         ctx.save_for_backward(logits, targets, normalisers)
-        ctx.factor, ctx.bound = factor, bound
+        ctx.scaling = scaling
         ctx.mark_non_differentiable(entropies)
         return log_probs, entropies if with_entropy else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradients: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradients: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
         """Overwrite the logits by their gradient (M, V), from that of the log-probabilities (M,); works only once."""
         logits, targets, normalisers = ctx.saved_tensors
         if len(logits):
             block = block_size(logits)
             backward_kernel[(len(logits), triton.cdiv(logits.shape[1], block))](
-                logits, targets, normalisers, gradients.contiguous(), ctx.factor, ctx.bound, logits.shape[1],
-                CAPPED=ctx.bound > 0, BLOCK=block, num_warps=NUM_WARPS,
+                logits, targets, normalisers, gradients.contiguous(), *ctx.scaling, logits.shape[1],
+                CAPPED=ctx.scaling[1] > 0, BLOCK=block, num_warps=NUM_WARPS,
             )  # fmt: skip
-        return logits, None, None, None, None
+        return logits, None, None, None
 
 
 def block_size(logits: torch.Tensor) -> int:

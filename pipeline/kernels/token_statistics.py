@@ -57,7 +57,7 @@ def token_statistics(
 
         cap = scaling.cap or 0.0
         factor = scaling.scale / (cap or scaling.temperature)
-        return FusedStatistics.apply(logits, targets, factor, cap / scaling.temperature, with_entropy)
+        return FusedStatistics.apply(logits, targets, (factor, cap / scaling.temperature), with_entropy)
     return plain_statistics(logits, targets, scaling, with_entropy=with_entropy)
 
 

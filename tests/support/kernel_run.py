@@ -16,8 +16,8 @@ from pipeline.kernels.token_kernels import FusedStatistics
 def outcome(case: dict) -> dict[str, torch.Tensor | None]:
     """Run the kernels on (M, V) logits, (M,) targets, a factor, a cap and (M,) gradients of the log-probabilities."""
     logits, factor, cap = case["logits"].clone().requires_grad_(), case["factor"], case["cap"]
-    factor, bound = (1 / cap, cap * factor) if cap else (factor, 0.0)
-    log_probs, entropies = FusedStatistics.apply(logits.clone(), case["targets"], factor, bound, case["with_entropy"])
+    scaling = (1 / cap, cap * factor) if cap else (factor, 0.0)
+    log_probs, entropies = FusedStatistics.apply(logits.clone(), case["targets"], scaling, case["with_entropy"])
     log_probs.backward(case["gradients"])
     return {"log_probs": log_probs.detach(), "entropies": entropies, "gradients": logits.grad}
 
