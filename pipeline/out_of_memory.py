@@ -5,7 +5,9 @@ For stages and commands alike; what to lower depends on their flags and is the c
 
 import os
 import re
+from collections.abc import Mapping
 
+from pipeline.heartbeat import Phase
 from pipeline.processes import GIB, free_memory, read_process
 
 # As CUDA, cuBLAS, torch's CPU allocator, the kernel and C++ say it.
@@ -15,6 +17,48 @@ WORDS = (
 # "Tried to allocate 2.00 GiB" (CUDA), "you tried to allocate 800 bytes" (CPU), "Unable to allocate 7.28 TiB" (numpy).
 ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]?i?B)", re.IGNORECASE)
 FREE_ON_DEVICE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
+
+# The flag that says how many rows pass through a model at once in a phase of a step.
+BATCH_FLAGS = {
+    "generate": "per_device_generation_batch_size",
+    "train": "per_device_train_batch_size",
+    "evaluate": "per_device_eval_batch_size",
+}
+# Phase -> [batch size that the flags ask for, batch size in force since an out-of-memory error].
+Halved = Mapping[str, list[int]]
+# Batches that a job is started again with after an out-of-memory error: "train:8:4,score:16384:8192". No character of
+# it means something to the shell that DeepSpeed's launcher puts it through.
+HALVED = "PYTHON_RUN_HALVED"
+
+
+class BatchTooLarge(Exception):
+    """Want of memory for a batch of a phase, which `halved` has half as large, for another start.
+
+    halved is empty where a single row was too much; `flag` is then what cannot be lower.
+    """
+
+    def __init__(self, cause: BaseException, phase: Phase, *, flag: str, halved: Halved) -> None:
+        super().__init__(f"phase {phase}: {memory_line(cause)}")
+        self.phase, self.flag, self.halved = phase, flag, halved
+
+
+def batches_in_words(halved: Halved, *phases: str) -> str:
+    """Return `--per_device_train_batch_size 4 instead of 8` for these phases, or for all."""
+    names = {
+        phase: f"--{BATCH_FLAGS[phase]}" if phase in BATCH_FLAGS else f"tokens at once ({phase})" for phase in halved
+    }
+    return ", ".join("{} {} instead of {}".format(names[p], *halved[p][::-1]) for p in phases or halved)
+
+
+def halved_as_text(halved: Halved) -> str:
+    """Return the value of the variable HALVED for ranks that start with these batches."""
+    return ",".join(f"{phase}:{asked}:{size}" for phase, (asked, size) in halved.items())
+
+
+def halved_before() -> dict[str, list[int]]:
+    """Return the batches that this job was started again with; empty at its first start."""
+    parts = [part.split(":") for part in filter(None, os.environ.get(HALVED, "").split(","))]
+    return {phase: [int(asked), int(size)] for phase, asked, size in parts}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

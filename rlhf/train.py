@@ -15,6 +15,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import values_by_rule
+from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
@@ -46,7 +47,6 @@ STAGES = {
 }
 DEMO = Path("output/demo")
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
-RESUME = ["--overwrite", "false", "--resume", "auto"]
 MEANING = {
     1: "a fault of the program, or a process that was killed",
     2: "bad input",
@@ -178,7 +178,7 @@ def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str])
         print(f"== stage {stage.number}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
         # --overwrite and --resume were for the first start: a restart resumes from what was saved since.
         saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
-        again = RESUME if max(saved, default=0.0) > began else []
+        again = list(RESUME) if max(saved, default=0.0) > began else []
         code, asked = run_script([*command_of(stage, config), *again], environment)
     took = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,9 +123,15 @@ def accumulate_gradients(sft: SFT, step: Step[Any], state: State, stopping: Stop
 
     Raises:
         Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
+        BatchTooLarge: out of memory, and the micro-batches cannot be halved here.
     """
     if step.num_trained == 0:
         raise InputError(f"step {state.step + 1}: no trained token in {step.num_rows} rows")
+    return sft.in_micro_batches_that_fit(step, state, lambda step: sum_gradients(sft, step, state, stopping))
+
+
+def sum_gradients(sft: SFT, step: Step[Any], state: State, stopping: Stopping) -> float:
+    """Run the forward and backward passes of `accumulate_gradients` in the micro-batches of `step`."""
     world, config = sft.run.world, sft.config
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     seed_dropout(config.run.seed, step=state.step, rank=world.rank)
@@ -147,16 +154,7 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
         return
     beat("evaluate", state.step)
     sft.engine.module.eval()
-    batches = each(sft.held_out, lambda: beat("evaluate", state.step))
-    measured = evaluate(sft.engine, batches, sft.run.world.device)
-    if sft.config.eval_metric != "loss":
-        measured |= evaluate_answers(
-            sft.engine,
-            sft.tokenizer,
-            each(sft.held_out, lambda: beat("evaluate", state.step)),
-            metric=sft.config.eval_metric,
-            max_new_tokens=sft.config.eval_max_new_tokens,
-        )
+    measured = sft.in_evaluation_batches_that_fit(state, lambda batches: measure(sft, batches, state))
     sft.engine.module.train()
     course.recorder.write(state.step, measured)
     state.evaluated = state.step
@@ -167,6 +165,20 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
     # A model that cannot be saved does not count: the next one has to beat what is on the disk.
     if is_best and checkpoint.attempt(lambda: save(sft)):
         state.best_eval_loss, state.best_step = loss, state.step
+
+
+def measure(sft: SFT, batches: list[Callable[[], Any]], state: State) -> dict[str, float]:
+    """Return the loss on evaluation batches, and with `--eval_metric` the score of answers to their prompts."""
+    measured = evaluate(sft.engine, each(batches, lambda: beat("evaluate", state.step)), sft.run.world.device)
+    if sft.config.eval_metric != "loss":
+        measured |= evaluate_answers(
+            sft.engine,
+            sft.tokenizer,
+            each(batches, lambda: beat("evaluate", state.step)),
+            metric=sft.config.eval_metric,
+            max_new_tokens=sft.config.eval_max_new_tokens,
+        )
+    return measured
 
 
 def save_unless_best(sft: SFT, state: State) -> None:

@@ -196,7 +196,11 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     check_finite(model, options.model)
     pad_id = choose_padding_token(tokenizer).pad_id
     batches = evaluation_batches(
-        rows, pair_collator(pad_id), batch_size=options.batch_size, world_size=1, rank=0, max_batches=0
+        rows,
+        pair_collator(pad_id),
+        batch_size=options.batch_size,
+        world_size=1,
+        rank=0,
     )
     return report(score_pairs(model, batches, device), response_texts(rows, tokenizer))
 

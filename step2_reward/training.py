@@ -97,7 +97,13 @@ def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, st
 
     Raises:
         Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
+        BatchTooLarge: out of memory, and the micro-batches cannot be halved here.
     """
+    return reward.in_micro_batches_that_fit(step, state, lambda step: sum_gradients(reward, step, state, stopping))
+
+
+def sum_gradients(reward: Reward, step: Step[PairBatch], state: State, stopping: Stopping) -> float:
+    """Run the forward and backward passes of `accumulate_gradients` in the micro-batches of `step`."""
     world, config = reward.run.world, reward.config
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     seed_dropout(config.run.seed, step=state.step, rank=world.rank)
@@ -122,12 +128,15 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
         return
     beat("evaluate", state.step)
     reward.engine.module.eval()
-    scores = score_pairs(
-        reward.engine,
-        each(reward.held_out, lambda: beat("evaluate", state.step)),
-        reward.run.world.device,
-        per_token=reward.config.reward_loss == "per_token",
-        centering_coef=reward.config.centering_coef,
+    scores = reward.in_evaluation_batches_that_fit(
+        state,
+        lambda batches: score_pairs(
+            reward.engine,
+            each(batches, lambda: beat("evaluate", state.step)),
+            reward.run.world.device,
+            per_token=reward.config.reward_loss == "per_token",
+            centering_coef=reward.config.centering_coef,
+        ),
     )
     reward.engine.module.train()
     measured = summary(scores)

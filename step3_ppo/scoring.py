@@ -48,44 +48,66 @@ def values_of(critic: Any, responses: Responses, batch: MicroBatch) -> Tensor:
 
 
 @torch.no_grad()
+def policy_log_probs(
+    models: Models,
+    responses: Responses,
+    batches: Sequence[MicroBatch],
+    *,
+    temperature: float,
+    between: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """(N, T) log-probabilities and entropies of the policy; see `score_responses`. A collective.
+
+    The batches have the very shapes of the first epoch's updates: in 16 bits a forward pass depends on its batch shape,
+    and the first ratio must be 1.
+    """
+
+    def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
+        return log_probs_of(models.actor, part, batch, temperature=temperature, with_entropy=True)  # type: ignore
+
+    log_probs, entropy = over_all(responses, batches, compute, between)
+    return log_probs, entropy
+
+
+@torch.no_grad()
 def score_responses(
     models: Models,
     responses: Responses,
     batches: Sequence[MicroBatch],
-    policy_batches: Sequence[MicroBatch] | None,
+    policy: tuple[Tensor, Tensor | None],
     *,
     rows: Any,
     temperature: float,
     between: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Run all four models over all responses, each rank its own micro-batches; all ranks get all. A collective.
+    """Run reference, critic and reward model over all responses, each rank its own micro-batches. A collective.
 
     Args:
-        batches: this rank's micro-batches of reference, critic and reward model.
-        policy_batches: those of the policy, in the very shapes of the first epoch's updates: in 16 bits a forward pass
-            depends on its batch shape, and the first ratio must be 1. None: the sampler's log-probabilities serve.
+        batches: this rank's micro-batches.
+        policy: the log-probabilities and entropies of the policy, or those of the sampler and None.
         between: called before each of them; may raise.
     """
-    width = responses.sampler_log_probs.shape[1]
-
-    def each(batches: Sequence[MicroBatch], compute: Callable[[Responses, MicroBatch], Any]) -> list[Tensor]:
-        parts, places = [], []
-        for batch, index, part in cut(responses, batches):
-            between()
-            parts.append(compute(part, batch))
-            places.append(index)
-        return gather_scores(parts, places, width=width)
-
-    log_probs, entropy = responses.sampler_log_probs, None
-    if policy_batches is not None:
-        log_probs, entropy = each(
-            policy_batches, lambda *part: log_probs_of(models.actor, *part, temperature=temperature, with_entropy=True)
-        )
-    ref_log_probs, values, scores = each(
-        batches, lambda *part: score_batch(models, *part, rows=rows, temperature=temperature)
+    ref_log_probs, values, scores = over_all(
+        responses, batches, lambda *part: score_batch(models, *part, rows=rows, temperature=temperature), between
     )
     models.release_gathered("reference", "reward")  # the others may be updated next
+    log_probs, entropy = policy
     return Scores(log_probs, ref_log_probs, entropy, values, scores)
+
+
+def over_all(
+    responses: Responses,
+    batches: Sequence[MicroBatch],
+    compute: Callable[[Responses, MicroBatch], tuple[Tensor, ...]],
+    between: Callable[[], None],
+) -> list[Tensor]:
+    """Compute columns of rows, (n, T') or (n,), for this rank's micro-batches; all ranks get all. A collective."""
+    parts, places = [], []
+    for batch, index, part in cut(responses, batches):
+        between()
+        parts.append(compute(part, batch))
+        places.append(index)
+    return gather_scores(parts, places, width=responses.sampler_log_probs.shape[1])
 
 
 def score_batch(

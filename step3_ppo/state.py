@@ -14,22 +14,25 @@ from pipeline.checkpoints.model_card import model_documents
 from pipeline.checkpoints.model_folder import save_model, saved_dtype
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
-from pipeline.data.loader import StepLoader
+from pipeline.data.loader import Step, StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.engine.start import start_deepspeed
 from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.rollouts import Sampling
+from pipeline.heartbeat import beat
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import eos_ids
+from pipeline.out_of_memory import halved_before
 from pipeline.run.run import Run
 from pipeline.training.flops import TrainingWork, training_work
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Counters, rate_factor
 from step3_ppo.config import PPOConfig, check_generation
-from step3_ppo.experience import Experience, Responses
+from step3_ppo.experience import Experience, Responses, Rewarded, Scores, reward_responses
 from step3_ppo.models import Models, generation_options, make_models, make_tokenizers
-from step3_ppo.rollout import Schedule, make_prompts, make_schedule, make_text, sampling_line
-from step3_ppo.updater import Updater
+from step3_ppo.rollout import Sampler, Schedule, make_prompts, make_schedule, make_text, sampling_line
+from step3_ppo.updater import StepSize, Updater
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +56,18 @@ class State(Counters):
         self.update = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Collected:
-    """A rollout that is ready for updates: the same on every rank but for its times and this rank's minibatches."""
+    """A rollout that is ready for updates: the same on every rank but for its times and this rank's minibatches.
+
+    minibatches: this rank's micro-batches of each optimizer step, all epochs, cut for `micro_batch_size` rows at once.
+    """
 
     responses: Responses
     experience: Experience
     metrics: dict[str, float]
-    minibatches: Sequence[Sequence[MicroBatch]]  # this rank's micro-batches of each optimizer step, all epochs
+    minibatches: Sequence[Sequence[MicroBatch]]
+    micro_batch_size: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint keeps of it, besides the metrics."""
@@ -75,6 +82,7 @@ class Collected:
         device: torch.device,
         *,
         minibatches_of: Callable[[Responses], Sequence[Sequence[MicroBatch]]],
+        micro_batch_size: int,
     ) -> Self:
         """Make a rollout of the `tensors` and metrics of a checkpoint."""
 
@@ -82,7 +90,8 @@ class Collected:
             return kind(**{f.name: tensors[f"{name}/{f.name}"].to(device) for f in fields(kind)})
 
         responses = part("responses", Responses)
-        return cls(responses, part("experience", Experience), metrics, minibatches_of(responses))
+        minibatches = minibatches_of(responses)
+        return cls(responses, part("experience", Experience), metrics, minibatches, micro_batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +125,50 @@ class PPO:
         """The engines whose optimizer states leave the device while no step is taken."""
         return list(self.engines.values()) if self.config.sampling.offload_optimizer_during_rollout else []
 
+    def sampler(self, rows: Any, state: State, *, num_samples: int, batch_size: int) -> Sampler:
+        """Return a sampler of responses to `rows`, as the flags say."""
+
+        def should_stop() -> bool:
+            beat("generate", state.step)
+            return self.run.stop.is_set()
+
+        sampling = self.config.sampling
+        return Sampler(
+            hybrid=self.hybrid,
+            rows=rows,
+            world=self.run.world,
+            sampling=Sampling(sampling.max_answer_seq_len, sampling.temperature, sampling.top_p, sampling.top_k),
+            num_samples=num_samples,
+            batch_size=batch_size,
+            max_prompt=self.config.data.max_prompt_seq_len,
+            should_stop=should_stop,
+        )
+
+    def rewarded(self, responses: Responses, scores: Scores, state: State) -> Rewarded:
+        """Return rewards and advantages with the coefficients of the run."""
+        mean, std, kl_coef = self.models.score_mean, self.models.score_std, state.kl_coef
+        return reward_responses(responses, scores, self.config.ppo, kl_coef=kl_coef, score_mean=mean, score_std=std)
+
+    def update_flops(self, size: StepSize, text: Step[SFTBatch] | None, *, trained_actor: bool) -> float:
+        """Return the matrix operations of an optimizer step: the passes of the models that were trained in it."""
+        rows = {"num_tokens": size.num_tokens, "num_squares": size.num_squares}
+        flops = self.critic_work.flops(**rows)
+        if trained_actor:
+            flops += self.actor_work.flops(**rows, num_head_tokens=size.num_response_tokens)
+        if text is not None:
+            flops += self.actor_work.flops(
+                num_tokens=text.num_tokens, num_squares=text.num_squares, num_head_tokens=text.num_trained
+            )
+        return flops
+
+    def micro_batch_size(self, state: State) -> int:
+        """Return the rows of a micro-batch in force."""
+        return state.batch_size("train", self.config.optimizer.per_device_train_batch_size)
+
     def minibatches(self, responses: Responses, state: State) -> list[list[MicroBatch]]:
         """This rank's micro-batches of each optimizer step on a rollout."""
-        return list(self.updater.minibatches(responses.lengths(packs=self.models.pack_rows), rollout=state.rollout))
+        lengths = responses.lengths(packs=self.models.pack_rows)
+        return list(self.updater.minibatches(lengths, self.micro_batch_size(state), rollout=state.rollout))
 
 
 def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
@@ -184,7 +234,6 @@ def make_updater(run: Run, config: PPOConfig, models: Models, schedule: Schedule
         ppo=config.ppo,
         temperature=config.sampling.temperature,
         rows_per_step=schedule.rows_per_step,
-        micro_batch_size=config.optimizer.per_device_train_batch_size,
         unsup_coef=config.data.unsup_coef,
         seed=config.run.seed,
     )
@@ -193,8 +242,9 @@ def make_updater(run: Run, config: PPOConfig, models: Models, schedule: Schedule
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
     """The counters of a checkpoint, and the rollout that it holds where its updates were not done; else the start."""
     if resumed is None:
-        return State(kl_coef=ppo.config.ppo.kl_coef), None
+        return State(kl_coef=ppo.config.ppo.kl_coef, halved=halved_before()), None
     state = State(**resumed.state["ppo"])
+    state.halved |= halved_before()
     if ppo.average is not None and "average" in resumed.fragments:
         ppo.average.restore(resumed.fragments["average"])
     if not state.update:
@@ -204,6 +254,7 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
         resumed.state["rollout"],
         ppo.run.world.device,
         minibatches_of=lambda responses: ppo.minibatches(responses, state),
+        micro_batch_size=ppo.micro_batch_size(state),
     )
     return state, rollout
 

@@ -4,25 +4,29 @@ The functions below the loop are its steps, in order: each hands the settings of
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
-from pipeline.generation.rollouts import RandomKey, Sampling
+from pipeline.generation.rollouts import RandomKey
 from pipeline.heartbeat import beat
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
 from pipeline.training.flops import training_mfu
-from pipeline.training.micro_batches import Lengths, MicroBatch, micro_batches, places, scoring_batches
+from pipeline.training.halving import in_batches_that_fit
+from pipeline.training.micro_batches import SCORING_TOKENS, MicroBatch, micro_batches, places, scoring_batches
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.config import PPOConfig
 from step3_ppo.estimators import next_kl_coef
-from step3_ppo.experience import Responses, Rewarded, Scores, reward_responses
-from step3_ppo.rollout import Sampler
+from step3_ppo.experience import Responses, Scores
 from step3_ppo.rollout_metrics import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout
-from step3_ppo.scoring import score_responses
+from step3_ppo.scoring import policy_log_probs, score_responses
 from step3_ppo.state import PPO, Collected, State, build, checkpoint_content, resume, save_models
 from step3_ppo.updater import StepSize
 
@@ -91,14 +95,13 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     course.begin("generate")
     config = ppo.config
     epoch, rows = ppo.schedule.prompts(seed=config.run.seed, rollout=state.rollout, num_prompts=len(ppo.prompts.train))
-    sampler = make_sampler(
-        ppo,
-        state,
-        ppo.prompts.train,
-        num_samples=config.sampling.num_samples_per_prompt,
-        batch_size=config.sampling.per_device_generation_batch_size,
-    )
-    return sampler.sample(rows, RandomKey(config.run.seed, "rollout", epoch))
+    asked, num_samples = config.sampling.per_device_generation_batch_size, config.sampling.num_samples_per_prompt
+
+    def sample_in(size: int) -> Responses:
+        sampler = ppo.sampler(ppo.prompts.train, state, num_samples=num_samples, batch_size=size)
+        return sampler.sample(rows, RandomKey(config.run.seed, "rollout", epoch))
+
+    return in_batches_that_fit(ppo.run, state, "generate", asked, sample_in, engines=[ppo.models.actor])
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
@@ -111,15 +114,18 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
         Interrupted: the run is to stop; nothing of the rollout is kept.
     """
     course.begin("score")
-    lengths = responses.lengths(packs=ppo.models.pack_rows)
-    steps = ppo.updater.minibatches_of_epoch(lengths, rollout=0, epoch=0)
-    batches = None if ppo.updater.old_log_probs_from_sampler else [batch for step in steps for batch in step]
-    return score_all(ppo, responses, lengths, batches, ppo.prompts.train, state=state, course=course)
+    beat("score", state.step)
+    policy: tuple[Tensor, Tensor | None] = (responses.sampler_log_probs, None)
+    if not ppo.updater.old_log_probs_from_sampler:
+        asked = ppo.config.optimizer.per_device_train_batch_size
+        score_in = partial(score_policy, ppo, responses, state, course)
+        policy = in_batches_that_fit(ppo.run, state, "train", asked, score_in, engines=[ppo.models.actor])
+    return score_all(ppo, responses, policy, ppo.prompts.train, state=state, course=course)
 
 
 def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course: Course) -> Collected:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
-    rewarded = reward_all(ppo, responses, scores, state)
+    rewarded = ppo.rewarded(responses, scores, state)
     metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
     warn_of_rollout(metrics, step=state.step)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
@@ -132,7 +138,8 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
         "epoch": (state.rollout + 1) / ppo.schedule.rollouts_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
-    return Collected(responses, rewarded.experience, metrics, ppo.minibatches(responses, state))
+    size = ppo.micro_batch_size(state)
+    return Collected(responses, rewarded.experience, metrics, ppo.minibatches(responses, state), size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +175,43 @@ def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Co
         return Update(batches, size)
     train_actor = state.step >= ppo.config.ppo.critic_warmup_steps
     text = ppo.text.step(state.step) if ppo.text and train_actor else None
-    metrics, stepped = ppo.updater.update(
-        rollout.responses,
-        rollout.experience,
-        batches,
-        num_tokens=size.num_trained,
-        kl_coef=state.kl_coef,
-        rate_factor=ppo.rate(state.step),
-        train_actor=train_actor,
-        text=text,
-        stopping=course.stopping,
-    )
-    if stepped and ppo.average is not None:
+
+    def update_in(micro_batch_size: int) -> Update:
+        recut(ppo, rollout, micro_batch_size, state, course)
+        batches = list(rollout.minibatches[state.update])
+        metrics, stepped = ppo.updater.update(
+            rollout.responses,
+            rollout.experience,
+            batches,
+            num_tokens=size.num_trained,
+            kl_coef=state.kl_coef,
+            rate_factor=ppo.rate(state.step),
+            train_actor=train_actor,
+            text=ppo.text.cut(text, micro_batch_size) if ppo.text and text else None,
+            stopping=course.stopping,
+        )
+        return Update(batches, size, text, train_actor, metrics, stepped)
+
+    asked, engines = ppo.config.optimizer.per_device_train_batch_size, list(ppo.engines.values())
+    update = in_batches_that_fit(ppo.run, state, "train", asked, update_in, engines=engines)
+    if update.stepped and ppo.average is not None:
         ppo.average.update()
-    return Update(batches, size, text, train_actor, metrics, stepped)
+    return update
+
+
+def recut(ppo: PPO, rollout: Collected, size: int, state: State, course: Course) -> None:
+    """Cut a rollout into micro-batches of `size` rows, where it is cut otherwise. A collective.
+
+    Before its first update the old log-probabilities are made again, so that the first ratio is 1; later the policy
+    that made them is gone.
+    """
+    if rollout.micro_batch_size == size:
+        return
+    rollout.micro_batch_size, rollout.minibatches = size, ppo.minibatches(rollout.responses, state)
+    if not state.update and not ppo.updater.old_log_probs_from_sampler:
+        log_probs, _ = score_policy(ppo, rollout.responses, state, course, size)
+        log_probs = torch.where(rollout.experience.response_mask, log_probs, 0.0)
+        rollout.experience = replace(rollout.experience, log_probs=log_probs)
 
 
 def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, course: Course) -> None:
@@ -202,7 +232,9 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
         "time/train_s": seconds,
         "skipped_updates": state.skipped_updates,
     }
-    metrics |= update_mfu(ppo, update, seconds)
+    if update.size.num_trained:
+        flops, world = ppo.update_flops(update.size, update.text, trained_actor=update.trained_actor), ppo.run.world
+        metrics |= training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device)
     num_tokens = update.size.num_tokens + (update.text.num_tokens if update.text else 0)
     total = seconds + (metrics["time/generate_s"] + metrics["time/score_s"] if first else 0.0)
     course.log(state, metrics, seconds=total, num_tokens=num_tokens, num_rows=update.size.num_rows)
@@ -248,16 +280,22 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
     count = min(len(rows), limit * size * ppo.run.world.size) if limit else len(rows)
     if state.evaluated == state.step or not count:
         return
-    sampler = make_sampler(ppo, state, rows, num_samples=1, batch_size=size)
+
+    def sample_in(size: int) -> Responses:
+        sampler = ppo.sampler(rows, state, num_samples=1, batch_size=size)
+        return sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
+
+    def score_in(size: int) -> tuple[Tensor, Tensor]:
+        return score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
+
+    fitting = partial(in_batches_that_fit, ppo.run, state, "evaluate", size, engines=[ppo.models.actor])
     with optimizer_states_on_host(ppo.idle_optimizers):
-        responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
-        lengths, world = responses.lengths(packs=ppo.models.pack_rows), ppo.run.world
-        (batches,) = micro_batches(range(len(lengths)), lengths, rows_per_step=len(lengths), world=world, size=size)
-        scores = score_all(ppo, responses, lengths, batches, rows, state=state, course=course)
-        rewarded = reward_all(ppo, responses, scores, state)
+        responses = fitting(sample_in)
+        scores = score_all(ppo, responses, fitting(score_in), rows, state=state, course=course)
+        rewarded = ppo.rewarded(responses, scores, state)
         metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
         course.recorder.write(state.step, evaluation_metrics(metrics))
-        if world.is_main:
+        if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
             append_samples(
                 path, step=state.step, responses=responses, scores=scores, rewarded=rewarded, tokenizer=tokenizer
@@ -269,71 +307,44 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
 # --- what several of them use ---------------------------------------------------------------------------------------
 
 
-def make_sampler(ppo: PPO, state: State, rows: Any, *, num_samples: int, batch_size: int) -> Sampler:
-    """Sampling of responses to `rows`, as the flags say."""
+def score_policy(
+    ppo: PPO, responses: Responses, state: State, course: Course, size: int, *, rows_per_step: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Run the policy over the responses, in micro-batches of `size` rows as the first epoch's updates have them.
 
-    def should_stop() -> bool:
-        beat("generate", state.step)
-        return ppo.run.stop.is_set()
-
-    sampling = ppo.config.sampling
-    return Sampler(
-        hybrid=ppo.hybrid,
-        rows=rows,
-        world=ppo.run.world,
-        sampling=Sampling(sampling.max_answer_seq_len, sampling.temperature, sampling.top_p, sampling.top_k),
-        num_samples=num_samples,
-        batch_size=batch_size,
-        max_prompt=ppo.config.data.max_prompt_seq_len,
-        should_stop=should_stop,
-    )
+    A collective; raises Interrupted.
+    """
+    lengths = responses.lengths(packs=ppo.models.pack_rows)
+    rows, rows_per_step = range(len(lengths)), rows_per_step or ppo.schedule.rows_per_step
+    steps = micro_batches(rows, lengths, rows_per_step=rows_per_step, world=ppo.run.world, size=size)
+    batches, temperature = [batch for step in steps for batch in step], ppo.config.sampling.temperature
+    between = partial(between_batches, state, course)
+    return policy_log_probs(ppo.models, responses, batches, temperature=temperature, between=between)
 
 
 def score_all(
-    ppo: PPO,
-    responses: Responses,
-    lengths: Lengths,
-    policy_batches: list[MicroBatch] | None,
-    rows: Any,
-    *,
-    state: State,
-    course: Course,
+    ppo: PPO, responses: Responses, policy: tuple[Tensor, Tensor | None], rows: Any, *, state: State, course: Course
 ) -> Scores:
-    """Run the four models over the responses to `rows`. A collective; raises Interrupted."""
+    """Run the other three models over the responses to `rows`. A collective; raises Interrupted."""
+    lengths = responses.lengths(packs=ppo.models.pack_rows)
 
-    def between_batches() -> None:
-        beat("score", state.step)
-        course.stopping.within_step()
+    def score_in(tokens: int) -> Scores:
+        return score_responses(
+            ppo.models,
+            responses,
+            scoring_batches(lengths, world=ppo.run.world, tokens=tokens),
+            policy,
+            rows=rows,
+            temperature=ppo.config.sampling.temperature,
+            between=partial(between_batches, state, course),
+        )
 
     beat("score", state.step)
-    return score_responses(
-        ppo.models,
-        responses,
-        scoring_batches(lengths, world=ppo.run.world),
-        policy_batches,
-        rows=rows,
-        temperature=ppo.config.sampling.temperature,
-        between=between_batches,
-    )
+    engines, longest = ppo.models.named().values(), max(lengths.whole)
+    return in_batches_that_fit(ppo.run, state, "score", SCORING_TOKENS, score_in, engines=engines, smallest=longest)
 
 
-def reward_all(ppo: PPO, responses: Responses, scores: Scores, state: State) -> Rewarded:
-    """Rewards and advantages with the coefficients of the run."""
-    mean, std = ppo.models.score_mean, ppo.models.score_std
-    return reward_responses(responses, scores, ppo.config.ppo, kl_coef=state.kl_coef, score_mean=mean, score_std=std)
-
-
-def update_mfu(ppo: PPO, update: Update, seconds: float) -> dict[str, float]:
-    """`mfu` of an optimizer step: the passes of the models that were trained in it; {} where none was."""
-    if not update.size.num_trained:
-        return {}
-    size, text, world = update.size, update.text, ppo.run.world
-    rows = {"num_tokens": size.num_tokens, "num_squares": size.num_squares}
-    flops = ppo.critic_work.flops(**rows)
-    if update.trained_actor:
-        flops += ppo.actor_work.flops(**rows, num_head_tokens=size.num_response_tokens)
-    if text is not None:
-        flops += ppo.actor_work.flops(
-            num_tokens=text.num_tokens, num_squares=text.num_squares, num_head_tokens=text.num_trained
-        )
-    return training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device)
+def between_batches(state: State, course: Course) -> None:
+    """Beat, and raise Interrupted where the run is to stop."""
+    beat("score", state.step)
+    course.stopping.within_step()

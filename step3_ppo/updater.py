@@ -65,8 +65,7 @@ class StepSize:
 class Updater:
     """The models, coefficients and batch sizes with which a rollout is turned into optimizer steps.
 
-    rows_per_step: sequences of one optimizer step over all ranks. micro_batch_size: a micro-batch has at most as
-    many tokens as this many of a step's longest rows.
+    rows_per_step: sequences of one optimizer step over all ranks.
     """
 
     actor: TrainingEngine
@@ -75,7 +74,6 @@ class Updater:
     ppo: PPOCoefficients
     temperature: float
     rows_per_step: int
-    micro_batch_size: int
     unsup_coef: float
     seed: int
 
@@ -84,22 +82,21 @@ class Updater:
         """True where the sampler's log-probabilities serve as the old ones, so that no pass is made for them."""
         return self.ppo.old_log_probs == "sampler"
 
-    def minibatches(self, lengths: Lengths, *, rollout: int) -> Iterator[list[MicroBatch]]:
+    def minibatches(self, lengths: Lengths, size: int, *, rollout: int) -> Iterator[list[MicroBatch]]:
         """Yield this rank's micro-batches of every optimizer step of a rollout, all its epochs."""
         for epoch in range(self.ppo.ppo_epochs):
-            yield from self.minibatches_of_epoch(lengths, rollout=rollout, epoch=epoch)
+            yield from self.minibatches_of_epoch(lengths, size, rollout=rollout, epoch=epoch)
 
-    def minibatches_of_epoch(self, lengths: Lengths, *, rollout: int, epoch: int) -> list[list[MicroBatch]]:
+    def minibatches_of_epoch(self, lengths: Lengths, size: int, *, rollout: int, epoch: int) -> list[list[MicroBatch]]:
         """Cut one epoch over the rollout's rows into this rank's micro-batches of each step.
 
-        The first epoch deals the rows to steps in their order, later ones shuffle them before.
+        A micro-batch has at most as many tokens as `size` of its step's longest rows. The first epoch deals the rows to
+        steps in their order, later ones shuffle them before.
         """
         rows = list(range(len(lengths)))
         if epoch:
             rows = permutation(len(lengths), seed=self.seed, purpose=f"minibatch/{rollout}", epoch=epoch).tolist()
-        return micro_batches(
-            rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=self.micro_batch_size
-        )
+        return micro_batches(rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=size)
 
     def step_size(self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]) -> StepSize:
         """Measure a step over all ranks. A collective."""

@@ -5,6 +5,9 @@ from pydantic import model_validator
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
 
+# Flags behind those of a first start, with which a run goes on from what it has saved since.
+RESUME = ("--overwrite", "false", "--resume", "auto")
+
 
 class RunConfig(Group):
     """Run"""

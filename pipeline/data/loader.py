@@ -23,12 +23,14 @@ Unit = Sequence[int]  # indices of the rows that are collated into one: a single
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[B]):
-    """The data of one optimizer step: this rank's micro-batches, and counts over all ranks.
+    """The data of optimizer step `number`: this rank's micro-batches, and counts over all ranks.
 
     rows: indices of this rank's rows. num_rows, num_tokens, num_trained: of all ranks, known before the first backward.
     num_squares: the sum of the squared lengths of all sequences, which attention costs.
     """
 
+    number: int
+    micro_batch_size: int
     micro_batches: list[B]
     rows: list[int]
     num_rows: int
@@ -75,10 +77,13 @@ class StepLoader(Generic[B]):
         units = rows_of_step(self.seed, epoch, within, len(self.units), self.rows_per_step)
         rows = [row for unit in units if unit is not None for row in self.units[unit]]
         world = {"world_size": self.world_size, "rank": self.rank}
-        slices = balanced_slices(units, self._lengths, **world, micro_batch_size=self.micro_batch_size)
+        size = self.micro_batch_size  # another thread may change it
+        slices = balanced_slices(units, self._lengths, **world, micro_batch_size=size)
         own = [[None if unit is None else self.units[unit] for unit in part] for part in slices]
         packs = [[None if unit is None else [self.rows[row] for row in unit] for unit in part] for part in own]
         return Step(
+            number=number,
+            micro_batch_size=size,
             micro_batches=[self.collate(part) for part in packs],
             rows=[row for part in own for unit in part for row in unit or ()],
             num_rows=len(rows),
@@ -86,6 +91,13 @@ class StepLoader(Generic[B]):
             num_trained=self._total("num_trained", rows),
             num_squares=self._total("num_squares", rows),
         )
+
+    def cut(self, step: Step[B], micro_batch_size: int) -> Step[B]:
+        """Return the same step in micro-batches of `micro_batch_size` units, in which later steps are made too."""
+        if step.micro_batch_size == micro_batch_size:
+            return step
+        self.micro_batch_size = micro_batch_size
+        return self.step(step.number)
 
     def _total(self, column: str, rows: Sequence[int]) -> int:
         return sum(int(self._counts[column][row]) for row in rows) if column in self._counts else len(rows)
@@ -142,20 +154,20 @@ def pair_lengths(rows: Any) -> list[int]:
 
 
 def evaluation_batches(
-    rows: Any, collate: Callable[[list[Any]], B], *, batch_size: int, world_size: int, rank: int, max_batches: int
+    rows: Any, collate: Callable[[list[Any]], B], *, batch_size: int, world_size: int, rank: int, max_rows: int = 0
 ) -> list[Callable[[], B]]:
     """Return this rank's evaluation batches in order, as functions that collate them; equally many on every rank.
 
     Args:
         collate: takes a list of lists of rows, None for padding.
-        max_batches: at most this many per rank; 0: all rows.
+        max_rows: the first so many rows, on all ranks together; 0: all rows.
     """
 
     def make(part: list[int | None]) -> B:
         return collate([None if row is None else [rows[row]] for row in part])
 
-    slices = rank_slices(range(len(rows)), world_size, rank, batch_size)
-    return [partial(make, part) for part in slices[: max_batches or None]]
+    slices = rank_slices(range(len(rows))[: max_rows or None], world_size, rank, batch_size)
+    return [partial(make, part) for part in slices]
 
 
 def each(batches: Sequence[Callable[[], B]], before: Callable[[], None]) -> Iterator[Callable[[], B]]:

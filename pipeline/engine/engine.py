@@ -52,6 +52,11 @@ class FrozenEngine:
         if self.weights is not None:
             self.weights.release_gathered()
 
+    def recover(self) -> None:
+        """Release all weights that a failed forward pass gathered."""
+        if self.weights is not None:
+            self.weights.release_all()
+
 
 class TrainingEngine:
     """A model, its AdamW and its gradients under DeepSpeed (ZeRO stages 0 to 3)."""
@@ -87,6 +92,7 @@ class TrainingEngine:
         self.partitions_optimizer: bool = config["zero_optimization"]["stage"] > 0
         self.last_gradient_norm = 0.0
         self.gradient_bytes = 0  # of the first step on this rank
+        self.is_stepping = False  # also after an error within a step: then some weights may be new ones
         self.host_buffers: list[torch.Tensor] = []  # reused by optimizer_offload.py
         self._norms: torch.Tensor | None = None  # of these gradients, as DeepSpeed's optimizer computes them
 
@@ -151,10 +157,12 @@ class TrainingEngine:
 
     def step(self, rate_factor: float) -> None:
         """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients."""
+        self.is_stepping = True
         self.set_rate(rate_factor)
         self.deepspeed.set_gradient_accumulation_boundary(True)
         with self._norm_reused():
             self.deepspeed.step()
+        self.is_stepping = False
 
     @contextmanager
     def _norm_reused(self) -> Iterator[None]:
@@ -201,6 +209,30 @@ class TrainingEngine:
         self.last_gradient_norm = 0.0
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self.discard()
+
+    def recover(self) -> None:
+        """Go back to before the accumulation in which a forward or backward pass of this engine failed."""
+        get_accelerator().synchronize()  # other streams may be reading what is dropped here
+        self.module.zero_grad(set_to_none=True)
+        if self.partitions_optimizer:
+            self._end_backward()
+        if self.weights is not None:
+            self.weights.release_all()
+        self.drop_gradients()
+
+    def _end_backward(self) -> None:
+        """Clear ZeRO's buckets of a backward pass that failed: DeepSpeed does it at the end of one."""
+        optimizer = self.optimizer
+        while optimizer._backward_active_depth:
+            optimizer.exit_backward()
+        for bucket in optimizer.ipg_buckets.values():
+            (bucket.clear_params if self.partitions_weights else bucket.clear)()
+        reduced = optimizer.params_already_reduced
+        for parameter in reduced if self.partitions_weights else range(len(reduced)):
+            reduced[parameter] = False
+        if not self.partitions_weights:
+            optimizer._release_ipg_buffers()
+            optimizer.extra_large_param_to_reduce.clear()
 
     @contextmanager
     def generation(self, *, gather: bool = True) -> Iterator[None]:

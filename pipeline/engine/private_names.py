@@ -35,15 +35,18 @@ DEEPSPEED = {
     "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "_update_scale fp16_groups fp32_groups loss_scale "
     "loss_scale_config overflow_checker refresh_fp32_params",
     "runtime.zero.stage_1_and_2": "INITIAL_MICRO_STEP_ID",
-    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "_update_model_bit16_weights _update_scale all_grad_tensors "
-    "averaged_gradients bit16_groups check_overflow contiguous_gradients cpu_offload "
-    "independent_gradient_partition_epilogue loss_scale loss_scaler micro_step_id overlap_comm reduce_ipg_grads "
-    "reduction_stream reset_cpu_buffers scaled_global_norm single_partition_of_fp32_groups update_lp_params",
-    "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "_get_norm_groups _overflow_clean_up _update_scale "
-    "averaged_gradients check_overflow fp16_groups fp16_partitioned_groups fp16_partitioned_groups_flat "
-    "fp32_partitioned_groups_flat invalidate_secondary_tensor loss_scale loss_scaler parameter_offload "
-    "persistent_parameters reduce_and_partition_stream unflatten",
-    "runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "_register_deepspeed_module backward_hooks forward_hooks",
+    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "_backward_active_depth _release_ipg_buffers "
+    "_update_model_bit16_weights _update_scale all_grad_tensors averaged_gradients bit16_groups check_overflow "
+    "contiguous_gradients cpu_offload exit_backward extra_large_param_to_reduce "
+    "independent_gradient_partition_epilogue ipg_buckets loss_scale loss_scaler micro_step_id overlap_comm "
+    "params_already_reduced reduce_ipg_grads reduction_stream reset_cpu_buffers scaled_global_norm "
+    "single_partition_of_fp32_groups update_lp_params",
+    "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "_backward_active_depth _get_norm_groups _overflow_clean_up "
+    "_update_scale averaged_gradients check_overflow exit_backward fp16_groups fp16_partitioned_groups "
+    "fp16_partitioned_groups_flat fp32_partitioned_groups_flat invalidate_secondary_tensor ipg_buckets loss_scale "
+    "loss_scaler parameter_offload params_already_reduced persistent_parameters reduce_and_partition_stream unflatten",
+    "runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "_register_deepspeed_module backward_hooks forward_hooks "
+    "partition_all_parameters",
     "runtime.zero.partition_parameters.Init": "all_gather all_gather_coalesced ds_active_sub_modules ds_id ds_numel "
     "ds_persist ds_secondary_tensor ds_shape ds_status ds_tensor partition partition_numel",
 }

@@ -37,6 +37,7 @@ class Zero3Weights:
 
     def __init__(self, module: nn.Module, offload: Any, *, once: bool) -> None:
         self.once = once
+        self._offload = offload
         self._parameters: list[Any] = list(module.parameters())
         if once:
             remove_hooks(offload, self._parameters)
@@ -57,6 +58,10 @@ class Zero3Weights:
         """Keep only this rank's shards of gathered weights, and small weights whole."""
         if self.once and (whole := [p for p in self._parameters if not is_released(p) and not p.ds_persist]):
             whole[0].partition(param_list=whole)
+
+    def release_all(self) -> None:
+        """Keep only this rank's shards of all weights, also those that a failed forward or backward pass gathered."""
+        self._offload.partition_all_parameters()
 
 
 def is_released(parameter: Any) -> bool:

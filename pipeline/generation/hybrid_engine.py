@@ -7,6 +7,7 @@ ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA grap
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -97,6 +98,10 @@ class HybridEngine:
             self._open = True
             try:
                 yield
+            except Exception:
+                # After an out-of-memory error the next call may be smaller: nothing of this one's size is kept for it.
+                self._generator, self.options = None, replace(self.options, min_slots=0)
+                raise
             finally:
                 self._open = False
             if self.backend != "eager" and (self.options.release_cache or self._update_lacks_memory()):

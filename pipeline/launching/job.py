@@ -10,17 +10,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline import errors
 from pipeline.configuration.flags import Resolved
+from pipeline.configuration.run_flags import RESUME
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import check_port, hosts_of_launcher
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
+from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.processes import end_with_parent, free_memory, kill_session, num_oom_kills, send
 from pipeline.run.entry import read_flags
 from pipeline.run.layout import run_folder
@@ -55,15 +57,25 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
         dry_run_stage(resolved, section, ranks=ranks)
         return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)
+    again, variables = list[str](), dict[str, str]()
     with locked(run_dir):
-        check_nobody_left(run_dir)
-        clear_outcomes(run_dir)
-        check_local_port(command)
-        job = Job(run_dir, command, signals, rank_timeout_s=resolved.config.run.rank_timeout_s)
-        try:
-            verdict = job.supervise()
-        finally:
-            job.kill()
+        while True:
+            check_nobody_left(run_dir)
+            clear_outcomes(run_dir)
+            check_local_port(command)
+            job = Job(run_dir, [*command, *again], signals, resolved.config.run.rank_timeout_s, variables)
+            try:
+                verdict = job.supervise()
+            finally:
+                job.kill()
+            if not verdict.halved:
+                break
+            # What is saved is of this run: it cleared the folder, if it was to, before its first step.
+            resumes = any(run_dir.glob("checkpoints/*/manifest.json"))
+            again, variables = list(RESUME) if resumes else [], {HALVED: halved_as_text(verdict.halved)}
+            start = "from the last checkpoint" if resumes else "from the first step"
+            cause, batches = verdict.lines[0].removeprefix("error: "), batches_in_words(verdict.halved)
+            say(f"{cause}; starting again {start} with {batches}")
     say(*verdict.lines)
     return verdict.code
 
@@ -105,10 +117,17 @@ def check_local_port(command: Sequence[str]) -> None:
 class Job:
     """A launcher that runs in a session of its own, and the state of its ranks."""
 
-    def __init__(self, run_dir: Path, command: Sequence[str], signals: Signals, *, rank_timeout_s: float) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        command: Sequence[str],
+        signals: Signals,
+        rank_timeout_s: float,
+        variables: Mapping[str, str],
+    ) -> None:
         name = f"{os.getpid()}@{socket.gethostname()}"
         # torch's warnings in C++ are about connections to a rank that has ended, with a page of addresses each.
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, SUPERVISOR: name}
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **variables, SUPERVISOR: name}
         self._oom_kills = num_oom_kills()
         self._process = subprocess.Popen(command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
         self._watch = RankWatch(run_dir, name, session=self._process.pid)

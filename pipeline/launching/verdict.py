@@ -3,11 +3,12 @@
 import signal
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline import errors
 from pipeline.launching.rank_watch import RankState
+from pipeline.out_of_memory import Halved
 from pipeline.run.layout import rank_log_file
 
 # The most specific first; 1 means every other error.
@@ -18,10 +19,14 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The exit code of a job, and the lines to print."""
+    """The exit code of a job, and the lines to print.
+
+    halved: not empty where the job ran out of memory and may be started again with these batches.
+    """
 
     code: int
     lines: list[str]
+    halved: Halved = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ def error_verdict(failed: Sequence[RankState], ranks: Collection[RankState], job
     lines = [f"error: {line}" for line in message.splitlines()]
     if any(state.outcome.message != message for state in ranks):
         lines += rank_lines(first, "only this rank met it", job)
-    return Verdict(code, lines)
+    return Verdict(code, lines, {} if job.asked_to_stop else first.outcome.halved)
 
 
 def hang_verdict(hung: RankState, job: JobStatus) -> Verdict:

@@ -8,11 +8,13 @@ import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault
 from pipeline.heartbeat import replace_json
+from pipeline.out_of_memory import Halved
 from pipeline.processes import is_alive, read_process
 from pipeline.run.layout import beat_file, outcome_file
 
@@ -27,7 +29,7 @@ class Outcome:
     """The end of a rank: its exit code and the reason in words.
 
     `code` is None while it runs, and for good where it was killed. `secondary` errors follow from another rank's end.
-    `time` is in seconds since 1970.
+    `time` is in seconds since 1970. `halved` is not empty where a start with these batches may go on.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Outcome:
     host: str
     supervisor: str
     time: float
+    halved: Halved = field(default_factory=dict)
 
     @property
     def is_local(self) -> bool:
@@ -55,10 +58,18 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def write_outcome(run_dir: Path, rank: int, code: int | None, message: str, *, secondary: bool = False) -> None:
+def write_outcome(
+    run_dir: Path,
+    rank: int,
+    code: int | None,
+    message: str,
+    *,
+    secondary: bool = False,
+    halved: Halved = MappingProxyType({}),
+) -> None:
     """Write how this rank ended, or with `code` None that it runs."""
     here = (os.getpid(), socket.gethostname(), supervisor_name() or "")
-    outcome = Outcome(rank, code, message, secondary, *here, time.time())
+    outcome = Outcome(rank, code, message, secondary, *here, time.time(), dict(halved))
     file = outcome_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_json(file, asdict(outcome))

@@ -34,7 +34,7 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.files import refused_by_disk, write_json
-from pipeline.out_of_memory import is_out_of_memory, memory_line
+from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.layout import beat_file, environment_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
@@ -207,6 +207,7 @@ def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str,
     run_config: RunConfig = resolved.config.run
     rank = own_rank()
     code, message, secondary, trace = EXIT_DONE, "done", False, ""
+    halved: Halved = {}
     try:
         if supervisor := local_supervisor():
             stop_without(supervisor)
@@ -222,13 +223,14 @@ def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str,
         trace = traceback.format_exc()
         code, message = described(error, resolved.config)
         message, secondary = redacted(message), dist.follows_from_another_rank(error)
+        halved = error.halved if isinstance(error, BatchTooLarge) else {}
         file_log.exception("%s", message)
     if run_config.debug:
         sys.stderr.write(redacted(trace))
     stop.is_set()  # from now on a signal must not end the process as if nothing had been done
     heartbeat.end()
     with suppress(OSError):  # a full disk; then the message is only printed
-        write_outcome(folder, rank, code, message, secondary=secondary)
+        write_outcome(folder, rank, code, message, secondary=secondary, halved=halved)
     report(folder, code, message, secondary=secondary)
     if code in (EXIT_DONE, EXIT_STOPPED):
         # After an error the peers may hang in a collective: no barrier then.
@@ -240,8 +242,15 @@ def described(error: Exception, config: Any) -> tuple[int, str]:
     """Return the exit code and the words of an error that nothing expected; want of memory is told in one line."""
     if not is_out_of_memory(error):
         return EXIT_FAULT, f"{type(error).__name__}: {error}".rstrip(": ")
-    phase = heartbeat.current_phase()
-    lower = [f"--{name}" for name in flag_table(type(config)) if name in LOWERED_IN[phase]]
+    phase, line = heartbeat.current_phase(), f"phase {heartbeat.current_phase()}: {memory_line(error)}"
+    at_least = ""  # the flag that cannot be lower
+    if isinstance(error, BatchTooLarge):
+        phase, line = error.phase, str(error)
+        if error.halved and supervisor_name() is not None:
+            return EXIT_ENVIRONMENT, line  # it starts the job again
+        at_least = "" if error.halved else error.flag
+        line += f", with --{at_least} 1" if at_least else ""
+    lower = [f"--{name}" for name in flag_table(type(config)) if name in LOWERED_IN[phase] and name != at_least]
     recompute = [f"--{name}" for name in flag_table(type(config)) if name.endswith("gradient_checkpointing")]
     shard = [f"--{name}" for name in flags_of_key(type(config), ZERO_STAGE)]
     ways = [
@@ -249,7 +258,7 @@ def described(error: Exception, config: Any) -> tuple[int, str]:
         f"give {' or '.join(recompute)}" if phase == "train" else "",
         f"shard the models with {' or '.join(shard)}",
     ]
-    return EXIT_ENVIRONMENT, f"phase {phase}: {memory_line(error)}; {', or '.join(filter(None, ways))}"
+    return EXIT_ENVIRONMENT, f"{line}; {', or '.join(filter(None, ways))}"
 
 
 def begin(run: Run, train: Train) -> None:

@@ -69,6 +69,8 @@ class Course:
         self, state: Counters, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
     ) -> None:
         """Write the metrics of an optimizer step; complete a checkpoint that was written in the background."""
+        asked = self._run.resolved.config.optimizer.per_device_train_batch_size
+        values = {**values, "micro_batch_size": state.batch_size("train", asked)}
         self.recorder.write_training(state.step, values, seconds=seconds, num_tokens=num_tokens, num_rows=num_rows)
         attempt(self._saver.poll)
 

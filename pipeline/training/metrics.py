@@ -30,6 +30,8 @@ DEFINITIONS = {
     "memory/generate_gib": "the same while the rollout was sampled, GiB; GPU only",
     "memory/score_gib": "the same while it was scored, GiB; GPU only",
     "memory/train_gib": "the same during the update, GiB; GPU only",
+    "micro_batch_size": "rows (stage 2: pairs) of a micro-batch on each rank in force at this step: that of the flags "
+    "unless an out-of-memory error has halved it",
     "step_s": "seconds of the step",
     "skipped_updates": "steps so far whose gradients or losses were not finite and that changed nothing",
     "eval_loss": "mean loss over all held-out tokens (stage 2: pairs)",

@@ -108,11 +108,13 @@ def micro_batches(
     return [by_tokens(step, lengths, world, longest_rows=size) for step in steps]
 
 
-def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longest_rows: int = 0) -> list[MicroBatch]:
+def by_tokens(
+    rows: Sequence[int], lengths: Lengths, world: dist.World, *, longest_rows: int = 0, tokens: int = 0
+) -> list[MicroBatch]:
     """Cut this rank's share of `rows` into micro-batches of at most so many tokens, padding counted where it passes.
 
-    longest_rows: the limit is that many of the longest rows; 0: SCORING_TOKENS, or one row. Packed rows that are nearly
-    of one length may go beyond it by the little padding that PADDING_TO_PACK lets them have.
+    longest_rows: the limit is that many of the longest rows; 0: `tokens`, or one row. Packed rows that are nearly of
+    one length may go beyond it by the little padding that PADDING_TO_PACK lets them have.
     """
     share = len(rows) // world.size
     (mine,) = dealt(rows, lengths, world, share)
@@ -120,7 +122,7 @@ def by_tokens(rows: Sequence[int], lengths: Lengths, world: dist.World, *, longe
     whole = lengths.whole
     ordered = sorted((whole[row] for row in rows), reverse=True)[:: world.size]
     padded = [round_up(length, lengths.unit) for length in ordered]
-    limit = longest_rows * padded[0] or SCORING_TOKENS
+    limit = longest_rows * padded[0] or tokens
     if lengths.packs:
         parts = even_parts(ordered, limit)
     else:
@@ -179,9 +181,9 @@ def dealt(rows: Sequence[int], lengths: Lengths, world: dist.World, size: int) -
     return [[row for row in part if row is not None] for part in slices]
 
 
-def scoring_batches(lengths: Lengths, *, world: dist.World) -> list[MicroBatch]:
-    """This rank's share of all rows in forward passes of at most SCORING_TOKENS tokens, or of one row."""
-    return by_tokens(range(len(lengths)), lengths, world)
+def scoring_batches(lengths: Lengths, *, world: dist.World, tokens: int | None = None) -> list[MicroBatch]:
+    """This rank's share of all rows in forward passes of at most `tokens` (SCORING_TOKENS) tokens, or of one row."""
+    return by_tokens(range(len(lengths)), lengths, world, tokens=tokens or SCORING_TOKENS)
 
 
 def places(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:

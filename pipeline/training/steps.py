@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Counters:
     """The counters that every stage keeps, besides its engines; a stage's own state adds to them.
 
     step: optimizer steps, taken or skipped. evaluated: the step of the last evaluation, -1 before the first.
+    halved: phase -> [batch size that the flags asked for, batch size since an out-of-memory error] (halving.py).
     """
 
     step: int = 0
@@ -43,6 +44,12 @@ class Counters:
     skipped_updates: int = 0
     bad_in_a_row: int = 0
     evaluated: int = -1
+    halved: dict[str, list[int]] = field(default_factory=dict)
+
+    def batch_size(self, phase: str, asked: int) -> int:
+        """Return the batch size in force in a phase whose flags ask for `asked`; a flag that has changed since wins."""
+        before, size = self.halved.get(phase, (asked, asked))
+        return size if before == asked else asked
 
     def count_step(self, *, stepped: bool, engines: Iterable[TrainingEngine]) -> None:
         """Count a step; one that was skipped while an fp16 loss scale still settles is no sign of divergence."""

@@ -14,9 +14,11 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader, evaluation_batches
 from pipeline.engine.engine import TrainingEngine
+from pipeline.out_of_memory import halved_before
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
 from pipeline.training.flops import TrainingWork, training_mfu, training_work
+from pipeline.training.halving import in_batches_that_fit
 from pipeline.training.steps import Counters, note_skipped_step, rate_factor
 
 
@@ -31,20 +33,22 @@ class SupervisedConfig(Protocol):
 C = TypeVar("C", bound=Group)
 B = TypeVar("B")
 S = TypeVar("S", bound=Counters)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised(Generic[C, B]):
     """Everything that stays as it is while a stage trains.
 
-    held_out: this rank's evaluation batches, as functions that collate. rate: step -> share of the peak learning rate.
+    held_out: batch size -> this rank's evaluation batches, as functions that collate. rate: step -> share of the peak
+    learning rate.
     """
 
     run: Run
     config: C
     tokenizer: Any
     loader: StepLoader[B]
-    held_out: list[Callable[[], B]]
+    held_out: Callable[[int], list[Callable[[], B]]]
     engine: TrainingEngine
     work: TrainingWork
     total_steps: int
@@ -66,10 +70,25 @@ class Supervised(Generic[C, B]):
         )
         resumed = checkpoint.load(self.run, settings.resumes_from, engines, fingerprint, force=settings.force_resume)
         state = state_type(**resumed.state) if resumed else state_type()
+        state.halved |= halved_before()
         resumed_step = state.step if resumed else None
         take_folder(self.run)
         course = Course(self.run, fingerprint, resumed_step=resumed_step, total_steps=self.total_steps, engines=engines)
         return state, course
+
+    def in_micro_batches_that_fit(self, step: Step[B], state: Counters, compute: Callable[[Step[B]], T]) -> T:
+        """Return `compute(step)`, again in halved micro-batches after an out-of-memory error."""
+        asked = self.shared.optimizer.per_device_train_batch_size
+        return in_batches_that_fit(
+            self.run, state, "train", asked, lambda size: compute(self.loader.cut(step, size)), engines=[self.engine]
+        )
+
+    def in_evaluation_batches_that_fit(self, state: Counters, compute: Callable[[list[Callable[[], B]]], T]) -> T:
+        """Return `compute(batches)` of the held-out rows, again in halved batches after an out-of-memory error."""
+        asked = self.shared.optimizer.per_device_eval_batch_size
+        return in_batches_that_fit(
+            self.run, state, "evaluate", asked, lambda size: compute(self.held_out(size)), engines=[self.engine]
+        )
 
     def content(self, state: Counters) -> checkpoint.Content:
         """Return what a checkpoint holds."""
@@ -124,14 +143,12 @@ def assemble(
         seed=settings.seed,
         lengths=lengths,
     )
-    held_out = evaluation_batches(
-        data.eval,
-        collate,
-        batch_size=optimizer.per_device_eval_batch_size,
-        world_size=world.size,
-        rank=world.rank,
-        max_batches=settings.eval_iters,
-    )
+
+    def held_out(size: int) -> list[Callable[[], B]]:
+        max_rows = settings.eval_iters * optimizer.per_device_eval_batch_size * world.size
+        ranks = {"world_size": world.size, "rank": world.rank}
+        return evaluation_batches(data.eval, collate, batch_size=size, max_rows=max_rows, **ranks)
+
     total_steps = loader.total_steps(settings.num_train_epochs, settings.max_steps)
     work, rate = training_work(engine.module.model), rate_factor(optimizer, total_steps=total_steps)
     return Supervised(run, config, tokenizer, loader, held_out, engine, work, total_steps, rate)

@@ -57,8 +57,8 @@ def line_of(command: str, words: list[object]) -> str:
         ),
         (
             "evaluate", lacks_host_memory,
-            rf"phase evaluate: out of memory on the host: 1048576.00 GiB asked for, {FREE}; lower --max_seq_len or "
-            r"--per_device_eval_batch_size, or shard the models with --zero_stage",
+            rf"phase evaluate: out of memory on the host: 1048576.00 GiB asked for, {FREE}, with "
+            r"--per_device_eval_batch_size 1; lower --max_seq_len, or shard the models with --zero_stage",
         ),
         (
             "language_model_engine", raise_memory_error,

@@ -47,7 +47,17 @@ def test_a_failed_step_ends_the_run(tmp_path):
 def test_old_outcomes_are_not_read(tmp_path):
     folder = tmp_path / "output/runs/sft/outcome"
     folder.mkdir(parents=True)
-    old = {"rank": 7, "code": 4, "message": "", "secondary": False, "pid": 1, "host": "x", "supervisor": "", "time": 0}
+    old = {
+        "rank": 7,
+        "code": 4,
+        "message": "",
+        "secondary": False,
+        "halved": {},
+        "pid": 1,
+        "host": "x",
+        "supervisor": "",
+        "time": 0,
+    }
     (folder / "rank-7.json").write_text(json.dumps(old))
     assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
     assert [file.name for file in folder.iterdir()] == ["rank-0.json"]

@@ -59,7 +59,7 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> training.Reward:
 def steps(inputs: Path, micro: int, words: Words = (), *, first: int = 0, count: int = 3) -> dict[str, Any]:
     """Evaluation before, losses and norms of some steps, all gradients of the first one, and the fresh head."""
     reward = setup(inputs, micro, words)
-    scores = score_pairs(reward.engine, reward.held_out, reward.run.world.device)
+    scores = score_pairs(reward.engine, reward.held_out(3), reward.run.world.device)
     state = training.State(step=first)
     seen: list[Any] = []
     losses, norms = [], []
@@ -102,7 +102,7 @@ def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     state = training.State()
     take_step(reward, reward.loader.step(0), state)
     state.score_mean, state.score_std = score_statistics(
-        score_pairs(reward.engine, reward.held_out, reward.run.world.device)
+        score_pairs(reward.engine, reward.held_out(3), reward.run.world.device)
     )
     training.save(reward, state)
     folder = Path(reward.config.run.output_dir)

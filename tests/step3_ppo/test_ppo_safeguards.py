@@ -19,7 +19,8 @@ from step3_ppo.models import separate_tokenizer
 
 
 def test_a_step_without_a_trained_token_is_an_error():
-    empty = Step(micro_batches=[], rows=[], num_rows=4, num_tokens=20, num_trained=0, num_squares=100)
+    counts = {"num_rows": 4, "num_tokens": 20, "num_trained": 0, "num_squares": 100}
+    empty = Step(number=7, micro_batch_size=4, micro_batches=[], rows=[], **counts)
     with pytest.raises(InputError, match="step 8: no trained token in 4 rows"):
         training.accumulate_gradients(None, empty, training.State(step=7), None)
 

@@ -28,7 +28,7 @@ from step3_ppo.experience import Responses, Scores, reward_responses
 from step3_ppo.models import Models, same_tokens
 from step3_ppo.rollout import Sampler
 from step3_ppo.rollout_metrics import rollout_metrics
-from step3_ppo.scoring import score_responses
+from step3_ppo.scoring import policy_log_probs, score_responses
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
@@ -157,7 +157,8 @@ def scored(models: Models, responses: Responses, batches: list[list[int]], **set
     lengths = responses.lengths()
     cut = [MicroBatch.of(rows, lengths) for rows in batches]
     others = [MicroBatch.of(rows[::-1], lengths) for rows in batches[::-1]]
-    return score_responses(models, responses, others, cut, **settings)
+    policy = policy_log_probs(models, responses, cut, temperature=settings["temperature"])
+    return score_responses(models, responses, others, policy, **settings)
 
 
 @torch.no_grad()
@@ -184,8 +185,10 @@ def test_without_a_pass_of_the_policy_the_samplers_log_probs_serve(folders):
     responses = sample(models.actor.module.model, [2, 0, 3, 1])
     batches = [MicroBatch.of(range(8), responses.lengths())]
     settings = {"rows": DATA, "temperature": 0.8}
-    expected = score_responses(models, responses, batches, batches, **settings)
-    found = score_responses(replace(models, actor=None), responses, batches, None, **settings)
+    policy = policy_log_probs(models, responses, batches, temperature=0.8)
+    expected = score_responses(models, responses, batches, policy, **settings)
+    sampled = (responses.sampler_log_probs, None)
+    found = score_responses(replace(models, actor=None), responses, batches, sampled, **settings)
     assert found.entropy is None and found.log_probs.equal(responses.sampler_log_probs)
     assert found.ref_log_probs.equal(expected.ref_log_probs) and found.scores.equal(expected.scores)
     rewards = reward_responses(responses, found, PPOCoefficients(), kl_coef=0.1, score_mean=0.0, score_std=1.0)

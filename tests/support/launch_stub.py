@@ -39,7 +39,7 @@ def write(rank, code):
     folder = run_dir / "outcome"
     folder.mkdir(parents=True, exist_ok=True)
     content = {{
-        "rank": rank, "code": code, "message": "stub", "secondary": False, "pid": os.getpid(),
+        "rank": rank, "code": code, "message": "stub", "secondary": False, "halved": {{}}, "pid": os.getpid(),
         "host": socket.gethostname(), "supervisor": os.environ["PYTHON_RUN_SUPERVISOR"], "time": time.time(),
     }}
     (folder / f"rank-{{rank}}.json").write_text(json.dumps(content))

@@ -96,7 +96,10 @@ class PPOLoop:
         def again(responses: Responses) -> Any:
             return self.ppo.minibatches(responses, self.state)
 
-        return Collected.restored(rollout.tensors(), rollout.metrics, self.ppo.run.world.device, minibatches_of=again)
+        device, size = self.ppo.run.world.device, rollout.micro_batch_size
+        return Collected.restored(
+            rollout.tensors(), rollout.metrics, device, minibatches_of=again, micro_batch_size=size
+        )
 
 
 def make_loop(run: Run, config: PPOConfig) -> PPOLoop:

@@ -44,7 +44,7 @@ def never_stopping(world) -> Stopping:
     return Stopping(SimpleNamespace(world=world, stop=SimpleNamespace(is_set_on_any_rank=lambda world: False)))
 
 
-def make_updater(world, folders, *, micro_batch_size=2, unsup_coef=2.0, clip=0.0, zero_stage=0, rate=1e-2, **ppo):
+def make_updater(world, folders, *, unsup_coef=2.0, clip=0.0, zero_stage=0, rate=1e-2, **ppo):
     actor = CausalLM(load_causal_lm(folders.actor, dtype=torch.float32))
     critic = TokenValueModel(
         load_reward_model(folders.reward, dtype=torch.float32).model, score_mean=MEAN, score_std=STD
@@ -53,7 +53,7 @@ def make_updater(world, folders, *, micro_batch_size=2, unsup_coef=2.0, clip=0.0
         actor=engine_of(actor, zero_stage=zero_stage, clip=clip, rate=rate),
         critic=engine_of(critic, zero_stage=zero_stage, clip=clip, rate=rate),
         world=world, ppo=PPOCoefficients(**ppo), temperature=TEMPERATURE, rows_per_step=6,
-        micro_batch_size=micro_batch_size, unsup_coef=unsup_coef, seed=11,
+        unsup_coef=unsup_coef, seed=11,
     )  # fmt: skip
 
 
@@ -197,4 +197,5 @@ def text_step() -> Step:
     """Rows of 6, 3 and 5 tokens, of which the first two are no targets."""
     rows = [{"ids": row.tolist(), "trained": [n > 1 for n in range(len(row))]} for row in random_rows(8, (6, 3, 5))]
     batches = [packed_sft_batch(packs, pad_id=PAD) for packs in ([[rows[0]], [rows[1]]], [[rows[2]], None])]
-    return Step(micro_batches=batches, rows=[0, 1, 2], num_rows=3, num_tokens=14, num_trained=8, num_squares=70)
+    counts = {"num_rows": 3, "num_tokens": 14, "num_trained": 8, "num_squares": 70}
+    return Step(number=0, micro_batch_size=2, micro_batches=batches, rows=[0, 1, 2], **counts)
