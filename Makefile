@@ -6,7 +6,7 @@ PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-seeds test test-slow test-faults test-gpu bench check audit constraints sbom reference clean
+.PHONY: demo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom reference clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -19,11 +19,11 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # These run on the CPU, also where there are GPUs.
-test test-slow test-faults: export DS_ACCELERATOR = cpu
-test test-slow test-faults: export CUDA_VISIBLE_DEVICES =
+test test-slow test-faults test-hosts: export DS_ACCELERATOR = cpu
+test test-slow test-faults test-hosts: export CUDA_VISIBLE_DEVICES =
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not slow and not faults and not gpu"
+	$(PYTEST) -m "not slow and not faults and not hosts and not gpu"
 
 # Parts of at most ten minutes: all in turn, or one of them by `make test-slow SHARDS=2/3`.
 SHARDS ?= 1/3 2/3 3/3
@@ -32,6 +32,10 @@ test-slow: $(VENV)/installed-dev
 
 test-faults: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal -m "faults and not gpu"
+
+# Several hosts, each a network namespace with its own sshd: needs root, openssh-server, pdsh and iproute2.
+test-hosts: $(VENV)/installed-dev
+	$(PYTHON) -m pytest -m hosts
 
 # Parts of less than nine minutes on one GPU: all in turn, or PART=1/3; PART=two needs two GPUs.
 PART ?= 1/3 2/3 3/3

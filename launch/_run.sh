@@ -20,13 +20,14 @@ has_gpu() {
 }
 
 # --- the launcher's flags end at STEP, which is the first word that is neither a flag nor a flag's value -----------
-launcher=() num_gpus="" chosen="" port="" step="" backend=pdsh
+launcher=() num_gpus="" chosen="" port="" step="" backend=ssh
 while (($#)); do
     word="$1"
     shift
     case "$word" in
         1 | 2 | 3) step="$word" && break ;;
-        --module | --no_python | --no_local_rank | --no_ssh | --no_ssh_check | --force_multi | --save_pid | \
+        --no_ssh) backend=ssh && launcher+=("$word") && continue ;;
+        --module | --no_python | --no_local_rank | --no_ssh_check | --force_multi | --save_pid | \
             --bind_cores_to_rank | -q | --quiet)
             launcher+=("$word")
             continue
@@ -43,7 +44,7 @@ while (($#)); do
         --num_gpus | --num_accelerators) num_gpus="$value" && continue ;;
         --include | -i | --exclude | -e) chosen=yes ;;
         --master_port) port="$value" ;;
-        --launcher) backend="$value" ;;
+        --launcher) backend="${value,,}" && continue ;;
     esac
     launcher+=("$name" "$value")
 done
@@ -97,7 +98,7 @@ fi
 supervisor=(-m pipeline.launching.supervisor "$module" "$#" "$@")
 
 # --- several machines: pdsh hands the words to a shell, and DeepSpeed quotes only those with a space ------------------
-if [[ $deployment == multi_node && ${backend,,} == pdsh ]]; then
+if [[ $deployment == multi_node && $backend == pdsh ]]; then
     words=()
     for word in "$@"; do
         if [[ $word == *" "* ]]; then
@@ -114,5 +115,11 @@ fi
 
 # The rank comes from the environment, so the stage gets exactly these flags.
 # Of DeepSpeed's own words only exceptions are printed: the supervisor says what became of the ranks.
-exec "$PYTHON" "${supervisor[@]}" "$PYTHON" -m deepspeed.launcher.runner --log_level critical \
+program=(deepspeed.launcher.runner --log_level critical)
+if [[ $deployment == multi_node ]]; then
+    # ssh and srun are ours: DeepSpeed has no plain ssh, and its slurm knows no --include for parts of a host.
+    [[ $backend != ssh && $backend != srun ]] || program=(pipeline.launching.host_launcher)
+    launcher=(--launcher "$backend" ${launcher[@]+"${launcher[@]}"})
+fi
+exec "$PYTHON" "${supervisor[@]}" "$PYTHON" -m "${program[@]}" \
     ${launcher[@]+"${launcher[@]}"} --no_local_rank --module "$module" "$@"

@@ -22,13 +22,12 @@ from pipeline.files import has_config
 from pipeline.launching.dry_run import NOTHING_STARTED, engine_jsons, show_stage
 from pipeline.launching.launcher import launch_file, run_script
 from pipeline.launching.machine import (
-    DEFAULT_HOSTFILE,
     check_device_count,
     check_port,
     chosen_gpus,
     count_gpus,
     count_present_gpus,
-    read_hostfile,
+    hosts_of_launcher,
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, as_override, make_plan, path_from_here, without_flag
 from pipeline.launching.preflight_job import start_preflight
@@ -47,6 +46,7 @@ STAGES = {
 }
 DEMO = Path("output/demo")
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
+NO_SSH = "none"  # of --launcher
 MEANING = {
     1: "a fault of the program, or a process that was killed",
     2: "bad input",
@@ -61,10 +61,18 @@ MEANING = {
 
 def command_of(stage: Stage, config: TrainConfig) -> list[str]:
     """Return the words of `bash launch/<deployment>.sh [launcher flags] STEP [stage flags]`."""
-    values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
-    launcher = [word for name, value in values if value for word in (f"--{name}", str(value))]
+    launcher = launcher_words(config)
     script = path_from_here(launch_file(f"{config.deployment_type}.sh"))
     return ["bash", script, *launcher, str(stage.number), *stage.argv]
+
+
+def launcher_words(config: TrainConfig) -> list[str]:
+    """Return the flags of the launcher as words; of several hosts also how they are reached."""
+    values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
+    words = [word for name, value in values if value for word in (f"--{name}", str(value))]
+    if config.launcher == NO_SSH:
+        return ["--no_ssh", "--node_rank", str(config.node_rank), *words]
+    return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
 
 
 def num_ranks(config: TrainConfig, gpus: int) -> int | None:
@@ -73,11 +81,11 @@ def num_ranks(config: TrainConfig, gpus: int) -> int | None:
     Raises:
         InputError: the host file, or a host or GPU number of --include or --exclude.
     """
-    several = config.deployment_type == "multi_node"
-    hosts = read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE)) if several else {"localhost": count_present_gpus()}
-    if several or config.include or config.exclude:
-        count = config.num_gpus if several else 0
-        chosen = chosen_gpus(hosts, included=config.include, excluded=config.exclude, num_gpus=count)
+    if config.deployment_type == "multi_node":
+        return sum(map(len, hosts_of_launcher(launcher_words(config)).values()))
+    if config.include or config.exclude:
+        hosts = {"localhost": count_present_gpus()}
+        chosen = chosen_gpus(hosts, included=config.include, excluded=config.exclude)
         return sum(map(len, chosen.values())) if all(hosts.values()) else None
     return 1 if config.deployment_type == "single_gpu" else config.num_gpus or gpus or 1
 
@@ -85,7 +93,7 @@ def num_ranks(config: TrainConfig, gpus: int) -> int | None:
 def check_machine(config: TrainConfig) -> None:
     """Raise EnvironmentFault or InputError if the machine or the host file does not fit the flags."""
     if config.deployment_type == "multi_node":
-        read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE))
+        hosts_of_launcher(launcher_words(config))
         return
     if config.num_gpus:
         check_device_count(config.num_gpus)

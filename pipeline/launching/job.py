@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from pipeline import errors
@@ -27,7 +27,7 @@ from pipeline.processes import end_with_parent, free_memory, kill_session, num_o
 from pipeline.run.entry import read_flags
 from pipeline.run.layout import run_folder
 from pipeline.run.lock import locked
-from pipeline.run.outcome import SUPERVISOR, check_nobody_left, clear_outcomes
+from pipeline.run.outcome import RUN_DIR, SUPERVISOR, check_nobody_left, clear_outcomes
 
 # By name, since nothing in pipeline/ imports a stage: module -> module and name of its configuration class, section.
 STAGES = {
@@ -35,9 +35,11 @@ STAGES = {
     "step2_reward.main": ("step2_reward.config", "RewardConfig", "reward"),
     "step3_ppo.main": ("step3_ppo.config", "PPOConfig", "ppo"),
 }
+HOST_LAUNCHER = "pipeline.launching.host_launcher"
 POLL_S = 0.2
 RANKS_PER_POLL = 64  # with more ranks the files are read less often
 SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
+AGENTS_SETTLE_S = 5.0  # for those of other hosts, of which an agent tells
 LAUNCHER_S = 6.0  # for the launcher to end with the signal that a rank died of
 ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop together, after the save
 
@@ -58,10 +60,11 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
         return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)
     again, variables = list[str](), dict[str, str]()
-    with locked(run_dir):
+    with locked(run_dir) if is_first_host(command) else nullcontext():
         while True:
             check_nobody_left(run_dir)
-            clear_outcomes(run_dir)
+            if is_first_host(command):
+                clear_outcomes(run_dir)
             check_local_port(command)
             job = Job(run_dir, [*command, *again], signals, resolved.config.run.rank_timeout_s, variables)
             try:
@@ -94,6 +97,11 @@ def is_on_one_machine(command: Sequence[str]) -> bool:
     return ("--hostfile", "/dev/null") in zip(command, command[1:], strict=False)
 
 
+def is_first_host(command: Sequence[str]) -> bool:
+    """Return True unless another host is the first of several that are started by hand (--node_rank)."""
+    return dict(zip(command, command[1:], strict=False)).get("--node_rank", "0") == "0"
+
+
 def num_ranks(command: Sequence[str]) -> int | None:
     """Return the number of ranks that the launcher starts; None where only it will know.
 
@@ -102,7 +110,7 @@ def num_ranks(command: Sequence[str]) -> int | None:
     """
     words = list(command)
     if not is_on_one_machine(words):
-        return sum(map(len, hosts_of_launcher(words[: words.index("--module")]).values()))
+        return sum(map(len, hosts_of_launcher(words).values()))
     return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
 
 
@@ -128,13 +136,15 @@ class Job:
         name = f"{os.getpid()}@{socket.gethostname()}"
         # torch's warnings in C++ are about connections to a rank that has ended, with a page of addresses each.
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **variables, SUPERVISOR: name}
+        environment[RUN_DIR] = str(run_dir.resolve())
         self._oom_kills = num_oom_kills()
         self._process = subprocess.Popen(command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
         self._watch = RankWatch(run_dir, name, session=self._process.pid)
         self._on_one_machine = is_on_one_machine(command)
+        self._has_agents = HOST_LAUNCHER in command
         self._signals = signals
         self._timeout_s = rank_timeout_s
-        self._signalled: set[int] = set()  # pids that got SIGTERM; 0: the user was told to send it on other machines
+        self._signalled: set[int] = set()  # pids that got SIGTERM; 0: the user was told of it
         self._memory = ""
         self._ended_first: float | None = None
 
@@ -169,11 +179,15 @@ class Job:
             return False
         running = self._watch.running_locally()
         hosts = ", ".join(sorted({s.outcome.host for s in self._watch.ranks.values() if s.is_running}))
-        if running and not self._signalled:
+        if (running or self._has_agents) and not self._signalled:
+            self._signalled.add(0)
             say("stopping, with a checkpoint where training has begun; a second signal kills at once")
         elif not self._signalled and hosts:
-            say(f"the ranks run on {hosts}: send SIGTERM to one of them there; a second signal here kills")
             self._signalled.add(0)
+            say(f"the ranks run on {hosts}: send SIGTERM to one of them there; a second signal here kills")
+        if self._has_agents:  # which signal the ranks of all hosts
+            self._process.send_signal(signal.SIGUSR1)
+            return True
         for state in running:
             if state.outcome.pid not in self._signalled:
                 self._signalled.add(state.outcome.pid)
@@ -182,8 +196,8 @@ class Job:
 
     def after_failure(self) -> Verdict:
         """Let the other ranks write their outcomes, end them, and wait for the launcher to tell a rank's signal."""
-        end = time.monotonic() + SETTLE_S
-        while self._watch.running_locally() and time.monotonic() < end:
+        end = time.monotonic() + (AGENTS_SETTLE_S if self._has_agents else SETTLE_S)
+        while self.may_say_more() and time.monotonic() < end:
             time.sleep(POLL_S / 2)
             self._watch.poll()
         for state in self._watch.running_locally():
@@ -193,6 +207,12 @@ class Job:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(LAUNCHER_S)
         return self.verdict(self._process.poll() if died_locally else None)
+
+    def may_say_more(self) -> bool:
+        """Return True while a rank here runs on, or only errors are known that follow from a rank of another host."""
+        failed = [state for state in self._watch.ranks.values() if state.outcome.has_failed]
+        follows = all(state.outcome.secondary for state in failed)
+        return bool(self._watch.running_locally()) or (self._has_agents and follows)
 
     def is_straggling(self) -> bool:
         """Return True if some ranks stopped long ago and others wait for them in a collective, deaf to signals."""

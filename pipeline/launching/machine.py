@@ -14,13 +14,13 @@ from pipeline.errors import EnvironmentFault, InputError, nearest
 # A name that began with a dash would be an option to ssh.
 HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
-# Other names of flags of DeepSpeed's launcher that choose hosts and GPUs.
+# Flags of DeepSpeed's launcher that choose hosts and GPUs, and their other names.
 LAUNCHER_NAMES = {
-    "-H": "--hostfile",
-    "-i": "--include",
-    "-e": "--exclude",
-    "": "--num_nodes",
-    "--num_accelerators": "--num_gpus",
+    "--hostfile": "-H",
+    "--include": "-i",
+    "--exclude": "-e",
+    "--num_nodes": "--num_nodes",
+    "--num_gpus": "--num_accelerators",
 }
 
 
@@ -164,9 +164,10 @@ def chosen_gpus(
 
 
 def hosts_of_launcher(words: Sequence[str]) -> dict[str, list[int]]:
-    """Return host -> numbers of its GPUs that these words of DeepSpeed's launcher choose. Raises InputError."""
-    given = dict(zip(words, words[1:], strict=False))
-    values = {flag: given.get(name) or given.get(flag, "") for name, flag in LAUNCHER_NAMES.items()}
+    """Return host -> numbers of its GPUs that a launcher's words choose, up to --module. Raises InputError."""
+    own = words[: words.index("--module")] if "--module" in words else words
+    given = dict(zip(own, own[1:], strict=False))
+    values = {flag: given.get(flag) or given.get(name, "") for flag, name in LAUNCHER_NAMES.items()}
     file = Path(values["--hostfile"] or DEFAULT_HOSTFILE)
     if not values["--hostfile"] and not file.is_file():
         raise InputError(f"--hostfile: several machines need one, and there is no {file}; lines of one: `name slots=8`")
@@ -177,5 +178,12 @@ def hosts_of_launcher(words: Sequence[str]) -> dict[str, list[int]]:
     counts = [int(values[flag] or 0) for flag in ("--num_nodes", "--num_gpus")]
     if (include and exclude) or ((include or exclude) and any(counts)):
         raise InputError("--include, --exclude, --num_nodes and --num_gpus: give --include, --exclude, or the numbers")
-    hosts = read_hostfile(file)
-    return chosen_gpus(hosts, included=include, excluded=exclude, num_nodes=counts[0], num_gpus=counts[1])
+    hosts = chosen_gpus(
+        read_hostfile(file), included=include, excluded=exclude, num_nodes=counts[0], num_gpus=counts[1]
+    )
+    node_rank = given.get("--node_rank", "0")
+    if not node_rank.isdigit() or int(node_rank) >= len(hosts):
+        raise InputError(
+            f"--node_rank: found {node_rank}, wanted 0 to {len(hosts) - 1}, the place of this host in {file}"
+        )
+    return hosts

@@ -47,13 +47,21 @@ class TrainConfig(Group):
     hostfile: str = flag("", "multi_node: lines `name slots=8`", kind="path")
     include: HostNames = flag("", "hosts and GPUs to use: name:0,1@name", kind="path")
     exclude: HostNames = flag("", "hosts and GPUs to leave out", kind="path")
-    master_addr: HostNames = flag("", "address of the first machine")
-    master_port: int = flag(0, "0: a free one is picked", ge=0, le=65535)
+    launcher: Literal["ssh", "pdsh", "srun", "none"] = flag(
+        "ssh", "multi_node: how the hosts are reached; none: this command runs on each, with its --node-rank"
+    )
+    node_rank: int = flag(0, "launcher none: place of this host in the host file, from 0", ge=0)
+    master_addr: HostNames = flag("", "address of the first host")
+    master_port: int = flag(0, "0: a free one is picked; launcher none: 29500", ge=0, le=65535)
     resume: str = flag("auto", "auto, never, or a checkpoint folder", kind="path")
     overwrite: bool = flag(False, "run finished stages again")
     max_restarts: int = flag(0, "resume a stage after a fault, killed or hung", ge=0)
     dry_run: bool = flag(False, "check and show all, start nothing")
     debug: bool = flag(False, "show tracebacks")
+
+
+# Told in docs/running.md: the help has one screen.
+HOST_FLAGS = ("hostfile", "include", "exclude", "launcher", "node_rank", "master_addr", "master_port")
 
 
 def short_help(config_class: type[BaseModel], prog: str) -> str:
@@ -65,8 +73,11 @@ def short_help(config_class: type[BaseModel], prog: str) -> str:
         f"  {prog} --step 1 3 --num-gpus 4 --deployment-type single_node",
     ]
     for name, row in flag_table(config_class).items():
-        lines.append(f"  --{name.replace('_', '-'):<18}{row.meaning} [{row.shown_default}]")
+        if name not in HOST_FLAGS:
+            lines.append(f"  --{name.replace('_', '-'):<18}{row.meaning} [{row.shown_default}]")
     lines += [
+        "  --hostfile, --include, --exclude, --launcher, --node-rank, --master-addr,",
+        "  --master-port: several hosts (docs/running.md)",
         "  --config FILE       YAML with sections train, sft, reward, ppo",
         "  --FLAG VALUE        of all stages; of one: --sft.FLAG, --reward.FLAG, ...",
         "All flags of a stage: python -m step1_sft.main --help; step2_reward, step3_ppo",
@@ -125,8 +136,12 @@ def contradictions(config: TrainConfig) -> list[str]:
     errors = []
     if config.deployment_type == "single_gpu" and config.num_gpus > 1:
         errors.append(f"--num-gpus: found {config.num_gpus} with single_gpu; give --deployment-type single_node")
-    if config.deployment_type != "multi_node" and config.hostfile:
-        errors.append(f"--hostfile: found one with {config.deployment_type}; give --deployment-type multi_node")
+    for name in ("hostfile", "launcher", "node_rank") if config.deployment_type != "multi_node" else ():
+        if (value := getattr(config, name)) != getattr(TrainConfig(), name):
+            word = f"--{name.replace('_', '-')}"
+            errors.append(f"{word}: found {value} with {config.deployment_type}; give --deployment-type multi_node")
+    if config.node_rank and config.launcher != "none":
+        errors.append(f"--node-rank: found {config.node_rank} with --launcher {config.launcher}; give --launcher none")
     if config.deployment_type == "multi_node" and not config.hostfile and not DEFAULT_HOSTFILE.is_file():
         errors.append(
             f"--hostfile: multi_node needs one, and there is no {DEFAULT_HOSTFILE}; each line of one is `name slots=8`"

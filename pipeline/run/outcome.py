@@ -20,6 +20,8 @@ from pipeline.run.layout import beat_file, outcome_file
 
 # "<pid>@<host>". DeepSpeed hands variables on to other machines only where their names begin with PYTHON or NCCL.
 SUPERVISOR = "PYTHON_RUN_SUPERVISOR"
+AGENT = "PYTHON_RUN_AGENT"  # the same of the supervisor's agent on a rank's host, where it has one
+RUN_DIR = "PYTHON_RUN_DIR"  # absolute path of the run's folder, for the supervisor's launcher
 FIRST_ERROR = "first-error"
 OTHERS_FIRST_S = 0.5
 
@@ -114,8 +116,8 @@ def supervisor_name() -> str | None:
 
 
 def local_supervisor() -> int | None:
-    """Return the process id of this rank's supervisor; None if none lives on this machine."""
-    pid, _, host = (supervisor_name() or "").partition("@")
+    """Return the process id of this rank's supervisor or its agent; None if neither lives on this machine."""
+    pid, _, host = (os.environ.get(AGENT) or supervisor_name() or "").partition("@")
     return int(pid) if host == socket.gethostname() and is_alive(int(pid)) else None
 
 

@@ -71,11 +71,56 @@ def test_launcher_flags_come_before_the_step(tmp_path):
 
 def test_multi_node(tmp_path):
     (tmp_path / "my hosts").write_text("a slots=1\nb slots=1\n")
-    words, _ = launch(tmp_path, "multi_node", "--hostfile", "my hosts", "3", "--data_path", "a.jsonl:0.7")
-    assert words == [
-        "--log_level", "critical", "--hostfile", "my hosts",
-        "--no_local_rank", "--module", MODULES["3"], "--data_path", "a.jsonl:0.7",
+    common = ["--hostfile", "my hosts", "--no_local_rank", "--module", MODULES["3"], "--data_path", "a.jsonl:0.7"]
+    given = ("--hostfile", "my hosts", "3", "--data_path", "a.jsonl:0.7")
+    assert launch(tmp_path, "multi_node", *given)[0] == ["--launcher", "ssh", *common]
+    assert launch(tmp_path, "multi_node", "--launcher=SRUN", *given)[0] == ["--launcher", "srun", *common]
+    assert launch(tmp_path, "multi_node", "--no_ssh", "--node_rank", "1", *given)[0] == [
+        "--launcher", "ssh", "--no_ssh", "--node_rank", "1", *common
     ]  # fmt: skip
+    pdsh, _ = launch(tmp_path, "multi_node", "--launcher", "pdsh", *given)
+    assert pdsh == ["--log_level", "critical", "--launcher", "pdsh", *common]
+
+
+# Plays DeepSpeed's launcher of one host: notes the words and variables of the rank.
+HOST_STUB = """import json, os, sys
+names = ("PYTHON_RUN_SUPERVISOR", "NCCL_DEBUG", "FROM_FILE", "SLURM_NODEID")
+variables = {name: os.environ.get(name) for name in names}
+flags = dict(word.lstrip("-").split("=", 1) for word in sys.argv[1:] if word.startswith("--m") and "=" in word)
+words = sys.argv[sys.argv.index("--module") + 2 :]
+json.dump([words, variables, flags], open(os.environ.get("SLURM_NODEID", "0") + ".json", "w"))
+"""
+# Play ssh and srun: the last word is a shell's line, or all words after the flags are a command's.
+SSH_STUB = '#!/bin/bash\nexec bash -c "${@: -1}"\n'
+SRUN_STUB = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 != --nodelist=b ]] || node=1; shift; done
+SLURM_NODEID=${node:-0} SLURM_NTASKS=1 exec "$@"
+"""
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "srun"])
+def test_words_and_variables_reach_every_host(tmp_path, launcher):
+    environment = stub_environment(tmp_path, gpus=2, PYTHON=sys.executable, NCCL_DEBUG="INFO")
+    write_program(tmp_path / "bin" / "ssh", SSH_STUB)
+    write_program(tmp_path / "bin" / "srun", SRUN_STUB)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\n")
+    copy = checkout(tmp_path / "copy", "pipeline", "step1_sft")
+    (copy / "deepspeed/launcher").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("launcher/__init__", ""), ("launcher/launch", HOST_STUB)):
+        (copy / f"deepspeed/{name}.py").write_text(text)
+    words = ["--data_path", *HARD_WORDS]
+    flags = ["--launcher", launcher, "--hostfile", "hosts", "--master_addr", "here", "--exclude", "a:1", "1"]
+    script = str(copy / "launch" / "multi_node.sh")
+    done = subprocess.run(
+        ["bash", script, *flags, *words], env=environment, cwd=tmp_path, check=False, timeout=90, capture_output=True
+    )
+    assert done.returncode == 1 and b"before any rank had started" in done.stderr, "the stub starts no ranks"
+    for node in ("0", "1") if launcher == "srun" else ("0",):
+        got, variables, master = json.loads((tmp_path / f"{node}.json").read_text())
+        assert got == words and variables["NCCL_DEBUG"] == "INFO" and variables["FROM_FILE"] == "a b"
+        assert master["master_addr"] == "here" and 20000 <= int(master["master_port"]) < 30000
+        assert variables["PYTHON_RUN_SUPERVISOR"].endswith(f"@{socket.gethostname()}")
 
 
 @pytest.mark.parametrize("deployment", ["single_gpu", "single_node"])
@@ -98,7 +143,17 @@ def test_words_survive_pdsh(tmp_path):
     shutil.copy(ROOT / "step1_sft" / "config.py", stage)
     (stage / "main.py").write_text("import json, sys\njson.dump(sys.argv[1:], open('words.json', 'w'))\n")
     script = str(copy / "launch" / "multi_node.sh")
-    flags = ["--hostfile", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", "29517"]
+    flags = [
+        "--launcher",
+        "pdsh",
+        "--hostfile",
+        "hosts",
+        "--no_ssh_check",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        "29517",
+    ]
     words = ["--data_path", *HARD_WORDS]
     subprocess.run(["bash", script, *flags, "1", *words], env=environment, cwd=tmp_path, check=False, timeout=90)
     assert json.loads((tmp_path / "words.json").read_text()) == words

@@ -146,25 +146,29 @@ def test_one_name_for_the_model(tmp_path, monkeypatch):
     assert planned("--model", "org/model")["sft"]["model_name_or_path"] == "org/model"
 
 
-@pytest.mark.parametrize("place", [("--include", "a:0"), ("--exclude", "a:1")], ids=["include", "exclude"])
+PLACES = [("--include", "a:0"), ("--exclude", "a:1"), ("--launcher", "srun")]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=["include", "exclude", "launcher"])
 def test_launcher_flags_reach_the_launcher(tmp_path, place):
     (tmp_path / "hosts").write_text("a slots=2\n")
-    nodes = (
-        "--deployment-type",
-        "multi_node",
-        "--hostfile",
-        "hosts",
-        "--master-addr",
-        "10.0.0.7",
-        "--master-port",
-        "29",
-    )
-    done = train(tmp_path, *TINY, "--step", "1", *nodes, *place, STUB_OUTCOMES="0")
+    nodes = ("--deployment-type", "multi_node", "--hostfile", "hosts", "--master-addr", "10.0.0.7")
+    done = train(tmp_path, *TINY, "--step", "1", *nodes, "--master-port", "29", *place, STUB_OUTCOMES="0")
     assert done.returncode == 0, done.stderr
     ((*words,),) = started(tmp_path)
-    given = dict(zip(words[2::2], words[3::2], strict=False))
+    given = dict(zip(words[::2], words[1::2], strict=False))
     assert given["--hostfile"] == "hosts" and given["--master_addr"] == "10.0.0.7" and given["--master_port"] == "29"
     assert given[place[0]] == place[1]
+
+
+def test_without_ssh_each_host_is_started_by_itself(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    words = (*TINY, "--step", "1", "--deployment-type", "multi_node", "--hostfile", "hosts", "--launcher", "none")
+    assert train(tmp_path, *words, "--node-rank", "1", STUB_OUTCOMES="0").returncode == 0
+    ((*first,),) = started(tmp_path)
+    assert first[2:5] == ["--no_ssh", "--node_rank", "1"]
+    wrong = train(tmp_path, *words, "--node-rank", "2").stderr
+    assert wrong == "error: --node_rank: found 2, wanted 0 to 1, the place of this host in hosts\n"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +282,7 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         (("--num-gpus", "2"), 2, "--num-gpus: found 2 with single_gpu"),
         (("--deployment-type", "multi_node", "--hostfile", "none"), 2, "--hostfile: none: cannot read it"),
         (("--deployment-type", "multi_nod"), 2, "did you mean multi_node?"),
-        (("--hostfile", "hosts"), 2, "--hostfile: found one with single_gpu"),
+        (("--hostfile", "hosts"), 2, "--hostfile: found hosts with single_gpu"),
         (("--include", "localhost:0", "--exclude", "localhost:1"), 2, "--include and --exclude"),
         (("--include", "localhost:0,2"), 2, "--include: localhost:2: no such GPU; localhost has 0 to 1"),
         (("--exclude", "worker-0:1"), 2, "--exclude: worker-0: unknown host; there are localhost"),

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
 
-# Plays `python -m deepspeed.launcher.runner`: notes its words, then what $STUB_OUTCOMES wants: "0,0" are two ranks that
+# Plays `python -m deepspeed.launcher.runner` or our launcher of hosts.
+# It notes its words, then what $STUB_OUTCOMES wants: "0,0" are two ranks that
 # write these codes ("null": none), "wait" is one rank that runs until SIGTERM. Everything else goes to the real Python.
 PYTHON_STUB = """#!{python}
 import json, os, signal, socket, sys, time
@@ -19,7 +20,7 @@ from pathlib import Path
 
 if sys.argv[1:3] == ["-m", "pipeline.launching.preflight_job"]:
     sys.exit(0)  # the tests of it have data and models
-if sys.argv[1:3] != ["-m", "deepspeed.launcher.runner"]:
+if sys.argv[1:3] not in (["-m", "deepspeed.launcher.runner"], ["-m", "pipeline.launching.host_launcher"]):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 names = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONWARNINGS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
 environment = {{name: os.environ.get(name) for name in names}}

@@ -1,0 +1,31 @@
+"""Hosts that are network namespaces, and data and models of a tiny run in a folder that they share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from network import Cluster, network, why_impossible
+from support.tiny_run import make_folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """node-a and node-b, with a shared folder that holds `data/` and the host file `hosts`."""
+    yield from started(tmp_path_factory.mktemp("two"), ["node-a", "node-b"])
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The same with node-c."""
+    yield from started(tmp_path_factory.mktemp("three"), ["node-a", "node-b", "node-c"])
+
+
+def started(folder: Path, names: list[str]) -> Iterator[Cluster]:
+    if reason := why_impossible():
+        pytest.skip(reason)
+    shared = folder / "shared"
+    (shared / "data").mkdir(parents=True)
+    make_folder(shared / "data")
+    (shared / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
+    with network(folder, [shared], names) as hosts:
+        yield Cluster(shared, hosts)

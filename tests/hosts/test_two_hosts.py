@@ -1,0 +1,142 @@
+"""Runs on two hosts with a shared folder: they end as on one machine, however they are disturbed."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from network import ROOT, Cluster, Running, environment
+from support.tiny_run import read_metrics
+
+from pipeline.run.outcome import read_outcome
+
+pytestmark = pytest.mark.hosts
+
+STEPS = 60
+
+
+def flags(shared: Path, output: str, *more: object) -> list[str]:
+    """Flags of train.py for a small run of all stages."""
+    data = shared / "data"
+    common = ["--actor-model", data / "base", "--reward-model", data / "base", "--output-dir", output]
+    common += ["--data-path", data / "train.jsonl", "--eval-data-path", data / "test.jsonl", "--data-split", "none"]
+    common += ["--data-output-path", shared / "cache", "--dtype", "fp32", "--per-device-train-batch-size", 4]
+    common += ["--sft.max-seq-len", 96, "--reward.max-seq-len", 96]
+    return [str(word) for word in [*common, "--enable-tensorboard", "false", *more]]
+
+
+def one_stage(shared: Path, output: str, *more: object) -> list[str]:
+    fixed = ("--step", 1, "--max-steps", STEPS, "--save-steps", 10, "--sft.num-train-epochs", 1000)
+    return flags(shared, output, *fixed, *more)
+
+
+def on_one_machine(shared: Path, *words: object) -> None:
+    """The same run with two ranks on this machine."""
+    command = [sys.executable, ROOT / "train.py", "--deployment-type", "single_node", "--num-gpus", 2, *words]
+    done = subprocess.run(
+        [*map(str, command)], cwd=shared, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def assert_same(one: Path, other: Path, *models: str) -> None:
+    for model in models:
+        assert (one / model / "model.safetensors").read_bytes() == (other / model / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two: Cluster) -> Path:
+    """The output of a stage with two ranks on one machine."""
+    on_one_machine(two.shared, *one_stage(two.shared, "one"))
+    return two.shared / "one"
+
+
+def begun(two: Cluster, output: str, *more: object) -> Running:
+    """A run of a stage that has written its first checkpoint."""
+    run = two.train("node-a", *one_stage(two.shared, output, *more))
+    run.wait_for(two.shared / output / "runs/sft/checkpoints/step-10/manifest.json")
+    return run
+
+
+def nobody_left(two: Cluster) -> None:
+    end = time.monotonic() + 15
+    while left := [(host, pid) for host in two.hosts for pid in two.pids(host, "step1_sft.main")]:
+        assert time.monotonic() < end, left
+        time.sleep(0.5)
+
+
+def test_three_stages_are_those_of_two_ranks_on_one_machine(two):
+    words = ("--max-steps", 4, "--ppo.max-prompt-seq-len", 48, "--ppo.max-answer-seq-len", 12, "--sft.zero-stage", 2)
+    run = two.train("node-a", *flags(two.shared, "three", *words))
+    assert run.wait() == 0, run.text
+    outcomes = [read_outcome(two.shared / "three/runs/ppo", rank) for rank in (0, 1)]
+    assert [outcome.host for outcome in outcomes if outcome] == ["node-a", "node-b"]
+    on_one_machine(two.shared, *flags(two.shared, "three-here", *words))
+    assert_same(two.shared / "three", two.shared / "three-here", "sft", "reward", "actor", "critic")
+
+
+def test_a_link_that_is_cut_ends_the_run_with_the_host_named_and_it_resumes(two, undisturbed):
+    run = begun(two, "cut")
+    two.hosts["node-b"].cut()
+    cut = time.monotonic()
+    try:
+        assert run.wait(90) == 1, run.text
+        took = time.monotonic() - cut
+        assert "error: rank 1 on node-b, step " in run.text and "node-b is lost: no word from it for" in run.text
+        nobody_left(two)
+        print(f"ended {took:.1f} s after the link was cut")
+    finally:
+        two.hosts["node-b"].mend()
+    assert two.train("node-a", *one_stage(two.shared, "cut")).wait() == 0
+    assert_same(two.shared / "cut", undisturbed, "sft")
+    assert [line["loss"] for line in read_metrics(two.shared / "cut/runs/sft") if "loss" in line] == [
+        line["loss"] for line in read_metrics(undisturbed / "runs/sft") if "loss" in line
+    ]
+
+
+def test_a_stop_reaches_the_ranks_of_both_hosts_and_the_run_resumes(two, undisturbed):
+    run = begun(two, "stopped")
+    two.stop("node-a")
+    assert run.wait(30) == 75, run.text
+    nobody_left(two)
+    assert two.train("node-a", *one_stage(two.shared, "stopped")).wait() == 0
+    assert_same(two.shared / "stopped", undisturbed, "sft")
+
+
+@pytest.mark.parametrize("host", ["node-a", "node-b"])
+def test_a_rank_that_is_killed_is_named_with_its_host(two, host):
+    run = begun(two, f"killed-{host}", "--max-steps", 10_000)
+    two.hosts[host].run("kill", "-KILL", two.pids(host, "-m step1_sft.main")[-1])
+    assert run.wait(30) == 1, run.text
+    rank = int(host == "node-b")
+    assert f"error: rank {rank} on {host}, step " in run.text and "killed by SIGKILL" in run.text
+    nobody_left(two)
+
+
+def test_no_rank_outlives_its_supervisor(two):
+    run = begun(two, "orphans", "--max-steps", 10_000)
+    for text in ("pipeline.launching.supervisor", "pipeline.launching.host_launcher"):
+        two.hosts["node-a"].run("kill", "-KILL", *two.pids("node-a", text)[:1])
+    run.process.wait(60)
+    nobody_left(two)
+
+
+def test_a_second_run_in_the_folder_is_refused(two):
+    run = begun(two, "locked", "--max-steps", 10_000)
+    second = two.train("node-b", *one_stage(two.shared, "locked", "--max-steps", 10_000))
+    assert second.wait() == 3 and "on node-a runs in this folder" in second.text
+    two.stop("node-a")
+    assert run.wait(30) == 75
+    nobody_left(two)
+
+
+def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(two):
+    two.hosts["node-b"].cut()
+    try:
+        run = two.train("node-a", *one_stage(two.shared, "unreachable"))
+        assert run.wait(60) == 3
+        assert "error: node-b: not reachable (ssh ended with 255); `ssh node-b true` must work" in run.text
+        assert not (two.shared / "unreachable/runs/sft/metrics.jsonl").exists()
+    finally:
+        two.hosts["node-b"].mend()
