@@ -11,6 +11,7 @@ from pipeline.launching.train_config import TrainConfig  # noqa: E402
 from rlhf.chat import ChatConfig  # noqa: E402
 from rlhf.compare import CompareConfig  # noqa: E402
 from rlhf.convert import ConvertConfig  # noqa: E402
+from rlhf.export import ExportConfig  # noqa: E402
 from rlhf.merge import MergeConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
 from step2_reward.config import RewardConfig, RewardEvalConfig  # noqa: E402
@@ -59,6 +60,7 @@ PARTS = (
     ("`chat.py`", ChatConfig),
     ("`prompt_eval.py`", CompareConfig),
     ("`rlhf convert`", ConvertConfig),
+    ("`rlhf export`", ExportConfig),
     ("`rlhf merge`", MergeConfig),
 )
 

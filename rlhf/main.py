@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "chat": "talk to a model",
     "compare": "answer the same prompts with several models, side by side",
     "convert": "bring a model of DeepSpeed-Chat into a folder of this project",
+    "export": "write a checkpoint's models as plain folders",
     "merge": "merge a LoRA adapter into its base model",
 }
 

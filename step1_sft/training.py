@@ -13,8 +13,8 @@ import torch
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.model_card import model_documents
-from pipeline.checkpoints.model_folder import is_saved, save_model, saved_dtype
+from pipeline.checkpoints.model_folder import is_saved, save_trained
+from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import Seq2SeqBatch, SFTBatch, pack_rows, packed_sft_batch, seq2seq_batch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
@@ -24,7 +24,6 @@ from pipeline.errors import InputError
 from pipeline.heartbeat import beat
 from pipeline.models.loading import base_model, is_encoder_decoder
 from pipeline.models.packed_attention import enable_packed_attention
-from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import prepare_tokenizer
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
@@ -163,7 +162,7 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
         return
     is_best = state.best_eval_loss is None or loss < state.best_eval_loss
     # A model that cannot be saved does not count: the next one has to beat what is on the disk.
-    if is_best and checkpoint.attempt(lambda: save(sft)):
+    if is_best and checkpoint.attempt(lambda: save(sft, state)):
         state.best_eval_loss, state.best_step = loss, state.step
 
 
@@ -188,22 +187,24 @@ def save_unless_best(sft: SFT, state: State) -> None:
             "--keep_best: the saved model is that of step %d, eval_loss %.4g", state.best_step, state.best_eval_loss
         )
     else:
-        save(sft)
+        save(sft, state)
 
 
-def save(sft: SFT) -> None:
+def save(sft: SFT, state: State) -> None:
     """Write the model folder."""
-    run, config = sft.run, sft.config
-    save_model(
-        sft.engine.module.model,
-        sft.tokenizer,
-        Path(config.run.output_dir),
-        dtype=saved_dtype(run),
-        documents=model_documents(
-            run,
-            model=config.model,
-            kind="Supervised fine-tuned model",
-            seq2seq=isinstance(sft.engine.module, Seq2SeqLM),
-        ),
-        merged=not config.deepspeed.save_adapter_only,
-    )
+    save_module(sft.run, sft.engine.module, sft.tokenizer, step=state.step)
+
+
+def save_module(run: Run, module: Any, tokenizer: Any, *, step: int) -> None:
+    """Write the model folder of a trained module. A collective."""
+    config: SFTConfig = run.resolved.config
+    folder, kind = Path(config.run.output_dir), "Supervised fine-tuned model"
+    save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=step)
+
+
+def export(checkpoint: OfflineCheckpoint) -> None:
+    """Write the model folder of a checkpoint."""
+    config: SFTConfig = checkpoint.run.resolved.config
+    module = checkpoint.language_model("model", config.model)
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    save_module(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])

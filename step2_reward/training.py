@@ -3,13 +3,14 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.model_card import model_documents
-from pipeline.checkpoints.model_folder import is_saved, save_model, saved_dtype
+from pipeline.checkpoints.model_folder import is_saved, save_trained
+from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_device
 from pipeline.engine.build import value_model_engine
@@ -161,15 +162,21 @@ def save_unless_best(reward: Reward, state: State) -> None:
 
 
 def save(reward: Reward, state: State) -> None:
-    """Write the model folder, with the constants that normalise its scores."""
-    run, config = reward.run, reward.config
-    save_model(
-        reward.engine.module.model,
-        reward.tokenizer,
-        Path(config.run.output_dir),
-        dtype=saved_dtype(run),
-        documents=model_documents(run, model=config.model, kind="Reward model", scores=True),
-        config_changes=score_head_fields(
-            reward.tokenizer, score_mean=state.score_mean, score_std=state.score_std, label="reward"
-        ),
-    )
+    """Write the model folder."""
+    save_module(reward.run, reward.engine.module, reward.tokenizer, state)
+
+
+def save_module(run: Run, module: Any, tokenizer: Any, state: State) -> None:
+    """Write the model folder of a trained module, with the constants that normalise its scores. A collective."""
+    config: RewardConfig = run.resolved.config
+    fields = score_head_fields(tokenizer, score_mean=state.score_mean, score_std=state.score_std, label="reward")
+    folder, kind = Path(config.run.output_dir), "Reward model"
+    save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=state.step, score_fields=fields)
+
+
+def export(checkpoint: OfflineCheckpoint) -> None:
+    """Write the model folder of a checkpoint."""
+    config: RewardConfig = checkpoint.run.resolved.config
+    module = checkpoint.value_model("model", config.model, new_head=True)
+    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    save_module(checkpoint.run, module, tokenizer, State(**checkpoint.state))

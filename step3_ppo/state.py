@@ -10,8 +10,8 @@ import torch
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
-from pipeline.checkpoints.model_card import model_documents
-from pipeline.checkpoints.model_folder import save_model, saved_dtype
+from pipeline.checkpoints.model_folder import save_trained
+from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader
@@ -22,7 +22,7 @@ from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Sampling
 from pipeline.heartbeat import beat
 from pipeline.models.reward_model import score_head_fields
-from pipeline.models.tokenizers import eos_ids
+from pipeline.models.tokenizers import eos_ids, prepare_tokenizer
 from pipeline.out_of_memory import halved_before
 from pipeline.run.run import Run
 from pipeline.training.flops import TrainingWork, training_work
@@ -273,37 +273,44 @@ def fingerprint_of(
     )
 
 
-def save_models(ppo: PPO) -> None:
+def save_models(ppo: PPO, state: State) -> None:
     """Write the model folders. A collective."""
-    run, config, models, average = ppo.run, ppo.config, ppo.models, ppo.average
-    output = Path(config.run.output_dir)
-    save_actor(ppo, output / "actor", kind="PPO-tuned model")
+    run, models, average = ppo.run, ppo.models, ppo.average
+    actor, tokenizer = models.actor.module, models.tokenizer
+    save_actor(run, actor, tokenizer, step=state.step)
     if average is not None:
         with average.swapped_in():
-            save_actor(ppo, output / "actor_ema", kind="Moving average of a PPO-tuned model")
-    critic = models.critic.module
-    save_model(
-        critic.model,
-        models.tokenizer,
-        output / "critic",
-        dtype=saved_dtype(run),
-        documents=model_documents(run, model=config.critic, kind="PPO critic", scores=True),
-        config_changes=score_head_fields(
-            models.tokenizer, score_mean=critic.score_mean, score_std=critic.score_std, label="value"
-        ),
-    )
+            save_actor(run, actor, tokenizer, step=state.step, average=True)
+    save_critic(run, models.critic.module, tokenizer, step=state.step)
 
 
-def save_actor(ppo: PPO, folder: Path, *, kind: str) -> None:
-    """Write the actor's folder. A collective."""
-    save_model(
-        ppo.models.actor.module.model,
-        ppo.models.tokenizer,
-        folder,
-        dtype=saved_dtype(ppo.run),
-        documents=model_documents(ppo.run, model=ppo.config.actor, kind=kind),
-        merged=not ppo.config.deepspeed.save_adapter_only,
-    )
+def save_actor(run: Run, module: Any, tokenizer: Any, *, step: int, average: bool = False) -> None:
+    """Write the actor's folder, or that of its moving average. A collective."""
+    config: PPOConfig = run.resolved.config
+    folder = Path(config.run.output_dir) / ("actor_ema" if average else "actor")
+    kind = "Moving average of a PPO-tuned model" if average else "PPO-tuned model"
+    save_trained(run, module, tokenizer, folder, model=config.actor, kind=kind, step=step)
+
+
+def save_critic(run: Run, module: Any, tokenizer: Any, *, step: int) -> None:
+    """Write the critic's folder. A collective."""
+    config: PPOConfig = run.resolved.config
+    fields = score_head_fields(tokenizer, score_mean=module.score_mean, score_std=module.score_std, label="value")
+    folder = Path(config.run.output_dir) / "critic"
+    save_trained(run, module, tokenizer, folder, model=config.critic, kind="PPO critic", step=step, score_fields=fields)
+
+
+def export(checkpoint: OfflineCheckpoint) -> None:
+    """Write the model folders of a checkpoint, one model in memory at a time."""
+    run, step, config = checkpoint.run, checkpoint.saved["step"], checkpoint.run.resolved.config
+    tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
+    save_actor(run, checkpoint.language_model("actor", config.actor), tokenizer, step=step)
+    if checkpoint.has_average:
+        average = checkpoint.language_model("actor", config.actor, average=True)
+        save_actor(run, average, tokenizer, step=step, average=True)
+        del average
+    critic = checkpoint.value_model("critic", config.critic, normalised=config.ppo.normalise_scores)
+    save_critic(run, critic, tokenizer, step=step)
 
 
 def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> checkpoint.Content:

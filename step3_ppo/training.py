@@ -50,7 +50,7 @@ def train(run: Run, config: PPOConfig) -> None:
                 evaluate(ppo, state, course)
             course.stop_if_asked()
             if course.save_is_due(state):
-                course.save(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo))
+                course.save(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo, state))
 
             if rollout is None:
                 with optimizer_states_on_host(ppo.idle_optimizers):
@@ -67,7 +67,7 @@ def train(run: Run, config: PPOConfig) -> None:
                 state.finish_rollout()
                 rollout = None
         evaluate(ppo, state, course)
-    course.finish(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo))
+    course.finish(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo, state))
 
 
 def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:

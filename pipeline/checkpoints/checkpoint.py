@@ -23,6 +23,7 @@ from pipeline import dist
 from pipeline.checkpoints.checkpoint_files import delete_older, find, manifest_entry, set_aside_newer, write_manifest
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.resume_rules import check_same_fingerprints, check_same_settings
+from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
 from pipeline.engine.state import counters, engine_fragments, restore_counters, restore_fragments
@@ -109,6 +110,7 @@ class Saver:
         description = {
             "step": step,
             "world_size": dist.world_size(),
+            "dtype": compute_dtype(self.run),
             "state": content.state,
             "engines": {name: counters(engine) for name, engine in content.engines.items()},
             "settings": self.fingerprint.settings,

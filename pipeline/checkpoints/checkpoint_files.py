@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,23 @@ def find(run_dir: Path, resume: str) -> Path | None:
         raise InputError(f"--resume {resume}: no such folder; wanted auto, never, or a checkpoint folder")
     for left in (run_dir / "checkpoints").glob(".step-*.writing"):
         log.warning("checkpoint skipped: %s: was never finished", left)
+    folders = candidates(run_dir / "checkpoints") if resume == "auto" else [Path(resume)]
+    return first_whole(folders, hint="; --resume never starts afresh")
+
+
+def first_whole(folders: Iterable[Path], *, hint: str = "") -> Path | None:
+    """Return the first checkpoint that is whole; None where there are no folders.
+
+    Raises:
+        CheckpointError: none is whole; the message names the first damage and ends in `hint`.
+    """
     problems = []
-    for folder in candidates(run_dir / "checkpoints") if resume == "auto" else [Path(resume)]:
+    for folder in folders:
         problem = problem_with(folder)
         if problem is None:
             return folder
         problems.append(problem)
         log.warning("checkpoint skipped: %s", problem)
     if problems:
-        raise CheckpointError(f"no usable checkpoint: {problems[0]}; --resume never starts afresh")
+        raise CheckpointError(f"no usable checkpoint: {problems[0]}{hint}")
     return None

@@ -38,13 +38,14 @@ print(model(**inputs).logits)
 
 
 def model_documents(
-    run: Run, *, model: ModelConfig, kind: str, scores: bool = False, seq2seq: bool = False
+    run: Run, *, model: ModelConfig, kind: str, step: int, scores: bool = False, seq2seq: bool = False
 ) -> dict[str, str]:
     """Return README.md (the model card) and training_config.json of a saved model.
 
     Args:
         model: the flags of the model that was trained.
         kind: the heading of the card.
+        step: the optimizer step whose weights these are; later evaluations are not the model's.
         scores: True for a model with a score head, False for a language model.
         seq2seq: True for an encoder-decoder model.
     """
@@ -72,7 +73,7 @@ def model_documents(
         f"Trained by `{run.stage}` of rlhf-pipeline from `{with_commit(base)}` on {', '.join(sources)}. "
         f"All settings are in `{OURS}`.",
         f"```python\n{example(scores=scores, adapter=adapter, seq2seq=seq2seq)}```",
-        *measured_table(run),
+        *measured_table(run, step),
     ]
     return {"README.md": "\n\n".join(parts) + "\n", OURS: json.dumps(settings, indent=2) + "\n"}
 
@@ -97,9 +98,9 @@ def example(*, scores: bool, adapter: bool, seq2seq: bool = False) -> str:
     return imports + LOAD.format(auto=auto, labels=labels) + (SCORE if scores else answer)
 
 
-def measured_table(run: Run) -> list[str]:
-    """Return the paragraphs of a card that tell the last evaluation of held-out rows; none before the first."""
-    logged = evaluations(run.folder)
+def measured_table(run: Run, step: int) -> list[str]:
+    """Return the paragraphs of a card that tell the last evaluation of held-out rows up to `step`, if there was one."""
+    logged = [line for line in evaluations(run.folder) if line["step"] <= step]
     if not logged:
         return []
     last = logged[-1]

@@ -18,12 +18,15 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from pipeline import dist
+from pipeline.checkpoints.model_card import model_documents
+from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.build import weights_dtype
 from pipeline.errors import DivergedError
 from pipeline.files import has_config, with_new_folder, write_json
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import START, is_lora, merged_weight, quantization_of
-from pipeline.models.partitions import gathered
+from pipeline.models.partitions import gathered, is_partitioned
+from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import eos_ids
 from pipeline.run.run import Run
 
@@ -79,11 +82,18 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]
         if name in merged or "lora_" in name or ".original_module." in name:
             continue
         with gathered([parameter]):
-            yield name, parameter.data.clone() if main else None
+            yield name, kept(parameter) if main else None
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in saved:
             yield name, buffer if main else None
+
+
+def kept(parameter: Any) -> torch.Tensor:
+    """Return the values of a gathered parameter, copied where they do not stay or share memory with others."""
+    values: torch.Tensor = parameter.data
+    shares = values.untyped_storage().nbytes() > values.nbytes
+    return values.clone() if shares or is_partitioned(parameter) else values
 
 
 def save_model(
@@ -135,6 +145,40 @@ def save_model(
     dist.on_main(lambda: with_new_folder(folder, fill))
 
 
+def save_trained(
+    run: Run,
+    module: nn.Module,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    model: ModelConfig,
+    kind: str,
+    step: int,
+    score_fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model that a run has trained to `folder`, with its model card; a collective. Raises as `save_model`.
+
+    Args:
+        module: an engine's, which holds the transformers model as `model`.
+        model: the flags of the model.
+        kind: the heading of the card.
+        step: the optimizer step whose weights these are.
+        score_fields: fields of config.json of a model with a score head, whose adapter is never saved alone.
+    """
+    scores = score_fields is not None
+    save_model(
+        module.model,
+        tokenizer,
+        folder,
+        dtype=saved_dtype(run),
+        documents=model_documents(
+            run, model=model, kind=kind, step=step, scores=scores, seq2seq=isinstance(module, Seq2SeqLM)
+        ),
+        config_changes=score_fields,
+        merged=scores or not run.resolved.config.deepspeed.save_adapter_only,
+    )
+
+
 def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write the weights as safetensors with an index where they are sharded, by transformers' own names."""
     own = model.generation_config if model.can_generate() else None
@@ -181,6 +225,7 @@ def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def with_former_names(config: dict[str, Any]) -> dict[str, Any]:
     """Return tokenizer_config.json with the names that transformers 4 and 5 both know: 4 fails at those of 5."""
+    config.pop("local_files_only", None)  # of this process, not of the tokenizer
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):

@@ -23,6 +23,7 @@ from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)
 
+Trained = CausalLM | Seq2SeqLM | TokenValueModel
 # peft's names of what a model is for.
 TASKS = {CausalLM: "CAUSAL_LM", Seq2SeqLM: "SEQ_2_SEQ_LM", TokenValueModel: "SEQ_CLS"}
 
@@ -51,9 +52,19 @@ def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | N
     """Load a decoder or an encoder-decoder model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0."""
     ds_json = training_json(run.resolved, model, placement(run), accumulation=accumulation)
     with partitioned_loading(ds_json, model.model_name_or_path):
-        loaded = load_language_model(model.model_name_or_path, **load_settings(run, model))
-    wrap = Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM
-    return training_engine(run, wrap(loaded), model, ds_json)
+        module = start_language_model(model, weights_dtype(run))
+    return training_engine(run, module, model, ds_json)
+
+
+def start_language_model(model: ModelConfig, dtype: torch.dtype) -> CausalLM | Seq2SeqLM:
+    """Load the language model that training starts from."""
+    loaded = load_language_model(
+        model.model_name_or_path,
+        dtype=dtype,
+        attn_implementation=model.attn_implementation,
+        quantization=model.quantization,
+    )
+    return (Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM)(loaded)
 
 
 def value_model_engine(
@@ -63,16 +74,34 @@ def value_model_engine(
 
     Args:
         new_head: start from a language model, with a head drawn from the run's seed.
-        normalised: values are on the scale of scores normalised by the constants that are saved with the model.
+        normalised: as for `start_value_model`.
     """
     ds_json = training_json(run.resolved, model, placement(run))
     with partitioned_loading(ds_json, model.model_name_or_path):
-        loaded = load_reward_model(model.model_name_or_path, new_head=new_head, **load_settings(run, model))
+        loaded = start_value_model(model, weights_dtype(run), new_head=new_head, normalised=normalised)
     if new_head:
         initialise_head(loaded.model.score, seed=run.resolved.config.run.seed)
+    return training_engine(run, loaded, model, ds_json)
+
+
+def start_value_model(
+    model: ModelConfig, dtype: torch.dtype, *, new_head: bool = False, normalised: bool = False
+) -> TokenValueModel:
+    """Load the model with a scalar head that training starts from; a new head is not drawn yet.
+
+    Args:
+        normalised: values are on the scale of scores normalised by the constants that are saved with the model.
+    """
+    loaded = load_reward_model(
+        model.model_name_or_path,
+        dtype=dtype,
+        attn_implementation=model.attn_implementation,
+        quantization=model.quantization,
+        new_head=new_head,
+    )
     if normalised:
         loaded.score_mean, loaded.score_std = score_constants(loaded.model.source_config)
-    return training_engine(run, loaded, model, ds_json)
+    return loaded
 
 
 def frozen_engine(
@@ -103,15 +132,27 @@ def weights_dtype(run: Run) -> torch.dtype:
     return DTYPES[compute_dtype(run)]
 
 
-def training_engine(
-    run: Run, module: CausalLM | Seq2SeqLM | TokenValueModel, model: ModelConfig, ds_json: dict[str, Any]
-) -> TrainingEngine:
+def training_engine(run: Run, module: Trained, model: ModelConfig, ds_json: dict[str, Any]) -> TrainingEngine:
     """Put `module` under DeepSpeed, with LoRA, gradient checkpointing and parameter groups as configured.
 
     Raises:
         InputError: a weight is not finite.
     """
     config, optimizer = run.resolved.config, run.resolved.config.optimizer
+    add_adapters(run, module, model)
+    if model.gradient_checkpointing:
+        use_gradient_checkpointing(base_model(module.model))
+    groups, betas = parameter_groups(module, model), (optimizer.adam_beta1, optimizer.adam_beta2)
+    gather = config.deepspeed.zero3_gather
+    engine = TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
+    keep_norms_in_fp32(engine.module, model.quantization)
+    check_finite(engine.module, model.model_name_or_path)
+    return engine
+
+
+def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
+    """Put LoRA layers into `module` as configured; without them, all of its parameters are trained."""
+    config = run.resolved.config
     if is_lora(module.model):
         log.info("%s: training goes on with its adapter, whatever --lora_dim says", model.model_name_or_path)
     elif model.lora_dim:
@@ -126,14 +167,6 @@ def training_engine(
             seed=config.run.seed,
             revision=commits_read.get(model.model_name_or_path),
         )
-    if model.gradient_checkpointing:
-        use_gradient_checkpointing(base_model(module.model))
-    groups, betas = parameter_groups(module, model), (optimizer.adam_beta1, optimizer.adam_beta2)
-    gather = config.deepspeed.zero3_gather
-    engine = TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
-    keep_norms_in_fp32(engine.module, model.quantization)
-    check_finite(engine.module, model.model_name_or_path)
-    return engine
 
 
 def parameter_groups(model: nn.Module, config: ModelConfig) -> list[dict[str, Any]]:

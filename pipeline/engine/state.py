@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline import dist
 from pipeline.engine.engine import TrainingEngine, loss_scaler
@@ -113,6 +114,20 @@ def restore_fragments(engine: TrainingEngine, reader: FragmentReader) -> None:
                 reader.read_into(f"{kind}/{piece.name}", piece.start, state[kind].view(-1)[piece.place])
     dist.meet()  # ranks may read at very different speeds
     refresh_weights(engine)
+
+
+def read_weights(module: nn.Module, reader: FragmentReader, *, prefix: str = "weights/") -> None:
+    """Read the trained weights of a checkpoint into a module that is under no engine, rounded to its data type.
+
+    Args:
+        prefix: of the tensors' names: "weights/" for an engine's, "" for those of a moving average.
+
+    Raises:
+        CheckpointError: the files lack a part of a parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            reader.read_into(f"{prefix}{name}", 0, parameter.data.view(-1))
 
 
 @torch.no_grad()

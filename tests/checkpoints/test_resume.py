@@ -1,5 +1,6 @@
 """A run that was interrupted goes on to the very weights and numbers of one that was not: steps 1, 2 and 3."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,11 @@ import torch
 from safetensors.torch import load_file
 from support.command_run import Ended, run_command, run_until
 from support.marks import slow_but
+from support.model_folders import assert_same_folder
 from support.tiny_run import make_folder, read_metrics
+
+from pipeline.errors import EXIT_DONE, EXIT_INPUT, EXIT_NO_CHECKPOINT
+from rlhf import export
 
 NOT_REPEATABLE = ("time", "_s", "_per_s")
 PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
@@ -142,6 +147,14 @@ def test_final_weights_are_equal_bit_for_bit(story: Story) -> None:
         assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
 
 
+def test_an_exported_checkpoint_is_the_finished_model(story: Story, tmp_path: Path) -> None:
+    """All its files, byte for byte, but for the folder and the data type that its settings name."""
+    assert export.main([str(story.run_dir("whole")), "--output", f"{tmp_path}/out"]) == EXIT_DONE
+    for name in FOLDERS[story.stage]:
+        mine = tmp_path / "out" / ("" if story.stage != "ppo" else name)
+        assert_same_folder(mine, story.folder / "whole" / name)
+
+
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """A finished run of step 1 with two checkpoints."""
@@ -190,3 +203,55 @@ def test_no_usable_checkpoint_is_exit_5(spoilt: Story) -> None:
     assert ended.code == 5
     assert "no usable checkpoint" in ended.stderr and "Traceback" not in ended.stderr
     assert (spoilt.folder / "ruined" / "sft" / "model.safetensors").read_bytes() == before
+
+
+# --- exported without being resumed ---------------------------------------------------------------------------------
+
+
+def export_to(output: Path, checkpoint: Path, *further: str) -> int:
+    return export.main([str(checkpoint), "--output", str(output), *further])
+
+
+def test_an_earlier_checkpoint_is_exported_by_its_name(spoilt: Story, tmp_path: Path) -> None:
+    run = spoilt.run_dir("whole")
+    assert export_to(tmp_path / "older", run / "checkpoints" / "step-4") == EXIT_DONE
+    assert export_to(tmp_path / "newest", run, "--dtype", "bf16") == EXIT_DONE
+    older, newest = (load_file(tmp_path / name / "model.safetensors") for name in ("older", "newest"))
+    assert {tensor.dtype for tensor in newest.values()} == {torch.bfloat16}
+    older = {name: tensor.bfloat16() for name, tensor in older.items()}
+    assert older.keys() == newest.keys() and any(not torch.equal(older[name], newest[name]) for name in older)
+    cards = [(tmp_path / name / "README.md").read_text() for name in ("older", "newest")]
+    assert [f"at step {FIRST_END}" in card for card in cards] == [False, True], "no evaluation of a later model"
+
+
+def test_the_newest_whole_checkpoint_is_exported(spoilt: Story, tmp_path: Path) -> None:
+    shutil.copytree(spoilt.folder / "whole", tmp_path / "whole")
+    run = tmp_path / "whole" / "runs" / "sft"
+    spoil(run / "checkpoints" / f"step-{FIRST_END}")
+    assert export_to(tmp_path / "older", run / "checkpoints" / "step-4") == EXIT_DONE
+    assert export_to(tmp_path / "newest", run) == EXIT_DONE
+    older, newest = (load_file(tmp_path / name / "model.safetensors") for name in ("older", "newest"))
+    assert all(torch.equal(older[name], newest[name]) for name in newest)
+    spoil(run / "checkpoints" / "step-4")
+    assert export_to(tmp_path / "none", run) == EXIT_NO_CHECKPOINT
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_cannot_be_exported(spoilt: Story, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, model = spoilt.run_dir("whole"), spoilt.folder / "whole" / "sft"
+    shutil.copytree(run / "checkpoints" / "step-4", tmp_path / "alone" / "step-4")
+    moved = shutil.copytree(run, tmp_path / "moved")
+    settings = json.loads((moved / "config.json").read_text())
+    settings["model_name_or_path"]["value"] = str(model)
+    (moved / "config.json").write_text(json.dumps(settings))
+    refused = {
+        (tmp_path / "nothing", tmp_path / "out"): "found no checkpoint; name one",
+        (run, model): f"--output: {model} exists; name a new folder",
+        (tmp_path / "alone" / "step-4", tmp_path / "out"): "a checkpoint is read within the folder of its run",
+        (moved, tmp_path / "out"): f"{model}: not the model that {moved / 'checkpoints'}",
+    }
+    for (checkpoint, output), words in refused.items():
+        assert export_to(output, checkpoint) == EXIT_INPUT
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+    assert not (tmp_path / "out").exists()

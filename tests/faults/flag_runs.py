@@ -30,6 +30,7 @@ from pipeline.engine.memory import ModelMemory
 from pipeline.launching.train_config import TrainConfig
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
+from rlhf.export import ExportConfig
 from rlhf.merge import MergeConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
@@ -43,6 +44,7 @@ CONFIGS: dict[str, type[BaseModel]] = {
     "chat": ChatConfig,
     "prompt_eval": CompareConfig,
     "train": TrainConfig,
+    "export": ExportConfig,
     "merge": MergeConfig,
 }
 SITE = ROOT / "tests" / "faults" / "site"

@@ -177,6 +177,8 @@ TESTS: dict[str, str] = {
     "faults/test_flag_runs.py::test_progress_lines_are_as_far_apart_as_the_flag_says": "sft.print_steps",
     "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[reward]": "reward.keep_best",
     "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[sft]": "sft.keep_best",
+    "checkpoints/test_resume.py::test_an_earlier_checkpoint_is_exported_by_its_name":
+        "export.checkpoint export.dtype export.output",
     "faults/test_flag_runs.py::test_the_process_group_gets_its_timeout": "sft.process_group_timeout_s",
     "faults/test_flag_runs.py::test_training_goes_on_while_a_checkpoint_is_written": "sft.save_in_background",
     "faults/test_ranks_ending.py::test_a_rank_that_hangs": "sft.rank_timeout_s",

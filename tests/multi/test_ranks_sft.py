@@ -1,19 +1,27 @@
 """Step 1 gives the same losses and gradients however a step is cut: micro-batches, ranks, ZeRO stages, offload."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from compare import TOLERANCE, apart, numbers_apart
 from group import Rank, running
+from safetensors.torch import load_file
 from support.marks import slow_but
+from support.model_folders import assert_same_folder
 from support.tiny_run import make_folder, take_lines
+
+from pipeline.errors import EXIT_DONE
+from rlhf import export
 
 UNPARTITIONED = "z3 unpartitioned"
 SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]
 QUICK = [(1, "m8", 0), (1, "m2", 3), (2, "m4", 1), (2, "m2", 2), (2, "m1", 0), (2, "m2", 3)]
 SHAPES_AND_STAGES = slow_but(QUICK, [(*shape, stage) for shape in SHAPES for stage in range(4)])
 BF16_TOLERANCE = 0.05
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Found = dict[int, list[Rank]]
 
@@ -151,6 +159,37 @@ def test_a_new_engine_goes_on_from_a_checkpoint(found: Found, stage: int) -> Non
     for mine in every_rank(found, f"z{stage} resume"):
         assert mine["resumed"] == mine["uninterrupted"]
         assert mine["norms"][0] == mine["norms"][1]
+
+
+EXPORTED = [(size, stage) for size in (1, 2) for stage in (0, 2, 3)]
+
+
+@pytest.mark.parametrize(("size", "stage"), slow_but([(1, 0), (2, 3)], EXPORTED))
+def test_an_exported_checkpoint_is_the_saved_model(found: Found, size: int, stage: int, tmp_path: Path) -> None:
+    case = found[size][0][f"z{stage} resume"]
+    (checkpoint,) = (Path(case["run"]) / "checkpoints").glob("step-*")
+    assert export.main([str(checkpoint), "--output", f"{tmp_path}/fp32"]) == EXIT_DONE
+    assert_same_folder(tmp_path / "fp32", Path(case["model"]))
+    whole = load_file(tmp_path / "fp32" / "model.safetensors")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert export.main([case["run"], "--output", f"{tmp_path}/{dtype}", "--dtype", SHORT[dtype]]) == EXIT_DONE
+        rounded = load_file(tmp_path / str(dtype) / "model.safetensors")
+        assert rounded.keys() == whole.keys()
+        assert all(torch.equal(rounded[name], whole[name].to(dtype)) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "stage"), EXPORTED)
+def test_a_checkpoint_of_a_bf16_run_holds_more_digits_than_its_model(
+    found: Found, size: int, stage: int, tmp_path: Path
+) -> None:
+    case = found[size][0][f"z{stage} resume bf16"]
+    assert export.main([case["run"], "--output", f"{tmp_path}/same"]) == EXIT_DONE
+    assert_same_folder(tmp_path / "same", Path(case["model"]))
+    assert export.main([case["run"], "--output", f"{tmp_path}/fp32", "--dtype", "fp32"]) == EXIT_DONE
+    whole, own = (load_file(path / "model.safetensors") for path in (tmp_path / "fp32", Path(case["model"])))
+    assert all(torch.equal(whole[name].bfloat16(), own[name]) for name in own)
+    assert any(not torch.equal(whole[name], own[name].float()) for name in own)
 
 
 SAVED = [(setting, kind) for setting in ("z0", "z3", UNPARTITIONED) for kind in ("saved", "saved lora")]

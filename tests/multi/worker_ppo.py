@@ -169,7 +169,7 @@ def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     with loop.ppo.average.swapped_in():
         swapped = weights(loop.ppo.models.actor)
     before = weights(loop.ppo.models.actor)
-    save_models(loop.ppo)
+    save_models(loop.ppo, loop.state)
     after = weights(loop.ppo.models.actor)
     folder = Path(loop.ppo.config.run.output_dir)
     found: dict[str, Any] = {

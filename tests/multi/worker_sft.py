@@ -116,8 +116,9 @@ def bad_gradient(inputs: Path, words: Words) -> dict[str, Any]:
 def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     """Weights in the folder written after one step, and its adapter, as read from disk on rank 0."""
     sft = setup(inputs, micro, words)
-    take_step(sft, sft.loader.step(0), training.State())
-    training.save(sft)
+    state = training.State()
+    take_step(sft, sft.loader.step(0), state)
+    training.save(sft, state)
     folder = Path(sft.config.run.output_dir)
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     adapter = folder / "adapter" / "adapter_model.safetensors"
@@ -156,14 +157,14 @@ def with_hpz(inputs: Path, gather: str, lora: Words) -> dict[str, Any]:
 
 
 def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
-    """Three steps; and two, a checkpoint, a new engine that loads it, and the third."""
+    """Three steps; and two, a checkpoint and its model, a new engine that loads it, and the third."""
     whole = steps(inputs, micro, words)
     sft = setup(inputs, micro, words)
     state = training.State()
     for _ in range(2):
         take_step(sft, sft.loader.step(state.step), state)
     _, course = sft.resume(training.State)
-    course.save(state, sft.content(state), lambda: None)
+    course.save(state, sft.content(state), lambda: training.save(sft, state))
     fresh = replace(sft, engine=training.language_model_engine(sft.run, sft.config.model))
     resumed, _ = fresh.resume(training.State)
     loss = take_step(fresh, sft.loader.step(resumed.step), resumed)
@@ -171,6 +172,8 @@ def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
         "uninterrupted": whole["losses"][2],
         "resumed": loss,
         "norms": [whole["norms"][2], fresh.engine.last_gradient_norm],
+        "run": str(sft.run.folder),
+        "model": sft.config.run.output_dir,
     }
 
 
@@ -186,6 +189,8 @@ def cases() -> dict[str, Any]:
         found[f"z{stage} bf16"] = partial(steps, micro=2, words=("--zero_stage", stage, "--dtype", "bf16"))
         found[f"z{stage} bad bf16"] = partial(bad_gradient, words=("--zero_stage", stage, "--dtype", "bf16"))
         found[f"z{stage} resume"] = partial(checkpointed, micro=2, words=("--zero_stage", stage))
+        bf16 = ("--zero_stage", stage, "--dtype", "bf16")
+        found[f"z{stage} resume bf16"] = partial(checkpointed, micro=2, words=bf16)
     lora = ("--lora_dim", 4)
     for stage in (0, 3):
         here = ("--zero_stage", stage)

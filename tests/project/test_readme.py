@@ -16,7 +16,7 @@ from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.launching.plan import make_plan
 from pipeline.launching.train_config import TrainConfig
-from rlhf import chat, compare, convert, merge, train
+from rlhf import chat, compare, convert, export, merge, train
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_ppo.config import PPOConfig
@@ -27,7 +27,7 @@ STAGES = {"step1_sft": SFTConfig, "step2_reward": RewardConfig, "step3_ppo": PPO
 NUMBERS = dict(zip("123", STAGES.values(), strict=True))
 PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": compare.CompareConfig}
 SUBCOMMANDS = {"train": "train.py", "chat": "chat.py", "compare": "prompt_eval.py"}
-FOLDER_COMMANDS = {"convert": convert.ConvertConfig, "merge": merge.MergeConfig}
+FOLDER_COMMANDS = {"convert": convert.ConvertConfig, "export": export.ExportConfig, "merge": merge.MergeConfig}
 # What a reader's own shell or another project answers for.
 OTHERS = ("git", "cd", "source", "pip", "echo", "tensorboard")
 

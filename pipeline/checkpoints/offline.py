@@ -1,0 +1,129 @@
+"""A checkpoint read outside of its run: one process puts its weights into models that no engine holds.
+
+It serves `rlhf export`. Any number of ranks and any ZeRO stage may have written the checkpoint; optimizer states are
+not read.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoints.checkpoint_files import candidates, first_whole
+from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.flags import Resolved, validated
+from pipeline.configuration.groups import Group, ModelConfig
+from pipeline.dist import World
+from pipeline.engine.build import Trained, add_adapters, start_language_model, start_value_model
+from pipeline.engine.fragments import FragmentReader
+from pipeline.engine.state import read_weights
+from pipeline.errors import InputError
+from pipeline.files import model_fingerprint
+from pipeline.models.loading import DTYPES
+from pipeline.run.layout import environment_file, model_folders
+from pipeline.run.run import Run
+from pipeline.run.stop_request import StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineCheckpoint:
+    """The checkpoint `folder`, the content of its state.json, and a run of one rank with the settings it was made with.
+
+    dtype: of the weights in memory: that of the run if they are saved in it, else fp32, so that they are rounded once.
+    """
+
+    run: Run
+    folder: Path
+    saved: Mapping[str, Any]
+    dtype: torch.dtype
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The counters of the stage."""
+        return dict(self.saved["state"])
+
+    @property
+    def has_average(self) -> bool:
+        """True where the actor's moving average is stored."""
+        return any(self.folder.glob("average.rank-*.safetensors"))
+
+    def language_model(self, name: str, model: ModelConfig, *, average: bool = False) -> Trained:
+        """Return the language model of the engine `name`; with `average`, with its moving average as weights."""
+        self._check_start(name, model)
+        return self._filled(start_language_model(model, self.dtype), name, model, average=average)
+
+    def value_model(self, name: str, model: ModelConfig, **settings: bool) -> Trained:
+        """Return the model with a scalar head of the engine `name`; settings as for `start_value_model`."""
+        self._check_start(name, model)
+        return self._filled(start_value_model(model, self.dtype, **settings), name, model)
+
+    def _filled(self, module: Trained, name: str, model: ModelConfig, *, average: bool = False) -> Trained:
+        add_adapters(self.run, module, model)
+        files = self.folder.glob(f"{'average' if average else name}.rank-*.safetensors")
+        read_weights(module, FragmentReader(files), prefix="" if average else "weights/")
+        return module
+
+    def _check_start(self, name: str, model: ModelConfig) -> None:
+        """Raise InputError where the start model is not the one that the checkpoint was trained from."""
+        key, path = name if name == "model" else f"{name} model", model.model_name_or_path
+        if model_fingerprint(path) != self.saved["fingerprints"].get(key):
+            raise InputError(
+                f"{path}: not the {key} that {self.folder} was trained from; configuration, tokenizer and frozen"
+                " weights are read from it, so leave it as it was, and export in the folder where the run was started"
+            )
+
+
+def open_checkpoint(path: Path, stages: Mapping[str, type[Group]], *, output: str, dtype: str) -> OfflineCheckpoint:
+    """Open a checkpoint for models that are written to `output`.
+
+    Args:
+        path: a checkpoint, or a run's folder, whose newest whole checkpoint is meant.
+        stages: the configuration class of each stage.
+        dtype: of the saved weights; auto: as the run would have saved them.
+
+    Raises:
+        InputError: there is no checkpoint, or it is not within the folder of its run. CheckpointError: it is damaged.
+    """
+    is_run = (path / "checkpoints").is_dir()
+    folder = first_whole(candidates(path / "checkpoints") if is_run else [path] if path.is_dir() else [])
+    if folder is None:
+        raise InputError(f"{path}: found no checkpoint; name one (runs/sft/checkpoints/step-200), or a run's folder")
+    saved = read_json(folder / "state.json")
+    run_dir = path if is_run else folder.resolve().parent.parent
+    stage = str(read_json(environment_file(run_dir)).get("stage"))
+    if stage not in stages:
+        raise InputError(f"{environment_file(run_dir)}: found stage {stage!r}, wanted one of {', '.join(stages)}")
+    table, entries = flag_table(stages[stage]), read_json(run_dir / "config.json")
+    values = {name: entry["value"] for name, entry in entries.items() if name in table} | {"output_dir": output}
+    trained_in = saved.get("dtype", "fp32")
+    if dtype != "auto" or values["save_dtype"] == "auto":
+        values["save_dtype"] = trained_in if dtype == "auto" else dtype
+    origins = dict.fromkeys(table, str(run_dir / "config.json"))
+    run = Run(
+        World(0, 1, 0, torch.device("cpu")),
+        run_dir,
+        stage,
+        Resolved(validated(stages[stage], values, origins), origins),
+        StopRequest(interrupt),
+    )
+    if taken := next((made for made in model_folders(run.resolved.config, stage) if made.exists()), None):
+        raise InputError(f"--output: {taken} exists; name a new folder")
+    in_memory = trained_in if values["save_dtype"] == trained_in else "fp32"
+    return OfflineCheckpoint(run, folder, saved, DTYPES[in_memory])
+
+
+def interrupt() -> None:
+    """End the export like any small command at its first signal."""
+    raise KeyboardInterrupt
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file of a run's folder. Raises InputError where there is none."""
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise InputError(f"{file}: missing or unreadable; a checkpoint is read within the folder of its run") from None
+    return content
