@@ -31,7 +31,7 @@ from pipeline.launching.machine import (
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, as_override, make_plan, path_from_here, without_flag
 from pipeline.launching.preflight_job import start_preflight
-from pipeline.launching.train_config import TrainConfig, model_size
+from pipeline.launching.train_config import TrainConfig, known_model
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import evaluations
 from pipeline.run.output_checks import check_outputs
@@ -216,7 +216,7 @@ def run(argv: list[str], prog: str) -> int:
     check_outputs({stage.kind.section: stage.resolved.config for stage in plan.chosen}, named_by_section=True)
     finished = finished_stages(plan)
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
-        if model_size(model) is None:
+        if known_model(model) is None:
             print(f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing")
     dry_run = plan.config.dry_run or any(stage.resolved.config.run.dry_run for stage in plan.chosen)
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.

@@ -17,10 +17,11 @@ from pipeline.launching.launcher import launch_file
 from pipeline.launching.train_config import (
     TrainConfig,
     contradictions,
-    model_size,
+    known_model,
     short_help,
     split_common,
     split_overrides,
+    with_reward_model,
 )
 from pipeline.run.layout import run_folder
 
@@ -146,7 +147,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
         errors += contradictions(config)
     except InputError as error:
         errors += str(error).splitlines()
-    return (TrainConfig() if errors else config), errors
+    return with_reward_model(TrainConfig() if errors else config), errors
 
 
 def has_sections(config_file: str) -> bool:
@@ -184,15 +185,16 @@ def plan_stage(
     before: Mapping[int, Stage],
 ) -> Stage:
     """Return one planned stage; `before` are the stages whose output it may read."""
-    # The preset is of the reward model's size for stage 2, else of the actor's.
-    size = model_size(config.reward_model if number == 2 else config.actor_model)
-    preset = launch_file(f"presets/{size}.{kind.section}.yaml")
-    argv = ["--preset", path_from_here(preset)] if size and preset.is_file() else []
+    # The preset is the reward model's for stage 2, else the actor's.
+    known = known_model(config.reward_model if number == 2 else config.actor_model)
+    argv = []
+    if known and (preset := launch_file(f"presets/{known.preset}.{kind.section}.yaml")).is_file():
+        argv = ["--preset", path_from_here(preset)]
     replaceable, fixed = chained_flags(number, config, before), inherited_flags(number, config)
     if config_file:
         argv += ["--config", config_file]
-        known = Names(kind.config_class).known
-        from_file = {known.get(name) for name in read_yaml(config_file, kind.section)[0]}
+        names = Names(kind.config_class).known
+        from_file = {names.get(name) for name in read_yaml(config_file, kind.section)[0]}
         replaceable = {name: value for name, value in replaceable.items() if name not in from_file}
     for name, value in (replaceable | fixed).items():
         argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
@@ -231,10 +233,10 @@ def inherited_flags(number: int, config: TrainConfig) -> dict[str, str]:
     else:
         model = config.actor_model if number == 1 else config.reward_model
         flags = {"zero_stage": actor if number == 1 else reward}
-        if model_size(model) is None:
-            flags["model_name_or_path"] = model
+        known = known_model(model)
+        flags["model_name_or_path"] = model if known is None else known.hub_id
     flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
-    return {name: value for name, value in flags.items() if value not in ("auto", "false")}
+    return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
 
 
 def as_override(line: str, section: str) -> str:

@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
 from pipeline.configuration.flag_table import flag, flag_table
+from pipeline.configuration.flags import load_yaml
 from pipeline.configuration.groups import Group
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
 from pipeline.errors import InputError, nearest
+from pipeline.launching.launcher import launch_file
 from pipeline.launching.machine import DEFAULT_HOSTFILE
 from pipeline.models.paths import check_model_path
 
@@ -38,8 +41,8 @@ class TrainConfig(Group):
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
         "single_gpu", "or single_node, multi_node"
     )
-    actor_model: str = flag("1.3b", "tiny ... 66b, hub id, folder", aliases=("model",))
-    reward_model: str = flag("350m", "the same, for reward model and critic", kind="path")
+    actor_model: str = flag("1.3b", "66b, qwen3-8b, ..., hub id, folder", aliases=("model",))
+    reward_model: str = flag("auto", "auto: 350m, or of the actor's family", kind="path")
     actor_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the preset says")
     reward_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the preset says")
     output_dir: str = flag("output", "parent of sft/, reward/, actor/", kind="written path")
@@ -115,20 +118,47 @@ def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     return own, common
 
 
-def model_size(model: str) -> str | None:
-    """Return the size that a model's name means; None for a hub id or a folder.
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A base model with recipes: the name of its presets, its hub id, and the base of its reward model by default.
+
+    hub_id: empty where each of its presets names the model.
+    """
+
+    preset: str
+    hub_id: str
+    reward_model: str
+
+
+def known_model(model: str) -> KnownModel | None:
+    """Return what is known of a base model by its name or hub id; None for a folder or any other hub id.
 
     Raises:
-        InputError: the name looks like a size, but no preset is of that size.
+        InputError: it looks like the name of a known model, but none has this name.
     """
-    name = model.removeprefix(OPT)
-    if name in SIZES:
-        return name
-    if re.fullmatch(r"\d+(\.\d+)?[mbMB]|tiny\w*", model) and not Path(model).exists():
+    size = model.removeprefix(OPT)
+    if size in SIZES:
+        return KnownModel(size, "", "tiny" if size == "tiny" else "350m")
+    names = []
+    for family in load_yaml(str(launch_file("models.yaml"))).values():
+        names += family
+        for name, (hub_id, preset) in family.items():
+            if model in (name, hub_id, f"{hub_id}-Instruct"):
+                return KnownModel(preset, hub_id if model == name else model, next(iter(family)))
+    if re.fullmatch(r"\d+(\.\d+)?[mbMB]|tiny\w*|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model) and not Path(model).exists():
         raise InputError(
-            f"found size {model!r}, wanted {', '.join(SIZES)}, a hub id or a folder{nearest(model, SIZES)}"
+            f"found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or a folder"
+            f"{nearest(model, [*SIZES, *names])}"
         )
     return None
+
+
+def with_reward_model(config: TrainConfig) -> TrainConfig:
+    """Return a configuration whose reward model is named: `auto` is small and reads the actor's tokens."""
+    if config.reward_model != "auto":
+        return config
+    known = known_model(config.actor_model)
+    return config.model_copy(update={"reward_model": config.actor_model if known is None else known.reward_model})
 
 
 def contradictions(config: TrainConfig) -> list[str]:
@@ -154,7 +184,7 @@ def contradictions(config: TrainConfig) -> list[str]:
         errors.append(f"--resume: {config.resume}: a checkpoint is one stage's; give one --step, or --SECTION.resume")
     for name, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
         try:
-            if model_size(model) is None:
+            if model != "auto" and known_model(model) is None:
                 check_model_path(model)
         except InputError as error:
             errors.append(f"{name}: {error}")

@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESETS = ROOT / "launch" / "presets"
 STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
 # Start models of presets that are not named after a size of OPT.
-OTHERS = {"tiny": "output/demo/base", "t5-3b": "google-t5/t5-3b"}
+OTHERS = {
+    "tiny": "output/demo/base", "t5-3b": "google-t5/t5-3b", "chinese": "bigscience/bloom-1b1",
+    "japanese": "ai-forever/mGPT", "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-7b-lora": "meta-llama/Llama-2-7b-hf",
+}  # fmt: skip
+ALL_STAGES = ("llama-2-7b", "llama-2-7b-lora")
+CLASSES = ("small", "1b", "3b", "8b")  # recipes for a size; the command line names the model
 ALL = {**STAGES, "train": TrainConfig}
 
 
@@ -56,7 +62,16 @@ def test_configurations_are_frozen_and_closed():
 
 def test_there_is_a_preset_for_each_size_and_stage():
     names = {file.name for file in PRESETS.iterdir()}
-    assert names == {f"{size}.{section}.yaml" for size in SIZES for section in STAGES} | {"t5-3b.sft.yaml"}
+    expected = {f"{name}.{section}.yaml" for name in (*SIZES, *ALL_STAGES, *CLASSES) for section in STAGES}
+    assert names == expected | {f"{name}.sft.yaml" for name in ("t5-3b", "chinese", "japanese")}
+
+
+def test_known_models_have_presets_and_no_name_stands_twice():
+    families = load_yaml(str(PRESETS.parent / "models.yaml")).values()
+    models = [(name, *found) for family in families for name, found in family.items()]
+    assert {preset for _, _, preset in models} == {*ALL_STAGES, *CLASSES}
+    assert len({name for name, _, _ in models} | set(SIZES)) == len(models) + len(SIZES)
+    assert all(hub_id.count("/") == 1 for _, hub_id, _ in models)
 
 
 @pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
@@ -71,7 +86,9 @@ def test_presets_parse_and_fit(file):
         assert samples * values["num_samples_per_prompt"] % rows == 0, "whole steps from one update phase"
     else:
         size = file.name.removesuffix(f".{section}.yaml")
-        assert values["model_name_or_path"] == OTHERS.get(size, f"facebook/opt-{size}")
+        default = dict(flat_items(parse(STAGES[section], [], section=section).config))["model_name_or_path"]
+        expected = OTHERS.get(size, f"facebook/opt-{size}") if size not in CLASSES else default
+        assert values["model_name_or_path"] == expected
 
 
 @pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
