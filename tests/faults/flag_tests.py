@@ -190,7 +190,7 @@ TESTS: dict[str, str] = {
     "generation/test_generation_runs.py::test_what_cannot_be_had_is_refused[unmerged adapters]":
         "ppo.merge_lora_for_generation",
     "launching/test_launcher.py::test_restarts[1-3]": "train.max_restarts",
-    "launching/test_train.py::test_every_preset_on_every_deployment[tiny-multi_node]": "train.deployment_type",
+    "launching/test_known_models.py::test_every_preset_on_every_deployment[tiny-multi_node]": "train.deployment_type",
     "launching/test_train.py::test_flags_reach_their_step":
         "train.actor_zero_stage train.reward_zero_stage train.num_gpus train.resume train.overwrite train.debug",
     "launching/test_train.py::test_launcher_flags_reach_the_launcher[exclude]": "train.exclude",

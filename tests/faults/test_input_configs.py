@@ -60,7 +60,7 @@ CASES = [
     Case("ppo", {"kl_estimator": "k4"}, "--kl_estimator: found 'k4'"),
     Case("sft", {"template": "tokeniser"}, "did you mean tokenizer?"),
     Case("chat", {"dtype": "fp64"}, "--dtype: found 'fp64' (command line)"),
-    Case("train", {"actor-model": "1.5b"}, "--actor-model: found size '1.5b'"),
+    Case("train", {"actor-model": "1.5b"}, "--actor-model: found '1.5b'"),
     Case("train", {"deployment-type": "single_gpus"}, "did you mean single_gpu?"),
     # Types.
     Case("sft", {"max_seq_len": "many"}, "--max_seq_len: found 'many' (command line): Input should be a valid integer"),

@@ -8,19 +8,13 @@ import socket
 import pytest
 from support.launch_stub import ROOT, TINY, fastest_run_s, make_model, started, train
 
-from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import load_yaml
 from pipeline.errors import InputError
 from pipeline.launching.plan import make_plan
-from pipeline.launching.train_config import KnownModel, known_model, split_overrides
-from rlhf.train import STAGES, command_of
+from pipeline.launching.train_config import split_overrides
+from rlhf.train import STAGES
 
 PRESETS = ROOT / "launch" / "presets"
-KNOWN = {
-    name: found for family in load_yaml(str(ROOT / "launch/models.yaml")).values() for name, found in family.items()
-}
-FAMILIES = {name: preset for name, (_, preset) in KNOWN.items()}
 
 
 # --- commands and chaining ------------------------------------------------------------------------------------------
@@ -229,25 +223,6 @@ def test_dry_run_starts_nothing(tmp_path):
     assert started(tmp_path) == [] and not (tmp_path / "output").exists()
 
 
-@pytest.mark.parametrize("deployment", ["single_gpu", "single_node", "multi_node"])
-@pytest.mark.parametrize("size", ["tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", *FAMILIES])
-def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, size):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "hosts").write_text("a slots=8\n")
-    hostfile = ["--hostfile", "hosts"] if deployment == "multi_node" else []
-    words = ["--deployment-type", deployment, "--actor-model", size, "--reward-model", size, *hostfile]
-    plan = make_plan(words, STAGES, prog="python train.py")
-    for stage in plan.chosen:
-        place = Placement(device="cuda", dtype="bf16", ranks=8, run_dir=stage.run_dir)
-        assert all("zero_optimization" in made for made in stage.resolved.config.engine_jsons({}, place).values())
-        command = command_of(stage, plan.config)
-        assert command[:2] == ["bash", str(ROOT / "launch" / f"{deployment}.sh")]
-        at = 2 + len(hostfile)
-        assert command[2:at] == hostfile
-        preset = FAMILIES.get(size, size)
-        assert command[at : at + 3] == [str(stage.number), "--preset", f"{PRESETS}/{preset}.{stage.kind.section}.yaml"]
-
-
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -385,36 +360,6 @@ def test_help_is_one_fast_screen():
 def test_split_overrides():
     own, overrides = split_overrides(["--step", "1", "--sft.a", "b", "-1", "--x", "--ppo.c=d"], ["sft", "ppo"])
     assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}
-
-
-def test_models_that_are_known(tmp_path, monkeypatch):
-    assert known_model("facebook/opt-6.7b") == KnownModel("6.7b", "", "350m")
-    assert known_model("qwen2.5-7b") == KnownModel("8b", "Qwen/Qwen2.5-7B", "qwen2.5-0.5b")
-    assert known_model("facebook/opt-iml-1.3b") is None and known_model("gpt2") is None
-    for typed, right in (("1.2b", "1.3b"), ("qwen3-9b", "qwen3-8b")):
-        with pytest.raises(InputError, match=f"found '{typed}'.*did you mean {right}"):
-            known_model(typed)
-    monkeypatch.chdir(tmp_path)
-    for name in ("7b", "llama-9b"):
-        (tmp_path / name).mkdir()
-        assert known_model(name) is None
-
-
-@pytest.mark.parametrize(
-    ("actor", "preset", "model"),
-    [
-        ("1.3b", "350m", "facebook/opt-350m"),
-        ("tiny", "tiny", "output/demo/base"),
-        ("llama-3.1-8b", "1b", "meta-llama/Llama-3.2-1B"),
-        ("Qwen/Qwen3-8B", "small", "Qwen/Qwen3-0.6B"),
-        ("org/model-7b", "", "org/model-7b"),
-    ],
-)
-def test_a_reward_model_that_is_not_named_reads_the_actors_tokens(tmp_path, monkeypatch, actor, preset, model):
-    monkeypatch.chdir(tmp_path)
-    stage = make_plan(["--actor-model", actor], STAGES, prog="python train.py").stages[2]
-    assert stage.resolved.config.model.model_name_or_path == model
-    assert preset in "".join(stage.argv[:2])
 
 
 @pytest.mark.parametrize("flag", ["--master-addr", "--include", "--exclude"])
