@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from pipeline.launching.machine import (
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, as_override, make_plan, path_from_here, without_flag
 from pipeline.launching.preflight_job import start_preflight
+from pipeline.launching.target import Target, parse_target
 from pipeline.launching.train_config import TrainConfig, known_model
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import evaluations
@@ -90,6 +92,33 @@ def num_ranks(config: TrainConfig, gpus: int) -> int | None:
     return 1 if config.deployment_type == "single_gpu" else config.num_gpus or gpus or 1
 
 
+def ranks_of(plan: Plan) -> int | None:
+    """Return the number of ranks: the GPUs that `--target` describes, else those of this machine and its flags."""
+    target = target_of(plan)
+    return target.num_gpus if target else num_ranks(plan.config, count_gpus())
+
+
+def target_of(plan: Plan) -> Target | None:
+    """Return the hardware of `--target`, the same for all stages; None for this machine. Raises InputError."""
+    described = plan.chosen[0].resolved.config.run.target
+    return parse_target(described) if described else None
+
+
+def num_hosts(config: TrainConfig) -> int:
+    """Return the number of machines of a run."""
+    several = config.deployment_type == "multi_node"
+    return len(read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE))) if several else 1
+
+
+def on_target(plan: Plan) -> Plan:
+    """Return the plan with the launcher's flags for the hardware of `--target`, if it is given. Raises InputError."""
+    if (target := target_of(plan)) is None:
+        return plan
+    kind = "multi_node" if target.hosts > 1 else "single_node" if target.gpus > 1 else "single_gpu"
+    changes = {"deployment_type": kind, "num_gpus": target.gpus if target.num_gpus > 1 else 0}
+    return replace(plan, config=plan.config.model_copy(update=changes))
+
+
 def check_machine(config: TrainConfig) -> None:
     """Raise EnvironmentFault or InputError if the machine or the host file does not fit the flags."""
     if config.deployment_type == "multi_node":
@@ -103,7 +132,7 @@ def check_machine(config: TrainConfig) -> None:
 
 def check_stages(plan: Plan) -> None:
     """Raise InputError with a line for each stage whose DeepSpeed settings contradict each other."""
-    ranks = num_ranks(plan.config, count_gpus())
+    ranks = ranks_of(plan)
     errors: list[str] = []
     for stage in plan.chosen:
         try:
@@ -125,7 +154,9 @@ def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
         is_made = number in plan.config.step or (has_config(folder) and any(folder.rglob("*.safetensors")))
         if values[flag] != str(folder) or is_made:
             continue
-        rest = without_flag(without_flag(argv, "step"), "dry_run")
+        rest = argv
+        for name in ("step", "dry_run", "explain", "target"):
+            rest = without_flag(rest, name)
         make = shlex.join([*prog.split(), "--step", str(number), *rest])
         errors.append(f"--ppo.{flag}: {folder}: found no config.json and *.safetensors; make them: {make}")
     if errors:
@@ -138,7 +169,7 @@ def finished_stages(plan: Plan) -> set[int]:
     Raises:
         InputError: another run of a stage is finished; a line for each difference.
     """
-    ranks, finished = num_ranks(plan.config, count_gpus()), set[int]()
+    ranks, finished = ranks_of(plan), set[int]()
     made: dict[str, int] = {}  # model folders that this run makes anew
     errors: list[str] = []
     for stage in plan.chosen:
@@ -163,7 +194,7 @@ def finished_stages(plan: Plan) -> set[int]:
 
 def show_plan(plan: Plan) -> None:
     """Print the commands, and the dry run of every stage."""
-    ranks = num_ranks(plan.config, count_gpus())
+    ranks = ranks_of(plan)
     for stage in plan.chosen:
         print(header(stage, plan.config))
         show_stage(stage.resolved, stage.kind.section, ranks=ranks)
@@ -171,7 +202,10 @@ def show_plan(plan: Plan) -> None:
 
 
 def header(stage: Stage, config: TrainConfig) -> str:
-    return f"== stage {stage.number}: {stage.kind.title}\n$ {shlex.join(command_of(stage, config))}"
+    words = command_of(stage, config)
+    for name in ("dry_run", "explain", "target"):  # what a dry run shows is to be copied and started
+        words = without_flag(words, name)
+    return f"== stage {stage.number}: {stage.kind.title}\n$ {shlex.join(words)}"
 
 
 def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str]) -> int:
@@ -212,19 +246,23 @@ def run(argv: list[str], prog: str) -> int:
     plan = make_plan(argv, STAGES, prog=prog)
     check_stages(plan)
     check_inputs(plan, argv, prog)
-    check_machine(plan.config)
+    if target_of(plan) is None:
+        check_machine(plan.config)
     check_outputs({stage.kind.section: stage.resolved.config for stage in plan.chosen}, named_by_section=True)
     finished = finished_stages(plan)
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
         if known_model(model) is None:
             print(f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing")
-    dry_run = plan.config.dry_run or any(stage.resolved.config.run.dry_run for stage in plan.chosen)
+    dry_run = plan.config.dry_run or any(stage.resolved.config.run.starts_nothing for stage in plan.chosen)
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:
-        show_plan(plan)
+        show_plan(on_target(plan))
     to_run = {stage.kind.section: stage.argv for stage in plan.chosen if stage.number not in finished}
-    code = start_preflight(to_run, environment["PYTHON"], dry_run=dry_run) if to_run else EXIT_DONE
+    ranks, hosts = ranks_of(plan), num_hosts(plan.config)
+    python, code = environment["PYTHON"], EXIT_DONE
+    if to_run:
+        code = start_preflight(to_run, python, dry_run=dry_run, ranks=ranks, hosts=hosts)
     if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
         print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
     if dry_run:

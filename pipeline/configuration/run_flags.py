@@ -104,9 +104,22 @@ class RunConfig(Group):
     rank_timeout_s: int = flag(
         1800, "Seconds without a sign of life before a rank is hung and the run ends; 0: never", ge=0, on_resume="free"
     )
-    dry_run: bool = flag(False, "Check and print flags and DeepSpeed's JSON, start nothing", on_resume="free")
+    dry_run: bool = flag(False, "Check all, print a plan of memory and batches, start nothing", on_resume="free")
+    explain: bool = flag(
+        False, "A dry run that also prints every flag with its origin, and DeepSpeed's JSON", on_resume="free"
+    )
+    target: str = flag(
+        "",
+        "A dry run for other hardware: 8xH100-80GB, 2x8xA100-40GB, 1xRTX4090, or a YAML file; empty: this machine",
+        on_resume="free",
+    )
     debug: bool = flag(False, "Show tracebacks of expected errors", on_resume="free")
     local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK wins", on_resume="free")
+
+    @property
+    def starts_nothing(self) -> bool:
+        """Return True for a dry run, by whichever flag."""
+        return self.dry_run or self.explain or bool(self.target)
 
     @property
     def resumes_from(self) -> str:

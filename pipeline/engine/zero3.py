@@ -17,14 +17,12 @@ from pipeline import dist
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.models.loading import base_model
-from pipeline.models.partitions import whole_numel
+from pipeline.models.partitions import GATHERED_SHARE_OF_DEVICE, whole_numel
 
 log = logging.getLogger(__name__)
 
 Gather = Literal["auto", "once", "layers"]
 
-# Largest share of the device's memory that a model's 16-bit weights may take for `auto` to gather them once.
-SHARE_OF_DEVICE = 1 / 8
 # Elements gathered in one collective: DeepSpeed holds them twice meanwhile.
 BUCKET_NUMEL = 200_000_000
 
@@ -119,7 +117,7 @@ def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -
         return True
     needed = sum(whole_numel(p) * p.element_size() for p in module.parameters())
     device = torch.device("cuda", torch.cuda.current_device())
-    budget = int(SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
+    budget = int(GATHERED_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
     once = dist.max_over_ranks(float(needed > budget), device) == 0  # ranks make the same collectives
     how = "once a phase" if once else "layer by layer"
     log.info("ZeRO-3: %.2f GiB of weights, an eighth of the device is %.2f GiB: gathered %s (--zero3_gather)",

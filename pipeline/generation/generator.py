@@ -10,9 +10,10 @@ import torch
 
 from pipeline.dist import RankGroup
 from pipeline.generation.backends import CachedForward, no_slot_fits, slots_that_fit
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
 from pipeline.generation.scheduler import ContinuousBatching, Lockstep, overlapped_prefill_stream
-from pipeline.generation.slots import CACHE_LENGTH_MULTIPLE, GenerationBuffers, GenerationRequest, padded_eos
+from pipeline.generation.slots import GenerationBuffers, GenerationRequest, padded_eos
 from pipeline.tensor_ops import round_up
 
 # New tokens that a KV cache which can grow has positions for at first: responses that may be longer are often shorter.

@@ -5,9 +5,13 @@ which backend supports a given model is decided in backends.py.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Backend = Literal["fused", "static", "eager"]
+# The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
+CACHE_LENGTH_MULTIPLE = 64
+# Prompt tokens of one prefill with padding, which bound its activations. Chosen by hand.
+MAX_PREFILL_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +45,11 @@ def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_si
     if backend not in ("auto", "fused"):
         return f"found the {backend} backend, wanted the fused one (--generation_engine)"
     return None
+
+
+def cache_bytes_per_token(config: Any, itemsize: int) -> int:
+    """Return the bytes of a token's keys and values in all layers of a model with this transformers configuration."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * head_dim * itemsize)

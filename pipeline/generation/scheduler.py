@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.dist import RankGroup
+from pipeline.generation.options import MAX_PREFILL_TOKENS
 from pipeline.generation.rollouts import GenerationStopped
 from pipeline.generation.slots import GenerationBuffers, second_stream
 from pipeline.tensor_ops import pad_rows
@@ -31,8 +32,6 @@ POLL_INTERVAL_OVERLAPPED = 2
 MIN_PREFILL_SHARE = 1 / 8
 # The same where prefills overlap decode steps, measured as 4 of 64 slots (ibid.).
 MIN_PREFILL_SHARE_OVERLAPPED = 1 / 16
-# Prompt tokens of one prefill with padding, which bound its activations. Chosen by hand.
-MAX_PREFILL_TOKENS = 32_768
 # Devices that run behind the host: while responses wait, a poll is read one scheduler iteration after it was made, so
 # that the next prefill is prepared while decode steps still run.
 DEFERRED_POLL_DEVICES = frozenset({"cuda"})

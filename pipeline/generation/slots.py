@@ -14,13 +14,12 @@ from torch import Tensor
 
 from pipeline.generation.backends import CachedForward
 from pipeline.generation.eager import truncate
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
 from pipeline.generation.rollouts import Sampling
 from pipeline.tensor_ops import round_up
 
 # Logits that one program of the kernels reads. Chosen by hand.
 VOCABULARY_BLOCK = 2048
-# The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
-CACHE_LENGTH_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from pipeline.generation.options import cache_bytes_per_token
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.architecture import UnsupportedModel, rotary_types
 from pipeline.models.hidden_states import masks_of_layers
@@ -75,9 +76,7 @@ class StaticCacheForward:
         # Grouped products of experts copy their offsets to the host in fp32.
         self.fits_graph = not num_experts(config)
         self._scaling = LogitScaling.from_config(config, 1.0)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.bytes_per_token = 2 * config.num_hidden_layers * heads * head_dim * self.model.dtype.itemsize
+        self.bytes_per_token = cache_bytes_per_token(config, self.model.dtype.itemsize)
 
     def refresh(self) -> None:
         """Do nothing: the trained weights themselves are read."""

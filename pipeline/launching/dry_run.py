@@ -1,18 +1,25 @@
-"""The dry run of a stage prints its flags with their origins and the DeepSpeed JSON of its engines, and starts nothing.
+"""The dry run of a stage prints its plan, and what its flags and DeepSpeed's JSON are if asked to; it starts nothing.
 
-`rlhf train --dry-run`, the supervisor of a launch script and a stage's own `--dry-run` call it. Imports no torch.
+`rlhf train --dry-run`, the supervisor of a launch script and a stage's own `--dry-run` call it. Imports no torch until
+models are planned.
 """
 
+import importlib
 import json
 import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-from pipeline.configuration.ds_config import EngineDtype, Json, Placement
+from pipeline.configuration.ds_config import Json, Placement
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
+from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.machine import device_kind
-from pipeline.launching.preflight import look_before_start
-from pipeline.run.layout import run_folder
+from pipeline.launching.preflight import look_before_start, module_of_stage, output_bytes, start_models
+from pipeline.launching.target import GIB, parse_target, this_machine
+from pipeline.run.layout import model_folders, run_folder
 
 NOTHING_STARTED = "dry run: nothing was started"
 
@@ -27,11 +34,18 @@ def engine_jsons(resolved: Resolved, section: str, *, ranks: int | None) -> dict
     Raises:
         InputError: settings that contradict each other, one per line.
     """
-    resolved, device = with_ranks(resolved, ranks), device_kind()
+    described = resolved.config.run.target
+    target = parse_target(described) if described else None
+    resolved, device = with_ranks(resolved, ranks), "cuda" if target else device_kind()
     config = resolved.config
-    asked = config.deepspeed.dtype
-    dtype: EngineDtype = ("bf16" if device == "cuda" else "fp32") if asked == "auto" else asked
-    placement = Placement(device=device, dtype=dtype, ranks=ranks, run_dir=run_folder(config.run, section))
+    asked, own = config.deepspeed.dtype, target.dtype if target else "bf16" if device == "cuda" else "fp32"
+    placement = Placement(
+        device="cuda" if device == "cuda" else "cpu",
+        dtype=own if asked == "auto" else asked,
+        ranks=ranks,
+        run_dir=run_folder(config.run, section),
+        one_node=target is not None and target.hosts == 1,
+    )
     jsons: dict[str, Json] = config.engine_jsons(resolved.origins, placement)
     return jsons
 
@@ -40,24 +54,71 @@ def show_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
     """Print value and origin of each flag, then the DeepSpeed JSON of each engine. Raises InputError."""
     resolved = with_ranks(resolved, ranks)
     jsons = engine_jsons(resolved, section, ranks=ranks)
-    for name, value in flat_items(resolved.config):
-        print(f"  {name:<34} {value!s:<30} {resolved.origins[name]}")
+    if resolved.config.run.explain:
+        for name, value in flat_items(resolved.config):
+            print(f"  {name:<34} {value!s:<30} {resolved.origins[name]}")
     for line in resolved.notes:
         print(f"  note: {line}")
-    for name, content in jsons.items():
-        print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
+    if resolved.config.run.explain:
+        for name, content in jsons.items():
+            print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
+
+
+def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int = 1) -> None:
+    """Print the plan of each stage, by its section: sizes, batches, memory, and a ladder of changes if it does not fit.
+
+    Args:
+        ranks, hosts: of this machine; ignored where `--target` describes another one. None: not known.
+
+    Raises:
+        EnvironmentFault: a line for each stage that does not fit.
+    """
+    # By name: the planner knows models and stages, which are above this package.
+    page, ladder = (importlib.import_module(f"pipeline.planning.{name}") for name in ("page", "ladder"))
+    made, errors = dict[str, str](), list[str]()
+    for section, given in stages.items():
+        described = given.config.run.target
+        target = parse_target(described) if described else None if ranks is None else this_machine(ranks, hosts)
+        if target is None:
+            print(f"plan of {section}: none: the number of ranks is not known here; describe the GPUs by --target")
+            continue
+        resolved = with_ranks(given, target.num_gpus)
+        jsons_of = partial(engine_jsons, section=section, ranks=target.num_gpus)
+        needs = importlib.import_module(f"{module_of_stage(resolved.config)}.needs").needs
+        planner = page.StagePlanner(needs, jsons_of, dict(made), target)
+        try:
+            lines, memory = page.stage_page(planner, resolved)
+        except RunError as error:
+            print(f"plan of {section}: none: {error}")
+            continue
+        print(f"plan of {section}, {lines[0]}", *lines[1:], *disk_lines(resolved.config, section, made), sep="\n")
+        if not page.fits(memory, target):
+            print("  to make it fit, each with those before it:", *ladder.ladder(planner, resolved), sep="\n    ")
+            errors.append(f"{section}: {page.verdict(memory, target)} ({target})")
+        start = start_models(resolved.config, made)[0].path
+        made |= {str(folder): made.get(start, start) for folder in model_folders(resolved.config, section)[:1]}
+    if errors:
+        raise EnvironmentFault("\n".join(errors))
+
+
+def disk_lines(config: Any, section: str, made: Mapping[str, str]) -> list[str]:
+    """Return what the outputs take on the disk at least, if the sizes of the models' files are known."""
+    size = sum(part for _, part in output_bytes(config, section, made))
+    return [f"  disk     {size / GIB:.2f} GiB or more for models and a checkpoint"] if size else []
 
 
 def dry_run_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
-    """Print what a stage would run with, and look at its models, data and disk.
+    """Print what a stage would run with, and look at its models, data, disk and memory.
 
     Raises:
         InputError, EnvironmentFault: what would end the run.
     """
-    show_stage(resolved, section, ranks=ranks)
+    described = resolved.config.run.target
+    show_stage(resolved, section, ranks=parse_target(described).num_gpus if described else ranks)
     try:
         for line in look_before_start({section: resolved.config}, dry_run=True):
             print(f"  note: {line}")
+        plan_stages({section: resolved}, ranks=ranks)
     finally:
         print(NOTHING_STARTED)
 

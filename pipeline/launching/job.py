@@ -55,7 +55,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
         end_with_parent(os.getppid(), signal.SIGTERM)
     resolved, section = stage_flags(module, words)
     ranks = num_ranks(command)
-    if resolved.config.run.dry_run:
+    if resolved.config.run.starts_nothing:
         dry_run_stage(resolved, section, ranks=ranks)
         return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)

@@ -92,7 +92,8 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
         for folder, size in output_bytes(config, section, made):
             disk = os.stat(existing(folder)).st_dev
             needed[disk] = (folder, needed.get(disk, (folder, 0))[1] + size)
-    for folder, size in needed.values():
+    elsewhere = any(config.run.target for config in stages.values())  # with disks that are not known
+    for folder, size in () if elsewhere else needed.values():
         if size > (free := free_bytes(folder)):
             findings.faults.append(
                 f"{folder}: the outputs need {size / GIB:.3g} GiB or more, {free / GIB:.3g} GiB are free; "
@@ -107,8 +108,13 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
 
 def start_models(config: Any, made: Mapping[str, str]) -> Sequence[Any]:
     """Return a stage's `StartModel`s from the module `checks` beside its configuration: stages import this package."""
-    package = type(config).__module__.rpartition(".")[0]
-    return cast(Sequence[Any], importlib.import_module(f"{package}.checks").start_models(config, made))
+    module = importlib.import_module(f"{module_of_stage(config)}.checks")
+    return cast(Sequence[Any], module.start_models(config, made))
+
+
+def module_of_stage(config: Any) -> str:
+    """Return the name of the package of a stage's configuration."""
+    return type(config).__module__.rpartition(".")[0]
 
 
 def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""`look_before_start` as a process of its own: `rlhf train` starts it and imports no torch itself."""
+"""`look_before_start` and the plan as a process of their own: `rlhf train` starts it and imports no torch itself."""
 
 import json
 import os
@@ -8,22 +8,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import EXIT_DONE, RunError, print_error
+from pipeline.launching.dry_run import plan_stages
 from pipeline.launching.job import STAGES, stage_flags
 from pipeline.launching.preflight import look_before_start
 
 MODULES = {section: module for module, (_, _, section) in STAGES.items()}
 
 
-def start_preflight(stages: Mapping[str, list[str]], python: str, *, dry_run: bool) -> int:
+def start_preflight(
+    stages: Mapping[str, list[str]], python: str, *, dry_run: bool, ranks: int | None = None, hosts: int = 1
+) -> int:
     """Run `look_before_start` in a process of its own, which prints notes and errors; return its exit code.
+
+    In a dry run it prints the plans of the stages too.
 
     Args:
         stages: section -> the words of the stage's flags, in the order of the stages.
         python: the interpreter.
+        ranks, hosts: those of the run, for its plan.
     """
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    task = json.dumps({"stages": stages, "dry_run": dry_run})
+    task = json.dumps({"stages": stages, "dry_run": dry_run, "ranks": ranks, "hosts": hosts})
     command = [python, "-m", "pipeline.launching.preflight_job", task]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     # A session of its own: Ctrl-C in a terminal reaches this process alone, and `run` then kills the other.
@@ -33,12 +39,16 @@ def start_preflight(stages: Mapping[str, list[str]], python: str, *, dry_run: bo
 def main(task: str) -> int:
     """Do the work of the process that `start_preflight` starts; return its exit code."""
     content = json.loads(task)
-    configs = {section: stage_flags(MODULES[section], words)[0].config for section, words in content["stages"].items()}
+    stages = {section: stage_flags(MODULES[section], words)[0] for section, words in content["stages"].items()}
+    configs = {section: resolved.config for section, resolved in stages.items()}
     try:
         notes = look_before_start(configs, dry_run=content["dry_run"], named_by_section=True)
+        print(*(f"note: {line}" for line in notes), sep="\n", end="\n" if notes else "")
+        if content["dry_run"]:
+            plan_stages(stages, ranks=content["ranks"], hosts=content["hosts"])
     except RunError as error:
+        sys.stdout.flush()
         return print_error(error)
-    print(*(f"note: {line}" for line in notes), sep="\n", end="\n" if notes else "")
     return EXIT_DONE
 
 

@@ -101,15 +101,15 @@ class CausalLM(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map (M, H) hidden states and (M,) targets to (M,) log-probabilities and (M,) entropies, piece by piece."""
         if num_pieces == 1:
-            return self._head(hidden, targets, scaling, with_entropy)
+            return self.head(hidden, targets, scaling, with_entropy)
         # Logits are not kept for the backward pass: each piece recomputes its own.
-        head = partial(checkpoint, self._head, use_reentrant=False) if torch.is_grad_enabled() else self._head
+        head = partial(checkpoint, self.head, use_reentrant=False) if torch.is_grad_enabled() else self.head
         pairs = zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True)
         parts = [head(part, next_ids, scaling, with_entropy) for part, next_ids in pairs]
         log_probs, entropies = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
-    def _head(
+    def head(
         self, hidden: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = base_model(self.model).get_output_embeddings()(hidden)  # (m, V) in the model's type

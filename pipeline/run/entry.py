@@ -47,7 +47,7 @@ def enter(
 ) -> int:
     """Parse the flags of `stage` (sft, reward, ppo) and run `loop`, the name of a module with `train(run, config)`.
 
-    With `--dry_run`, rank 0 calls `dry_run(flags, stage)` instead. Returns the exit code of design.md, section 3.
+    In a dry run, rank 0 calls `dry_run(flags, stage)` instead. Returns the exit code of design.md, section 3.
     """
     global _run_dir
     outlive_console()
@@ -58,7 +58,7 @@ def enter(
         resolved = with_ranks(resolved, int(os.environ.get("WORLD_SIZE", "1")))
     except RunError as error:
         return print_error(error) if is_first_process() else error.code
-    if resolved.config.run.dry_run:
+    if resolved.config.run.starts_nothing:
         return run_command(lambda: dry_run(resolved, stage)) if own_rank() == 0 else EXIT_DONE
     _run_dir = run_dir = run_folder(resolved.config.run, stage)
     # Before torch, which takes seconds to import: signals count from now on, and a supervisor knows of this rank.

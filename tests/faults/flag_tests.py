@@ -155,6 +155,8 @@ TWINS: dict[str, Twin] = {
     "prompt_eval.num_return_sequences": Twin(2, "answer", both={"temperature": 2.0}),
     "sft.deterministic": Twin("true", "calls", spy="torch:use_deterministic_algorithms"),
     "sft.dry_run": Twin("true", "files"),
+    "sft.explain": Twin("true", "files"),
+    "sft.target": Twin("1xH100-80GB", "files"),
     "sft.zero3_gather": Twin("layers", "calls", both={"zero_stage": 3}, spy=FETCH),
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step
     section = ("sft", "reward", "ppo")[step - 1]
     preset = str(ROOT / f"launch/presets/tiny.{section}.yaml")
     zero = "--actor_zero_stage" if step == 3 else "--zero_stage"
-    words = ["--preset", preset, "--dry-run", zero, "2", "--seed", "7", *ON_THE_HUB[step]]
+    words = ["--preset", preset, "--explain", zero, "2", "--seed", "7", *ON_THE_HUB[step]]
     done = dry_run(tmp_path / "empty", sys.executable, "-m", MODULES[step], *words, WORLD_SIZE="4")
     assert done.returncode == 0, done.stderr
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
@@ -51,7 +51,7 @@ def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step
 
 
 def test_a_launch_script_starts_no_rank(tmp_path):
-    words = ["--num_gpus", "2", "3", "--dry-run", "--actor_zero_stage", "1", *ON_THE_HUB[3]]
+    words = ["--num_gpus", "2", "3", "--explain", "--actor_zero_stage", "1", *ON_THE_HUB[3]]
     done = dry_run(tmp_path / "empty", "bash", str(ROOT / "launch/single_node.sh"), *words)
     assert done.returncode == 0 and list(engine_jsons(done.stdout)) == ENGINES[3], done.stderr
     assert started(tmp_path) == [] and not list((tmp_path / "empty").iterdir())
@@ -70,8 +70,11 @@ def test_settings_that_contradict_are_refused_in_one_line(tmp_path):
 
 
 def test_train_prints_the_same_for_each_stage(tmp_path):
-    done = train(tmp_path, *TINY, "--dry-run")
+    done = train(tmp_path, *TINY, "--explain")
     assert done.returncode == 0 and done.stdout.count("DeepSpeed JSON of the ") == 6
+    short = train(tmp_path, *TINY, "--dry-run")
+    assert short.stdout.count("== stage ") == 3 and len(short.stdout.splitlines()) < 12
+    assert short.stdout.count("--dry-run") == short.stdout.count("--explain") == 0  # its commands start the stages
     asked_of_a_stage = train(tmp_path, *TINY, "--sft.dry_run")
     assert asked_of_a_stage.stdout.endswith("dry run: nothing was started\n") and started(tmp_path) == []
 
@@ -88,7 +91,7 @@ def test_a_task_of_srun_that_is_alone_says_what_to_do(tmp_path):
 
 @pytest.mark.parametrize("num_gpus", [1, 4])
 def test_a_preset_keeps_its_batch_on_fewer_gpus(tmp_path, num_gpus):
-    words = ("--actor-model", "1.3b", "--deployment-type", "single_node", "--num-gpus", str(num_gpus), "--dry-run")
+    words = ("--actor-model", "1.3b", "--deployment-type", "single_node", "--num-gpus", str(num_gpus), "--explain")
     done = train(tmp_path, *words, gpus=4)
     assert done.returncode == 0, done.stderr
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]

@@ -41,6 +41,7 @@ ORDER = (
     ("pipeline.launching", "pipeline.engine"),
     ("pipeline.generation", "pipeline.checkpoints"),
     ("pipeline.training",),
+    ("pipeline.planning",),
     ("pipeline.inference",),
     STAGES,
     ("rlhf",),

@@ -1,0 +1,127 @@
+"""Hardware that a run is planned for: that of this machine, or one that `--target` describes. Imports no torch.
+
+Memory, bandwidth and TFLOP/s of a described device are those of its data sheet.
+"""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from pipeline.configuration.ds_config import EngineDtype
+from pipeline.errors import InputError, nearest
+from pipeline.files import GIB
+from pipeline.launching.machine import count_gpus
+
+# Share of the memory on a data sheet that a process can have: 79.1 of an H100's 80, 139 of an H200's 141.
+USABLE = 0.985
+# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s.
+DEVICES = {
+    "H200-141GB": (141, 4.8, 989.0), "H100-80GB": (80, 3.35, 989.0), "A100-80GB": (80, 2.0, 312.0),
+    "A100-40GB": (40, 1.555, 312.0), "A6000-48GB": (48, 0.768, 155.0), "L40S-48GB": (48, 0.864, 362.0),
+    "L4-24GB": (24, 0.3, 121.0), "RTX4090-24GB": (24, 1.008, 165.0), "RTX3090-24GB": (24, 0.936, 71.0),
+    "V100-32GB": (32, 0.9, 125.0), "V100-16GB": (16, 0.9, 125.0), "T4-16GB": (16, 0.32, 65.0),
+}  # fmt: skip
+TARGET = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", re.ASCII)
+FIELDS = ("hosts", "gpus", "name", "memory_gib", "tb_per_s", "tflops", "host_memory_gib")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`hosts` machines of `gpus` GPUs each.
+
+    memory: bytes of a GPU that a process can have. tb_per_s, tflops: 0 where they are not known. host_memory: bytes of
+    a machine's memory, 0 where it is not known. described: False for the machine of this process.
+    """
+
+    name: str
+    memory: int
+    hosts: int = 1
+    gpus: int = 1
+    tb_per_s: float = 0.0
+    tflops: float = 0.0
+    host_memory: int = 0
+    described: bool = True
+
+    @property
+    def is_cpu(self) -> bool:
+        return not self.memory
+
+    @property
+    def dtype(self) -> EngineDtype:
+        """What `--dtype auto` is on it: bf16 where the device computes in it."""
+        return "fp32" if self.is_cpu or re.search(r"V100|T4", self.name) else "bf16"
+
+    @property
+    def num_gpus(self) -> int:
+        return self.hosts * self.gpus
+
+    def __str__(self) -> str:
+        if self.is_cpu:
+            return f"the CPU of this machine, {self.gpus} processes"
+        hosts = f"{self.hosts} x " if self.hosts > 1 else ""
+        return f"{hosts}{self.gpus} x {self.name}, {self.memory / GIB:.1f} GiB each"
+
+
+def this_machine(ranks: int, hosts: int = 1) -> Target:
+    """Describe `hosts` machines like this one, on which `ranks` are started; memory 0: no NVIDIA GPU, so a CPU."""
+    host_memory = psutil.virtual_memory().total
+    per_host = -(-ranks // hosts)
+    if not count_gpus():
+        return Target("CPU", 0, hosts, per_host, host_memory=host_memory, described=False)
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    first = subprocess.run(query, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+    name, _, mib = first.rpartition(",")
+    known = next((sheet for device, sheet in DEVICES.items() if device.partition("-")[0] in name), (0, 0.0, 0.0))
+    memory = int(float(mib or 0) * 2**20 * USABLE)
+    return Target(name, memory, hosts, per_host, known[1], known[2], host_memory, described=False)
+
+
+def parse_target(text: str) -> Target:
+    """Read `--target`: `[HOSTSx]GPUSxDEVICE`, or a YAML file with the fields of FIELDS.
+
+    Raises:
+        InputError: an unknown device or field, with those that are known.
+    """
+    if Path(text).suffix in (".yaml", ".yml", ".json") or Path(text).is_file():
+        return target_of_file(Path(text))
+    match = TARGET.fullmatch(text)
+    if not match or "0" in (match[1], match[2]):
+        raise InputError(f"--target {text}: wanted GPUSxDEVICE or HOSTSxGPUSxDEVICE (2x8xA100-40GB), or a YAML file")
+    names = [name for name in DEVICES if name == match[3] or name.rpartition("-")[0] == match[3]]
+    if len(names) != 1:
+        reason = f"give one of {', '.join(names)}" if names else f"known are {', '.join(DEVICES)}, or give a YAML file"
+        raise InputError(f"--target {text}: {match[3]}: {reason}{nearest(match[3], DEVICES) if not names else ''}")
+    memory, tb_per_s, tflops = DEVICES[names[0]]
+    return Target(names[0], int(memory * USABLE * GIB), int(match[1] or 1), int(match[2]), tb_per_s, tflops)
+
+
+def target_of_file(path: Path) -> Target:
+    """Read a target from a YAML file. Raises InputError naming the file and the field."""
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or "not YAML"
+        raise InputError(f"--target: {path}: cannot read it: {reason}") from None
+    if not isinstance(content, dict) or "memory_gib" not in content:
+        raise InputError(f"--target: {path}: wanted fields {', '.join(FIELDS)}, of which memory_gib is required")
+    for name, value in content.items():
+        if name not in FIELDS:
+            raise InputError(f"--target: {path}: {name}: unknown field{nearest(str(name), FIELDS)}")
+        kind: Any = int if name in ("hosts", "gpus") else int | float
+        if name != "name" and not (isinstance(value, kind) and value > 0):
+            whole = "whole " if kind is int else ""
+            raise InputError(f"--target: {path}: {name}: found {value!r}, wanted a {whole}number above 0")
+    return Target(
+        str(content.get("name", path.stem)),
+        int(content["memory_gib"] * GIB),
+        int(content.get("hosts", 1)),
+        int(content.get("gpus", 1)),
+        float(content.get("tb_per_s", 0)),
+        float(content.get("tflops", 0)),
+        int(content.get("host_memory_gib", 0) * GIB),
+    )

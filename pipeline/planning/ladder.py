@@ -1,0 +1,104 @@
+"""The cheapest changes of settings for a plan that does not fit, in order, each planned anew with the ones before."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import Resolved, validated
+from pipeline.errors import RunError
+from pipeline.files import GIB
+from pipeline.planning.page import StagePlanner, fits
+
+Values = Mapping[str, Any]
+LORA_DIM = 16
+
+
+def named(values: Values, flag: str) -> list[str]:
+    """Return the flags of this name: one, or in stage 3 one of each trained model."""
+    return [name for name in (flag, f"actor_{flag}", f"critic_{flag}") if name in values]
+
+
+def smaller_micro_batch(values: Values, ranks: int) -> dict[str, Any]:
+    """Halve the micro-batch, with as many rows in an optimizer step."""
+    micro = values["per_device_train_batch_size"]
+    if micro % 2:
+        return {}
+    steps = 2 * values["gradient_accumulation_steps"]
+    return {"per_device_train_batch_size": micro // 2, "gradient_accumulation_steps": steps}
+
+
+def with_checkpointing(values: Values, ranks: int) -> dict[str, Any]:
+    return {name: True for name in named(values, "gradient_checkpointing") if not values[name]}
+
+
+def zero_stage(stage: int) -> Callable[[Values, int], dict[str, Any]]:
+    """Return the change to a ZeRO stage, where there are ranks to partition over."""
+
+    def change(values: Values, ranks: int) -> dict[str, Any]:
+        return {name: stage for name in named(values, "zero_stage") if ranks > 1 and values[name] < stage}
+
+    return change
+
+
+def optimizer_offload(values: Values, ranks: int) -> dict[str, Any]:
+    if values["offload"]:
+        return {}
+    return {"offload": True} | {name: 1 for name in named(values, "zero_stage") if not values[name]}
+
+
+def parameter_offload(values: Values, ranks: int) -> dict[str, Any]:
+    stages = named(values, "zero_stage")
+    return (
+        {} if values["offload_parameters"] or any(values[name] < 3 for name in stages) else {"offload_parameters": True}
+    )
+
+
+def lora(values: Values, ranks: int) -> dict[str, Any]:
+    return {name: LORA_DIM for name in named(values, "lora_dim") if not values[name]}
+
+
+def int8_base(values: Values, ranks: int) -> dict[str, Any]:
+    """Quantise the frozen weights, which ZeRO stage 3 does not partition."""
+    chosen = {name: "int8" for name in named(values, "quantization") if values[name] == "none"}
+    return chosen and chosen | {"offload_parameters": False} | {
+        name: min(2, values[name]) for name in named(values, "zero_stage")
+    }
+
+
+# (change, what it costs), the cheapest first.
+CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
+    (smaller_micro_batch, "smaller products"),
+    (with_checkpointing, "one more forward pass"),
+    (zero_stage(1), "the weights are gathered once a step"),
+    (zero_stage(2), "gradients are reduced in each micro-batch"),
+    (optimizer_offload, "states cross the bus each step"),
+    (zero_stage(3), "weights are gathered in each pass"),
+    (parameter_offload, "weights cross the bus in each pass"),
+    (lora, "another training: adapters only"),
+    (int8_base, "rounded base weights"),
+)
+
+
+def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each change that gives memory back, until the plan fits; a last one where none is enough."""
+    target, values = planner.target, dict(flat_items(resolved.config))
+    before = planner.memory(resolved)
+    for change, cost in CHANGES:
+        while new := {name: value for name, value in change(values, target.num_gpus).items() if values[name] != value}:
+            try:
+                config: Any = validated(type(resolved.config), values | new, resolved.origins)
+                plan = planner.memory(Resolved(config, resolved.origins))
+            except RunError:
+                break  # settings that do not go together
+            gained = before.phases[before.worst].total - plan.phases[plan.worst].total
+            if gained <= 0 and plan.host >= before.host:
+                break
+            values, before = values | new, plan
+            new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)  # it follows
+            flags = " ".join(f"--{name} {str(value).lower()}" for name, value in new.items())
+            expected, _ = plan.reserved(plan.phases[plan.worst].total)
+            yield f"{flags}: gives back {gained / GIB:.1f} GiB ({expected / GIB:.1f} expected); cost: {cost}"
+            if fits(plan, target):
+                yield "with these it fits"
+                return
+    yield "none of these is enough: take more GPUs, larger ones, shorter rows or a smaller model"

@@ -1,0 +1,261 @@
+"""Measure models without memory: they are built and run on the meta device, where tensors have shapes and no values.
+
+The modules are those of training, so that sizes and live bytes of a pass are counted, not estimated. Stand-ins take the
+places of kernels that keep less for the backward pass than torch's plain functions: flash attention, norms, logits.
+"""
+
+import warnings
+import weakref
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from pipeline.errors import InputError
+from pipeline.kernels.fused_layers import MIN_ELEMENTS, RMS_NORMS
+from pipeline.kernels.token_statistics import LogitScaling
+from pipeline.models.causal_lm import CausalLM
+from pipeline.models.loading import DTYPES, base_model, load_config, use_gradient_checkpointing, without_dropout
+from pipeline.models.lora import add_lora, linear_names, quantise_to_int8
+from pipeline.models.reward_model import FloatLinear, TokenValueModel
+from pipeline.planning.needs import ModelUse, Pass
+
+ALLOCATION_UNIT = 512  # bytes, of torch's allocator for CUDA devices
+# Bytes of a weight in 4 bits, with its share of the doubly quantised scales of blocks of 64 (QLoRA, section 3).
+NF4_BYTES = 0.5 + 0.127 / 8
+COUNTED_ATTENTION = "counted_attention"
+
+
+def counted_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Attend as torch's flash kernel does, whatever the mask: it keeps inputs, output and one number per query."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    return attend(query, key, value, 0.0, True, False, scale=scaling)[0].transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(COUNTED_ATTENTION, counted_attention)
+
+
+class KeepsInput(torch.autograd.Function):
+    """Keeps what the fused norms of `pipeline/kernels/norm_kernels.py` keep: their input and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class KeepsLogits(torch.autograd.Function):
+    """Keeps what `FusedStatistics` of `pipeline/kernels/token_kernels.py` keeps; the gradient overwrites the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.new_empty(len(logits), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        logits: Tensor = ctx.saved_tensors[0]
+        return logits
+
+
+class CountedLM(CausalLM):
+    """A causal language model whose head keeps what it keeps on a GPU with triton."""
+
+    def head(
+        self, hidden: Tensor, targets: Tensor, scaling: LogitScaling, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map (m, H) hidden states to (m,) log-probabilities without values."""
+        return KeepsLogits.apply(base_model(self.model).get_output_embeddings()(hidden)), None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make while the mode is on, and their peak."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self._live = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._live:
+                size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
+                self._live[storage._cdata] = size
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, storage._cdata).atexit = False
+        return out
+
+    def _free(self, key: int) -> None:
+        self.now -= self._live.pop(key)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Numbers of weights, tied ones once, and bytes of all weights and buffers as they are loaded.
+
+    linear: of linear layers but the heads. largest: of the largest parameter. layer: of the largest decoder layer.
+    """
+
+    weights: int
+    trained: int
+    embeddings: int
+    linear: int
+    largest: int
+    layer: int
+    num_bytes: int
+    element: int
+
+    @property
+    def frozen_bytes(self) -> int:
+        return self.num_bytes - self.trained * self.element
+
+    @classmethod
+    def of(cls, model: Any, *, quantization: str) -> Self:
+        """Count a transformers or peft model on the meta device."""
+        parameters = list(model.parameters())
+        embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        embeddings |= set() if head is None else {head.weight}
+        base = base_model(model)
+        linear = sum(base.get_submodule(name).weight.numel() for name in linear_names(base, "all-linear"))
+        names = set(getattr(base, "_no_split_modules", None) or ())
+        layers = [module for module in model.modules() if type(module).__name__ in names]
+        element, tensors = base.dtype.itemsize, [*parameters, *model.buffers()]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if quantization == "nf4":
+            num_bytes -= int(linear * (element - NF4_BYTES))
+        return cls(
+            weights=sum(parameter.numel() for parameter in parameters),
+            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            embeddings=sum(weight.numel() for weight in embeddings),
+            linear=linear,
+            largest=max(parameter.numel() for parameter in parameters),
+            layer=max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0),
+            num_bytes=num_bytes,
+            element=element,
+        )
+
+
+@lru_cache(maxsize=64)
+def build(use: ModelUse, dtype: str) -> Any:
+    """Build a model of a stage on the meta device, wrapped as in training: `CausalLM` or `TokenValueModel`.
+
+    Raises:
+        InputError, EnvironmentFault: its config.json cannot be read, or it is no decoder.
+    """
+    config, settings = without_dropout(load_config(use.path)), use.settings
+    if config.is_encoder_decoder:
+        raise InputError(f"{use.path}: encoder-decoder models are not planned yet")
+    auto_class: Any = AutoModelForCausalLM
+    if use.has_values:
+        auto_class, config.num_labels = AutoModelForSequenceClassification, 1
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = auto_class.from_config(config, dtype=DTYPES[dtype])
+        if settings.attn_implementation != "eager" and model.config._attn_implementation != "eager":
+            model.set_attn_implementation(COUNTED_ATTENTION)
+        if settings.quantization == "int8":
+            quantise_to_int8(model)
+        if use.trained and settings.lora_dim:
+            model = with_lora(model, use).to(DTYPES[dtype])  # peft leaves adapters in fp32 on the meta device
+        if use.trained and settings.gradient_checkpointing:
+            use_gradient_checkpointing(base_model(model))
+    if not use.trained:
+        model.requires_grad_(False)
+    if use.has_values:
+        head = base_model(model).score
+        head.__class__ = FloatLinear if type(head) is nn.Linear else type(head)
+        return TokenValueModel(model).train(use.trained)
+    return CountedLM(model).train(use.trained)
+
+
+def with_lora(model: Any, use: ModelUse) -> Any:
+    """Wrap a model with the adapters that training gives it."""
+    return add_lora(
+        model,
+        dim=use.settings.lora_dim,
+        alpha=use.settings.lora_alpha,
+        dropout=0.0,
+        module_name=use.settings.lora_module_name,
+        only_lora=use.only_lora,
+        task="SEQ_CLS" if use.has_values else "CAUSAL_LM",
+        seed=0,
+    )
+
+
+@lru_cache(maxsize=64)
+def model_size(use: ModelUse, dtype: str) -> ModelSize:
+    """Return the size of a model of a stage. Raises as `build` does."""
+    return ModelSize.of(build(use, dtype).model, quantization=use.settings.quantization)
+
+
+@lru_cache(maxsize=256)
+def peak_bytes(use: ModelUse, dtype: str, work: Pass) -> int:
+    """Return the peak of bytes that a pass holds beside weights and gradients, logits and temporary ones included.
+
+    Where no earlier gradients exist, those that the pass makes are included.
+
+    Raises:
+        InputError: the model's forward pass depends on values, as those of some mixtures of experts do.
+    """
+    try:
+        return run_counted(use, dtype, work)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"{use.path}: its passes cannot be planned, they depend on values: {reason}") from error
+
+
+def run_counted(use: ModelUse, dtype: str, work: Pass) -> int:
+    """Run a pass on the meta device and return the peak of its bytes."""
+    wrapped = build(use, dtype)
+    device, rows, length = torch.device("meta"), work.rows, work.length
+    fuse_norms(wrapped, rows * length)
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter) if work.accumulates else None
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    # A dense mask, which transformers takes as it is: it would look into the values of another one.
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
+    positions = torch.arange(length, device=device).unsqueeze(0)
+    selected = torch.ones(rows, length - 1, dtype=torch.bool, device=device)
+    known = [*wrapped.parameters(), *wrapped.buffers(), *(p.grad for p in trained if p.grad is not None)]
+    with LiveBytes([*known, ids, mask, positions, selected]) as live, torch.set_grad_enabled(work.trains):
+        if use.has_values:
+            out = wrapped(ids, mask, positions)
+        else:
+            out = wrapped(
+                ids, attention_mask=mask, selected=selected, num_selected=work.num_head_tokens, position_ids=positions
+            ).log_probs
+        if work.trains:
+            out.sum().backward()
+    for parameter in trained:
+        parameter.grad = None
+    return live.peak
+
+
+def fuse_norms(model: nn.Module, num_tokens: int) -> None:
+    """Let RMSNorms of a meta model keep what the kernels of a GPU keep, where they are used for that many tokens."""
+    for module in model.modules():
+        if type(module).__name__ in RMS_NORMS:
+            weight: Any = module.weight
+            vars(module).pop("forward", None)
+            if num_tokens * weight.numel() > MIN_ELEMENTS:
+                module.forward = lambda x, weight=weight: KeepsInput.apply(x, weight)

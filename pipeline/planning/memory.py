@@ -1,0 +1,215 @@
+"""Count the memory of a GPU and of the host by model and phase: weights, gradients, optimizer states, buffers.
+
+What DeepSpeed holds follows from the JSON of each engine, by the rules of its optimizers (docs/memory.md); activations
+come from `measurement.py`. Bytes throughout, of one rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.configuration.ds_config import Json
+from pipeline.files import GIB
+from pipeline.launching.target import Target
+from pipeline.models.partitions import GATHERED_SHARE_OF_DEVICE
+from pipeline.planning.measurement import ModelSize, model_size, peak_bytes
+from pipeline.planning.needs import ModelUse, Pass, StageNeeds
+
+FP32 = 4
+MOMENTS = 8  # AdamW's two, in fp32
+# Beside the tensors of a process: the CUDA context with its kernels, NCCL's buffers where there are several ranks, and
+# the allocator's unused rest of its blocks, as a share of the tensors. Expected and high; the largest rest that was
+# measured is 8.5 % (7B with LoRA, on a device with little memory to spare).
+CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
+NCCL = (GIB // 2, GIB)
+UNUSED_REST = (0.04, 0.09)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a model holds on a rank, in bytes.
+
+    weights, optimizer: always. gathered: weights that ZeRO stage 3 makes whole while the model computes. gradients:
+    from the first backward pass to the step; kept: those that ZeRO stage 3 holds always. buckets: of a backward pass.
+    step: temporary bytes of the optimizer step, gradients in fp32 above all. host: in host memory. streams: gradients
+    leave each parameter during the backward pass (ZeRO stages 2 and 3), so that they never are whole.
+    """
+
+    weights: int
+    optimizer: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    kept: int = 0
+    buckets: int = 0
+    step: int = 0
+    host: int = 0
+    streams: bool = False
+
+    @property
+    def resident(self) -> int:
+        return self.weights + self.optimizer + self.kept
+
+
+def device_of(zero: Json, key: str) -> str:
+    """Return where ZeRO's block puts optimizer states or weights: none (the device), cpu or nvme."""
+    return str((zero.get(key) or {}).get("device", "none"))
+
+
+def states_of(size: ModelSize, engine: Json, *, ranks: int, trained: bool, device_bytes: int, gather: str) -> States:
+    """Count what DeepSpeed holds of a model under the JSON `engine`; `gather` is --zero3_gather."""
+    zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
+    weights, gathered = size.num_bytes, 0
+    host = 0
+    if stage == 3:
+        offloaded = device_of(zero, "offload_param") != "none"
+        share = -(-size.num_bytes // ranks)
+        weights, host = (0, share) if offloaded else (share, 0)
+        once = gather == "once" or (gather == "auto" and size.num_bytes <= GATHERED_SHARE_OF_DEVICE * device_bytes)
+        live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), size.layer + size.embeddings))
+        gathered = size.num_bytes if once and not offloaded else live * size.element
+    if not trained:
+        return States(weights, gathered=gathered, host=host)
+    return training_states(size, engine, ranks=ranks, weights=weights, gathered=gathered, host=host)
+
+
+def training_states(size: ModelSize, engine: Json, *, ranks: int, weights: int, gathered: int, host: int) -> States:
+    """Count gradients, optimizer states and buffers of a trained model, whose weights are counted already."""
+    zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
+    gradient = FP32 if (engine.get("data_types") or {}).get("grad_accum_dtype") == "fp32" else size.element
+    share = -(-size.trained // ranks)  # elements of a partition
+    if stage == 0:
+        masters = FP32 * size.trained if size.element < FP32 else 0
+        step = FP32 * size.trained if size.element < FP32 else 0
+        return States(weights, masters + MOMENTS * size.trained, 0, gradient * size.trained, 0, 0, step, host)
+    bucket = gradient * zero.get("reduce_bucket_size", 500_000_000)
+    optimizer, offloaded = (FP32 + MOMENTS) * share, device_of(zero, "offload_optimizer")
+    if offloaded != "none":
+        # Gradients in fp32 wait on the host too; what NVMe holds is no memory.
+        host += FP32 * share + (optimizer if offloaded == "cpu" else 0)
+        optimizer = 0
+    if stage == 3:
+        step = FP32 * min(share, zero.get("sub_group_size", 10**9)) if offloaded == "none" else 0
+        kept = bucket + (gradient * share if offloaded == "none" else 0)
+        buckets = bucket if ranks > 1 else 0  # the partitions that are reduced
+        return States(weights, optimizer, gathered, 0, kept, buckets, step, host, True)
+    buffers = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
+    held = gradient * (size.trained if stage == 1 else share)
+    # The step flattens the gradients of a partition and copies them in fp32, a group of parameters at a time.
+    step = (gradient + FP32) * share
+    if offloaded != "none":
+        held, step = (held if stage == 1 else 0), gradient * size.largest
+    return States(weights, optimizer, 0, held, 0, buffers * bucket, step, host, stage == 2)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """The peak of a phase on one GPU, in bytes of tensors, by what holds them.
+
+    states: weights, optimizer and what else lasts. gradients: with buckets and temporary copies. gathered: by ZeRO
+    stage 3. rollout: KV cache and copied weights. activations: with logits.
+    """
+
+    states: int
+    gradients: int = 0
+    gathered: int = 0
+    rollout: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.states + self.gradients + self.gathered + self.rollout + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of a stage on a target: states by role, peaks by phase, and the host's bytes for each machine.
+
+    slots: rows of the KV cache that fit; 0 for a stage that samples nothing. keeps_rollout: the buffers of generation
+    are kept during an update.
+    """
+
+    sizes: Mapping[str, ModelSize]
+    states: Mapping[str, States]
+    phases: Mapping[str, PhaseMemory]
+    slots: int
+    keeps_rollout: bool
+    host: int
+    ranks: int
+
+    @property
+    def worst(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    def reserved(self, tensors: int) -> tuple[int, int]:
+        """Return what a process takes of the device, expected and high, when its tensors have so many bytes."""
+        nccl = NCCL if self.ranks > 1 else (0, 0)
+        low, high = (int(tensors * (1 + UNUSED_REST[i])) + CONTEXT[i] + nccl[i] for i in (0, 1))
+        return low, high
+
+
+def plan_memory(
+    needs: StageNeeds, engines: Mapping[str, Json], *, ranks: int, target: Target, dtype: str, gather: str
+) -> MemoryPlan:
+    """Count the memory of a stage. Raises InputError or EnvironmentFault for a model whose config cannot be read."""
+    uses = {use.role: use for use in needs.models}
+    sizes = {role: model_size(use, dtype) for role, use in uses.items()}
+    states = {
+        role: states_of(
+            sizes[role], engines[role], ranks=ranks, trained=use.trained, device_bytes=target.memory, gather=gather
+        )
+        for role, use in uses.items()
+    }
+    resident = sum(held.resident for held in states.values())
+    resident += sum(FP32 * sizes[role].trained for role, use in uses.items() if use.averaged)
+    leaving = sum(held.optimizer for held in states.values()) if needs.idle_states_leave else 0
+    rollout = slots = 0
+    keeps = False
+    if needs.rollout:
+        free = target.memory - resident + leaving - CONTEXT[0]
+        slots = needs.rollout.slots if target.is_cpu else needs.rollout.slots_that_fit(free)
+        rollout = needs.rollout.num_bytes(slots)
+        is_short = free - rollout < needs.rollout.free_share_for_update * target.memory
+        keeps = not (needs.rollout.always_released or is_short)
+    phases: dict[str, PhaseMemory] = {}
+    for name, passes in needs.phases.items():
+        held = resident if name == "train" else resident - leaving
+        cache = rollout if name == "generate" or keeps else 0
+        phases[name] = phase_memory(passes, uses, states, dtype=dtype, resident=held, rollout=cache)
+    if needs.rollout and needs.rollout.copied_bytes:  # nothing is gathered besides the copies
+        phases["generate"] = replace(phases["generate"], gathered=0)
+    host = sum(held.host for held in states.values()) + leaving
+    return MemoryPlan(sizes, states, phases, slots, keeps, host * min(ranks, target.gpus), ranks)
+
+
+def phase_memory(
+    passes: Sequence[Pass],
+    uses: Mapping[str, ModelUse],
+    states: Mapping[str, States],
+    *,
+    dtype: str,
+    resident: int,
+    rollout: int,
+) -> PhaseMemory:
+    """Return the highest moment of a phase: one of its passes, or an optimizer step of the models that it trains."""
+    used = dict.fromkeys(work.role for work in passes)
+    trained = [role for role in used if any(work.trains for work in passes if work.role == role)]
+    gathered = sum(states[role].gathered for role in used)
+    moments: list[PhaseMemory] = []
+    for work in passes:
+        others = [role for role in trained if role != work.role and is_before(role, work, trained)]
+        gradients = sum(states[role].gradients for role in others)
+        if work.trains:
+            gradients += states[work.role].buckets + (states[work.role].gradients if work.accumulates else 0)
+        measured = replace(work, accumulates=True) if states[work.role].streams else work
+        activations = peak_bytes(uses[work.role], dtype, measured)
+        moments.append(PhaseMemory(resident, gradients, gathered, rollout, activations))
+    for number, role in enumerate(trained):  # one steps after the other, and releases what was gathered of it
+        waiting = sum(states[role].gradients for role in trained[number:])
+        gathered = sum(states[role].gathered for role in trained[number + 1 :])
+        moments.append(PhaseMemory(resident, waiting + states[role].step, gathered, rollout))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def is_before(role: str, work: Pass, trained: Sequence[str]) -> bool:
+    """Tell whether gradients of `role` exist in a pass: where steps accumulate, or its own passes came first."""
+    return work.accumulates or (work.role in trained and trained.index(role) < trained.index(work.role))

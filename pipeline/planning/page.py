@@ -1,0 +1,120 @@
+"""The page of a stage's plan: sizes, batch arithmetic, memory by model and phase, and a verdict, for people."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.configuration.ds_config import Json
+from pipeline.configuration.flags import Resolved
+from pipeline.files import GIB
+from pipeline.launching.target import Target
+from pipeline.planning.memory import MemoryPlan, plan_memory
+from pipeline.planning.needs import StageNeeds
+
+NeedsOf = Callable[..., StageNeeds]
+JsonsOf = Callable[[Resolved], Mapping[str, Json]]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlanner:
+    """A stage on a target, planned for any settings: those that were given, and those of the ladder.
+
+    needs_of: the stage's `needs`. jsons_of: the DeepSpeed JSONs of its engines. made: folder of an earlier stage's
+    output -> the model that it starts from.
+    """
+
+    needs_of: NeedsOf
+    jsons_of: JsonsOf
+    made: Mapping[str, str]
+    target: Target
+
+    def needs(self, resolved: Resolved) -> StageNeeds:
+        """Return what the stage needs under these settings. Raises InputError, EnvironmentFault."""
+        return self.needs_of(resolved.config, self.made, self.dtype(resolved), self.target.num_gpus)
+
+    def memory(self, resolved: Resolved) -> MemoryPlan:
+        """Count the stage's memory under these settings. Raises InputError, EnvironmentFault."""
+        settings = resolved.config.deepspeed
+        return plan_memory(
+            self.needs(resolved),
+            self.jsons_of(resolved),
+            ranks=self.target.num_gpus,
+            target=self.target,
+            dtype=self.dtype(resolved),
+            gather=settings.zero3_gather,
+        )
+
+    def dtype(self, resolved: Resolved) -> str:
+        """Return `--dtype` with auto resolved for the target."""
+        asked: str = resolved.config.deepspeed.dtype
+        return self.target.dtype if asked == "auto" else asked
+
+
+def stage_page(planner: StagePlanner, resolved: Resolved) -> tuple[list[str], MemoryPlan]:
+    """Return the lines of a stage's plan, and its memory. Raises InputError, EnvironmentFault."""
+    needs, plan = planner.needs(resolved), planner.memory(resolved)
+    source = " (described)" if planner.target.described else ""
+    lines = [f"on {planner.target}{source}, {planner.dtype(resolved)}", *model_lines(plan)]
+    lines += [f"  batch    {line}" for line in needs.batch]
+    return [*lines, *phase_lines(plan), *verdict_lines(plan, planner.target)], plan
+
+
+def row(name: str, values: Sequence[str]) -> str:
+    return f"  {name:<13}" + "".join(f"{value:>13}" for value in values)
+
+
+def gib(value: float) -> str:
+    return f"{value / GIB:.2f}"
+
+
+def model_lines(plan: MemoryPlan) -> list[str]:
+    """Return the table of models: numbers of weights in millions, and what each holds on a GPU in GiB."""
+    head = ["weights, M", "trained", "no embedding", "GiB: weights", "gradients", "optimizer", "buffers"]
+    lines = [row("model", head)]
+    for role, size in plan.sizes.items():
+        held = plan.states[role]
+        counts = [f"{count / 1e6:,.1f}" for count in (size.weights, size.trained, size.weights - size.embeddings)]
+        parts = (held.weights, held.gradients, held.optimizer, held.kept + held.buckets)
+        lines.append(row(role, [*counts, *map(gib, parts)]))
+    return lines
+
+
+def phase_lines(plan: MemoryPlan) -> list[str]:
+    """Return the table of phases: the peak of each on a GPU in GiB, by what holds it."""
+    head = ["states", "gradients", "gathered", "KV cache", "activations", "low", "expected", "high"]
+    lines = [row("phase, GiB", head)]
+    for name, peak in plan.phases.items():
+        parts = (peak.states, peak.gradients, peak.gathered, peak.rollout, peak.activations)
+        lines.append(row(name, [*map(gib, parts), *map(gib, (peak.total, *plan.reserved(peak.total)))]))
+    return lines
+
+
+def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:
+    """Return whether the stage fits, by how much, and what it takes of the host."""
+    lines = []
+    if plan.slots:
+        kept = "kept during" if plan.keeps_rollout else "given back before"
+        lines.append(f"  rollout  {plan.slots} responses are sampled at a time; the KV cache is {kept} the update")
+    if plan.host:
+        lines.append(f"  host     {gib(plan.host)} GiB of each machine hold offloaded states")
+    return [*lines, f"  verdict  {verdict(plan, target)}"]
+
+
+def verdict(plan: MemoryPlan, target: Target) -> str:
+    """Return `fits`, `tight` or `does not fit`, with the figures of the worst phase."""
+    expected, high = plan.reserved(plan.phases[plan.worst].total)
+    if target.is_cpu:
+        return "not judged: on a CPU memory is the machine's"
+    peak = f"{gib(expected)} to {gib(high)} of {gib(target.memory)} GiB in phase {plan.worst}"
+    if not fits(plan, target):
+        over = f"the host lacks {gib(plan.host - target.host_memory)} GiB" if expected <= target.memory else peak
+        return f"does not fit: {over}"
+    if high > target.memory:
+        return f"tight: {peak}"
+    return f"fits: {peak}, {gib(target.memory - high)} GiB to spare"
+
+
+def fits(plan: MemoryPlan, target: Target) -> bool:
+    """Tell whether the expected peak is within the device's memory, and offloaded states within the host's."""
+    expected, _ = plan.reserved(plan.phases[plan.worst].total)
+    host_fits = not target.host_memory or plan.host <= target.host_memory
+    return target.is_cpu or (expected <= target.memory and host_fits)

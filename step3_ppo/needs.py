@@ -1,0 +1,137 @@
+"""What stage 3 holds in memory and computes, for the planner: four models, three phases, the buffers of rollouts."""
+
+from collections.abc import Mapping
+
+from pipeline.generation.backends import CACHE_MEMORY_FRACTION, FREE_SHARE_FOR_UPDATE
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, cache_bytes_per_token
+from pipeline.models.architecture import Rows, UnsupportedModel, linear_of, read_architecture
+from pipeline.models.loading import load_config
+from pipeline.planning.measurement import build, model_size
+from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
+from pipeline.tensor_ops import round_up
+from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
+from step3_ppo.config import PPOConfig
+
+
+def needs(config: PPOConfig, made: Mapping[str, str], dtype: str, ranks: int) -> StageNeeds:
+    """Return the needs of a rank; `made`: folder of an earlier stage's output -> the model which that starts from."""
+    models = models_of(config, made)
+    roles = [use.role for use in models]
+    return StageNeeds(
+        models=models,
+        phases={
+            "generate": [prefill(config)],
+            "score": scoring(config, roles),
+            "train": updates(config),
+        },
+        batch=batch_lines(config, ranks),
+        rollout=rollout(config, models[0], dtype, ranks),
+        idle_states_leave=config.sampling.offload_optimizer_during_rollout,
+    )
+
+
+def models_of(config: PPOConfig, made: Mapping[str, str]) -> list[ModelUse]:
+    """Return the models that stage 3 holds, as `models.py` loads them: actor, critic, reference, reward model."""
+    only_lora = config.deepspeed.only_optimize_lora
+    paths = [settings.model_name_or_path for settings in (config.actor, config.critic)]
+    actor, critic = (made.get(path, path) for path in paths)
+    reward = config.reward_model_name_or_path or config.critic.model_name_or_path
+    models = [
+        ModelUse("actor", actor, config.actor, only_lora=only_lora, averaged=config.ppo.enable_ema),
+        ModelUse("critic", critic, config.critic, has_values=True, only_lora=only_lora),
+    ]
+    if not (config.actor.lora_dim and only_lora):
+        models.append(ModelUse("reference", actor, config.actor, trained=False))
+    if not (config.critic.lora_dim and only_lora and reward == config.critic.model_name_or_path):
+        path = made.get(reward, reward)
+        models.append(ModelUse("reward model", path, config.critic, trained=False, has_values=True))
+    return models
+
+
+def prefill(config: PPOConfig) -> Pass:
+    """Return the first pass over prompts: as many as there are slots, within the limit of a prefill."""
+    length = config.data.max_prompt_seq_len
+    rows = min(num_slots(config), max(1, MAX_PREFILL_TOKENS // length))
+    return Pass("actor", rows, length, rows)
+
+
+def scoring(config: PPOConfig, roles: list[str]) -> list[Pass]:
+    """Return the largest passes of a rollout without gradients: the policy's in the shape of updates, if it is made."""
+    answer = config.sampling.max_answer_seq_len
+    length = round_up(config.data.max_prompt_seq_len + answer, LENGTH_UNIT)
+    micro, sampling = config.optimizer.per_device_train_batch_size, config.sampling
+    prompts = sampling.per_device_generation_batch_size * sampling.generation_batches
+    rows = min(prompts * sampling.num_samples_per_prompt, max(1, SCORING_TOKENS // length))
+    passes = [] if config.ppo.old_log_probs == "sampler" else [Pass("actor", micro, length, micro * answer)]
+    passes += [Pass("reference" if "reference" in roles else "actor", rows, length, rows * answer)]
+    return passes + [Pass(role, rows, length) for role in ("critic", "reward model") if role in roles]
+
+
+def updates(config: PPOConfig) -> list[Pass]:
+    """Return the passes of an optimizer step: actor and critic on a micro-batch, and the actor on text."""
+    answer, optimizer = config.sampling.max_answer_seq_len, config.optimizer
+    length = round_up(config.data.max_prompt_seq_len + answer, LENGTH_UNIT)
+    rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
+    passes = [Pass("actor", rows, length, rows * answer, trains=True, accumulates=accumulates)]
+    passes.append(Pass("critic", rows, length, trains=True, accumulates=accumulates))
+    if config.data.unsupervised_data_path:
+        passes.append(Pass("actor", rows, length, rows * (length - 1), trains=True, accumulates=True))
+    return passes
+
+
+def num_slots(config: PPOConfig) -> int:
+    """Return the rows of the KV cache, as `models.generation_options` asks for them."""
+    sampling = config.sampling
+    sampled = sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt
+    return max(sampled, config.optimizer.per_device_eval_batch_size)
+
+
+def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollout:
+    """Return the buffers of generation on a GPU, where the fused backend serves if it knows the model."""
+    sampling, size = config.sampling, model_size(actor, dtype)
+    longest = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
+    return Rollout(
+        slots=num_slots(config),
+        cache_length=round_up(longest, CACHE_LENGTH_MULTIPLE),
+        bytes_per_token=cache_bytes_per_token(load_config(actor.path), size.element),
+        copied_bytes=copied_bytes(config, actor, dtype, ranks),
+        share_of_free=CACHE_MEMORY_FRACTION,
+        always_released=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
+        free_share_for_update=FREE_SHARE_FOR_UPDATE,
+    )
+
+
+def copied_bytes(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> int:
+    """Return the bytes of weights that the fused backend copies; 0 where another one serves, or views are enough."""
+    sampling, size = config.sampling, model_size(actor, dtype)
+    try:
+        architecture = read_architecture(build(actor, dtype).model)
+    except UnsupportedModel:
+        return 0
+    if config.actor.quantization != "none" or (config.actor.lora_dim and not sampling.merge_lora_for_generation):
+        return 0
+    if config.actor.zero_stage == 3:
+        return size.num_bytes // (ranks if sampling.rollout_weights == "streamed" else sampling.inference_tp_size)
+    if config.actor.lora_dim or sampling.inference_tp_size > 1:
+        return size.linear * size.element // sampling.inference_tp_size
+    if config.actor.zero_stage:
+        return 0  # joined projections are views of DeepSpeed's flat buffer
+    joined = [group for block in architecture.blocks for group in ((block.q, block.k, block.v), block.up)]
+    apart = [group for group in joined if len(group) > 1 and not isinstance(group[0], Rows)]
+    return sum(linear_of(layer).weight.numel() for group in apart for layer in group) * size.element
+
+
+def batch_lines(config: PPOConfig, ranks: int) -> list[str]:
+    """Return the arithmetic of a rollout and of its optimizer steps."""
+    sampling, optimizer = config.sampling, config.optimizer
+    prompts, samples = sampling.per_device_generation_batch_size, sampling.num_samples_per_prompt
+    responses = prompts * samples * sampling.generation_batches * ranks
+    rows = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * ranks
+    length = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
+    steps = responses * config.ppo.ppo_epochs // rows
+    return [
+        f"{prompts} prompts x {samples} samples x {sampling.generation_batches} generation batches x {ranks} ranks = "
+        f"{responses} responses a rollout",
+        step_arithmetic(optimizer, ranks, f"responses of up to {length} tokens"),
+        f"{responses} responses x {config.ppo.ppo_epochs} epochs / {rows} rows = {steps} optimizer steps a rollout",
+    ]

@@ -1,0 +1,103 @@
+"""`--target`: described hardware, and plans that fit it or do not, by the real command line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.tiny_run import make_folder
+
+from pipeline import hub
+from pipeline.errors import InputError
+from pipeline.files import GIB
+from pipeline.launching.target import parse_target
+from step1_sft.main import main
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+STAGE = "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96".split()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model and data, and two files that describe GPUs: one with little memory, one with hardly any."""
+    folder = make_folder(tmp_path_factory.mktemp("target"), num_train=8, num_test=4, num_documents=2)
+    for name, memory in (("small", 4.0), ("none", 0.4)):
+        (folder / f"{name}.yaml").write_text(f"gpus: 2\nmemory_gib: {memory}\nhost_memory_gib: 64\n", encoding="utf-8")
+    return folder
+
+
+def test_hardware_is_read_from_a_name_or_a_file(tmp_path):
+    two = parse_target("2x8xA100-40GB")
+    assert (two.hosts, two.gpus, two.num_gpus, two.dtype) == (2, 8, 16, "bf16")
+    assert 39 * GIB < two.memory < 40 * GIB
+    assert parse_target("1xRTX4090").name == "RTX4090-24GB" and parse_target("4xV100-32GB").dtype == "fp32"
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"hosts": 3, "gpus": 4, "memory_gib": 95, "name": "Mine"}), encoding="utf-8")
+    assert parse_target(str(file)).num_gpus == 12 and parse_target(str(file)).memory == 95 * GIB
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("8xH1000", "--target 8xH1000: H1000: known are H200-141GB, H100-80GB, "),
+        ("8xA100", "--target 8xA100: A100: give one of A100-80GB, A100-40GB"),
+        ("H100-80GB", "--target H100-80GB: wanted GPUSxDEVICE or HOSTSxGPUSxDEVICE"),
+        ("0xH100-80GB", "--target 0xH100-80GB: wanted GPUSxDEVICE"),
+        ("gone.yaml", "--target: gone.yaml: cannot read it: No such file"),
+        ("memory: 3", "--target: {file}: wanted fields hosts, gpus, name, memory_gib"),
+        ("memory_gib: 3\ngpu: 2", "--target: {file}: gpu: unknown field; did you mean gpus?"),
+        ("memory_gib: -3", "--target: {file}: memory_gib: found -3, wanted a number above 0"),
+        ("memory_gib: 8\ngpus: 1.5", "--target: {file}: gpus: found 1.5, wanted a whole number above 0"),
+    ],
+)
+def test_what_is_no_hardware_is_refused_in_one_line(tmp_path, text, line):
+    file = tmp_path / "target.yaml"
+    if ":" in text:
+        file.write_text(text, encoding="utf-8")
+        text = str(file)
+    with pytest.raises(InputError) as refused:
+        parse_target(text)
+    assert str(refused.value).startswith(line.format(file=file)) and "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def planned(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Stage 1's command in this process, in the folder of the inputs."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+
+    def run(*words: str) -> Done:
+        code = main([*STAGE, *words])
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
+    before = sorted(inputs.rglob("*"))
+    done = planned("--target", "small.yaml")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 12
+    assert "  batch    micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step" in lines
+    assert any(line.startswith("  verdict  fits: ") for line in lines)
+    assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
+
+
+def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
+    done = planned("--target", "none.yaml")
+    assert done.returncode == 3 and done.stdout.endswith("dry run: nothing was started\n")
+    assert done.stderr.startswith("error: sft: does not fit: ") and done.stderr.count("\n") == 1
+    changes = done.stdout.partition("to make it fit, each with those before it:\n")[2].splitlines()
+    assert changes[0].strip().startswith("--per_device_train_batch_size 8 --gradient_accumulation_steps 2: gives back ")
+    # The context alone is more than this device has.
+    assert "none of these is enough" in changes[-2]

@@ -1,0 +1,128 @@
+"""Passes on the meta device take the bytes that the same passes take of the CPU's allocator."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import tiny_config
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from pipeline.configuration.groups import ModelConfig
+from pipeline.kernels.fused_layers import MIN_ELEMENTS
+from pipeline.models.loading import base_model, use_gradient_checkpointing
+from pipeline.models.lora import add_lora
+from pipeline.models.reward_model import FloatLinear, TokenValueModel
+from pipeline.planning import measurement
+from pipeline.planning.measurement import KeepsInput, model_size, peak_bytes
+from pipeline.planning.needs import ModelUse, Pass
+
+ROWS, LENGTH, LORA = 4, 64, 4
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 3}
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    for name in ("opt", "llama"):
+        tiny_config(name, **SHAPE).save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+def real_peak(model: TokenValueModel, *, accumulates: bool, trains: bool) -> int:
+    """The highest sum of what the CPU's allocator has given out in a pass, as torch's profiler sees it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    inputs = torch.zeros(ROWS, LENGTH, dtype=torch.int64), mask, torch.arange(LENGTH).unsqueeze(0)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter) if accumulates else None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, torch.set_grad_enabled(trains):
+        out = model(*inputs)
+        if trains:
+            out.sum().backward()
+    now = peak = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def real_model(name: str, settings: ModelConfig) -> TokenValueModel:
+    config = tiny_config(name, **SHAPE, dropout=0.0, attention_dropout=0.0, layerdrop=0.0, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    model.score.__class__ = FloatLinear
+    if settings.lora_dim:
+        model = add_lora(
+            model, dim=LORA, alpha=16, dropout=0, module_name="all-linear", only_lora=True, task="SEQ_CLS", seed=1
+        )
+    if settings.gradient_checkpointing:
+        use_gradient_checkpointing(base_model(model))
+    return TokenValueModel(model).train()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "name, flags, work",
+    [
+        ("opt", {}, Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)),
+        ("opt", {}, Pass("critic", ROWS, LENGTH, trains=True)),
+        ("llama", {}, Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)),
+        ("llama", {"gradient_checkpointing": True}, Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)),
+        ("llama", {"lora_dim": LORA}, Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)),
+        ("llama", {}, Pass("critic", ROWS, LENGTH)),
+    ],
+    ids=["opt", "first gradients", "llama", "checkpointing", "LoRA", "forward"],
+)
+def test_a_pass_takes_what_the_allocator_gives_out(folders, name, flags, work):
+    settings = ModelConfig(attn_implementation="eager", **flags)
+    use = ModelUse("critic", str(folders / name), settings, has_values=True)
+    real = real_peak(real_model(name, settings), accumulates=work.accumulates, trains=work.trains)
+    # Without gradients some products of torch's own on the CPU need a tensor less than on the meta device.
+    assert peak_bytes(use, "fp32", work) == pytest.approx(real, rel=0.02 if work.trains else 0.1)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_weights_are_counted_by_kind(folders, name):
+    real = AutoModelForCausalLM.from_config(tiny_config(name, **SHAPE))
+    whole = sum(parameter.numel() for parameter in real.parameters())
+    size = model_size(ModelUse("model", str(folders / name), ModelConfig()), "bf16")
+    assert (size.weights, size.trained) == (whole, whole)
+    inside = [p for key, p in real.named_parameters() if "embed" not in key and "lm_head" not in key]
+    assert size.weights - size.embeddings == sum(map(torch.Tensor.numel, inside))
+    assert size.num_bytes - 2 * whole < 1000  # rotary frequencies
+    adapters = model_size(ModelUse("model", str(folders / name), ModelConfig(lora_dim=LORA)), "bf16")
+    linear = [m for key, m in real.named_modules() if isinstance(m, torch.nn.Linear) and key != "lm_head"]
+    assert adapters.trained == sum(LORA * (m.in_features + m.out_features) for m in linear)
+    int8 = model_size(ModelUse("model", str(folders / name), ModelConfig(lora_dim=LORA, quantization="int8")), "bf16")
+    scales = sum(4 * m.out_features for m in linear)
+    assert adapters.num_bytes - int8.num_bytes == sum(m.weight.numel() for m in linear) - scales
+
+
+def test_logits_count_once_and_in_pieces(tmp_path):
+    """V = 20,000 in bf16: 8 rows pass the head at once; of 64 rows a piece has 12, 512 MiB: 6 pieces."""
+    tiny_config("llama", **SHAPE, vocab_size=20_000).save_pretrained(tmp_path)
+    use = ModelUse("model", str(tmp_path), ModelConfig())
+
+    def growth(rows: int, few: int, many: int) -> float:
+        """Bytes of peak for each further token that passes through the head."""
+        works = [Pass("model", rows, LENGTH, count, trains=True, accumulates=True) for count in (few, many)]
+        first, second = (peak_bytes(use, "bf16", work) for work in works)
+        return (second - first) / (many - few)
+
+    assert growth(8, 100, 300) == pytest.approx(20_000 * 2, rel=0.02)
+    assert 20_000 * 2 / 6 < growth(64, 1800, 3000) < 20_000 * 2 / 4  # hidden states are kept whole
+
+
+def test_fused_norms_keep_their_input_alone(folders, monkeypatch):
+    """As `FusedNorm` does: without fp32 copies of it, where there are enough tokens for the kernel."""
+    use = ModelUse("critic", str(folders / "llama"), ModelConfig(), has_values=True)
+    work = Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)
+    plain = peak_bytes(use, "bf16", work)
+    assert ROWS * LENGTH * SHAPE["hidden_size"] < MIN_ELEMENTS
+    monkeypatch.setattr(measurement, "MIN_ELEMENTS", 1)
+    fused = peak_bytes.__wrapped__(use, "bf16", work)
+    tokens, norms = ROWS * LENGTH * SHAPE["hidden_size"], 2 * SHAPE["num_hidden_layers"] + 1
+    assert plain - fused > 3 * norms * tokens  # at least a rounded copy and a part of the fp32 ones for each norm
+    x = torch.randn(3, 4, requires_grad=True)
+    saved = KeepsInput.apply(x, torch.ones(4)).grad_fn.saved_tensors
+    assert saved[0] is x and len(saved) == 2

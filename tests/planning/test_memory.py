@@ -1,0 +1,126 @@
+"""Memory of states by hand-worked cases, real engines and DeepSpeed's own estimators; of runs by what was measured."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bench.planned import FOUR, OPT, RUNS, planned, planner_of, ppo, table
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+from engine.test_engine_memory import accumulate, tiny_engine
+from support.ds_arguments import built
+from support.in_process import group_of_one
+from support.source_tree import ROOT
+
+from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.engine.memory import model_memory
+from pipeline.engine.state import masters
+from pipeline.files import GIB
+from pipeline.planning.measurement import ModelSize
+from pipeline.planning.memory import states_of
+from pipeline.training.steps import step_together
+
+N = 10**9
+SIZE = ModelSize(weights=N, trained=N, embeddings=10**8, linear=8 * 10**8, largest=10**8, layer=2 * 10**7,
+                 num_bytes=2 * N, element=2)  # fmt: skip
+
+
+def states(stage: int, ranks: int, size: ModelSize = SIZE, **settings: object):
+    json = built(DeepSpeedConfig(**settings), zero_stage=stage, world_size=ranks)
+    return states_of(size, json, ranks=ranks, trained=True, device_bytes=80 * GIB, gather="auto")
+
+
+def test_states_of_each_zero_stage_by_hand():
+    """A weight in bf16 has 2 bytes, its gradient 2, the master 4, the moments 8; 8 ranks, buckets of 5e8 x 2 bytes."""
+    plain = states(0, 8)
+    assert (plain.weights, plain.optimizer, plain.gradients, plain.step) == (2 * N, 12 * N, 2 * N, 4 * N)
+    first = states(1, 8)
+    assert (first.weights, first.optimizer, first.gradients) == (2 * N, 12 * N / 8, 2 * N)
+    second = states(2, 8)
+    assert (second.optimizer, second.gradients, second.buckets) == (12 * N / 8, 2 * N / 8, 2 * 10**9)  # two buckets
+    assert states(2, 8, overlap_comm=False).buckets == 10**9
+    assert states(2, 1).buckets == 0  # nothing to reduce
+    third = states(3, 8)
+    assert (third.weights, third.optimizer, third.kept) == (2 * N / 8, 12 * N / 8, 2 * N / 8 + 10**9)
+    assert third.gathered == 2 * N and states(3, 8, zero3_gather="auto").host == 0  # an eighth of the device: whole
+
+
+def test_offload_puts_states_on_the_host():
+    optimizer = states(2, 8, offload=True)
+    assert (optimizer.optimizer, optimizer.gradients, optimizer.host) == (0, 0, (4 + 8 + 4) * N / 8)
+    both = states(3, 8, offload=True, offload_parameters=True)
+    assert (both.weights, both.optimizer, both.host) == (0, 0, (2 + 16) * N / 8)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zero_2_agrees_with_deepspeeds_estimator(ranks):
+    """It counts 16-bit weights, and 18 bytes a weight over the ranks: gradients in 16 and 32 bits, master, moments."""
+    _, on_device = estimate_zero2_model_states_mem_needs(N, ranks, 1, cpu_offload=False)
+    held = states(2, ranks)
+    fp32_gradients = held.step - held.gradients  # beside a flat copy of the 16-bit ones
+    assert held.weights + held.gradients + held.optimizer + fp32_gradients == on_device
+    assert states(2, ranks, offload=True).weights == estimate_zero2_model_states_mem_needs(N, ranks, 1)[1]
+
+
+@pytest.mark.parametrize("stage, dtype", [(0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+def test_states_are_those_of_a_real_engine(stage, dtype):
+    """After a step, up to DeepSpeed's padding to even numbers: 33 weights, and its buckets."""
+    with group_of_one():
+        engine = tiny_engine(stage, dtype)
+        accumulate(engine)
+        assert step_together([engine], 1.0, loss=0.0)
+        real = model_memory(engine, torch.device("cpu"))
+        numel = sum(master.numel() for master, _ in masters(engine))
+    element = 2 if dtype == "bf16" else 4
+    size = replace(SIZE, weights=numel, trained=numel, num_bytes=numel * element, element=element)
+    json = built(DeepSpeedConfig(dtype=dtype), zero_stage=stage, dtype=dtype, world_size=1, device="cpu")
+    json["zero_optimization"]["stage"] = stage
+    held = states_of(size, json, ranks=1, trained=True, device_bytes=GIB, gather="auto")
+    bucket = element * json["zero_optimization"].get("reduce_bucket_size", 0)
+    assert held.weights == pytest.approx(real.weights, abs=4 * element)
+    assert held.optimizer == pytest.approx(real.optimizer, abs=12 * 4)
+    assert held.gradients + (held.kept - bucket if stage == 3 else 0) == pytest.approx(real.gradients, abs=4 * element)
+
+
+def within(value: float, measured: float) -> bool:
+    return abs(value - measured) <= max(0.05 * measured, 1.0)
+
+
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, len(RUNS)))])
+def test_peaks_are_those_that_were_measured(tmp_path, number):
+    """Within the larger of 5 % and 1 GiB."""
+    assert within(planned(RUNS[number], tmp_path), RUNS[number].measured)
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documents_is_the_scripts():
+    assert "\n".join(table()) in (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+
+
+def plan_of(words: str, target: str, folder: Path):
+    planner, resolved = planner_of("ppo", words, target, folder)
+    return planner.memory(resolved)
+
+
+def test_what_makes_room_for_what(tmp_path):
+    """The KV cache: 24 layers x keys and values of 2,048 numbers in bf16; 64 slots x 512 tokens: 6 GiB."""
+    whole = plan_of(ppo(OPT, 16, 4, 2), "1xH200", tmp_path)
+    assert whole.phases["generate"].rollout == 6 * GIB and whole.keeps_rollout
+    assert whole.phases["train"].rollout == 6 * GIB and whole.slots == 64
+    small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB", tmp_path)  # less than a third of it is free beside the cache
+    assert not small.keeps_rollout and small.phases["train"].rollout == 0 and small.phases["generate"].rollout > 0
+    away = plan_of(ppo(OPT, 16, 4, 2, "--offload_optimizer_during_rollout true"), "1xH200", tmp_path)
+    states = sum(held.optimizer for held in away.states.values())
+    assert whole.phases["generate"].states - away.phases["generate"].states == states == away.host
+    assert away.phases["train"].states == whole.phases["train"].states
+    few = plan_of(ppo(OPT, 16, 4, 2), "1xRTX4090", tmp_path)  # states alone take more than it has
+    assert few.slots == 1 and few.phases["generate"].total > 23.6 * GIB
+
+
+def test_layers_are_gathered_where_the_weights_are_large(tmp_path):
+    """On 40 GB an eighth is less than Llama-7B's 12.6 GiB, so a thousand million elements are whole at a time."""
+    from bench.planned import LLAMA
+
+    held = plan_of(ppo(LLAMA, 1, 4, 3), "4xA100-40GB", tmp_path).states["actor"]
+    assert held.gathered == 2 * 10**9
+    assert plan_of(ppo(LLAMA, 1, 4, 3), FOUR, tmp_path).states["actor"].gathered == pytest.approx(12.55 * GIB, rel=0.01)
