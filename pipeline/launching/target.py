@@ -34,7 +34,7 @@ FIELDS = ("hosts", "gpus", "name", "memory_gib", "tb_per_s", "tflops", "host_mem
 class Target:
     """`hosts` machines of `gpus` GPUs each.
 
-    memory: bytes of a GPU that a process can have. tb_per_s, tflops: 0 where they are not known. host_memory: bytes of
+    memory: bytes of a GPU that a process can have; 0: not known, or a CPU. tb_per_s, tflops: 0 where they are not known. host_memory: bytes of
     a machine's memory, 0 where it is not known. described: False for the machine of this process.
     """
 
@@ -48,36 +48,31 @@ class Target:
     described: bool = True
 
     @property
-    def is_cpu(self) -> bool:
-        return not self.memory
-
-    @property
     def dtype(self) -> EngineDtype:
         """What `--dtype auto` is on it: bf16 where the device computes in it."""
-        return "fp32" if self.is_cpu or re.search(r"V100|T4", self.name) else "bf16"
+        return "fp32" if self.name == "CPU" or re.search(r"V100|T4", self.name) else "bf16"
 
     @property
     def num_gpus(self) -> int:
         return self.hosts * self.gpus
 
     def __str__(self) -> str:
-        if self.is_cpu:
-            return f"the CPU of this machine, {self.gpus} processes"
         hosts = f"{self.hosts} x " if self.hosts > 1 else ""
-        return f"{hosts}{self.gpus} x {self.name}, {self.memory / GIB:.1f} GiB each"
+        size = f"{self.memory / GIB:.1f} GiB each" if self.memory else "of unknown memory"
+        return f"{hosts}{self.gpus} x {self.name}, {size}"
 
 
 def this_machine(ranks: int, hosts: int = 1) -> Target:
-    """Describe `hosts` machines like this one, on which `ranks` are started; memory 0: no NVIDIA GPU, so a CPU."""
+    """Describe `hosts` machines like this one, on which `ranks` are started; memory is 0 where it is not known."""
     host_memory = psutil.virtual_memory().total
     per_host = -(-ranks // hosts)
     if not count_gpus():
         return Target("CPU", 0, hosts, per_host, host_memory=host_memory, described=False)
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    first = subprocess.run(query, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
-    name, _, mib = first.rpartition(",")
+    answer = re.match(r"(.+), *(\d+)\n", subprocess.run(query, capture_output=True, text=True, check=False).stdout)
+    name, mib = answer.groups() if answer else ("GPU", "0")
     known = next((sheet for device, sheet in DEVICES.items() if device.partition("-")[0] in name), (0, 0.0, 0.0))
-    memory = int(float(mib or 0) * 2**20 * USABLE)
+    memory = int(int(mib) * 2**20 * USABLE)
     return Target(name, memory, hosts, per_host, known[1], known[2], host_memory, described=False)
 
 

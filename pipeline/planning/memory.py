@@ -166,7 +166,7 @@ def plan_memory(
     keeps = False
     if needs.rollout:
         free = target.memory - resident + leaving - CONTEXT[0]
-        slots = needs.rollout.slots if target.is_cpu else needs.rollout.slots_that_fit(free)
+        slots = needs.rollout.slots if not target.memory else needs.rollout.slots_that_fit(free)
         rollout = needs.rollout.num_bytes(slots)
         is_short = free - rollout < needs.rollout.free_share_for_update * target.memory
         keeps = not (needs.rollout.always_released or is_short)

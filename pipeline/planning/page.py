@@ -102,8 +102,8 @@ def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:
 def verdict(plan: MemoryPlan, target: Target) -> str:
     """Return `fits`, `tight` or `does not fit`, with the figures of the worst phase."""
     expected, high = plan.reserved(plan.phases[plan.worst].total)
-    if target.is_cpu:
-        return "not judged: on a CPU memory is the machine's"
+    if not target.memory:
+        return "not judged: no GPU of known memory"
     peak = f"{gib(expected)} to {gib(high)} of {gib(target.memory)} GiB in phase {plan.worst}"
     if not fits(plan, target):
         over = f"the host lacks {gib(plan.host - target.host_memory)} GiB" if expected <= target.memory else peak
@@ -117,4 +117,4 @@ def fits(plan: MemoryPlan, target: Target) -> bool:
     """Tell whether the expected peak is within the device's memory, and offloaded states within the host's."""
     expected, _ = plan.reserved(plan.phases[plan.worst].total)
     host_fits = not target.host_memory or plan.host <= target.host_memory
-    return target.is_cpu or (expected <= target.memory and host_fits)
+    return not target.memory or (expected <= target.memory and host_fits)

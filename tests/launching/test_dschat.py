@@ -39,7 +39,7 @@ def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, mo
     step, ranks, line = SCRIPTS[script]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    code = importlib.import_module(STAGES[step]).main([*line.split(), "--dry-run"])
+    code = importlib.import_module(STAGES[step]).main([*line.split(), "--explain"])
     printed = capsys.readouterr()
     errors = printed.err.splitlines()
     assert [re.match(r"error: --(\w+):", error)[1] for error in errors] == REFUSED.get(script, [])

@@ -181,7 +181,7 @@ def test_without_ssh_each_host_is_started_by_itself(tmp_path):
     ],
 )
 def test_models(tmp_path, given, flags, preset):
-    done = train(tmp_path, "--step", "1", "--actor-model", given, "--dry-run")
+    done = train(tmp_path, "--step", "1", "--actor-model", given, "--explain")
     assert done.returncode == 0, done.stderr
     words = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("$ ")))
     expected = ["--preset", str(PRESETS / f"{preset}.sft.yaml")] if preset else []
@@ -194,7 +194,7 @@ def test_config_file_replaces_chained_folders_and_keeps_origins(tmp_path):
         "train: {step: [1, 3], actor_model: tiny}\n"
         "sft: {output_dir: elsewhere/tuned, learning_rate: 2e-5}\nppo: {critic_model_name_or_path: org/critic}\n"
     )
-    done = train(tmp_path, "--config", "run.yaml", "--sft.max_steps", "7", "--dry-run")
+    done = train(tmp_path, "--config", "run.yaml", "--sft.max_steps", "7", "--explain")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["learning_rate", "2e-05", "run.yaml"] in rows
@@ -208,12 +208,12 @@ def test_config_file_replaces_chained_folders_and_keeps_origins(tmp_path):
 
 def test_config_file_without_sections_is_for_one_step(tmp_path):
     (tmp_path / "flat.yaml").write_text("max_steps: 3\n")
-    one = train(tmp_path, "--config", "flat.yaml", "--step", "1", "--dry-run")
+    one = train(tmp_path, "--config", "flat.yaml", "--step", "1", "--explain")
     assert (
         one.returncode == 0
         and "max_steps                          3                              flat.yaml" in one.stdout
     )
-    three = train(tmp_path, "--config", "flat.yaml", "--dry-run")
+    three = train(tmp_path, "--config", "flat.yaml", "--explain")
     assert three.returncode == 2 and "flags without sections" in three.stderr
 
 
@@ -317,14 +317,14 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
     ],
 )
 def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):
-    done = train(tmp_path, *TINY, *flags, "--dry-run")
+    done = train(tmp_path, *TINY, *flags, "--explain")
     assert done.returncode == 2 and f"error: ppo: {says}" in done.stderr, done.stderr
-    assert train(tmp_path, *TINY, "--dry-run").returncode == 0
+    assert train(tmp_path, *TINY, "--explain").returncode == 0
 
 
 def test_batch_arithmetic_of_the_users_json(tmp_path):
     (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 2}}')
-    words = ("--step", "1", "--actor-model", "tiny", "--sft.deepspeed_config", "ds.json", "--dry-run")
+    words = ("--step", "1", "--actor-model", "tiny", "--sft.deepspeed_config", "ds.json", "--explain")
     node = ("--deployment-type", "single_node", "--num-gpus", "2")
     good = train(tmp_path, *words, *node)
     assert good.returncode == 0, good.stderr
@@ -335,7 +335,7 @@ def test_batch_arithmetic_of_the_users_json(tmp_path):
 
 def test_ptx_text_doubles_the_accumulation_that_the_users_json_may_name(tmp_path):
     (tmp_path / "ds.json").write_text('{"gradient_accumulation_steps": 2}')
-    words = ("--step", "3", *TINY, "--ppo.deepspeed_config", "ds.json", "--dry-run")
+    words = ("--step", "3", *TINY, "--ppo.deepspeed_config", "ds.json", "--explain")
     text = ("--ppo.unsupervised_data_path", "text.jsonl")
     done = train(tmp_path, *words, *text)
     assert done.returncode == 2 and "gradient_accumulation_steps: found 2, but" in done.stderr, done.stderr
