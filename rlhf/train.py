@@ -107,7 +107,7 @@ def target_of(plan: Plan) -> Target | None:
 def num_hosts(config: TrainConfig) -> int:
     """Return the number of machines of a run."""
     several = config.deployment_type == "multi_node"
-    return len(read_hostfile(Path(config.hostfile or DEFAULT_HOSTFILE))) if several else 1
+    return len(hosts_of_launcher(launcher_words(config))) if several else 1
 
 
 def on_target(plan: Plan) -> Plan:

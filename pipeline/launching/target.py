@@ -34,8 +34,8 @@ FIELDS = ("hosts", "gpus", "name", "memory_gib", "tb_per_s", "tflops", "host_mem
 class Target:
     """`hosts` machines of `gpus` GPUs each.
 
-    memory: bytes of a GPU that a process can have; 0: not known, or a CPU. tb_per_s, tflops: 0 where they are not known. host_memory: bytes of
-    a machine's memory, 0 where it is not known. described: False for the machine of this process.
+    memory: bytes of a GPU that a process can have; 0: not known, or a CPU. tb_per_s, tflops: 0 where they are not
+    known. host_memory: bytes of a machine's memory, 0 where it is not known. described: False for this machine.
     """
 
     name: str
