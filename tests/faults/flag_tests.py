@@ -192,7 +192,8 @@ TESTS: dict[str, str] = {
     "generation/test_generation_runs.py::test_what_cannot_be_had_is_refused[unmerged adapters]":
         "ppo.merge_lora_for_generation",
     "launching/test_launcher.py::test_restarts[1-3]": "train.max_restarts",
-    "launching/test_known_models.py::test_every_preset_on_every_deployment[tiny-multi_node]": "train.deployment_type",
+    "launching/test_known_models.py::test_every_preset_on_every_deployment[1.3b-multi_node]":
+        "train.deployment_type train.reward_model",
     "launching/test_train.py::test_flags_reach_their_step":
         "train.actor_zero_stage train.reward_zero_stage train.num_gpus train.resume train.overwrite train.debug",
     "launching/test_train.py::test_launcher_flags_reach_the_launcher[exclude]": "train.exclude",
@@ -203,7 +204,7 @@ TESTS: dict[str, str] = {
     "launching/test_train.py::test_config_file_without_sections_is_for_one_step": "train.step",
     "launching/test_train.py::test_models": "train.actor_model train.dry_run",
     "launching/test_train.py::test_port_in_use": "train.master_port",
-    "launching/test_train.py::test_three_steps_in_order_with_chained_folders": "train.reward_model train.output_dir",
+    "launching/test_train.py::test_three_steps_in_order_with_chained_folders": "train.output_dir",
     "launching/test_train.py::test_what_step_3_would_refuse_is_refused_before_step_1":
         "ppo.offload_reference_model ppo.offload_reward_model",
     "models/test_quantized_steps.py::test_step_1_leaves_an_adapter_alone_that_is_resumed_exactly[int8]":
