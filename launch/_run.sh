@@ -26,7 +26,7 @@ while (($#)); do
     shift
     case "$word" in
         1 | 2 | 3) step="$word" && break ;;
-        --no_ssh) backend=ssh && launcher+=("$word") && continue ;;
+        --no_ssh | --check) backend=ssh && launcher+=("$word") && continue ;;
         --module | --no_python | --no_local_rank | --no_ssh_check | --force_multi | --save_pid | \
             --bind_cores_to_rank | -q | --quiet)
             launcher+=("$word")

@@ -228,6 +228,15 @@ def gather_objects(value: T) -> list[T]:
     return everywhere
 
 
+def broadcast_bytes(data: bytes, count: int, *, source: int) -> bytes:
+    """Return the `count` bytes that rank `source` gives, on every rank."""
+    on_gpu = dist.get_backend() == "nccl"
+    values = torch.frombuffer(bytearray(data or count), dtype=torch.uint8)
+    values = values.to(torch.device("cuda" if on_gpu else "cpu"))
+    dist.broadcast(values, source)
+    return values.cpu().numpy().tobytes()
+
+
 class RankGroup:
     """A group of `size` neighbouring ranks that this one belongs to. Making one is a collective over all ranks."""
 

@@ -72,6 +72,7 @@ def launcher_words(config: TrainConfig) -> list[str]:
     """Return the flags of the launcher as words; of several hosts also how they are reached."""
     values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
     words = [word for name, value in values if value for word in (f"--{name}", str(value))]
+    words += ["--check"] if config.check else []
     if config.launcher == NO_SSH:
         return ["--no_ssh", "--node_rank", str(config.node_rank), *words]
     return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
@@ -269,6 +270,8 @@ def run(argv: list[str], prog: str) -> int:
         print(NOTHING_STARTED)
     if dry_run or code != EXIT_DONE:
         return code
+    if plan.config.check:
+        return max(run_script(command_of(stage, plan.config), environment)[0] for stage in plan.chosen)
     if (code := run_stages(plan, finished, environment)) == EXIT_DONE:
         last = plan.chosen[-1]
         # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.

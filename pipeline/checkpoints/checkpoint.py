@@ -8,6 +8,7 @@ keeps its earlier checkpoints, and damage is detected before anything is read.
 import json
 import logging
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,16 +21,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import dist
-from pipeline.checkpoints.checkpoint_files import delete_older, find, manifest_entry, set_aside_newer, write_manifest
+from pipeline.checkpoints.checkpoint_files import (
+    delete_older,
+    find,
+    manifest_entry,
+    problem_with,
+    set_aside_newer,
+    write_manifest,
+)
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.resume_rules import check_same_fingerprints, check_same_settings
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
 from pipeline.engine.state import counters, engine_fragments, restore_counters, restore_fragments
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import CheckpointError, EnvironmentFault, InputError
 from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, replacing, write_json
 from pipeline.heartbeat import result_of
+from pipeline.host_storage import on_each_storage, unite
 from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)
@@ -98,7 +107,7 @@ class Saver:
         own = float(sum(fragment.values.nbytes for fragments in parts.values() for fragment in fragments))
         needed = int(dist.sum_over_ranks(torch.tensor(own, dtype=torch.float64, device=device)).item())
         needed += sum(tensor.nbytes for tensor in content.tensors.values())
-        dist.on_main(lambda: make_folder(fresh, needed))
+        on_each_storage(lambda: make_folder(fresh, needed))
         tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in content.tensors.items()}
         if self.background:
             parts = {
@@ -141,10 +150,13 @@ class Saver:
         dist.meet()  # ranks may write at very different speeds
         results = dist.gather_objects(own)
         if problems := [problem for _, problem in results if problem]:
-            dist.on_main(lambda: shutil.rmtree(pending.fresh, ignore_errors=True))
+            on_each_storage(lambda: shutil.rmtree(pending.fresh, ignore_errors=True))
             raise EnvironmentFault(problems[0])
         files = {name: entry for entries, _ in results for name, entry in entries.items()}
-        dist.on_main(lambda: commit(pending, files, keep=self.keep))
+        unite(pending.fresh)
+        dist.on_main(lambda: seal(pending, files))
+        unite(pending.fresh)
+        on_each_storage(lambda: publish(pending, keep=self.keep))
         size, seconds = pending.num_bytes / GIB, time.monotonic() - pending.started
         log.info("checkpoint step-%d: %.3g GiB in %.1f s", pending.step, size, seconds)
 
@@ -193,22 +205,31 @@ def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[
     return entries, ""
 
 
-def commit(pending: Pending, files: dict[str, Any], *, keep: int) -> None:
-    """Write rank 0's files and the manifest, rename the folder, and delete all but the newest `keep`.
-
-    Args:
-        files: entries of all ranks' files in the manifest.
+def seal(pending: Pending, files: dict[str, Any]) -> None:
+    """Write rank 0's files and the manifest; `files` are the entries of all ranks' files in it.
 
     Raises:
         EnvironmentFault: the disk refused; the folder is deleted.
     """
-    fresh, final = pending.fresh, pending.fresh.with_name(f"step-{pending.step}")
-    with replacing(final, fresh):
+    fresh = pending.fresh
+    try:
         if pending.tensors:
             save_file(pending.tensors, fresh / SHARED)
         write_json(fresh / "state.json", pending.description)
         files |= {path.name: manifest_entry(path) for path in sorted(fresh.iterdir()) if path.name not in files}
         write_manifest(fresh, pending.step, files)
+    except Exception as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if not is_disk_trouble(error):
+            raise
+        raise EnvironmentFault(cannot_write(fresh, error)) from error
+
+
+def publish(pending: Pending, *, keep: int) -> None:
+    """Rename a whole folder, and delete all but the newest `keep`. Raises EnvironmentFault."""
+    final = pending.fresh.with_name(f"step-{pending.step}")
+    with replacing(final, pending.fresh):
+        pass
     delete_older(final, keep)
 
 
@@ -224,9 +245,12 @@ def load(
     Raises:
         CheckpointError: not usable. InputError: written by another run.
     """
+    if resume == "auto":
+        unite(run.folder / "checkpoints")
     folder = dist.on_main(lambda: find(run.folder, resume))
     if folder is None:
         return None
+    on_each_storage(lambda: check_whole(folder))
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     settings, rounding, defaults = json.loads(
         json.dumps([fingerprint.settings, fingerprint.rounding, fingerprint.defaults])
@@ -239,7 +263,7 @@ def load(
         raise InputError(f"{folder}: found the state of {found}, expected that of {expected}: it is of another stage")
     log_differences(folder, saved, rounding, defaults)
     if resume != "auto":
-        dist.on_main(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
+        on_each_storage(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
     names = {path.name.split(".rank-")[0] for path in folder.glob("*.rank-*.safetensors")}
     readers = {name: FragmentReader(folder.glob(f"{name}.rank-*.safetensors")) for name in names}
     for name, engine in engines.items():
@@ -247,6 +271,12 @@ def load(
         restore_counters(engine, saved["engines"][name])
     shared = load_file(folder / SHARED) if (folder / SHARED).is_file() else {}
     return Resumed(saved["state"], readers, shared)
+
+
+def check_whole(folder: Path) -> None:
+    """Raise CheckpointError where another host's copy of a checkpoint, which rank 0 has checked, is damaged."""
+    if not dist.is_main() and (problem := problem_with(folder)):
+        raise CheckpointError(f"{problem} (on {socket.gethostname()}); delete {folder} there: it is copied again")
 
 
 def log_differences(folder: Path, saved: dict[str, Any], rounding: Any, defaults: Any) -> None:

@@ -23,6 +23,7 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.build import weights_dtype
 from pipeline.errors import DivergedError
 from pipeline.files import has_config, with_new_folder, write_json
+from pipeline.host_storage import share
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import START, is_lora, merged_weight, quantization_of
 from pipeline.models.partitions import gathered, is_partitioned
@@ -143,6 +144,7 @@ def save_model(
             (fresh / name).write_text(text, encoding="utf-8")
 
     dist.on_main(lambda: with_new_folder(folder, fill))
+    share(folder)
 
 
 def save_trained(

@@ -4,8 +4,10 @@ It reads JSON lines from its standard input and writes such lines; when they cea
 outlives the job or the link. Where the run's folder is not shared it sends the ranks' beats and outcomes.
 """
 
+import hashlib
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -14,15 +16,20 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.errors import EXIT_FAULT, RunError
+from pipeline.files import model_fingerprint
 from pipeline.heartbeat import replace_json
-from pipeline.launching.machine import check_port
+from pipeline.launching.job import stage_flags
+from pipeline.launching.machine import check_port, count_present_gpus, runs_on_cpu
 from pipeline.launching.rank_watch import RankState, RankWatch
 from pipeline.launching.verdict import JobStatus, cause_of_death
 from pipeline.processes import free_memory, kill_session, num_oom_kills, send
+from pipeline.run.earlier_runs import data_content
 from pipeline.run.layout import beat_file, lock_file, outcome_file
 from pipeline.run.lock import locked
 from pipeline.run.outcome import AGENT, SUPERVISOR, Outcome, check_nobody_left, clear_outcomes, read_outcome
@@ -32,6 +39,9 @@ SILENCE_S = 40.0  # of the launcher: this host is cut off, and its ranks end bef
 PING_S = 1.0
 POLL_S = 0.2
 
+PROJECT = ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "launch", "rlhf")
+PACKAGES = ("torch", "deepspeed", "transformers", "peft", "numpy")
+
 Message = dict[str, Any]
 
 
@@ -39,6 +49,30 @@ def say(content: Message) -> None:
     """Write a line to the launcher, which may be gone."""
     with suppress(OSError):
         print(json.dumps({"agent": content}), flush=True)
+
+
+def facts(chosen: int) -> Message:
+    """Return what must be the same on all hosts, and `gpus`, of which `chosen` are to be used; imports no torch."""
+    code, root = hashlib.sha256(), Path(__file__).resolve().parents[2]
+    for package in PROJECT:
+        for file in sorted((root / package).rglob("*.py")):
+            code.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    same = {"python": platform.python_version(), **versions, "code of the project": code.hexdigest()[:8]}
+    return {"same": same, "gpus": 0 if runs_on_cpu() else count_present_gpus(), "chosen": chosen}
+
+
+def contents(module: str, words: list[str]) -> dict[str, str]:
+    """Return flag -> fingerprint of each local source and start model of a stage; empty: this host has no such path."""
+    config, found = stage_flags(module, words)[0].config, dict[str, str]()
+    sources = [(name, path, data_content) for name, paths in values_by_rule(config, "data").items() for path in paths]
+    models = [(name, path, model_fingerprint) for name, path in values_by_rule(config, "model").items()]
+    for name, path, read in [*sources, *models]:
+        try:
+            found[f"--{name} {path}"] = read(path)
+        except (RunError, OSError):
+            found[f"--{name} {path}"] = ""
+    return found
 
 
 def write_end(run_dir: Path, rank: int, message: str, *, host: str, supervisor: str) -> None:
@@ -70,6 +104,7 @@ class Agent:
             os.chdir(self.job["cwd"])
         except OSError as error:
             return [f"{self.job['cwd']}: {error.strerror}; the working folder must be there on each host"]
+        os.environ.update(self.job["environment"])
         self.is_shared = self.job["lock"] is None
         with suppress(OSError):
             self.is_shared |= lock_file(self.run_dir).read_text(encoding="utf-8") == self.job["lock"] != ""
@@ -98,7 +133,7 @@ class Agent:
 
     def run(self) -> int:
         """Start the ranks and follow them to their end; return the exit code of their launcher."""
-        environment = {**os.environ, **self.job["environment"], AGENT: f"{os.getpid()}@{socket.gethostname()}"}
+        environment = {**os.environ, AGENT: f"{os.getpid()}@{socket.gethostname()}"}
         command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *self.start]
         # The ranks' words are not ours: they go where errors go.
         process = subprocess.Popen(
@@ -115,6 +150,7 @@ class Agent:
                 for state in watch.ranks.values():
                     if state.died_s is not None and state.outcome.code is None:
                         self.tell_death(state, process, memory)
+                        pinged = 0.0
                 for state in watch.running_locally() if self.stop else ():
                     if state.outcome.pid not in signalled:
                         signalled.add(state.outcome.pid)
@@ -156,7 +192,9 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # the launcher's end is noticed by the end of its lines
     with ExitStack() as stack:
         problems = agent.problems(stack)
-        say({"problems": problems, "host": socket.gethostname(), "shared": agent.is_shared})
+        found = contents(*agent.job["check"]) if agent.job["check"] and not problems else {}
+        said = {"problems": problems, "shared": agent.is_shared, "contents": found}
+        say({**said, "facts": facts(agent.job["last_gpu"] + 1)})
         if problems:
             return EXIT_FAULT
         threading.Thread(target=agent.listen, daemon=True).start()

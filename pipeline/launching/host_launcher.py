@@ -91,6 +91,7 @@ class Launcher:
         place = words.index("--module")
         self.flags, self.passed = parsed(words[:place])
         self.command = list(words[place:])
+        self.checked = [self.command[1], self.command[2:]] if self.flags.check else []
         self.gpus = hosts_of_launcher(words)
         self.run_dir = Path(os.environ[RUN_DIR])
         self.hosts: list[Host] = []
@@ -110,6 +111,8 @@ class Launcher:
                     self.hosts.append(Host(name, ranks, agent_command(name, self.flags)))
                 first += len(numbers)
             self.greet()
+            if self.flags.check:
+                return self.show()
             self.start()
             return self.watch()
         finally:
@@ -122,7 +125,8 @@ class Launcher:
             lock = lock_file(self.run_dir).read_text(encoding="utf-8")
         for host in self.hosts:
             job = {"cwd": os.getcwd(), "run_dir": str(self.run_dir), "lock": lock, "environment": passed_on()}
-            host.tell({**job, "port": port if host.ranks[0] == 0 else 0})
+            own = {"port": port if host.ranks[0] == 0 else 0, "last_gpu": self.gpus[host.name][-1]}
+            host.tell({**job, **own, "check": self.checked})
         end = time.monotonic() + START_S
         waiting, problems = list(self.hosts), list[str]()
         while waiting and time.monotonic() < end and not self.end:
@@ -136,8 +140,18 @@ class Launcher:
                     problems.append(f"{host.name}: {why_no_agent(self.flags, host.name, code)}")
                     waiting.remove(host)
         problems += [f"{host.name}: no answer for {START_S:.0f} s; is it up?" for host in waiting if not self.end]
-        if problems:
+        if problems := problems or differences(self.hosts):
             raise EnvironmentFault("\n".join(problems))
+
+    def show(self) -> int:
+        """Print a line for each host, all of which could run the job."""
+        for host in self.hosts:
+            same, gpus = host.said["facts"]["same"], host.said["facts"]["gpus"]
+            folder = "shared with the first host" if host.said["shared"] else "on a disk of its own"
+            words = ", ".join(f"{name} {value}" for name, value in same.items())
+            print(f"{host.name}: {gpus} GPUs, {len(host.ranks)} ranks, {words}; {self.run_dir.name}: {folder}")
+        print(f"{len(self.hosts)} hosts can run {self.command[1]}; nothing was started", flush=True)
+        return 0
 
     def start(self) -> None:
         """Tell every host to start its ranks."""
@@ -216,7 +230,7 @@ def parsed(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for names in (("-H", "--hostfile"), ("-i", "--include"), ("-e", "--exclude"), ("--num_nodes",), ("--log_level",)):
         parser.add_argument(*names)
     parser.add_argument("--num_gpus", "--num_accelerators")
-    for name in ("--no_ssh_check", "--force_multi", "-q", "--quiet"):
+    for name in ("--check", "--no_ssh_check", "--force_multi", "-q", "--quiet"):
         parser.add_argument(name, action="store_true")
     flags, passed = parser.parse_known_args(words)
     if not flags.master_port:
@@ -246,6 +260,27 @@ def is_here(host: str) -> bool:
         probe.bind((socket.gethostbyname(host), 0))
         return True
     return False
+
+
+def differences(hosts: Sequence[Host]) -> list[str]:
+    """Return a line for each way in which a host differs from the first one, or has fewer GPUs than are asked for."""
+    lines, first = [], hosts[0]
+    for host in hosts:
+        facts, contents = host.said["facts"], host.said["contents"]
+        for name, value in facts["same"].items():
+            if value != (wanted := first.said["facts"]["same"][name]):
+                lines.append(f"{host.name}: {name} is {value}, {first.name} has {wanted}; install the same on both")
+        if facts["gpus"] < facts["chosen"] and any(other.said["facts"]["gpus"] for other in hosts):
+            lines.append(
+                f"{host.name}: GPU {facts['chosen'] - 1} is asked for, it has {facts['gpus']}; lower its slots in the "
+                "host file, or give --exclude"
+            )
+        for name, content in contents.items():
+            if content != (wanted := first.said["contents"].get(name)):
+                is_missing = content in ("", name.partition(" ")[2])  # a model's folder that is none passes for an id
+                what = "is not there, or unreadable" if is_missing else f"is not what {first.name} has"
+                lines.append(f"{host.name}: {name}: {what}; copy it from the host that has the right one")
+    return lines
 
 
 def address_of(names: Sequence[str]) -> str:

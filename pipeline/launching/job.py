@@ -39,7 +39,7 @@ HOST_LAUNCHER = "pipeline.launching.host_launcher"
 POLL_S = 0.2
 RANKS_PER_POLL = 64  # with more ranks the files are read less often
 SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
-AGENTS_SETTLE_S = 5.0  # for those of other hosts, of which an agent tells
+AGENTS_SETTLE_S = 10.0  # for those of other hosts, of which an agent tells
 LAUNCHER_S = 6.0  # for the launcher to end with the signal that a rank died of
 ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop together, after the save
 
@@ -59,6 +59,9 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
         dry_run_stage(resolved, section, ranks=ranks)
         return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)
+    if "--check" in command:
+        with locked(run_dir):
+            return subprocess.call(command, env={**os.environ, RUN_DIR: str(run_dir.resolve())})
     again, variables = list[str](), dict[str, str]()
     with locked(run_dir) if is_first_host(command) else nullcontext():
         while True:

@@ -60,6 +60,7 @@ class TrainConfig(Group):
     overwrite: bool = flag(False, "run finished stages again")
     max_restarts: int = flag(0, "resume a stage after a fault, killed or hung", ge=0)
     dry_run: bool = flag(False, "check and show all, start nothing")
+    check: bool = flag(False, "multi_node: check all hosts, start nothing")
     debug: bool = flag(False, "show tracebacks")
 
 
@@ -166,12 +167,14 @@ def contradictions(config: TrainConfig) -> list[str]:
     errors = []
     if config.deployment_type == "single_gpu" and config.num_gpus > 1:
         errors.append(f"--num-gpus: found {config.num_gpus} with single_gpu; give --deployment-type single_node")
-    for name in ("hostfile", "launcher", "node_rank") if config.deployment_type != "multi_node" else ():
+    for name in ("hostfile", "launcher", "node_rank", "check") if config.deployment_type != "multi_node" else ():
         if (value := getattr(config, name)) != getattr(TrainConfig(), name):
             word = f"--{name.replace('_', '-')}"
             errors.append(f"{word}: found {value} with {config.deployment_type}; give --deployment-type multi_node")
     if config.node_rank and config.launcher != "none":
         errors.append(f"--node-rank: found {config.node_rank} with --launcher {config.launcher}; give --launcher none")
+    if config.check and config.launcher in ("pdsh", "none"):
+        errors.append(f"--check: found --launcher {config.launcher}; give --launcher ssh or srun")
     if config.deployment_type == "multi_node" and not config.hostfile and not DEFAULT_HOSTFILE.is_file():
         errors.append(
             f"--hostfile: multi_node needs one, and there is no {DEFAULT_HOSTFILE}; each line of one is `name slots=8`"

@@ -34,9 +34,10 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.files import refused_by_disk, write_json
+from pipeline.host_storage import look_at_storage, on_each_storage
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
-from pipeline.run.layout import beat_file, environment_file, rank_log_file, run_folder
+from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
     check_nobody_left,
@@ -174,7 +175,7 @@ def take_folder(run: Run) -> None:
             write_json(run.folder / "config.json", settings)
             write_json(environment_file(run.folder), {"stage": run.stage, **describe_environment(run.world)})
 
-    dist.on_main(take)
+    on_each_storage(take)
 
 
 # Imports and returns the function that runs a stage's loop.
@@ -215,6 +216,8 @@ def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str,
             write_outcome(folder, rank, None, "running")
         start_logging(folder, rank)
         world = dist.start(timeout_s=run_config.process_group_timeout_s)
+        if not look_at_storage(lock_file(folder)) and world.is_main:
+            log.info("the hosts share no storage here: each keeps all checkpoints and models")
         begin(Run(world, folder, stage, resolved, stop), train)
     except RunError as error:
         code, message, trace = error.code, redacted(str(error)), traceback.format_exc()

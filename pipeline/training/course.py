@@ -13,6 +13,7 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError
 from pipeline.heartbeat import beat
+from pipeline.host_storage import on_each_storage
 from pipeline.run.earlier_runs import write_done
 from pipeline.run.run import Run
 from pipeline.training.recorder import Recorder
@@ -118,10 +119,9 @@ class Course:
         save_models()  # first: where the disk holds only one of both, it is the model
         self._write(state, content)
         self._saver.finish()
-        if self._run.world.is_main:
-            inputs, config = self._fingerprint.inputs, self._run.resolved.config
-            ranks = self._run.world.size
-            write_done(self._run.folder, config, self._run.stage, steps=state.step, ranks=ranks, inputs=inputs)
+        run, inputs = self._run, self._fingerprint.inputs
+        ranks, config, stage = run.world.size, run.resolved.config, run.stage
+        on_each_storage(lambda: write_done(run.folder, config, stage, steps=state.step, ranks=ranks, inputs=inputs))
         self.recorder.close(EXIT_DONE)
 
     def _write(self, state: Counters, content: Content) -> None:

@@ -200,7 +200,8 @@ TESTS: dict[str, str] = {
     "launching/test_train.py::test_launcher_flags_reach_the_launcher[include]":
         "train.hostfile train.include train.master_addr",
     "launching/test_train.py::test_launcher_flags_reach_the_launcher[launcher]": "train.launcher",
-    "launching/test_train.py::test_without_ssh_each_host_is_started_by_itself": "train.node_rank",
+    "launching/test_hosts.py::test_the_check_of_hosts_is_of_every_stage_and_starts_none": "train.check",
+    "launching/test_hosts.py::test_without_ssh_each_host_is_started_by_itself": "train.node_rank",
     "launching/test_train.py::test_config_file_without_sections_is_for_one_step": "train.step",
     "launching/test_train.py::test_models": "train.actor_model train.dry_run",
     "launching/test_train.py::test_port_in_use": "train.master_port",

@@ -11,21 +11,21 @@ from support.tiny_run import make_folder
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """node-a and node-b, with a shared folder that holds `data/` and the host file `hosts`."""
-    yield from started(tmp_path_factory.mktemp("two"), ["node-a", "node-b"])
+    yield from started(tmp_path_factory.mktemp("two"), ["node-a", "node-b"], shared=True)
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The same with node-c."""
-    yield from started(tmp_path_factory.mktemp("three"), ["node-a", "node-b", "node-c"])
+    """The same with node-c, and every host has a disk of its own."""
+    yield from started(tmp_path_factory.mktemp("three"), ["node-a", "node-b", "node-c"], shared=False)
 
 
-def started(folder: Path, names: list[str]) -> Iterator[Cluster]:
+def started(folder: Path, names: list[str], *, shared: bool) -> Iterator[Cluster]:
     if reason := why_impossible():
         pytest.skip(reason)
-    shared = folder / "shared"
-    (shared / "data").mkdir(parents=True)
-    make_folder(shared / "data")
-    (shared / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
-    with network(folder, [shared], names) as hosts:
-        yield Cluster(shared, hosts)
+    disk = folder / "disk"
+    (disk / "data").mkdir(parents=True)
+    make_folder(disk / "data")
+    (disk / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
+    with network(folder, disk, names, shared=shared) as hosts:
+        yield Cluster(disk, hosts)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SWITCH = "rlhf-switch"
+SPACE = f"rlhf-{os.getpid()}"  # begins the names of all namespaces: another session may have its own
+SWITCH = f"{SPACE}-switch"
 PROGRAMS = ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "/usr/sbin/sshd", "pdsh")
 
 # Becomes the first process of a host. Its /tmp is its own; of the machine's it sees the folders that are named.
@@ -24,9 +25,9 @@ mount --bind "$files/hosts" /etc/hosts
 mount --bind "$files/ssh_config" /etc/ssh/ssh_config
 mount -t tmpfs none /run
 mkdir /run/sshd /run/kept
-i=0; for folder; do mkdir "/run/kept/$((i += 1))"; mount --bind "$folder" "/run/kept/$i"; done
+i=0; for pair; do mkdir "/run/kept/$((i += 1))"; mount --bind "${pair%%:*}" "/run/kept/$i"; done
 mount -t tmpfs none /tmp
-i=0; for folder; do mkdir -p "$folder"; mount --move "/run/kept/$((i += 1))" "$folder"; done
+i=0; for pair; do mkdir -p "${pair#*:}"; mount --move "/run/kept/$((i += 1))" "${pair#*:}"; done
 exec /usr/sbin/sshd -D -e -f "$files/sshd_config"
 """
 
@@ -83,22 +84,22 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Hosts, and the folder that they share."""
+    """Hosts, and the folder that each sees: one of all, or each its own."""
 
-    shared: Path
+    disk: Path
     hosts: dict[str, Host]
 
     def start(self, host: str, *words: object, folder: Path | None = None, **more: str) -> "Running":
-        """Start a command on a host, in the shared folder or another one."""
-        errors = self.shared / f"{host}-{time.monotonic_ns()}.err"
-        command = self.hosts[host].command(words, folder or self.shared)
+        """Start a command on a host, in that folder or another one."""
+        errors = self.disk / f"{host}-{time.monotonic_ns()}.err"
+        command = self.hosts[host].command(words, folder or self.disk)
         with errors.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, env={**environment(), **more})
         return Running(process, errors)
 
     def train(self, host: str, *words: object, folder: Path | None = None) -> "Running":
         """Start train.py on all hosts from one of them."""
-        given = ("--deployment-type", "multi_node", "--hostfile", self.shared / "hosts", *words)
+        given = ("--deployment-type", "multi_node", "--hostfile", self.disk / "hosts", *words)
         return self.start(host, sys.executable, ROOT / "train.py", *given, folder=folder)
 
     def stop(self, host: str) -> None:
@@ -154,27 +155,31 @@ def write_files(folder: Path, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def network(folder: Path, shared: Sequence[Path], names: Sequence[str]) -> Iterator[dict[str, Host]]:
-    """Hosts of these names, which share the code and the folders `shared`; all of their processes end with it."""
+def network(folder: Path, disk: Path, names: Sequence[str], *, shared: bool) -> Iterator[dict[str, Host]]:
+    """Hosts of these names, which share the code and perhaps `disk`; all of their processes end with it.
+
+    Where they do not share it, each has a copy of its own, outside at `folder`/NAME.
+    """
     files = folder / "ssh"
     files.mkdir()
     write_files(files, names)
-    spaces = [SWITCH, *names]
+    spaces = [SWITCH, *(f"{SPACE}-{name}" for name in names)]
     hosts: dict[str, Host] = {}
     try:
         call("ip", "netns", "add", SWITCH)
         call("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         call("ip", "-n", SWITCH, "link", "set", "bridge", "up")
         for number, name in enumerate(names, start=1):
-            call("ip", "netns", "add", name)
-            link = f"to-{name}"
-            call("ip", "-n", SWITCH, "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+            space, link = f"{SPACE}-{name}", f"to-{name}"
+            call("ip", "netns", "add", space)
+            call("ip", "-n", SWITCH, "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
             call("ip", "-n", SWITCH, "link", "set", link, "master", "bridge", "up")
-            call("ip", "-n", name, "address", "add", f"10.55.0.{number}/24", "dev", "eth0")
-            call("ip", "-n", name, "link", "set", "eth0", "up")
+            call("ip", "-n", space, "address", "add", f"10.55.0.{number}/24", "dev", "eth0")
+            call("ip", "-n", space, "link", "set", "eth0", "up")
             unshare = ("unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
-            kept = [*shared, ROOT, files]
-            words = ["ip", "netns", "exec", name, *unshare, "bash", "-c", BOOT, "boot", name, files, *kept]
+            own = disk if shared else Path(shutil.copytree(disk, folder / name))
+            kept = [f"{own}:{disk}", f"{ROOT}:{ROOT}", f"{files}:{files}"]
+            words = ["ip", "netns", "exec", space, *unshare, "bash", "-c", BOOT, "boot", name, files, *kept]
             with (folder / f"{name}.sshd").open("wb") as log:
                 hosts[name] = Host(name, subprocess.Popen([*map(str, words)], stdout=log, stderr=log))
         wait_for_ssh(hosts)

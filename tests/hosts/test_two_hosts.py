@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from host_runs import assert_same, flags, one_stage
 from network import ROOT, Cluster, Running, environment
 from support.tiny_run import read_metrics
 
@@ -13,49 +14,27 @@ from pipeline.run.outcome import read_outcome
 
 pytestmark = pytest.mark.hosts
 
-STEPS = 60
 
-
-def flags(shared: Path, output: str, *more: object) -> list[str]:
-    """Flags of train.py for a small run of all stages."""
-    data = shared / "data"
-    common = ["--actor-model", data / "base", "--reward-model", data / "base", "--output-dir", output]
-    common += ["--data-path", data / "train.jsonl", "--eval-data-path", data / "test.jsonl", "--data-split", "none"]
-    common += ["--data-output-path", shared / "cache", "--dtype", "fp32", "--per-device-train-batch-size", 4]
-    common += ["--sft.max-seq-len", 96, "--reward.max-seq-len", 96]
-    return [str(word) for word in [*common, "--enable-tensorboard", "false", *more]]
-
-
-def one_stage(shared: Path, output: str, *more: object) -> list[str]:
-    fixed = ("--step", 1, "--max-steps", STEPS, "--save-steps", 10, "--sft.num-train-epochs", 1000)
-    return flags(shared, output, *fixed, *more)
-
-
-def on_one_machine(shared: Path, *words: object) -> None:
+def on_one_machine(disk: Path, *words: object) -> None:
     """The same run with two ranks on this machine."""
     command = [sys.executable, ROOT / "train.py", "--deployment-type", "single_node", "--num-gpus", 2, *words]
     done = subprocess.run(
-        [*map(str, command)], cwd=shared, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        [*map(str, command)], cwd=disk, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def assert_same(one: Path, other: Path, *models: str) -> None:
-    for model in models:
-        assert (one / model / "model.safetensors").read_bytes() == (other / model / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(two: Cluster) -> Path:
     """The output of a stage with two ranks on one machine."""
-    on_one_machine(two.shared, *one_stage(two.shared, "one"))
-    return two.shared / "one"
+    on_one_machine(two.disk, *one_stage(two.disk, "one"))
+    return two.disk / "one"
 
 
 def begun(two: Cluster, output: str, *more: object) -> Running:
     """A run of a stage that has written its first checkpoint."""
-    run = two.train("node-a", *one_stage(two.shared, output, *more))
-    run.wait_for(two.shared / output / "runs/sft/checkpoints/step-10/manifest.json")
+    run = two.train("node-a", *one_stage(two.disk, output, *more))
+    run.wait_for(two.disk / output / "runs/sft/checkpoints/step-10/manifest.json")
     return run
 
 
@@ -68,12 +47,12 @@ def nobody_left(two: Cluster) -> None:
 
 def test_three_stages_are_those_of_two_ranks_on_one_machine(two):
     words = ("--max-steps", 4, "--ppo.max-prompt-seq-len", 48, "--ppo.max-answer-seq-len", 12, "--sft.zero-stage", 2)
-    run = two.train("node-a", *flags(two.shared, "three", *words))
+    run = two.train("node-a", *flags(two.disk, "three", *words))
     assert run.wait() == 0, run.text
-    outcomes = [read_outcome(two.shared / "three/runs/ppo", rank) for rank in (0, 1)]
+    outcomes = [read_outcome(two.disk / "three/runs/ppo", rank) for rank in (0, 1)]
     assert [outcome.host for outcome in outcomes if outcome] == ["node-a", "node-b"]
-    on_one_machine(two.shared, *flags(two.shared, "three-here", *words))
-    assert_same(two.shared / "three", two.shared / "three-here", "sft", "reward", "actor", "critic")
+    on_one_machine(two.disk, *flags(two.disk, "three-here", *words))
+    assert_same(two.disk / "three", two.disk / "three-here", "sft", "reward", "actor", "critic")
 
 
 def test_a_link_that_is_cut_ends_the_run_with_the_host_named_and_it_resumes(two, undisturbed):
@@ -88,9 +67,9 @@ def test_a_link_that_is_cut_ends_the_run_with_the_host_named_and_it_resumes(two,
         print(f"ended {took:.1f} s after the link was cut")
     finally:
         two.hosts["node-b"].mend()
-    assert two.train("node-a", *one_stage(two.shared, "cut")).wait() == 0
-    assert_same(two.shared / "cut", undisturbed, "sft")
-    assert [line["loss"] for line in read_metrics(two.shared / "cut/runs/sft") if "loss" in line] == [
+    assert two.train("node-a", *one_stage(two.disk, "cut")).wait() == 0
+    assert_same(two.disk / "cut", undisturbed, "sft")
+    assert [line["loss"] for line in read_metrics(two.disk / "cut/runs/sft") if "loss" in line] == [
         line["loss"] for line in read_metrics(undisturbed / "runs/sft") if "loss" in line
     ]
 
@@ -100,8 +79,8 @@ def test_a_stop_reaches_the_ranks_of_both_hosts_and_the_run_resumes(two, undistu
     two.stop("node-a")
     assert run.wait(30) == 75, run.text
     nobody_left(two)
-    assert two.train("node-a", *one_stage(two.shared, "stopped")).wait() == 0
-    assert_same(two.shared / "stopped", undisturbed, "sft")
+    assert two.train("node-a", *one_stage(two.disk, "stopped")).wait() == 0
+    assert_same(two.disk / "stopped", undisturbed, "sft")
 
 
 @pytest.mark.parametrize("host", ["node-a", "node-b"])
@@ -110,7 +89,7 @@ def test_a_rank_that_is_killed_is_named_with_its_host(two, host):
     two.hosts[host].run("kill", "-KILL", two.pids(host, "-m step1_sft.main")[-1])
     assert run.wait(30) == 1, run.text
     rank = int(host == "node-b")
-    assert f"error: rank {rank} on {host}, step " in run.text and "killed by SIGKILL" in run.text
+    assert f"error: rank {rank} on {host}, step " in run.text and "killed by SIGKILL" in run.text, run.text[-900:]
     nobody_left(two)
 
 
@@ -124,7 +103,7 @@ def test_no_rank_outlives_its_supervisor(two):
 
 def test_a_second_run_in_the_folder_is_refused(two):
     run = begun(two, "locked", "--max-steps", 10_000)
-    second = two.train("node-b", *one_stage(two.shared, "locked", "--max-steps", 10_000))
+    second = two.train("node-b", *one_stage(two.disk, "locked", "--max-steps", 10_000))
     assert second.wait() == 3 and "on node-a runs in this folder" in second.text
     two.stop("node-a")
     assert run.wait(30) == 75
@@ -134,9 +113,9 @@ def test_a_second_run_in_the_folder_is_refused(two):
 def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(two):
     two.hosts["node-b"].cut()
     try:
-        run = two.train("node-a", *one_stage(two.shared, "unreachable"))
+        run = two.train("node-a", *one_stage(two.disk, "unreachable"))
         assert run.wait(60) == 3
         assert "error: node-b: not reachable (ssh ended with 255); `ssh node-b true` must work" in run.text
-        assert not (two.shared / "unreachable/runs/sft/metrics.jsonl").exists()
+        assert not (two.disk / "unreachable/runs/sft/metrics.jsonl").exists()
     finally:
         two.hosts["node-b"].mend()

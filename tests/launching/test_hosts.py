@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from support.launch_stub import ROOT, TINY, stub_environment, train
+from support.launch_stub import ROOT, TINY, started, stub_environment, train
 
 from pipeline.errors import InputError
 from pipeline.launching.machine import chosen_gpus, hosts_of_launcher, read_hostfile
@@ -111,3 +111,21 @@ def test_the_dry_run_names_unknown_hosts_of_a_host_file(tmp_path):
     assert bad.stderr == (
         "error: --include: worker-2: unknown host; did you mean worker-1?; there are worker-0, worker-1\n"
     )
+
+
+def test_the_check_of_hosts_is_of_every_stage_and_starts_none(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    done = train(tmp_path, *TINY, "--deployment-type", "multi_node", "--hostfile", "hosts", "--check")
+    assert done.returncode == 0 and ["--check" in words for words in started(tmp_path)] == [True] * 3
+    wrong = train(tmp_path, *TINY, "--check").stderr
+    assert wrong == "error: --check: found True with single_gpu; give --deployment-type multi_node\n"
+
+
+def test_without_ssh_each_host_is_started_by_itself(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    words = (*TINY, "--step", "1", "--deployment-type", "multi_node", "--hostfile", "hosts", "--launcher", "none")
+    assert train(tmp_path, *words, "--node-rank", "1", STUB_OUTCOMES="0").returncode == 0
+    ((*first,),) = started(tmp_path)
+    assert first[2:5] == ["--no_ssh", "--node_rank", "1"]
+    wrong = train(tmp_path, *words, "--node-rank", "2").stderr
+    assert wrong == "error: --node_rank: found 2, wanted 0 to 1, the place of this host in hosts\n"

@@ -160,16 +160,6 @@ def test_launcher_flags_reach_the_launcher(tmp_path, place):
     assert given[place[0]] == place[1]
 
 
-def test_without_ssh_each_host_is_started_by_itself(tmp_path):
-    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
-    words = (*TINY, "--step", "1", "--deployment-type", "multi_node", "--hostfile", "hosts", "--launcher", "none")
-    assert train(tmp_path, *words, "--node-rank", "1", STUB_OUTCOMES="0").returncode == 0
-    ((*first,),) = started(tmp_path)
-    assert first[2:5] == ["--no_ssh", "--node_rank", "1"]
-    wrong = train(tmp_path, *words, "--node-rank", "2").stderr
-    assert wrong == "error: --node_rank: found 2, wanted 0 to 1, the place of this host in hosts\n"
-
-
 @pytest.mark.parametrize(
     ("given", "flags", "preset"),
     [

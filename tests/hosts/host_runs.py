@@ -1,0 +1,25 @@
+"""Flags of small runs on several hosts, and what they leave."""
+
+from pathlib import Path
+
+STEPS = 60
+
+
+def flags(disk: Path, output: str, *more: object) -> list[str]:
+    """Flags of train.py for a small run of all stages."""
+    data = disk / "data"
+    common = ["--actor-model", data / "base", "--reward-model", data / "base", "--output-dir", output]
+    common += ["--data-path", data / "train.jsonl", "--eval-data-path", data / "test.jsonl", "--data-split", "none"]
+    common += ["--data-output-path", disk / "cache", "--dtype", "fp32", "--per-device-train-batch-size", 4]
+    common += ["--sft.max-seq-len", 96, "--reward.max-seq-len", 96]
+    return [str(word) for word in [*common, "--enable-tensorboard", "false", *more]]
+
+
+def one_stage(disk: Path, output: str, *more: object) -> list[str]:
+    fixed = ("--step", 1, "--max-steps", STEPS, "--save-steps", 10, "--sft.num-train-epochs", 1000)
+    return flags(disk, output, *fixed, *more)
+
+
+def assert_same(one: Path, other: Path, *models: str) -> None:
+    for model in models:
+        assert (one / model / "model.safetensors").read_bytes() == (other / model / "model.safetensors").read_bytes()

@@ -1,0 +1,86 @@
+"""Jobs for Slurm, Kubeflow Trainer and SkyPilot: the train.py that each starts, and the published schemas."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.launch_stub import ROOT, write_program
+
+from pipeline.launching.machine import hosts_of_launcher
+from pipeline.launching.plan import make_plan
+from rlhf.train import STAGES, launcher_words, num_ranks
+
+PYTHON_STUB = """#!/bin/bash
+printf '%s\\0' "$@" >"$NOTES"
+"""
+SCONTROL_STUB = """#!/bin/bash
+[[ $* == "show hostnames n[1-2]" ]] && printf 'first\\nsecond\\n'
+"""
+TWO_OF_EIGHT = {"first": list(range(8)), "second": list(range(8))}
+
+
+def planned(folder: Path, script: str, *words: str, **variables: str) -> Any:
+    """The configuration of the train.py that a shell script starts; the host file must exist for it."""
+    write_program(folder / "bin/python", PYTHON_STUB)
+    write_program(folder / "bin/scontrol", SCONTROL_STUB)
+    notes = folder / "notes"
+    path = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder), "NOTES": str(notes)}
+    subprocess.run(["bash", "-ec", script, *words], env={**path, **variables}, cwd=folder, timeout=20, check=True)
+    if not notes.exists():
+        return None
+    module, *argv = notes.read_text().split("\0")[1:-1]
+    assert module == "rlhf.train"
+    return make_plan(argv, STAGES, prog="rlhf train").config
+
+
+def test_slurm(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = (ROOT / "launch/slurm.sbatch").read_text()
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
+    config = planned(tmp_path, script, "slurm.sbatch", "--actor-model", "6.7b", "--step", "1", **slurm)
+    assert (config.launcher, config.actor_model, config.step) == ("srun", "6.7b", [1])
+    assert hosts_of_launcher(launcher_words(config)) == TWO_OF_EIGHT
+
+
+def test_skypilot(tmp_path):
+    task = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
+    sky = {"SKYPILOT_NODE_IPS": "first\nsecond", "SKYPILOT_NUM_GPUS_PER_NODE": "8", **task["envs"]}
+    assert planned(tmp_path, task["run"], SKYPILOT_NODE_RANK="1", **sky) is None
+    config = planned(tmp_path, task["run"], SKYPILOT_NODE_RANK="0", **sky)
+    assert (config.launcher, config.actor_model) == ("ssh", "13b")
+    assert hosts_of_launcher(launcher_words(config)) == TWO_OF_EIGHT
+
+
+def test_kubeflow_trainer(tmp_path):
+    trainer = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())["spec"]["trainer"]
+    assert trainer["command"] == ["bash", "-ec"]
+    torch = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
+    torch |= {"PET_MASTER_ADDR": "rlhf-node-0-0.rlhf", "PET_MASTER_PORT": "29400"}
+    torch |= {variable["name"]: variable["value"] for variable in trainer["env"]}
+    config = planned(tmp_path, trainer["args"][0], **torch)
+    assert launcher_words(config)[:3] == ["--no_ssh", "--node_rank", "1"] and num_ranks(config, 0) == 16
+    assert (config.master_addr, config.master_port) == ("rlhf-node-0-0.rlhf", 29400)
+
+
+@pytest.mark.slow
+def test_the_trainjob_is_of_the_published_schema():
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    job = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
+    read = models.TrainerV1alpha1TrainJob.from_dict(job)
+    assert json.loads(read.to_json()) == job, "every key is one of the schema"
+
+
+@pytest.mark.slow
+def test_the_sky_task_is_of_the_published_schema():
+    schemas = pytest.importorskip("sky.utils.schemas", reason="pip install skypilot")
+    import jsonschema
+
+    task = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**task, "num_node": 2}, schemas.get_task_schema())

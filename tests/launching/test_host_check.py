@@ -1,0 +1,72 @@
+"""The check of all hosts before a run: what differs is named with the host and what to do. ssh is a stand-in."""
+
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from support.launch_stub import ROOT, stub_environment, write_program
+
+from pipeline.launching.host_launcher import differences
+
+# Plays ssh: runs the last word here; host b has a copy of the project.
+SSH_STUB = """#!/bin/bash
+line="${@: -1}"
+[[ ${@: -2:1} != b ]] || line="${line/#PYTHONPATH=*PYTHONSAFEPATH/PYTHONPATH='COPY' PYTHONSAFEPATH}"
+exec bash -c "$line"
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    """The finished process of a check of hosts a and b, b of which runs `tmp_path`/copy."""
+    write_program(tmp_path / "bin/ssh", SSH_STUB.replace("COPY", str(tmp_path / "copy")))
+    for package in ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "launch", "rlhf"):
+        shutil.copytree(ROOT / package, tmp_path / "copy" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    environment = stub_environment(tmp_path, PYTHON=sys.executable, DS_ACCELERATOR="cpu")
+    words = ["--hostfile", "hosts", "--check", "1", "--data_path", "data.jsonl", "--output_dir", "out/sft"]
+    command = ["bash", str(ROOT / "launch/multi_node.sh"), *words]
+    return lambda: subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_hosts_that_are_alike_pass_and_one_with_other_code_is_named(tmp_path, check):
+    done = check()
+    assert done.returncode == 0, done.stderr
+    first, second, last = done.stdout.splitlines()
+    assert first.startswith("a: 0 GPUs, 1 ranks, python 3.") and second.startswith("b: 0 GPUs, 2 ranks, python 3.")
+    assert last == "2 hosts can run step1_sft.main; nothing was started"
+    with (tmp_path / "copy/pipeline/errors.py").open("a") as file:
+        file.write("# changed\n")
+    done = check()
+    assert done.returncode == 3 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: b: code of the project is ") and done.stderr.endswith("the same on both\n")
+
+
+def said(*, torch="2.13.0", gpus=8, chosen=8, data="x"):
+    return {
+        "facts": {"same": {"torch": torch}, "gpus": gpus, "chosen": chosen},
+        "contents": {"--data_path a.jsonl": data},
+    }
+
+
+COPY = "copy it from the host that has the right one"
+
+
+@pytest.mark.parametrize(
+    ("second", "line"),
+    [
+        (said(), None),
+        (said(torch="2.12.0"), "torch is 2.12.0, a has 2.13.0; install the same on both"),
+        (said(gpus=4), "GPU 7 is asked for, it has 4; lower its slots in the host file, or give --exclude"),
+        (said(data="y"), f"--data_path a.jsonl: is not what a has; {COPY}"),
+        (said(data=""), f"--data_path a.jsonl: is not there, or unreadable; {COPY}"),
+    ],
+)
+def test_each_difference_is_one_line_that_says_what_to_do(second, line):
+    hosts = [SimpleNamespace(name="a", said=said()), SimpleNamespace(name="b", said=second)]
+    assert differences(hosts) == ([f"b: {line}"] if line else [])
