@@ -1,6 +1,7 @@
 """Write a checkpoint's models as plain folders without resuming its run: `rlhf export output/runs/sft --output DIR`."""
 
 import importlib
+import os
 from pathlib import Path
 
 from pipeline.configuration.flag_table import flag
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf export") -> int:
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, read the checkpoint, and write its models."""
     config = command_config(ExportConfig, argv, section="export", prog=prog)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing runs on a GPU; else DeepSpeed says that it found none
     import transformers
 
     from pipeline.checkpoints.offline import open_checkpoint

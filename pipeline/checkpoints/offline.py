@@ -88,7 +88,8 @@ def open_checkpoint(path: Path, stages: Mapping[str, type[Group]], *, output: st
         InputError: there is no checkpoint, or it is not within the folder of its run. CheckpointError: it is damaged.
     """
     is_run = (path / "checkpoints").is_dir()
-    folder = first_whole(candidates(path / "checkpoints") if is_run else [path] if path.is_dir() else [])
+    named = [path] if (path / "state.json").is_file() else []
+    folder = first_whole(candidates(path / "checkpoints") if is_run else named)
     if folder is None:
         raise InputError(f"{path}: found no checkpoint; name one (runs/sft/checkpoints/step-200), or a run's folder")
     saved = read_json(folder / "state.json")

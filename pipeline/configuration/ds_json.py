@@ -57,6 +57,8 @@ def contradictions(said: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each pair of values of one JSON that exclude each other. Keys are dotted."""
     if said.get("bf16.enabled") is True and said.get("fp16.enabled") is True:
         yield "bf16 and fp16: both are enabled, wanted one"
+    if said.get("bf16.bf16_master_weights_and_grads") is True and said.get("bf16.bf16_optimizer_states") is not True:
+        yield "bf16.bf16_master_weights_and_grads: found True, needs bf16.bf16_optimizer_states too"
     stage, zero = said.get("zero_optimization.stage", "auto"), "zero_optimization"
     for block, needed in (("offload_optimizer", 1), ("offload_param", 3)):
         device = said.get(f"{zero}.{block}.device", "none")

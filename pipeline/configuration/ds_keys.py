@@ -123,6 +123,7 @@ LOOSE_BLOCKS = {
 BLOCKS = {"": TOP_LEVEL, **MODEL_BLOCKS, **LOOSE_BLOCKS, "bfloat16": MODEL_BLOCKS["bf16"]}
 
 GONE = "DeepSpeed has removed it"
+OWN_ADAM = "the optimizer is torch.optim.AdamW, also in host memory"
 OWN_STEP = "this project cuts steps and reads gradients itself"
 FEWER_BITS = "it changes the numbers of a step; zero_hpz_partition_size alone keeps them"
 # Keys that DeepSpeed knows and that may only be switched off here -> why, and what is right.
@@ -147,6 +148,7 @@ REFUSED = {
     "zero_optimization.zero_quantized_weights": FEWER_BITS,
     "zero_optimization.zero_quantized_nontrainable_weights": f"{FEWER_BITS}; frozen weights: --quantization",
     "zero_optimization.zero_quantized_gradients": FEWER_BITS,
+    "zero_optimization.offload_optimizer.super_offload": OWN_ADAM,
     "zero_optimization.zenflow": "late updates change the numbers of a step",
     "data_efficiency": "rows are drawn by this project's own data loader",
     "datastates_ckpt": "checkpoints are this project's own; use --save_steps, --save_in_background",
@@ -157,13 +159,15 @@ REFUSED = {
     "tensor_parallel": "there is no tensor parallelism in training; rollouts have --inference_tp_size",
     "torch_autocast": "use --dtype",
     "weight_quantization": "it is for inference; use --quantization with LoRA",
-    "zero_force_ds_cpu_optimizer": "the optimizer is torch.optim.AdamW, also in host memory",
+    "zero_force_ds_cpu_optimizer": OWN_ADAM,
+    "fp16.fp16_master_weights_and_grads": OWN_ADAM,
 }
 # Keys with one right value.
 ONLY = {
     "gradient_allreduce_op": ("mean", OWN_STEP),
     "managed_gradient_accumulation": (True, OWN_STEP),
     "zero_optimization.compute_grad_norm": (True, OWN_STEP),
+    "zero_optimization.offload_optimizer.ratio": (1, OWN_ADAM),
 }
 # Keys without effect in this project -> why, or what has one.
 IDLE = {

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
+from pydantic import ValidationError
 
 from pipeline import dist
 from pipeline.engine.private_names import check_private_names
@@ -40,13 +41,25 @@ def start_deepspeed(*, deterministic: bool = False) -> None:
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
 
 
+def check_values(config: dict[str, Any]) -> None:
+    """Raise InputError where DeepSpeed itself refuses a value of the JSON of an engine, before a model is loaded."""
+    try:
+        deepspeed.DeepSpeedConfig(config)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, one['loc']))}: found {one['input']!r}: {one['msg']}" for one in error.errors()]
+        raise InputError("\n".join(f"DeepSpeed refuses {line}" for line in wrong)) from None
+    except (AssertionError, ValueError, deepspeed.DeepSpeedConfigError) as error:
+        raise InputError(f"DeepSpeed refuses its JSON: {' '.join(str(error).split())}") from None
+
+
 @contextmanager
 def partitioned_loading(config: dict[str, Any], path: str) -> Iterator[None]:
     """Make `from_pretrained` put the weights at `path` straight into ZeRO-3 partitions; nothing below ZeRO stage 3.
 
     Raises:
-        InputError: it is a mixture of experts.
+        InputError: it is a mixture of experts, or DeepSpeed refuses the JSON `config`.
     """
+    check_values(config)
     if config["zero_optimization"]["stage"] < 3:
         yield
         return

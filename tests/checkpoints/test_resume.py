@@ -246,6 +246,7 @@ def test_what_cannot_be_exported(spoilt: Story, tmp_path: Path, capsys: pytest.C
     (moved / "config.json").write_text(json.dumps(settings))
     refused = {
         (tmp_path / "nothing", tmp_path / "out"): "found no checkpoint; name one",
+        (model, tmp_path / "out"): f"{model}: found no checkpoint; name one",
         (run, model): f"--output: {model} exists; name a new folder",
         (tmp_path / "alone" / "step-4", tmp_path / "out"): "a checkpoint is read within the folder of its run",
         (moved, tmp_path / "out"): f"{model}: not the model that {moved / 'checkpoints'}",

@@ -13,6 +13,7 @@ from pipeline.configuration.ds_config import Placement, frozen_json
 from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, REFUSED, TOP_LEVEL, check_keys
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.errors import InputError
 from step3_ppo.config import PPOConfig
 
 # --- golden dicts ---------------------------------------------------------------------------------------------------
@@ -28,6 +29,9 @@ FRAME = {
     "bf16": {"enabled": True},
     "fp16": {"enabled": False},
 }
+
+
+ZERO_3 = {"zero_optimization": {"stage": 3}}
 
 
 def test_stage_0():
@@ -277,3 +281,25 @@ def test_deepspeed_accepts_a_frozen_config(stage):
     place = Placement(device="cuda", dtype="bf16", ranks=1, run_dir=Path("unused"))
     config = frozen_json(DeepSpeedConfig(), ModelConfig(zero_stage=stage), place, offload=stage == 3)
     assert Installed(dict(config)).zero_config.stage == stage
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"zero_optimization": {"offload_param": {"buffer_count": -1}}}, "offload_param.buffer_count: found -1: Input"),
+        (
+            {"zero_optimization": {"stage": 0}, "bf16": {"bf16_master_weights_and_grads": True}},
+            "only supported with ZeRO",
+        ),
+        ({"checkpoint": {"tag_validation": "often"}}, "OFTEN"),
+    ],
+)
+def test_a_value_that_only_deepspeed_checks_is_refused_in_one_line_before_a_model_is_loaded(block, words):
+    from pipeline.engine.start import partitioned_loading
+
+    with (
+        pytest.raises(InputError, match="^DeepSpeed refuses ") as caught,
+        partitioned_loading(FRAME | ZERO_3 | block, ""),
+    ):
+        pytest.fail("a model would be loaded")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
