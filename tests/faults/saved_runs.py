@@ -15,6 +15,7 @@ from torch import nn
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.engine import fragments
+from step1_sft.config import SFTConfig
 
 OS_CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
 FINGERPRINT = RunFingerprint(settings={"seed": 1}, hashes={"data": "abc"}, sizes={"rows": 8}, rounding={})
@@ -34,7 +35,8 @@ def make_engine() -> Any:
 
 
 def make_run(folder: Path) -> Any:
-    return SimpleNamespace(folder=folder, world=SimpleNamespace(device=torch.device("cpu")))
+    resolved = SimpleNamespace(config=SFTConfig(deepspeed={"dtype": "fp32"}))
+    return SimpleNamespace(folder=folder, resolved=resolved, world=SimpleNamespace(device=torch.device("cpu")))
 
 
 def save(folder: Path, engine: Any, step: int, *, keep: int = 1, background: bool = False) -> None:
