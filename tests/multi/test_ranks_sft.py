@@ -161,10 +161,10 @@ def test_a_new_engine_goes_on_from_a_checkpoint(found: Found, stage: int) -> Non
         assert mine["norms"][0] == mine["norms"][1]
 
 
-EXPORTED = [(size, stage) for size in (1, 2) for stage in (0, 2, 3)]
+EXPORTED = [(size, stage) for size in (1, 2) for stage in range(4)]
 
 
-@pytest.mark.parametrize(("size", "stage"), slow_but([(1, 0), (2, 3)], EXPORTED))
+@pytest.mark.parametrize(("size", "stage"), slow_but([(1, 1), (2, 3)], EXPORTED))
 def test_an_exported_checkpoint_is_the_saved_model(found: Found, size: int, stage: int, tmp_path: Path) -> None:
     case = found[size][0][f"z{stage} resume"]
     (checkpoint,) = (Path(case["run"]) / "checkpoints").glob("step-*")
@@ -176,6 +176,18 @@ def test_an_exported_checkpoint_is_the_saved_model(found: Found, size: int, stag
         rounded = load_file(tmp_path / str(dtype) / "model.safetensors")
         assert rounded.keys() == whole.keys()
         assert all(torch.equal(rounded[name], whole[name].to(dtype)) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 0), (2, 3)])
+def test_an_exported_adapter_is_merged_as_the_saved_one(
+    found: Found, size: int, stage: int, dtype: str, tmp_path: Path
+) -> None:
+    case = found[size][0][f"z{stage} resume lora {dtype}"]
+    assert export.main([case["run"], "--output", f"{tmp_path}/out"]) == EXIT_DONE
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+    assert_same_folder(tmp_path / "out", Path(case["model"]))
 
 
 @pytest.mark.slow

@@ -194,6 +194,9 @@ def cases() -> dict[str, Any]:
     lora = ("--lora_dim", 4)
     for stage in (0, 3):
         here = ("--zero_stage", stage)
+        for dtype in ("fp32", "bf16"):
+            words = (*here, *lora, "--dtype", dtype)
+            found[f"z{stage} resume lora {dtype}"] = partial(checkpointed, micro=2, words=words)
         found[f"z{stage} lora"] = partial(steps, micro=2, words=(*here, *lora))
         found[f"z{stage} recomputed"] = partial(steps, micro=2, words=(*here, "--gradient_checkpointing"))
         found[f"z{stage} recomputed lora"] = partial(steps, micro=2, words=(*here, *lora, "--gradient_checkpointing"))
