@@ -38,7 +38,7 @@ from pipeline.engine.state import counters, engine_fragments, restore_counters, 
 from pipeline.errors import CheckpointError, EnvironmentFault, InputError
 from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, replacing, write_json
 from pipeline.heartbeat import result_of
-from pipeline.host_storage import on_each_storage, unite
+from pipeline.run.host_storage import on_each_storage, unite
 from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)

@@ -23,12 +23,12 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.build import weights_dtype
 from pipeline.errors import DivergedError
 from pipeline.files import has_config, with_new_folder, write_json
-from pipeline.host_storage import share
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import START, is_lora, merged_weight, quantization_of
 from pipeline.models.partitions import gathered, is_partitioned
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import eos_ids
+from pipeline.run.host_storage import share
 from pipeline.run.run import Run
 
 SHARD_SIZE = "5GB"

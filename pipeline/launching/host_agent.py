@@ -35,6 +35,7 @@ from pipeline.run.lock import locked
 from pipeline.run.outcome import AGENT, SUPERVISOR, Outcome, check_nobody_left, clear_outcomes, read_outcome
 
 SETTLE_S = 3.0  # after a rank's failure, for the others to write theirs
+LAUNCHER_S = 6.0  # for the ranks' launcher to end with the signal that one of them died of
 SILENCE_S = 40.0  # of the launcher: this host is cut off, and its ranks end before the launcher gives it up
 PING_S = 1.0
 POLL_S = 0.2
@@ -167,7 +168,7 @@ class Agent:
     def tell_death(self, state: RankState, process: "subprocess.Popen[bytes]", memory: str) -> None:
         """Write how a rank ended that was killed; its launcher tells the signal."""
         with suppress(subprocess.TimeoutExpired):
-            process.wait(SETTLE_S)
+            process.wait(LAUNCHER_S)
         kills = num_oom_kills() - self.oom_kills
         why = cause_of_death(state, JobStatus(self.run_dir, process.poll(), False, memory, kills))
         outcome = state.outcome

@@ -34,9 +34,9 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.files import refused_by_disk, write_json
-from pipeline.host_storage import look_at_storage, on_each_storage
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
+from pipeline.run.host_storage import look_at_storage, on_each_storage
 from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (

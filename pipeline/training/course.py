@@ -13,8 +13,8 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError
 from pipeline.heartbeat import beat
-from pipeline.host_storage import on_each_storage
 from pipeline.run.earlier_runs import write_done
+from pipeline.run.host_storage import on_each_storage
 from pipeline.run.run import Run
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters, Interrupted, Stopping, divergence_advice
