@@ -17,11 +17,11 @@ def needs(config: RewardConfig, made: Mapping[str, str], dtype: str, ranks: int)
         only_lora=config.deepspeed.only_optimize_lora,
     )
     pairs, evaluated = optimizer.per_device_train_batch_size, optimizer.per_device_eval_batch_size
-    accumulates = optimizer.gradient_accumulation_steps > 1
+    steps = optimizer.gradient_accumulation_steps
     return StageNeeds(
         models=[model],
         phases={  # chosen and rejected are two rows
-            "train": [Pass("model", 2 * pairs, length, trains=True, accumulates=accumulates)],
+            "train": [Pass("model", 2 * pairs, length, trains=True, accumulates=steps > 1, times=steps)],
             "evaluate": [Pass("model", 2 * evaluated, length)],
         },
         batch=[step_arithmetic(optimizer, ranks, f"pairs of up to {length} tokens each")],

@@ -15,7 +15,8 @@ from step3_ppo.config import PPOConfig
 
 def needs(config: PPOConfig, made: Mapping[str, str], dtype: str, ranks: int) -> StageNeeds:
     """Return the needs of a rank; `made`: folder of an earlier stage's output -> the model which that starts from."""
-    models = models_of(config, made)
+    models, optimizer = models_of(config, made), config.optimizer
+    rows_per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps
     roles = [use.role for use in models]
     return StageNeeds(
         models=models,
@@ -26,6 +27,7 @@ def needs(config: PPOConfig, made: Mapping[str, str], dtype: str, ranks: int) ->
         },
         batch=batch_lines(config, ranks),
         rollout=rollout(config, models[0], dtype, ranks),
+        steps_each=num_responses(config) * config.ppo.ppo_epochs // rows_per_step,
         idle_states_leave=config.sampling.offload_optimizer_during_rollout,
     )
 
@@ -52,19 +54,22 @@ def prefill(config: PPOConfig) -> Pass:
     """Return the first pass over prompts: as many as there are slots, within the limit of a prefill."""
     length = config.data.max_prompt_seq_len
     rows = min(num_slots(config), max(1, MAX_PREFILL_TOKENS // length))
-    return Pass("actor", rows, length, rows)
+    return Pass("actor", rows, length, rows, times=-(-num_responses(config) // rows))
 
 
 def scoring(config: PPOConfig, roles: list[str]) -> list[Pass]:
     """Return the largest passes of a rollout without gradients: the policy's in the shape of updates, if it is made."""
     answer = config.sampling.max_answer_seq_len
     length = round_up(config.data.max_prompt_seq_len + answer, LENGTH_UNIT)
-    micro, sampling = config.optimizer.per_device_train_batch_size, config.sampling
-    prompts = sampling.per_device_generation_batch_size * sampling.generation_batches
-    rows = min(prompts * sampling.num_samples_per_prompt, max(1, SCORING_TOKENS // length))
-    passes = [] if config.ppo.old_log_probs == "sampler" else [Pass("actor", micro, length, micro * answer)]
-    passes += [Pass("reference" if "reference" in roles else "actor", rows, length, rows * answer)]
-    return passes + [Pass(role, rows, length) for role in ("critic", "reward model") if role in roles]
+    micro, responses = config.optimizer.per_device_train_batch_size, num_responses(config)
+    rows = min(responses, max(1, SCORING_TOKENS // length))
+    passes, times = list[Pass](), -(-responses // rows)
+    if config.ppo.old_log_probs == "trainer":
+        passes.append(Pass("actor", micro, length, micro * answer, times=-(-responses // micro)))
+    reference = "reference" if "reference" in roles else "actor"  # its adapters switched off; so is the critic scored
+    passes.append(Pass(reference, rows, length, rows * answer, times=times))
+    reward = "reward model" if "reward model" in roles else "critic"
+    return passes + [Pass(role, rows, length, times=times) for role in ("critic", reward)]
 
 
 def updates(config: PPOConfig) -> list[Pass]:
@@ -72,11 +77,19 @@ def updates(config: PPOConfig) -> list[Pass]:
     answer, optimizer = config.sampling.max_answer_seq_len, config.optimizer
     length = round_up(config.data.max_prompt_seq_len + answer, LENGTH_UNIT)
     rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
-    passes = [Pass("actor", rows, length, rows * answer, trains=True, accumulates=accumulates)]
-    passes.append(Pass("critic", rows, length, trains=True, accumulates=accumulates))
+    times = num_responses(config) * config.ppo.ppo_epochs // rows
+    passes = [Pass("actor", rows, length, rows * answer, trains=True, accumulates=accumulates, times=times)]
+    passes.append(Pass("critic", rows, length, trains=True, accumulates=accumulates, times=times))
     if config.data.unsupervised_data_path:
-        passes.append(Pass("actor", rows, length, rows * (length - 1), trains=True, accumulates=True))
+        passes.append(Pass("actor", rows, length, rows * (length - 1), trains=True, accumulates=True, times=times))
     return passes
+
+
+def num_responses(config: PPOConfig) -> int:
+    """Return the responses of a rollout on a rank."""
+    sampling = config.sampling
+    prompts = sampling.per_device_generation_batch_size * sampling.generation_batches
+    return prompts * sampling.num_samples_per_prompt
 
 
 def num_slots(config: PPOConfig) -> int:
@@ -95,6 +108,8 @@ def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollo
         cache_length=round_up(longest, CACHE_LENGTH_MULTIPLE),
         bytes_per_token=cache_bytes_per_token(load_config(actor.path), size.element),
         copied_bytes=copied_bytes(config, actor, dtype, ranks),
+        num_responses=num_responses(config),
+        num_new_tokens=sampling.max_answer_seq_len,
         share_of_free=CACHE_MEMORY_FRACTION,
         always_released=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         free_share_for_update=FREE_SHARE_FOR_UPDATE,
@@ -125,7 +140,7 @@ def batch_lines(config: PPOConfig, ranks: int) -> list[str]:
     """Return the arithmetic of a rollout and of its optimizer steps."""
     sampling, optimizer = config.sampling, config.optimizer
     prompts, samples = sampling.per_device_generation_batch_size, sampling.num_samples_per_prompt
-    responses = prompts * samples * sampling.generation_batches * ranks
+    responses = num_responses(config) * ranks
     rows = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * ranks
     length = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     steps = responses * config.ppo.ppo_epochs // rows

@@ -19,6 +19,7 @@ from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.machine import device_kind
 from pipeline.launching.preflight import look_before_start, module_of_stage, output_bytes, start_models
 from pipeline.launching.target import GIB, parse_target, this_machine
+from pipeline.run.evaluations import memory_peaks
 from pipeline.run.layout import model_folders, run_folder
 
 NOTHING_STARTED = "dry run: nothing was started"
@@ -102,9 +103,12 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
 
 
 def disk_lines(config: Any, section: str, made: Mapping[str, str]) -> list[str]:
-    """Return what the outputs take on the disk at least, if the sizes of the models' files are known."""
+    """Return what the outputs take on the disk at least, and the peaks of the run in that folder, where known."""
     size = sum(part for _, part in output_bytes(config, section, made))
-    return [f"  disk     {size / GIB:.2f} GiB or more for models and a checkpoint"] if size else []
+    lines = [f"  disk     {size / GIB:.2f} GiB or more for models and a checkpoint"] if size else []
+    folder = run_folder(config.run, section)
+    peaks = ", ".join(f"{phase} {value:.2f}" for phase, value in memory_peaks(folder).items())
+    return [*lines, f"  measured {peaks} GiB (compare with low) by the last run in {folder}"] if peaks else lines
 
 
 def dry_run_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:

@@ -200,7 +200,7 @@ def phase_memory(
         gradients = sum(states[role].gradients for role in others)
         if work.trains:
             gradients += states[work.role].buckets + (states[work.role].gradients if work.accumulates else 0)
-        measured = replace(work, accumulates=True) if states[work.role].streams else work
+        measured = replace(work, accumulates=work.accumulates or states[work.role].streams, times=1)
         activations = peak_bytes(uses[work.role], dtype, measured)
         moments.append(PhaseMemory(resident, gradients, gathered, rollout, activations))
     for number, role in enumerate(trained):  # one steps after the other, and releases what was gathered of it

@@ -29,6 +29,7 @@ class Pass:
     """The largest forward pass of a model in a phase, or forward and backward pass, on one rank.
 
     num_head_tokens: tokens that pass through a language model's head. accumulates: gradients of an earlier pass exist.
+    times: passes like it in a step, or in stage 3 in a rollout.
     """
 
     role: str
@@ -37,6 +38,7 @@ class Pass:
     num_head_tokens: int = 0
     trains: bool = False
     accumulates: bool = False
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,9 @@ class Rollout:
     """The buffers of generation: a KV cache of `slots` rows of `cache_length` tokens, and copied weights.
 
     bytes_per_token: keys and values of a token, in all layers. copied_bytes: weights that generation copies, at most.
-    share_of_free: of the free memory that the cache may take; with fewer slots the other responses wait.
-    always_released: the buffers are given back before the update; else they are where the device has less free than
-    `free_share_for_update` beside them.
+    num_responses, num_new_tokens: of a rollout on a rank, at most. share_of_free: of the free memory that the cache may
+    take; with fewer slots the other responses wait. always_released: the buffers are given back before the update; else
+    they are where the device has less free than `free_share_for_update` beside them.
     """
 
     slots: int
@@ -54,6 +56,8 @@ class Rollout:
     bytes_per_token: int
     copied_bytes: int
     share_of_free: float
+    num_responses: int
+    num_new_tokens: int
     always_released: bool
     free_share_for_update: float
 
@@ -72,7 +76,7 @@ class StageNeeds:
     """What a stage needs on one rank.
 
     phases: passes by the names of phases (generate, score, train). batch: lines of batch arithmetic. idle_states_leave:
-    optimizer states are in host memory outside the training phase.
+    optimizer states are in host memory outside the training phase. steps_each: optimizer steps that the phases take.
     """
 
     models: Sequence[ModelUse]
@@ -80,6 +84,7 @@ class StageNeeds:
     batch: Sequence[str]
     rollout: Rollout | None = None
     idle_states_leave: bool = False
+    steps_each: int = 1
 
 
 def step_arithmetic(optimizer: OptimizerConfig, ranks: int, rows: str) -> str:

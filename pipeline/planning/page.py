@@ -7,6 +7,7 @@ from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flags import Resolved
 from pipeline.files import GIB
 from pipeline.launching.target import Target
+from pipeline.planning.duration import phase_seconds
 from pipeline.planning.memory import MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds
 
@@ -55,7 +56,9 @@ def stage_page(planner: StagePlanner, resolved: Resolved) -> tuple[list[str], Me
     source = " (described)" if planner.target.described else ""
     lines = [f"on {planner.target}{source}, {planner.dtype(resolved)}", *model_lines(plan)]
     lines += [f"  batch    {line}" for line in needs.batch]
-    return [*lines, *phase_lines(plan), *verdict_lines(plan, planner.target)], plan
+    lines += [*phase_lines(plan), *verdict_lines(plan, planner.target)]
+    seconds = phase_seconds(needs, planner.dtype(resolved), planner.target, slots=plan.slots)
+    return [*lines, *time_lines(seconds, resolved.config.run.max_steps, needs.steps_each)], plan
 
 
 def row(name: str, values: Sequence[str]) -> str:
@@ -97,6 +100,15 @@ def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:
     if plan.host:
         lines.append(f"  host     {gib(plan.host)} GiB of each machine hold offloaded states")
     return [*lines, f"  verdict  {verdict(plan, target)}"]
+
+
+def time_lines(seconds: Mapping[str, float], max_steps: int, steps_each: int) -> list[str]:
+    """Return the time of the phases, and of the run where `--max_steps` ends it; rough figures, of full-length rows."""
+    if not seconds:
+        return []
+    phases = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
+    run = f", {max_steps} steps {sum(seconds.values()) / steps_each * max_steps / 3600:.2g} h" if max_steps else ""
+    return [f"  time     {phases}{run}: not measured; from the data sheet, by the shares that an H200 reached"]
 
 
 def verdict(plan: MemoryPlan, target: Target) -> str:

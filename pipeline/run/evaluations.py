@@ -1,4 +1,7 @@
-"""The evaluations that a run has logged, read back for its last line and its model card. Imports no torch."""
+"""What a run has logged, read back: evaluations for its last line and its model card, peaks of memory for a plan.
+
+Imports no torch.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +10,22 @@ from typing import Any
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that hold an evaluation, in order; null where a number was not finite."""
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     # Most lines are of training steps: they are not parsed.
-    return [json.loads(line) for line in lines if '"eval_' in line]
+    return [json.loads(line) for line in metrics_lines(run_dir) if '"eval_' in line]
+
+
+def memory_peaks(run_dir: Path) -> dict[str, float]:
+    """Return the highest peak of each phase of a run's steps in GiB, by its name; {} for a run without a GPU."""
+    peaks: dict[str, float] = {}
+    for line in metrics_lines(run_dir):
+        for name, value in json.loads(line).items() if '"memory/' in line else ():
+            if name.startswith("memory/") and value is not None:
+                phase = name.removeprefix("memory/").removesuffix("_gib")
+                peaks[phase] = max(value, peaks.get(phase, 0.0))
+    return peaks
+
+
+def metrics_lines(run_dir: Path) -> list[str]:
+    """Return the lines of a run's metrics.jsonl; none where it has not begun."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []

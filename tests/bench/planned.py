@@ -20,6 +20,7 @@ from pipeline.configuration.flags import parse
 from pipeline.files import GIB
 from pipeline.launching.dry_run import engine_jsons
 from pipeline.launching.target import parse_target
+from pipeline.planning.duration import phase_seconds
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner
 from step1_sft.config import SFTConfig
@@ -38,7 +39,10 @@ LLAMA = "--actor_model_name_or_path llama-7b --critic_model_name_or_path llama-1
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that was measured: its flags without folders, and the peak in GiB of its highest phase, or of one."""
+    """A run that was measured: its flags without folders, and the peak in GiB of its highest phase, or of one.
+
+    seconds: of its phases, generate, score and train, or train alone.
+    """
 
     name: str
     section: str
@@ -47,6 +51,7 @@ class Run:
     measured: float
     source: str
     phase: str = ""
+    seconds: tuple[float, ...] = ()
 
 
 def ppo(models: str, micro: int, steps: int, zero_stage: int, rest: str = "") -> str:
@@ -61,18 +66,24 @@ LORA_7B = ppo(LLAMA, 4, 16, 2, "--actor_lora_dim 64")
 CHECKPOINTING = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
 # The last one was measured while a planner was wished for; its other settings are those of the benchmark's rows.
 RUNS = (
-    Run("SFT, OPT-1.3B", "sft", H200, f"--model_name_or_path 1.3b {SUPERVISED}", 29.4, "sft_h200_202611"),
-    Run("reward, OPT-350M", "reward", H200, f"--model_name_or_path 350m {SUPERVISED}", 14.3, "reward_h200_202611"),
+    Run("SFT, OPT-1.3B", "sft", H200, f"--model_name_or_path 1.3b {SUPERVISED}", 29.4, "sft_h200_202611",
+        seconds=(0.503,)),
+    Run("reward, OPT-350M", "reward", H200, f"--model_name_or_path 350m {SUPERVISED}", 14.3, "reward_h200_202611",
+        seconds=(0.283,)),
     Run("PPO, OPT-1.3B, micro-batch 16", "ppo", H200, ppo(OPT, 16, 4, 2), 43.4, "ppo_h200_202611"),
-    Run("the same, 32", "ppo", H200, ppo(OPT, 32, 2, 2), 52.637, "raw/ppo_h200_202611_lora"),
-    Run("the same, 32, LoRA 64", "ppo", H200, ppo(OPT, 32, 2, 2, "--actor_lora_dim 64"), 36.056,
-        "raw/ppo_h200_202611_lora"),
-    Run("the same, 16, ZeRO-1", "ppo", FOUR, ppo(OPT, 16, 4, 1), 29.6, "raw/ppo_h200x4_202611_scaling"),
-    Run("the same, 32, ZeRO-2", "ppo", FOUR, ppo(OPT, 32, 2, 2), 38.6, "raw/ppo_h200x4_202611_zero3"),
-    Run("the same, 32, ZeRO-3", "ppo", FOUR, ppo(OPT, 32, 2, 3), 39.3, "raw/ppo_h200x4_202611_zero3"),
+    Run("PPO, OPT-1.3B, micro-batch 32", "ppo", H200, ppo(OPT, 32, 2, 2), 52.637, "raw/ppo_h200_202611_lora",
+        seconds=(0.686, 0.221, 0.618)),
+    Run("PPO, OPT-1.3B, micro-batch 32, LoRA 64", "ppo", H200, ppo(OPT, 32, 2, 2, "--actor_lora_dim 64"), 36.056,
+        "raw/ppo_h200_202611_lora", seconds=(0.699, 0.239, 0.599)),
+    Run("PPO, OPT-1.3B, micro-batch 16, ZeRO-1", "ppo", FOUR, ppo(OPT, 16, 4, 1), 29.6, "raw/ppo_h200x4_202611_scaling",
+        seconds=(0.687, 0.226, 0.645)),
+    Run("PPO, OPT-1.3B, micro-batch 32, ZeRO-2", "ppo", FOUR, ppo(OPT, 32, 2, 2), 38.6, "raw/ppo_h200x4_202611_zero3"),
+    Run("PPO, OPT-1.3B, micro-batch 32, ZeRO-3", "ppo", FOUR, ppo(OPT, 32, 2, 3), 39.3, "raw/ppo_h200x4_202611_zero3",
+        seconds=(0.710, 0.241, 0.716)),
     Run("PPO, Llama-7B LoRA 64, critic 1B", "ppo", H200, LORA_7B, 59.624, "raw/ppo_h200_202611_memory", "generate"),
-    Run("the same", "ppo", H200, LORA_7B, 59.749, "raw/ppo_h200_202611_memory", "score"),
-    Run("the same", "ppo", H200, LORA_7B, 71.17, "raw/ppo_h200_202611_memory", "train"),
+    Run("PPO, Llama-7B LoRA 64, critic 1B", "ppo", H200, LORA_7B, 59.749, "raw/ppo_h200_202611_memory", "score"),
+    Run("PPO, Llama-7B LoRA 64, critic 1B", "ppo", H200, LORA_7B, 71.17, "raw/ppo_h200_202611_memory", "train",
+        seconds=(2.286, 2.793, 4.416)),
     Run("PPO, Llama-7B, critic 1B, ZeRO-3, checkpointing", "ppo", FOUR,
         ppo(LLAMA, 4, 16, 3, f"--old_log_probs sampler --max_answer_seq_len 1024 {CHECKPOINTING}"), 105.0, "one run"),
 )  # fmt: skip
@@ -114,5 +125,23 @@ def table() -> list[str]:
     return lines
 
 
+def planned_seconds(run: Run, folder: Path) -> list[float]:
+    """The planned seconds of a run's phases, in the order of `Run.seconds`."""
+    planner, resolved = planner_of(run.section, run.words, run.target, folder)
+    plan = planner.memory(resolved)
+    return list(phase_seconds(planner.needs(resolved), "bf16", planner.target, slots=plan.slots).values())
+
+
+def time_table() -> list[str]:
+    """The lines of the table of times in Markdown: planned / measured seconds of each phase."""
+    lines = ["| run | GPUs | generate | score | train |", "|---|---|---|---|---|"]
+    with tempfile.TemporaryDirectory() as folder:
+        for run in filter(lambda run: run.seconds, RUNS):
+            pairs = zip(planned_seconds(run, Path(folder)), run.seconds, strict=True)
+            cells = [f"{value:.2f} / {measured:.2f} ({value / measured - 1:+.0%})" for value, measured in pairs]
+            lines.append(f"| {run.name} | {run.target[0]} | {' | '.join([''] * (3 - len(cells)) + cells)} |")
+    return lines
+
+
 if __name__ == "__main__":
-    print(*table(), sep="\n")
+    print(*table(), "", *time_table(), sep="\n")

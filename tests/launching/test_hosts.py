@@ -103,7 +103,7 @@ def test_the_launch_script_refuses_wrong_hosts_before_anything_starts(tmp_path):
 
 def test_the_dry_run_names_unknown_hosts_of_a_host_file(tmp_path):
     (tmp_path / "hosts").write_text("worker-0 slots=8\nworker-1 slots=8\n")
-    words = (*TINY, "--deployment-type", "multi_node", "--hostfile", "hosts", "--dry-run", "--include")
+    words = (*TINY, "--deployment-type", "multi_node", "--hostfile", "hosts", "--explain", "--include")
     good = train(tmp_path, *words, "worker-0:0,1@worker-1")
     assert good.returncode == 0 and '"train_micro_batch_size_per_gpu": 32' in good.stdout, good.stderr
     bad = train(tmp_path, *words, "worker-0@worker-2:0")

@@ -93,6 +93,17 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
 
 
+def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):
+    """The highest of all steps; a run of another folder is not told of."""
+    lines = [{"step": 1, "memory/train_gib": 1.5}, {"step": 2, "memory/train_gib": 1.25}, {"step": 2, "eval_loss": 1.0}]
+    (inputs / "earlier").mkdir()
+    text = "\n".join(map(json.dumps, lines))
+    (inputs / "earlier/metrics.jsonl").write_text(text, encoding="utf-8")
+    told = "  measured train 1.50 GiB (compare with low) by the last run in earlier\n"
+    assert told in planned("--target", "small.yaml", "--run_dir", "earlier", "--overwrite").stdout
+    assert "measured" not in planned("--target", "small.yaml").stdout
+
+
 def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     done = planned("--target", "none.yaml")
     assert done.returncode == 3 and done.stdout.endswith("dry run: nothing was started\n")

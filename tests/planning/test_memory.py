@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.planned import FOUR, OPT, RUNS, planned, planner_of, ppo, table
+from bench.planned import FOUR, OPT, RUNS, planned, planner_of, ppo, table, time_table
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from engine.test_engine_memory import accumulate, tiny_engine
 from support.ds_arguments import built
@@ -94,7 +94,8 @@ def test_peaks_are_those_that_were_measured(tmp_path, number):
 
 @pytest.mark.slow
 def test_the_table_in_the_documents_is_the_scripts():
-    assert "\n".join(table()) in (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    assert "\n".join(table()) in text and "\n".join(time_table()) in text
 
 
 def plan_of(words: str, target: str, folder: Path):

@@ -1,0 +1,58 @@
+"""Estimate the time of a stage's phases from operations, bytes and data sheets; rough, and labelled so.
+
+The shares of a data sheet's figures that are reached were measured on an H200, full fine-tuning in micro-batches of
+thousands of tokens (docs/memory.md); other devices are taken to reach the same. Not counted: exchange between GPUs and
+machines, offload, data, evaluation and saving.
+"""
+
+from collections.abc import Mapping
+
+from pipeline.launching.target import Target
+from pipeline.planning.measurement import build, model_size
+from pipeline.planning.needs import ModelUse, Pass, StageNeeds
+from pipeline.training.flops import TrainingWork, training_work
+
+TRAINED, SCORED = 0.5, 0.55  # of the TFLOP/s: with gradients, and without
+READ = 0.65  # of the bandwidth, by decode steps
+
+
+def forward_flops(work: TrainingWork, step: Pass) -> float:
+    """Count the operations of one forward pass: 2 for each weight and token, attention by the squared length."""
+    head = 2.0 * work.head_weights * step.num_head_tokens
+    attention = 2.0 * work.layers * work.attention_width * step.rows * step.length**2
+    return 2.0 * work.weights * step.rows * step.length + head + attention
+
+
+def pass_flops(use: ModelUse, dtype: str, step: Pass) -> float:
+    """Count the operations of all passes like `step`, with those that checkpointing repeats."""
+    work = training_work(build(use, dtype).model)
+    forward = forward_flops(work, step)
+    if not step.trains:
+        return step.times * forward
+    tokens = step.rows * step.length
+    both = work.flops(num_tokens=tokens, num_squares=tokens * step.length, num_head_tokens=step.num_head_tokens)
+    return step.times * (both + (forward if use.settings.gradient_checkpointing else 0.0))
+
+
+def phase_seconds(needs: StageNeeds, dtype: str, target: Target, *, slots: int) -> Mapping[str, float]:
+    """Return the seconds of each phase of a step, of stage 3 of a rollout with its steps, for rows of full length.
+
+    Empty where the target's speeds are not known. slots: rows of the KV cache.
+    """
+    if not (target.tflops and target.tb_per_s):
+        return {}
+    uses = {use.role: use for use in needs.models}
+    seconds = dict[str, float]()
+    for name, passes in needs.phases.items():
+        if name == "evaluate":
+            continue
+        for step in passes:
+            rate = target.tflops * 1e12 * (TRAINED if step.trains else SCORED)
+            seconds[name] = seconds.get(name, 0.0) + pass_flops(uses[step.role], dtype, step) / rate
+    if rollout := needs.rollout:
+        weights = model_size(uses["actor"], dtype).num_bytes
+        length = rollout.cache_length - rollout.num_new_tokens / 2
+        read = weights + min(slots, rollout.num_responses) * length * rollout.bytes_per_token
+        rounds = -(-rollout.num_responses // slots)
+        seconds["generate"] += rounds * rollout.num_new_tokens * read / (target.tb_per_s * 1e12 * READ)
+    return seconds
