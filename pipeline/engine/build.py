@@ -12,7 +12,6 @@ from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading
-from pipeline.hub import commits_read
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.finite_weights import check_finite
 from pipeline.models.loading import DTYPES, base_model, default_dtype, load_language_model, use_gradient_checkpointing
@@ -165,7 +164,7 @@ def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
             only_lora=config.deepspeed.only_optimize_lora,
             task=TASKS[type(module)],
             seed=config.run.seed,
-            revision=commits_read.get(model.model_name_or_path),
+            base=model.model_name_or_path,
         )
 
 

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.hub import commits_read
 from pipeline.kernels.int8_linear import Int8Linear
 
 START = "start"  # name of the frozen adapter that training began with, where that was not a zero one
@@ -61,7 +62,7 @@ def add_lora(
     only_lora: bool,
     task: str,
     seed: int,
-    revision: str | None = None,
+    base: str = "",
 ) -> Any:
     """Wrap `model` with LoRA layers whose B is zero, so that it starts as the base model.
 
@@ -69,7 +70,7 @@ def add_lora(
         only_lora: freeze all other weights but a reward head; False: train weights that LoRA does not cover as well.
         task: peft's task type: CAUSAL_LM, SEQ_2_SEQ_LM or SEQ_CLS (whose head `score` is trained and saved along).
         seed: seed of the initial values of A.
-        revision: commit of a base model on a hub, which adapter_config.json names.
+        base: path of the model; adapter_config.json names the commit that was read of one on a hub.
     """
     config = LoraConfig(
         r=dim,
@@ -79,7 +80,7 @@ def add_lora(
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
         task_type=task,
-        revision=revision,
+        revision=commits_read.get(base),
     )
     with torch.random.fork_rng(devices=[]):
         # peft draws A from the global generator, on the CPU.
