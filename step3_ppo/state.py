@@ -21,11 +21,11 @@ from pipeline.engine.start import start_deepspeed
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Sampling
 from pipeline.heartbeat import beat
+from pipeline.models.flops import TrainingWork, training_work
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import eos_ids, prepare_tokenizer
 from pipeline.out_of_memory import halved_before
 from pipeline.run.run import Run
-from pipeline.training.flops import TrainingWork, training_work
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Counters, rate_factor
 from step3_ppo.config import PPOConfig, check_generation

@@ -16,9 +16,9 @@ from pipeline.data.loader import Step
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey
 from pipeline.heartbeat import beat
+from pipeline.models.flops import training_mfu
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.flops import training_mfu
 from pipeline.training.halving import in_batches_that_fit
 from pipeline.training.micro_batches import SCORING_TOKENS, MicroBatch, micro_batches, places, scoring_batches
 from pipeline.training.steps import note_skipped_step

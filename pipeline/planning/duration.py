@@ -8,9 +8,9 @@ machines, offload, data, evaluation and saving.
 from collections.abc import Mapping
 
 from pipeline.launching.target import Target
+from pipeline.models.flops import TrainingWork, training_work
 from pipeline.planning.measurement import build, model_size
 from pipeline.planning.needs import ModelUse, Pass, StageNeeds
-from pipeline.training.flops import TrainingWork, training_work
 
 TRAINED, SCORED = 0.5, 0.55  # of the TFLOP/s: with gradients, and without
 READ = 0.65  # of the bandwidth, by decode steps

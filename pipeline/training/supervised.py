@@ -14,10 +14,10 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader, evaluation_batches
 from pipeline.engine.engine import TrainingEngine
+from pipeline.models.flops import TrainingWork, training_mfu, training_work
 from pipeline.out_of_memory import halved_before
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.flops import TrainingWork, training_mfu, training_work
 from pipeline.training.halving import in_batches_that_fit
 from pipeline.training.steps import Counters, note_skipped_step, rate_factor
 

@@ -45,7 +45,7 @@ class TextLoader:
 @pytest.fixture
 def fast_device(monkeypatch) -> float:
     """A device of 1000 operations per second, so that MFU is known on a CPU; each phase takes a second."""
-    monkeypatch.setattr("pipeline.training.flops.peak_flops", lambda device: 1000.0)
+    monkeypatch.setattr("pipeline.models.flops.peak_flops", lambda device: 1000.0)
     return 1000.0
 
 

@@ -5,9 +5,9 @@ import torch
 from support.tiny_models import NAMES, random_rows
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline.models.flops import peak_flops, training_mfu, training_work
 from pipeline.models.loading import base_model, load_causal_lm
 from pipeline.models.lora import add_lora
-from pipeline.training.flops import peak_flops, training_mfu, training_work
 
 LENGTHS = (3, 16, 9)
 
@@ -58,7 +58,7 @@ def test_frozen_weights_need_two_passes_and_trained_ones_three(tiny_folders):
 
 
 def test_mfu_is_a_share_of_what_all_devices_do(monkeypatch):
-    monkeypatch.setattr("pipeline.training.flops.peak_flops", lambda device: 100.0)
+    monkeypatch.setattr("pipeline.models.flops.peak_flops", lambda device: 100.0)
     assert training_mfu(150.0, seconds=3.0, world_size=2, device=torch.device("cpu")) == {"mfu": 0.25}
 
 
