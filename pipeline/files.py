@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders, hashes of files, errors of the disk, and names that mark our folders.
+"""Atomic writing of files and folders, hashes of files, and errors of the disk.
 
 A file or folder is written under a temporary name, flushed to disk and renamed, so that it is whole or missing.
 """
@@ -14,13 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.marks import OURS
 
 log = logging.getLogger(__name__)
-
-# Names of the files by which folders of this project are recognised.
-OURS = "training_config.json"  # every model folder of this project has one
-RUN_LOCK = "run.lock"  # every run folder has one
-CACHE_TAG = "CACHEDIR.TAG"  # every folder of cached rows has one (https://bford.info/cachedir)
 
 GIB = 2**30
 _warned: set[str] = set()  # by `tolerated`

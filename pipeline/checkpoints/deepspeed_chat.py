@@ -17,7 +17,7 @@ from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.data.templates import set_template
 from pipeline.errors import InputError
-from pipeline.files import OURS
+from pipeline.marks import OURS
 from pipeline.models.loading import load_config
 from pipeline.models.paths import read_config, reading_error
 from pipeline.models.reward_model import score_head_fields

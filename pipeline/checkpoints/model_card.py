@@ -13,8 +13,8 @@ from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.data.sources import hub_id, is_local, parse_path
-from pipeline.files import OURS
 from pipeline.hub import commits_read, split_revision
+from pipeline.marks import OURS
 from pipeline.run.evaluations import evaluations
 from pipeline.run.run import Run
 

@@ -26,8 +26,8 @@ from pipeline.data.shards import SHARDS, write_rows
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import CACHE_TAG
 from pipeline.heartbeat import INTERVAL_S, beat_again
+from pipeline.marks import CACHE_TAG
 
 if TYPE_CHECKING:
     from datasets import Dataset

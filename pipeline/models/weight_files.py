@@ -13,7 +13,7 @@ from typing import Any
 import safetensors
 
 from pipeline.errors import InputError
-from pipeline.files import OURS
+from pipeline.marks import OURS
 from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config
 
 log = logging.getLogger(__name__)

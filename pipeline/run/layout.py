@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.run_flags import RunConfig
-from pipeline.files import RUN_LOCK
+from pipeline.marks import RUN_LOCK
 
 
 def run_folder(run: RunConfig, stage: str) -> Path:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.errors import EXIT_DONE, EXIT_INPUT
-from pipeline.files import OURS
+from pipeline.marks import OURS
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import load_reward_model, score_head_fields

@@ -5,7 +5,8 @@ import pytest
 from pipeline.configuration.flags import parse
 from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
-from pipeline.files import OURS, check_replaceable
+from pipeline.files import check_replaceable
+from pipeline.marks import OURS
 from pipeline.run.earlier_runs import clear, input_contents, is_finished, write_done
 from pipeline.run.layout import model_folders
 from step1_sft.config import SFTConfig

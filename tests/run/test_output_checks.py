@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
-from pipeline.files import OURS
+from pipeline.marks import OURS
 from pipeline.run.output_checks import check_outputs
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
