@@ -90,7 +90,7 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
         try:
             lines, memory = page.stage_page(planner, resolved)
         except RunError as error:
-            print(f"plan of {section}: none: {error}")
+            print(f"plan of {section}: none: {str(error).partition(';')[0]}")
             continue
         print(f"plan of {section}, {lines[0]}", *lines[1:], *disk_lines(resolved.config, section, made), sep="\n")
         if not page.fits(memory, target):

@@ -203,7 +203,8 @@ TESTS: dict[str, str] = {
     "launching/test_hosts.py::test_the_check_of_hosts_is_of_every_stage_and_starts_none": "train.check",
     "launching/test_hosts.py::test_without_ssh_each_host_is_started_by_itself": "train.node_rank",
     "launching/test_train.py::test_config_file_without_sections_is_for_one_step": "train.step",
-    "launching/test_train.py::test_models": "train.actor_model train.dry_run",
+    "launching/test_train.py::test_models": "train.actor_model",
+    "launching/test_train.py::test_dry_run_starts_nothing": "train.dry_run",
     "launching/test_train.py::test_port_in_use": "train.master_port",
     "launching/test_train.py::test_three_steps_in_order_with_chained_folders": "train.output_dir",
     "launching/test_train.py::test_what_step_3_would_refuse_is_refused_before_step_1":

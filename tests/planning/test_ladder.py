@@ -1,0 +1,71 @@
+"""The ladder: each change is planned with those before it, and the last one makes the plan fit."""
+
+import re
+from pathlib import Path
+
+import pytest
+from bench.planned import planner_of
+
+from pipeline.configuration.flags import Resolved, parse
+from pipeline.files import GIB
+from pipeline.planning.ladder import ladder
+from pipeline.planning.page import StagePlanner, fits
+from step1_sft.config import SFTConfig
+
+WORDS = "--model_name_or_path 125m --per_device_train_batch_size 8 --dtype bf16"
+CHANGE = re.compile(r"(--.*): gives back (-?[\d.]+) GiB \(([\d.]+) expected\); cost: ")
+
+
+def planned(memory_gib: float, folder: Path, gpus: int = 1, host_gib: int = 64) -> tuple[StagePlanner, Resolved]:
+    """SFT of OPT-125M on GPUs of so much memory."""
+    file = folder / "target.yaml"
+    text = f"gpus: {gpus}\nmemory_gib: {memory_gib}\nhost_memory_gib: {host_gib}"
+    file.write_text(text, encoding="utf-8")
+    return planner_of("sft", WORDS, str(file), folder)
+
+
+def changes(memory_gib: float, folder: Path, **target: int) -> list[str]:
+    planner, resolved = planned(memory_gib, folder, **target)
+    assert not fits(planner.memory(resolved), planner.target)
+    return list(ladder(planner, resolved))
+
+
+def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) -> tuple[bool, float]:
+    """Whether the plan with the flags of these lines on the command line fits, and its expected GiB."""
+    planner, _ = planned(memory_gib, folder, **target)
+    path = str(folder / "125m")
+    words = [*WORDS.replace("125m", path).split(), "--target", str(folder / "target.yaml")]
+    for line in lines:
+        words += CHANGE.match(line)[1].split()
+    plan = planner.memory(parse(SFTConfig, words, section="sft"))
+    return fits(plan, planner.target), plan.reserved(plan.phases[plan.worst].total)[0] / GIB
+
+
+@pytest.mark.parametrize("memory_gib, gpus", [(2.6, 1), pytest.param(2.2, 1, marks=pytest.mark.slow), (3.2, 2)])
+def test_the_last_change_makes_it_fit_and_none_before(tmp_path, memory_gib, gpus):
+    *lines, end = changes(memory_gib, tmp_path, gpus=gpus)
+    assert end == "with these it fits" and lines
+    for count in range(1, len(lines) + 1):
+        does_fit, expected = replanned(lines[:count], memory_gib, tmp_path, gpus=gpus)
+        assert does_fit == (count == len(lines))
+        assert expected == pytest.approx(float(CHANGE.match(lines[count - 1])[3]), abs=0.051)
+
+
+def test_cheap_changes_come_first_and_those_that_give_nothing_are_left_out(tmp_path):
+    """With the first partition over four ranks, gradients and states are small beside what a step needs."""
+    *lines, end = changes(0.9, tmp_path, gpus=4)
+    flags = [CHANGE.match(line)[1].split()[0] for line in lines]
+    known = ["--per_device_train_batch_size", "--gradient_checkpointing", "--zero_stage", "--offload",
+             "--offload_parameters", "--lora_dim", "--quantization"]  # fmt: skip
+    places = [known.index(flag) for flag in flags]
+    assert places == sorted(places) and places[0] == 0 and "--zero_stage" in flags
+    assert all(float(CHANGE.match(line)[2]) > 0 for line in lines)
+    assert end.startswith("none of these is enough: take more GPUs")
+
+
+@pytest.mark.slow
+def test_offload_is_no_help_where_the_host_lacks_the_memory(tmp_path):
+    """16 bytes for each of 125 million weights are 1.9 GiB."""
+    planner, resolved = planned(2.6, tmp_path, host_gib=1)
+    *lines, end = ladder(planner, resolved)
+    assert end != "with these it fits" or "--lora_dim" in lines[-1]
