@@ -22,6 +22,13 @@ if "RANK" in os.environ:
     signal.signal(signal.SIGUSR2, hang)
     signal.signal(signal.SIGRTMIN, fill_memory)
 
+if "RANK" in os.environ and "OUT_OF_MEMORY" in os.environ:
+    rank, above, number = os.environ["OUT_OF_MEMORY"].split(":")
+    if os.environ["RANK"] == rank:
+        from little_memory import lack_memory
+
+        lack_memory(int(above), int(number))
+
 if "IGNORED_FLAG_FIELD" in os.environ:
     import ignored_flag
 
