@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from pipeline.configuration.ds_config import Json, Placement, frozen_json, training_json
+from pipeline.configuration.ds_config import Json, Placement, frozen_json, offloads, training_json
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import (
@@ -191,7 +191,8 @@ class PPOConfig(Group):
 
     @model_validator(mode="after")
     def _states_leave_the_device_once(self) -> Self:
-        if self.sampling.offload_optimizer_during_rollout and self.deepspeed.offload:
+        always = [offloads(self.deepspeed, model)["offload_optimizer"] for model in (self.actor, self.critic)]
+        if self.sampling.offload_optimizer_during_rollout and all(always):
             raise ValueError("--offload_optimizer_during_rollout: with --offload the states never are on the device")
         return self
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_user_json
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Offload
 from pipeline.errors import InputError
 
 Json = dict[str, Any]
@@ -60,7 +60,7 @@ def training_json(
         "gradient_clipping": optimizer.max_grad_norm,
         "steps_per_print": NEVER_PRINT,
         "wall_clock_breakdown": settings.wall_clock_breakdown,
-        "zero_optimization": zero_block(settings, model.zero_stage, placement.device),
+        "zero_optimization": zero_block(settings, model, placement.device),
         # It waits for the device at each forward pass.
         "timers": {"throughput": {"enabled": False}},
         # The optimizer is torch's AdamW, also when its states are in host memory.
@@ -146,15 +146,18 @@ def frozen_json(settings: DeepSpeedConfig, model: ModelConfig, placement: Placem
 def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Placement) -> None:
     """Raise InputError with a line for each combination that DeepSpeed cannot do, or would silently not do."""
     settings, stage, errors = resolved.config.deepspeed, model.zero_stage, []
-    if settings.offload and stage == 0:
+    role = next((f"{role}_" for role in ("actor", "critic") if getattr(resolved.config, role, None) is model), "")
+    offloaded = offloads(settings, model)
+    optimizer = "--offload" if model.offload_optimizer == "auto" else f"--{role}offload_optimizer cpu"
+    weights = "--offload_parameters" if model.offload_weights == "auto" else f"--{role}offload_weights cpu"
+    if offloaded["offload_optimizer"] and stage == 0:
         flags = " / ".join(f"--{name}" for name in flags_of_key(type(resolved.config), ZERO_STAGE))
-        errors.append(f"--offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise {flags} or leave --offload out")
-    if settings.offload_parameters and stage < 3:
-        errors.append(f"--offload_parameters: needs ZeRO stage 3, found stage {stage}")
-    if settings.offload_parameters and settings.zero3_gather == "once":
-        errors.append("--zero3_gather once: needs weights on the device, found --offload_parameters; use layers")
+        errors.append(f"{optimizer}: needs ZeRO stage 1, 2 or 3, found stage 0; raise {flags} or leave {optimizer} out")
+    if offloaded["offload_weights"] and stage < 3:
+        errors.append(f"{weights}: needs ZeRO stage 3, found stage {stage}")
+    if offloaded["offload_weights"] and settings.zero3_gather == "once":
+        errors.append(f"--zero3_gather once: needs weights on the device, found {weights}; use layers")
     if model.quantization != "none":
-        role = next((f"{role}_" for role in ("actor", "critic") if getattr(resolved.config, role, None) is model), "")
         name = f"--{role}quantization {model.quantization}"
         if stage == 3:
             errors.append(f"{name}: ZeRO stage 3 does not partition quantised weights; use ZeRO stage 0, 1 or 2")
@@ -168,8 +171,16 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
         raise InputError("\n".join(errors))
 
 
-def zero_block(settings: DeepSpeedConfig, stage: int, device: str) -> Json:
+def offloads(settings: DeepSpeedConfig, model: ModelConfig) -> dict[str, bool]:
+    """Tell what of a model is kept in host memory, by the flag that says so for this model."""
+    shared = {"offload_optimizer": settings.offload, "offload_weights": settings.offload_parameters}
+    own: dict[str, Offload] = {"offload_optimizer": model.offload_optimizer, "offload_weights": model.offload_weights}
+    return {name: own[name] == "cpu" or (own[name] == "auto" and shared[name]) for name in own}
+
+
+def zero_block(settings: DeepSpeedConfig, model: ModelConfig, device: str) -> Json:
     """Build the zero_optimization block: only the ZeRO stage where nothing is partitioned."""
+    stage, offloaded = model.zero_stage, offloads(settings, model)
     block: Json = {"stage": stage}
     if stage == 0:
         return block
@@ -190,9 +201,9 @@ def zero_block(settings: DeepSpeedConfig, stage: int, device: str) -> Json:
             "stage3_gather_16bit_weights_on_model_save": True,
         }
     on_host = {"device": "cpu", "pin_memory": settings.pin_memory and device == "cuda"}
-    if settings.offload:
+    if offloaded["offload_optimizer"]:
         block["offload_optimizer"] = on_host
-    if settings.offload_parameters:
+    if offloaded["offload_weights"]:
         block["offload_param"] = dict(on_host)
     return block
 

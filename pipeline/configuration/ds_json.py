@@ -130,7 +130,7 @@ def flags_from_json(user: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[
         key = flag.deepspeed[0] if len(flag.deepspeed) == 1 else ""
         if not key.endswith(".device") and key in said:
             flags[name] = key, said[key]
-        elif said.get(key) in ("cpu", "none"):  # nvme stays the JSON's own: no flag says it
+        elif said.get(key) in ("cpu", "none") and flag.default is False:  # nvme stays the JSON's own: no flag says it
             flags[name] = key, said[key] == "cpu"
     for dtype in ("bf16", "fp16"):
         if said.get(f"{dtype}.enabled") is True:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from pipeline.configuration.flag_table import flag
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+Offload = Literal["auto", "none", "cpu"]
 # DeepSpeed-Chat's flags of special tokens, and why they change nothing here.
 TOKEN_FLAGS = {
     "add_eot_token": "the tokenizer's own end token is always trained",
@@ -118,6 +119,18 @@ class ModelConfig(Group):
         deepspeed="zero_optimization.stage",
         per_stage=True,
     )
+    offload_optimizer: Offload = flag(
+        "auto",
+        "Where the optimizer states of this model are kept: none (on its device) or cpu; auto: as --offload says",
+        on_resume="rounding",
+        deepspeed="zero_optimization.offload_optimizer.device",
+    )
+    offload_weights: Offload = flag(
+        "auto",
+        "Where the weights of this model are kept: none or cpu (ZeRO stage 3); auto: as --offload_parameters says",
+        on_resume="rounding",
+        deepspeed="zero_optimization.offload_param.device",
+    )
     quantization: Literal["none", "nf4", "int8"] = flag(
         "none",
         "Frozen base weights in 4 bits (nf4, by bitsandbytes) or 8 (int8 per output channel), with LoRA",
@@ -218,13 +231,13 @@ class DeepSpeedConfig(Group):
     )
     offload: bool = flag(
         False,
-        "Keep optimizer states in host memory",
+        "Keep optimizer states in host memory, of all models that are trained",
         on_resume="rounding",
         deepspeed="zero_optimization.offload_optimizer.device",
     )
     offload_parameters: bool = flag(
         False,
-        "Keep weights in host memory too (ZeRO stage 3)",
+        "Keep the weights of all models that are trained in host memory too (ZeRO stage 3)",
         on_resume="rounding",
         deepspeed="zero_optimization.offload_param.device",
     )

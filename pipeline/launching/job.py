@@ -68,7 +68,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
             check_nobody_left(run_dir)
             if is_first_host(command):
                 clear_outcomes(run_dir)
-            check_local_port(command)
+            check_local_port(command, patience_s=ENDING_S if variables else 0.0)
             job = Job(run_dir, [*command, *again], signals, resolved.config.run.rank_timeout_s, variables)
             try:
                 verdict = job.supervise()
@@ -117,12 +117,19 @@ def num_ranks(command: Sequence[str]) -> int | None:
     return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
 
 
-def check_local_port(command: Sequence[str]) -> None:
-    """Raise EnvironmentFault if the port of a run on only this machine is taken."""
-    if is_on_one_machine(command) and "--master_port" in command:
-        port = command[command.index("--master_port") + 1]
-        if port.isdigit():
-            check_port(int(port))
+def check_local_port(command: Sequence[str], *, patience_s: float = 0.0) -> None:
+    """Raise EnvironmentFault if the port of a run on only this machine is taken, for so long."""
+    port = command[command.index("--master_port") + 1] if "--master_port" in command else ""
+    if not is_on_one_machine(command) or not port.isdigit():
+        return
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return check_port(int(port))
+        except errors.EnvironmentFault:
+            if time.monotonic() > end:
+                raise
+            time.sleep(POLL_S)
 
 
 class Job:

@@ -12,6 +12,7 @@ from support.ds_arguments import built, refusal
 from pipeline.configuration.ds_config import Placement, frozen_json
 from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, REFUSED, TOP_LEVEL, check_keys
 from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.errors import InputError
 from step3_ppo.config import PPOConfig
@@ -145,6 +146,49 @@ def test_refused_combinations():
         "--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32",
     ]
     assert "found stage 2" in refusal(built, DeepSpeedConfig(offload_parameters=True))[0]
+
+
+def offloaded(json: dict) -> set[str]:
+    """The blocks that put something of an engine into host memory."""
+    return {name for name in ("offload_optimizer", "offload_param") if name in json["zero_optimization"]}
+
+
+def test_a_models_own_flags_say_what_of_it_is_in_host_memory():
+    both = DeepSpeedConfig(offload=True, offload_parameters=True)
+    assert offloaded(built(offload_optimizer="cpu")) == {"offload_optimizer"}
+    assert offloaded(built(zero_stage=3, offload_weights="cpu")) == {"offload_param"}
+    assert offloaded(built(both, zero_stage=3, offload_optimizer="none")) == {"offload_param"}
+    assert offloaded(built(both, zero_stage=3, offload_weights="none")) == {"offload_optimizer"}
+    assert offloaded(built(both, zero_stage=0, offload_optimizer="none", offload_weights="none")) == set()
+    words = [
+        "--actor_zero_stage",
+        "3",
+        "--critic_zero_stage",
+        "3",
+        "--actor_offload_optimizer",
+        "cpu",
+        "--critic_offload_weights",
+        "cpu",
+    ]
+    resolved = parse(PPOConfig, words, section="ppo")
+    place = Placement(device="cuda", dtype="bf16", ranks=1, run_dir=Path("output/runs/ppo"))
+    jsons = resolved.config.engine_jsons(resolved.origins, place)
+    assert {name: offloaded(json) for name, json in jsons.items()} == {
+        "actor": {"offload_optimizer"}, "critic": {"offload_param"}, "reference": set(), "reward model": set()
+    }  # fmt: skip
+
+
+def test_a_models_own_flags_are_named_where_they_are_refused():
+    assert refusal(built, zero_stage=0, offload_optimizer="cpu", offload_weights="cpu") == [
+        "--offload_optimizer cpu: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage or leave "
+        "--offload_optimizer cpu out",
+        "--offload_weights cpu: needs ZeRO stage 3, found stage 0",
+    ]
+    user, given = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload_optimizer": "config.yaml"}
+    (line,) = refusal(built, offload_optimizer="none", user_json=user, origins=given)
+    assert line.endswith(
+        "zero_optimization.offload_optimizer.device: found 'cpu', but --offload_optimizer (config.yaml) makes it 'none'"
+    )
 
 
 def test_quantised_weights_are_neither_partitioned_nor_trained():

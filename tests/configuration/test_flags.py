@@ -223,6 +223,8 @@ def test_choices_name_the_nearest():
 def test_checks_over_several_fields_keep_their_message():
     (line,) = errors_of("--kl_in_loss", config_class=PPOConfig)
     assert line == "kl_in_loss: k1 has no useful gradient as a loss; use --kl_estimator k2 or k3"
+    own = ("--actor_offload_optimizer", "cpu")
+    parse(PPOConfig, ["--offload_optimizer_during_rollout", *own], section="ppo")  # the critic's still move
     (line,) = errors_of("--offload_optimizer_during_rollout", "--offload", config_class=PPOConfig)
     assert line == "--offload_optimizer_during_rollout: with --offload the states never are on the device"
 

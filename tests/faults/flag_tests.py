@@ -166,6 +166,8 @@ TESTS: dict[str, str] = {
         "sft.loss_scale sft.initial_scale_power sft.loss_scale_window sft.hysteresis",
     "configuration/test_ds_config.py::test_monitors": "sft.deepspeed_monitor",
     "configuration/test_ds_config.py::test_stage_2": "sft.zero_stage",
+    "configuration/test_ds_config.py::test_a_models_own_flags_say_what_of_it_is_in_host_memory":
+        "sft.offload_optimizer sft.offload_weights",
     "configuration/test_ds_config.py::test_stage_3_with_everything_offloaded":
         "sft.offload sft.offload_parameters sft.reduce_bucket_size sft.communication_data_type "
         "sft.wall_clock_breakdown sft.stage3_param_persistence_threshold sft.stage3_max_live_parameters "

@@ -1,0 +1,75 @@
+"""Models whose optimizer states or weights are in host memory: the numbers of those that are not, and exact resume."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.in_process import undone_afterwards
+from support.tiny_run import make_folder
+
+from step1_sft.main import main as sft_main
+from step3_ppo.main import main as ppo_main
+
+STATES, WEIGHTS = {"offload_optimizer": "cpu"}, {"offload_weights": "cpu"}
+CASES = {"1": STATES, "2": STATES, "3": STATES, "3 weights": WEIGHTS, "3 both": STATES | WEIGHTS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("offload"), num_train=24, num_test=4)
+
+
+def train(folder: Path, out: Path, **changes: object) -> None:
+    flags = {
+        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
+        "data_output_path": folder / "cache", "dtype": "fp32", "enable_tensorboard": "false", "adam_eps": 1e-3,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "output_dir": out, **changes,
+    }  # fmt: skip
+    main = ppo_main if "actor_model_name_or_path" in flags else sft_main
+    with undone_afterwards():
+        assert main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0
+
+
+def apart(found: Path, expected: Path) -> float:
+    one, other = load_file(found / "model.safetensors"), load_file(expected / "model.safetensors")
+    return max((one[name] - other[name]).abs().max().item() for name in other)
+
+
+@pytest.fixture(scope="module")
+def sft(folder: Path) -> dict[str, object]:
+    return {"model_name_or_path": folder / "base", "max_seq_len": 96, "learning_rate": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, sft: dict[str, object]) -> Path:
+    train(folder, folder / "plain/sft", max_steps=4, **sft)
+    return folder / "plain/sft"
+
+
+QUICK = ("2", "3 both")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
+def test_a_model_on_the_host_learns_the_same_and_resumes_exactly(folder, plain, sft, tmp_path, case) -> None:
+    given = {**sft, **CASES[case], "zero_stage": case[0], "stage3_param_persistence_threshold": 0}
+    train(folder, tmp_path / "whole/sft", max_steps=4, **given)
+    train(folder, tmp_path / "parts/sft", max_steps=2, **given, lr_scheduler_type="constant")
+    train(folder, tmp_path / "constant/sft", max_steps=4, **given, lr_scheduler_type="constant")
+    train(folder, tmp_path / "parts/sft", max_steps=4, **given, lr_scheduler_type="constant")
+    assert apart(tmp_path / "whole/sft", plain) < 1e-6
+    assert apart(tmp_path / "parts/sft", tmp_path / "constant/sft") == 0.0
+
+
+@pytest.mark.slow
+def test_actor_and_critic_are_on_the_host_apart(folder, tmp_path) -> None:
+    ppo = {
+        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", "max_steps": 2,
+        "max_prompt_seq_len": 48, "max_answer_seq_len": 12, "per_device_generation_batch_size": 4,
+        "actor_zero_stage": 3, "critic_zero_stage": 3,
+    }  # fmt: skip
+    train(folder, tmp_path / "plain", **ppo)
+    critic = {"critic_offload_optimizer": "cpu", "critic_offload_weights": "cpu"}
+    train(folder, tmp_path / "critic", **ppo, **critic)
+    train(folder, tmp_path / "actor", **ppo, actor_offload_optimizer="cpu", actor_offload_weights="cpu")
+    for case in ("critic", "actor"):
+        assert max(apart(tmp_path / case / model, tmp_path / "plain" / model) for model in ("actor", "critic")) < 1e-6
