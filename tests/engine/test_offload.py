@@ -1,12 +1,16 @@
 """Models whose optimizer states or weights are in host memory: the numbers of those that are not, and exact resume."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
+from pipeline.engine import start
 from step1_sft.main import main as sft_main
 from step3_ppo.main import main as ppo_main
 
@@ -19,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("offload"), num_train=24, num_test=4)
 
 
-def train(folder: Path, out: Path, **changes: object) -> None:
+def train(folder: Path, out: Path, *, code: int = 0, **changes: object) -> None:
     flags = {
         "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
         "data_output_path": folder / "cache", "dtype": "fp32", "enable_tensorboard": "false", "adam_eps": 1e-3,
@@ -27,7 +31,7 @@ def train(folder: Path, out: Path, **changes: object) -> None:
     }  # fmt: skip
     main = ppo_main if "actor_model_name_or_path" in flags else sft_main
     with undone_afterwards():
-        assert main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0
+        assert main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == code
 
 
 def apart(found: Path, expected: Path) -> float:
@@ -73,3 +77,27 @@ def test_actor_and_critic_are_on_the_host_apart(folder, tmp_path) -> None:
     train(folder, tmp_path / "actor", **ppo, actor_offload_optimizer="cpu", actor_offload_weights="cpu")
     for case in ("critic", "actor"):
         assert max(apart(tmp_path / case / model, tmp_path / "plain" / model) for model in ("actor", "critic")) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("g++", r"no g\+\+ \(Debian, Ubuntu: apt-get install g\+\+\); install it, or offload to cpu"),
+        (
+            "libaio",
+            r"no libaio and its headers \(Debian, Ubuntu: apt-get install libaio-dev\); install it, or offload .*",
+        ),
+    ],
+)
+def test_what_a_disk_needs_is_one_line_with_its_package(
+    folder, sft, tmp_path, monkeypatch, capsys, missing, told
+) -> None:
+    """The compiler and the ninja of this machine are not asked: only what is missing is looked at."""
+    builder = get_accelerator().get_op_builder("AsyncIOBuilder")
+    monkeypatch.setattr(start.shutil, "which", lambda name: None if name == missing else f"/usr/bin/{name}")
+    monkeypatch.setattr(builder, "is_compatible", lambda self, verbose: missing != "libaio")
+    user = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    (tmp_path / "ds.json").write_text(json.dumps(user))
+    train(folder, tmp_path / "sft", code=3, deepspeed_config=tmp_path / "ds.json", max_steps=1, **sft)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert re.fullmatch(f"error: zero_optimization.offload_optimizer.device nvme: found {told}", line)
