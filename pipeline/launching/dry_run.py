@@ -17,7 +17,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.machine import device_kind
-from pipeline.launching.preflight import look_before_start, module_of_stage, output_bytes, start_models
+from pipeline.launching.preflight import look_before_start, module_of_stage, output_bytes, sample_lines, start_models
 from pipeline.launching.target import GIB, parse_target, this_machine
 from pipeline.run.evaluations import memory_peaks
 from pipeline.run.layout import model_folders, run_folder
@@ -92,12 +92,16 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
         except RunError as error:
             print(f"plan of {section}: none: {str(error).partition(';')[0]}")
             continue
-        print(f"plan of {section}, {lines[0]}", *lines[1:], *disk_lines(resolved.config, section, made), sep="\n")
+        start = start_models(resolved.config, made)[0].path
+        start = made.get(start, start)
+        data = [f"  data     {line}" for line in sample_lines(resolved.config, section, start)]
+        print(
+            f"plan of {section}, {lines[0]}", *lines[1:], *data, *disk_lines(resolved.config, section, made), sep="\n"
+        )
         if not page.fits(memory, target):
             print("  to make it fit, each with those before it:", *ladder.ladder(planner, resolved), sep="\n    ")
             errors.append(f"{section}: {page.verdict(memory, target)} ({target})")
-        start = start_models(resolved.config, made)[0].path
-        made |= {str(folder): made.get(start, start) for folder in model_folders(resolved.config, section)[:1]}
+        made |= {str(folder): start for folder in model_folders(resolved.config, section)[:1]}
     if errors:
         raise EnvironmentFault("\n".join(errors))
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -17,7 +18,7 @@ from typing import Any, TypeVar, cast
 from pipeline.configuration.flag_table import flag_table
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
-from pipeline.data.selection import DataOptions, Stage, options_of
+from pipeline.data.selection import SHARE_INDEX, DataOptions, Stage, options_of, parse_shares
 from pipeline.data.shards import TOKENISERS, kind_of
 from pipeline.data.sources import is_local, parse_path, read_rows
 from pipeline.errors import EnvironmentFault, InputError
@@ -26,6 +27,7 @@ from pipeline.hub import is_reachable
 from pipeline.run.layout import model_folders, run_folder
 
 T = TypeVar("T")
+SAMPLED_RECORDS = 1_000  # of each source, for the lengths in a plan
 SAVED_BYTES = 2  # of a weight in a model folder, at least
 STATE_BYTES = 12  # of a trained weight in a checkpoint: the weight and AdamW's moments in fp32
 
@@ -186,6 +188,34 @@ def first_row(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> 
         if tokenizer is None or any(True for _ in rows_of([record], tokenizer, options, counts)):
             return
     raise InputError(f"{path}: no row that stage {stage} can use: {'; '.join(counts.lines())}")
+
+
+def sample_lines(config: Any, section: str, start: str) -> Iterator[str]:
+    """Yield a line for each local source of a stage: usable rows of its first records, their lengths, and its share.
+
+    Args:
+        start: the path of the model whose tokenizer reads the data. The sources were looked at before.
+    """
+    tokenizer = look_at_tokenizer(Findings(dry_run=True), config, start)
+    for stage, options in data_of(config, section):
+        shares = parse_shares(options.data_split) if stage in SHARE_INDEX else None
+        share = f"; {shares[SHARE_INDEX[stage]]:.0%} of the prompts are for this stage" if shares else ""
+        for path in (parse_path(text)[0] for text in options.data_path):
+            if tokenizer is not None and is_local(path):
+                yield f"{path}: {sample_of(stage, path, options, tokenizer)}{share}"
+
+
+def sample_of(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> str:
+    """Return how many rows the first records of a source give, of how many tokens, and what is dropped or cut most."""
+    counts, lengths, read = Counts(), list[int](), 0
+    for record in islice(read_records(read_rows(path), counts, column_map=options.column_map), SAMPLED_RECORDS):
+        read += 1
+        for row in TOKENISERS[kind_of(stage, record)]([record], tokenizer, options, counts):
+            lengths.append(max(len(getattr(row, name)) for name in row.__slots__ if name.endswith("ids")))
+    lengths.sort()
+    tokens = f" of {lengths[0]} to {lengths[-1]} tokens, half up to {lengths[len(lengths) // 2]}" if lengths else ""
+    fates = "".join(f"; {line}" for line in counts.lines()[:1])
+    return f"{len(lengths)} rows{tokens} from the first {read} records{fates}"
 
 
 def output_bytes(config: Any, section: str, made: Mapping[str, str]) -> Iterator[tuple[Path, int]]:

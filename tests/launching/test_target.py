@@ -87,9 +87,11 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     done = planned("--target", "small.yaml")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 12
+    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 13
     assert "  batch    micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step" in lines
     assert any(line.startswith("  verdict  fits: ") for line in lines)
+    data = next(line for line in lines if line.startswith("  data     train.jsonl: 8 rows of "))
+    assert "from the first 8 records" in data and data.endswith("; 20% of the prompts are for this stage")
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
 
 
