@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from host_runs import on_one_machine, one_stage
 from network import Cluster, network, why_impossible
 from support.tiny_run import make_folder
 
@@ -29,3 +30,10 @@ def started(folder: Path, names: list[str], *, shared: bool) -> Iterator[Cluster
     (disk / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
     with network(folder, disk, names, shared=shared) as hosts:
         yield Cluster(disk, hosts)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two: Cluster) -> Path:
+    """The output of a stage with two ranks on one machine."""
+    on_one_machine(two.disk, *one_stage(two.disk, "one"))
+    return two.disk / "one"

@@ -1,6 +1,10 @@
 """Flags of small runs on several hosts, and what they leave."""
 
+import subprocess
+import sys
 from pathlib import Path
+
+from network import ROOT, environment
 
 STEPS = 60
 
@@ -18,6 +22,15 @@ def flags(disk: Path, output: str, *more: object) -> list[str]:
 def one_stage(disk: Path, output: str, *more: object) -> list[str]:
     fixed = ("--step", 1, "--max-steps", STEPS, "--save-steps", 10, "--sft.num-train-epochs", 1000)
     return flags(disk, output, *fixed, *more)
+
+
+def on_one_machine(disk: Path, *words: object) -> None:
+    """The same run with two ranks on this machine."""
+    command = [sys.executable, ROOT / "train.py", "--deployment-type", "single_node", "--num-gpus", 2, *words]
+    done = subprocess.run(
+        [*map(str, command)], cwd=disk, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def assert_same(one: Path, other: Path, *models: str) -> None:

@@ -65,3 +65,14 @@ def test_a_stop_and_a_killed_rank_are_seen_across_disks(three, disks):
     three.hosts["node-b"].run("kill", "-KILL", three.pids("node-b", "-m step1_sft.main")[-1])
     assert run.wait(40) == 1
     assert "error: rank 1 on node-b, step " in run.text and "killed by SIGKILL" in run.text, run.text[-900:]
+
+
+def test_the_check_names_the_hosts_whose_data_differ(three, disks):
+    with (disks[1] / "data/train.jsonl").open("a") as file:
+        file.write("\n")
+    (disks[2] / "data/test.jsonl").unlink()
+    run = three.train("node-a", *one_stage(three.disk, "checked", "--check"))
+    assert run.wait() == 3
+    data, right = three.disk / "data", "copy it from the host that has the right one"
+    assert f"error: node-b: --data_path {data}/train.jsonl: is not what node-a has; {right}" in run.text, run.text
+    assert f"error: node-c: --eval_data_path {data}/test.jsonl: is not there, or unreadable; {right}" in run.text

@@ -1,34 +1,15 @@
 """Runs on two hosts with a shared folder: they end as on one machine, however they are disturbed."""
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from host_runs import assert_same, flags, one_stage
-from network import ROOT, Cluster, Running, environment
+from host_runs import assert_same, flags, on_one_machine, one_stage
+from network import Cluster, Running
 from support.tiny_run import read_metrics
 
 from pipeline.run.outcome import read_outcome
 
 pytestmark = pytest.mark.hosts
-
-
-def on_one_machine(disk: Path, *words: object) -> None:
-    """The same run with two ranks on this machine."""
-    command = [sys.executable, ROOT / "train.py", "--deployment-type", "single_node", "--num-gpus", 2, *words]
-    done = subprocess.run(
-        [*map(str, command)], cwd=disk, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(scope="module")
-def undisturbed(two: Cluster) -> Path:
-    """The output of a stage with two ranks on one machine."""
-    on_one_machine(two.disk, *one_stage(two.disk, "one"))
-    return two.disk / "one"
 
 
 def begun(two: Cluster, output: str, *more: object) -> Running:
