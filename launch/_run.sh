@@ -55,6 +55,8 @@ case "$step" in
     *) fail "STEP: found none, wanted 1, 2 or 3" ;;
 esac
 
+[[ " ssh srun pdsh openmpi mpich impi slurm mvapich " == *" $backend "* ]] ||
+    fail "--launcher: found '$backend', wanted ssh, srun, pdsh or another one of DeepSpeed's"
 [[ $num_gpus =~ ^([1-9][0-9]*)?$ ]] || fail "--num_gpus: found '$num_gpus', wanted a number from 1 on"
 
 # --- the Python of the environment ----------------------------------------------------------------------------------

@@ -232,6 +232,7 @@ def test_works_from_a_folder_with_spaces(tmp_path):
         (("--num_gpus",), "--num_gpus: found no value"),
         (("--num_gpus", "0", "1"), "--num_gpus: found '0', wanted a number from 1 on"),
         (("sft", "--seed", "1"), "STEP: found 'sft'"),
+        (("--launcher", "pdhs", "1"), "--launcher: found 'pdhs', wanted ssh, srun, pdsh or another one of DeepSpeed's"),
     ],
 )
 def test_wrong_step(tmp_path, words, message):
