@@ -1,4 +1,4 @@
-"""What stage 2 holds in memory and computes, for the planner."""
+"""The needs of stage 2 for the planner: its model and the passes of its phases."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What stage 3 holds in memory and computes, for the planner: four models, three phases, the buffers of rollouts."""
+"""The needs of stage 3 for the planner: four models, three phases, the buffers of rollouts."""
 
 from collections.abc import Mapping
 

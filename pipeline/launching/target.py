@@ -49,7 +49,7 @@ class Target:
 
     @property
     def dtype(self) -> EngineDtype:
-        """What `--dtype auto` is on it: bf16 where the device computes in it."""
+        """The value of `--dtype auto` on this hardware: bf16 where the device computes in it."""
         return "fp32" if self.name == "CPU" or re.search(r"V100|T4", self.name) else "bf16"
 
     @property

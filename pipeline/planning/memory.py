@@ -26,7 +26,7 @@ UNUSED_REST = (0.04, 0.09)
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What a model holds on a rank, in bytes.
+    """The bytes that a model holds on a rank.
 
     weights, optimizer: always. gathered: weights that ZeRO stage 3 makes whole while the model computes. gradients:
     from the first backward pass to the step; kept: those that ZeRO stage 3 holds always. buckets: of a backward pass.

@@ -1,4 +1,4 @@
-"""What a stage holds in memory and computes in each phase, as its `needs.py` tells the planner."""
+"""Types of a stage's needs: the models and passes of each phase, as its own `needs.py` tells them to the planner."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeeds:
-    """What a stage needs on one rank.
+    """The needs of a stage on one rank.
 
     phases: passes by the names of phases (generate, score, train). batch: lines of batch arithmetic. idle_states_leave:
     optimizer states are in host memory outside the training phase. steps_each: optimizer steps that the phases take.

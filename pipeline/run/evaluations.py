@@ -1,4 +1,4 @@
-"""What a run has logged, read back: evaluations for its last line and its model card, peaks of memory for a plan.
+"""The metrics of a run, read back: evaluations for its last line and its model card, peaks of memory for a plan.
 
 Imports no torch.
 """
