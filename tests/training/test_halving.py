@@ -15,6 +15,7 @@ from transformers import OPTForCausalLM
 
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.reward_model import TokenValueModel
+from pipeline.training import supervised
 from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
 from step3_ppo import training as ppo_training
@@ -256,3 +257,17 @@ def test_a_resumed_run_goes_on_with_the_halved_micro_batch_unless_the_flag_is_ch
         assert run("sft", folder, tmp_path, 4, 2, max_steps=2) == 0
     assert run("sft", folder, tmp_path, 8, 1, max_steps=3) == 0
     assert failed == [] and metrics(tmp_path, "sft", "micro_batch_size") == [2, 2, 8]
+
+
+@pytest.mark.parametrize("stage", ["sft", pytest.param("reward", marks=SLOW), pytest.param("ppo", marks=SLOW)])
+def test_a_run_with_enough_memory_is_the_plain_computation_to_the_byte(folder, plain, tmp_path, monkeypatch, stage):
+    def compute_once(run: Any, state: Any, phase: str, asked: int, compute: Callable[[int], Any], **named: Any) -> Any:
+        return compute(asked)
+
+    for module in (supervised, ppo_training):
+        monkeypatch.setattr(module, "in_batches_that_fit", compute_once)
+    assert run(stage, folder, tmp_path, 2, 4) == 0
+    models = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.safetensors") if "runs" not in path.parts)
+    assert models and all((tmp_path / m).read_bytes() == (plain(stage) / m).read_bytes() for m in models)
+    for name in ("loss", "eval_loss", "grad_norm", "loss/policy", "actor/grad_norm", "objective/scores"):
+        assert metrics(tmp_path, stage, name) == metrics(plain(stage), stage, name)
