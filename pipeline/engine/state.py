@@ -5,6 +5,7 @@ pickles, are not written atomically, and a flipped bit in them is not noticed; n
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,24 @@ def masters(engine: TrainingEngine) -> list[tuple[Any, list[Piece]]]:
     return [(tensor, [Piece(names[id(p)], 0, slice(p.numel()))]) for tensor, p in unpartitioned(optimizer)]
 
 
+def is_on_disk(engine: TrainingEngine, number: int) -> bool:
+    """Tell whether the `number`-th of `masters` and its moments are in a file between steps (offload to NVMe)."""
+    return engine.partitions_weights and engine.optimizer._swappable_optimizer_subgroup(number)
+
+
+@contextmanager
+def in_memory(engine: TrainingEngine, number: int) -> Iterator[None]:
+    """Keep the `number`-th of `masters` and its moments in memory; changes go back to the file they came from."""
+    if not is_on_disk(engine, number):
+        yield
+        return
+    engine.optimizer._optimizer_states_and_gradient_swap_in(number)
+    try:
+        yield
+    finally:
+        engine.optimizer._optimizer_states_and_gradient_swap_out(number)
+
+
 def unpartitioned(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (fp32 tensor, parameter of the model) at ZeRO stage 0; in fp32 both are the same tensor."""
     if not hasattr(optimizer, "fp32_groups"):
@@ -81,9 +100,12 @@ def engine_fragments(engine: TrainingEngine) -> Iterator[Fragment]:
     if not engine.partitions_optimizer and not dist.is_main():
         return  # all ranks hold equal states
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for master, pieces in masters(engine):
-        state = inner.state.get(master, {})
-        tensors = {"weights": master.data} | {kind: state[kind] for kind in MOMENTS if kind in state}
+    for number, (master, pieces) in enumerate(masters(engine)):
+        with in_memory(engine, number):
+            state = inner.state.get(master, {})
+            tensors = {"weights": master.data} | {kind: state[kind] for kind in MOMENTS if kind in state}
+            if is_on_disk(engine, number):
+                tensors = {kind: tensor.clone() for kind, tensor in tensors.items()}  # the buffers are used again
         for piece in pieces:
             for kind, tensor in tensors.items():
                 yield Fragment(f"{kind}/{piece.name}", piece.start, tensor.reshape(-1)[piece.place])
@@ -98,20 +120,9 @@ def restore_fragments(engine: TrainingEngine, reader: FragmentReader) -> None:
         CheckpointError: the files lack a part of a parameter.
     """
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for master, pieces in masters(engine):
-        for piece in pieces:
-            reader.read_into(f"weights/{piece.name}", piece.start, master.data.view(-1)[piece.place])
-        stepped = [piece for piece in pieces if f"step/{piece.name}" in reader]
-        if not stepped:
-            inner.state.pop(master, None)  # AdamW's state is empty before the first step
-            continue
-        step, state = torch.zeros(1), inner.state[master]
-        reader.read_into(f"step/{stepped[0].name}", 0, step)
-        state["step"] = step[0].to(master.device, copy=True)
-        for kind in MOMENTS:
-            state[kind] = torch.zeros_like(master, requires_grad=False)
-            for piece in stepped:
-                reader.read_into(f"{kind}/{piece.name}", piece.start, state[kind].view(-1)[piece.place])
+    for number, (master, pieces) in enumerate(masters(engine)):
+        with in_memory(engine, number):
+            restore_master(inner, master, pieces, reader)
     dist.meet()  # ranks may read at very different speeds
     refresh_weights(engine)
 
@@ -130,6 +141,23 @@ def read_weights(module: nn.Module, reader: FragmentReader, *, prefix: str = "we
             reader.read_into(f"{prefix}{name}", 0, parameter.data.view(-1))
 
 
+def restore_master(inner: Any, master: Any, pieces: list[Piece], reader: FragmentReader) -> None:
+    """Read one fp32 tensor of torch's optimizer `inner` with its moments and step count."""
+    for piece in pieces:
+        reader.read_into(f"weights/{piece.name}", piece.start, master.data.view(-1)[piece.place])
+    stepped = [piece for piece in pieces if f"step/{piece.name}" in reader]
+    if not stepped:
+        inner.state.pop(master, None)  # AdamW's state is empty before the first step
+        return
+    step, state = torch.zeros(1), inner.state[master]
+    reader.read_into(f"step/{stepped[0].name}", 0, step)
+    state["step"] = step[0].to(master.device, copy=True)
+    for kind in MOMENTS:
+        state[kind] = torch.zeros_like(master, requires_grad=False)
+        for piece in stepped:
+            reader.read_into(f"{kind}/{piece.name}", piece.start, state[kind].view(-1)[piece.place])
+
+
 @torch.no_grad()
 def refresh_weights(engine: TrainingEngine) -> None:
     """Round the fp32 weights into the model's own. A collective."""
@@ -138,7 +166,8 @@ def refresh_weights(engine: TrainingEngine) -> None:
         # The flat shards, then the parameters' views of them, then small parameters, which every rank keeps whole.
         flats = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
         for number, (rounded, master) in enumerate(flats):
-            rounded.data.copy_(master.data)
+            with in_memory(engine, number):
+                rounded.data.copy_(master.data)
             shards = optimizer.fp16_partitioned_groups[number]
             for shard, values in zip(shards, optimizer.unflatten(rounded, shards), strict=True):
                 shard.data = values.data

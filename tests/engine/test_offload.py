@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor import optimizer_utils
 from safetensors.torch import load_file
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
@@ -101,3 +102,23 @@ def test_what_a_disk_needs_is_one_line_with_its_package(
     train(folder, tmp_path / "sft", code=3, deepspeed_config=tmp_path / "ds.json", max_steps=1, **sft)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(f"error: zero_optimization.offload_optimizer.device nvme: found {told}", line)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(), reason="needs libaio")
+def test_optimizer_states_on_a_disk_learn_the_same_and_resume_exactly(
+    folder, plain, sft, tmp_path, monkeypatch
+) -> None:
+    """DeepSpeed compiles what it reads and writes with, once on a machine, which takes a minute."""
+    monkeypatch.setattr(optimizer_utils, "MIN_AIO_BYTES", 1024)  # else a tiny model's states stay in memory
+    disk = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "pin_memory": False}
+    user = {"zero_optimization": {"stage": 3, "offload_optimizer": disk}, "aio": {"block_size": 1024}}
+    (tmp_path / "ds.json").write_text(json.dumps(user))
+    given = {**sft, "deepspeed_config": tmp_path / "ds.json"}
+    train(folder, tmp_path / "whole/sft", max_steps=4, **given)
+    assert [path for path in (tmp_path / "disk").rglob("*exp_avg*") if path.stat().st_size > 0]
+    assert apart(tmp_path / "whole/sft", plain) < 1e-6
+    train(folder, tmp_path / "constant/sft", max_steps=4, **given, lr_scheduler_type="constant")
+    train(folder, tmp_path / "parts/sft", max_steps=2, **given, lr_scheduler_type="constant")
+    train(folder, tmp_path / "parts/sft", max_steps=4, **given, lr_scheduler_type="constant")
+    assert apart(tmp_path / "parts/sft", tmp_path / "constant/sft") == 0.0
