@@ -237,7 +237,7 @@ class PPOConfig(Group):
 
 def check_generation(config: PPOConfig, ranks: int | None) -> None:
     """Raise InputError, one line per flag, where no model could generate so; `ranks` None: not known yet."""
-    sampling, partitioned = config.sampling, config.actor.zero_stage == 3
+    sampling, partitioned = config.sampling, config.actor.partitioned == "weights"
     size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:
         errors.append(f"--inference_tp_size {size}: must divide the {ranks} ranks")

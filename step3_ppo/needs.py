@@ -125,11 +125,11 @@ def copied_bytes(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> 
         return 0
     if config.actor.quantization != "none" or (config.actor.lora_dim and not sampling.merge_lora_for_generation):
         return 0
-    if config.actor.zero_stage == 3:
+    if config.actor.partitioned == "weights":
         return size.num_bytes // (ranks if sampling.rollout_weights == "streamed" else sampling.inference_tp_size)
     if config.actor.lora_dim or sampling.inference_tp_size > 1:
         return size.linear * size.element // sampling.inference_tp_size
-    if config.actor.zero_stage:
+    if config.actor.partitioned == "states":
         return 0  # joined projections are views of DeepSpeed's flat buffer
     joined = [group for block in architecture.blocks for group in ((block.q, block.k, block.v), block.up)]
     apart = [group for group in joined if len(group) > 1 and not isinstance(group[0], Rows)]

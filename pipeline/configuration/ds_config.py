@@ -119,7 +119,7 @@ def frozen_json(settings: DeepSpeedConfig, model: ModelConfig, placement: Placem
     Raises:
         InputError: offload at ZeRO stage 0, where DeepSpeed would ignore it.
     """
-    zero: Json = {"stage": 3 if model.zero_stage == 3 else 0}
+    zero: Json = {"stage": 3 if model.partitioned == "weights" else 0}
     if offload and zero["stage"] == 0:
         raise InputError(
             "--offload_reference_model / --offload_reward_model: need ZeRO stage 3, found 0; give it to the models that"

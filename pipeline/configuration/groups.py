@@ -164,6 +164,11 @@ class ModelConfig(Group):
     )
     lora_learning_rate: float = flag(5e-4, "Peak learning rate of LoRA weights", gt=0, needs="LoRA", per_stage=True)
 
+    @property
+    def partitioned(self) -> Literal["nothing", "states", "weights"]:
+        """Return what ZeRO partitions: optimizer states (and gradients), or weights as well."""
+        return ("nothing", "states", "states", "weights")[self.zero_stage]
+
 
 class OptimizerConfig(Group):
     """Optimizer"""

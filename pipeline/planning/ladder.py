@@ -11,6 +11,7 @@ from pipeline.planning.page import StagePlanner, fits
 
 Values = Mapping[str, Any]
 LORA_DIM = 16
+STAGE = "zero_stage"
 
 
 def named(values: Values, flag: str) -> list[str]:
@@ -31,11 +32,11 @@ def with_checkpointing(values: Values, ranks: int) -> dict[str, Any]:
     return {name: True for name in named(values, "gradient_checkpointing") if not values[name]}
 
 
-def zero_stage(stage: int) -> Callable[[Values, int], dict[str, Any]]:
+def partitioned(stage: int) -> Callable[[Values, int], dict[str, Any]]:
     """Return the change to a ZeRO stage, where there are ranks to partition over."""
 
     def change(values: Values, ranks: int) -> dict[str, Any]:
-        return {name: stage for name in named(values, "zero_stage") if ranks > 1 and values[name] < stage}
+        return {name: stage for name in named(values, STAGE) if ranks > 1 and values[name] < stage}
 
     return change
 
@@ -43,11 +44,11 @@ def zero_stage(stage: int) -> Callable[[Values, int], dict[str, Any]]:
 def optimizer_offload(values: Values, ranks: int) -> dict[str, Any]:
     if values["offload"]:
         return {}
-    return {"offload": True} | {name: 1 for name in named(values, "zero_stage") if not values[name]}
+    return {"offload": True} | {name: 1 for name in named(values, STAGE) if not values[name]}
 
 
 def parameter_offload(values: Values, ranks: int) -> dict[str, Any]:
-    stages = named(values, "zero_stage")
+    stages = named(values, STAGE)
     return (
         {} if values["offload_parameters"] or any(values[name] < 3 for name in stages) else {"offload_parameters": True}
     )
@@ -61,7 +62,7 @@ def int8_base(values: Values, ranks: int) -> dict[str, Any]:
     """Quantise the frozen weights, which ZeRO stage 3 does not partition."""
     chosen = {name: "int8" for name in named(values, "quantization") if values[name] == "none"}
     return chosen and chosen | {"offload_parameters": False} | {
-        name: min(2, values[name]) for name in named(values, "zero_stage")
+        name: min(2, values[name]) for name in named(values, STAGE)
     }
 
 
@@ -69,10 +70,10 @@ def int8_base(values: Values, ranks: int) -> dict[str, Any]:
 CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
     (smaller_micro_batch, "smaller products"),
     (with_checkpointing, "one more forward pass"),
-    (zero_stage(1), "the weights are gathered once a step"),
-    (zero_stage(2), "gradients are reduced in each micro-batch"),
+    (partitioned(1), "the weights are gathered once a step"),
+    (partitioned(2), "gradients are reduced in each micro-batch"),
     (optimizer_offload, "states cross the bus each step"),
-    (zero_stage(3), "weights are gathered in each pass"),
+    (partitioned(3), "weights are gathered in each pass"),
     (parameter_offload, "weights cross the bus in each pass"),
     (lora, "another training: adapters only"),
     (int8_base, "rounded base weights"),
