@@ -21,6 +21,8 @@ TESTED = "torch 2.13.0 with deepspeed 0.19.8"
 
 # Attributes of torch; where one is missing, public functions compute the same, slower.
 TORCH = ("_addmm_activation", "_foreach_norm", "ops.aten._flash_attention_forward")
+# The same, without which a dry run makes no plan.
+TORCH_OF_PLANS = ("ops.aten._scaled_dot_product_flash_attention", "utils._python_dispatch.TorchDispatchMode")
 
 # Class or module of DeepSpeed -> attributes that it has, or that its methods set on some object. No public function
 # gives any of them.
@@ -69,11 +71,12 @@ def check_private_names() -> None:
     ]
     if missing:
         raise EnvironmentFault(f"{', '.join(missing)}: missing in {installed}; tested is {TESTED}")
-    for name in TORCH:
+    for name in (*TORCH, *TORCH_OF_PLANS):
         try:
             attrgetter(name)(torch)
         except AttributeError:
-            log.info("torch.%s: missing in %s, a slower public function is used", name, installed)
+            instead = "a slower public function is used" if name in TORCH else "a dry run makes no plan"
+            log.info("torch.%s: missing in %s, %s", name, installed, instead)
 
 
 def deepspeed_has(owner: str, name: str) -> bool:

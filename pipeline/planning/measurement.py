@@ -13,7 +13,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -89,18 +88,18 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
-        self._live = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self._live = {id(tensor.untyped_storage()): 0 for tensor in known}  # a tensor keeps its storage object
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._live:
+        for tensor in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in self._live:
                 size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
-                self._live[storage._cdata] = size
+                self._live[id(storage)] = size
                 self.now += size
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, storage._cdata).atexit = False
+                weakref.finalize(storage, self._free, id(storage)).atexit = False
         return out
 
     def _free(self, key: int) -> None:
