@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, REFUSED, check_keys
 from pipeline.configuration.flag_table import Flag
+from pipeline.configuration.redact import shown
 from pipeline.errors import InputError
 
 Json = dict[str, Any]
@@ -155,7 +156,7 @@ def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mappi
     idle = {key: name for key in said for name in IDLE if f"{key}.".startswith(f"{name}.")}
     if changed:
         yield f"sets {', '.join(f'--{name} {text}' for name, text in changed.items())}"
-    if further := [f"{key} {value!r}" for key, value in said.items() if key not in idle]:
+    if further := [f"{key} {shown(key, value)}" for key, value in said.items() if key not in idle]:
         yield f"gives to DeepSpeed {', '.join(further)}"
     for name in dict.fromkeys(idle.values()):
         yield f"{name}: has no effect here: {IDLE[name]}"

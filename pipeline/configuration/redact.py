@@ -24,6 +24,14 @@ SECRET = re.compile(
 )
 
 
+SECRET_NAME = re.compile(r"(?:^|[_.])(?:api_?key|key|token|password|secret)$", re.IGNORECASE)
+
+
+def shown(name: str, value: object) -> str:
+    """Return a setting as Python writes it, or *** if its name says that it is a secret, or it looks like one."""
+    return MASK if SECRET_NAME.search(name) else redacted(repr(value))
+
+
 def redacted(text: str) -> str:
     """Replace whatever looks like a token or a password by ***."""
     return SECRET.sub(MASK, text)

@@ -100,6 +100,11 @@ def test_an_eos_that_is_the_padding_token_is_still_trained(tokenizer: Any) -> No
 # Fault 25: three numbers and what would be right.
 
 
+def test_a_batch_that_is_no_number_is_refused() -> None:
+    (line,) = refusal(built, DeepSpeedConfig(), user_json={"train_batch_size": "many"})
+    assert line.endswith("train_batch_size: found 'many', wanted a number")
+
+
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
@@ -107,7 +112,6 @@ def test_an_eos_that_is_the_padding_token_is_still_trained(tokenizer: Any) -> No
         (1024, "--gradient_accumulation_steps 8 or --per_device_train_batch_size 32"),
         (100, '= 512; right are "train_batch_size": 512 (or "auto")'),
         (0, '= 512; right are "train_batch_size": 512 (or "auto")'),
-        ("many", "train_batch_size: found many"),
     ],
 )
 def test_a_batch_that_is_not_the_product_names_its_factors(batch: Any, says: str) -> None:

@@ -73,12 +73,14 @@ def test_an_error_does_not_repeat_a_secret(words: list[str]) -> None:
     assert ending.code == 2 and HUB not in ending.stderr and ending.errors
 
 
-def test_a_key_in_the_deepspeed_json_is_not_printed(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"comet": {"enabled": false, "api_key": "' + OPENAI + '"}}')
+@pytest.mark.parametrize("key", [OPENAI, "Kn0wn-to-nobody"])
+def test_a_key_in_the_deepspeed_json_is_not_printed(folder: Path, tmp_path: Path, key: str) -> None:
+    (tmp_path / "ds.json").write_text('{"comet": {"enabled": false, "api_key": "' + key + '"}}')
     words = stage_words("sft", folder, tmp_path / "out", deepspeed_config=tmp_path / "ds.json")
     ending = call("sft", [*words, "--per_device_train_batch_size", 4])
     assert ending.code == 0, ending.stderr
-    assert OPENAI not in ending.stdout + ending.stderr and holding(tmp_path / "out", OPENAI) == []
+    assert "comet.api_key ***" in ending.stdout + ending.stderr
+    assert key not in ending.stdout + ending.stderr and holding(tmp_path / "out", key) == []
 
 
 def test_what_a_person_says_to_a_model_is_no_setting(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_all_packages_their_data_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     data = [*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.yaml"), ROOT / "launch" / "hostfile.example"]
-    data.append(ROOT / "pipeline" / "inference" / "prompts.json")
+    data += [ROOT / "launch" / "slurm.sbatch", ROOT / "pipeline" / "inference" / "prompts.json"]
     assert held == {relative(path) for path in [*source_files(*PACKAGES), *data]}
 
 
