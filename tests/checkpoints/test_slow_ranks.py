@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.engine.fragments import Fragment
+from step1_sft.config import SFTConfig
 
 write = checkpoint.write_rank_files
 
@@ -18,7 +19,8 @@ def slow(*arguments):
     return write(*arguments)
 
 checkpoint.write_rank_files = slow
-run = SimpleNamespace(folder=pathlib.Path("run"), world=world)
+resolved = SimpleNamespace(config=SFTConfig(deepspeed={"dtype": "fp32"}))
+run = SimpleNamespace(folder=pathlib.Path("run"), world=world, resolved=resolved)
 saver = checkpoint.Saver(run, RunFingerprint({}, {}, {}, {}), keep=1, background=False)
 parts = {"numbers": [Fragment("a", 2 * rank, torch.ones(2))]}
 saver.save(checkpoint.Content({"step": 1}, {}, parts), step=1)
