@@ -37,7 +37,7 @@ def why_impossible() -> str:
     if missing := [program for program in PROGRAMS if not shutil.which(program)]:
         return f"not installed: {', '.join(missing)} (apt-get install openssh-server pdsh iproute2 util-linux)"
     if hidden := [path for path in (str(ROOT), sys.executable) if path.startswith("/tmp/")]:
-        return f"{hidden[0]} is below /tmp, of which each host has its own: take a checkout and an environment elsewhere"
+        return f"{hidden[0]} is below /tmp, of which each host has its own: use a checkout and an environment elsewhere"
     probe = f"{SWITCH}-probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "delete", probe], capture_output=True, check=False)
