@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -131,6 +132,12 @@ class KnownModel:
     reward_model: str
 
 
+@cache
+def model_families() -> list[dict[str, list[str]]]:
+    """Return the families of launch/models.yaml, name -> [hub id, preset] each."""
+    return list(load_yaml(str(launch_file("models.yaml"))).values())
+
+
 def known_model(model: str) -> KnownModel | None:
     """Return what is known of a base model by its name or hub id; None for a folder or any other hub id.
 
@@ -140,8 +147,8 @@ def known_model(model: str) -> KnownModel | None:
     size = model.removeprefix(OPT)
     if size in SIZES:
         return KnownModel(size, "", "tiny" if size == "tiny" else "350m")
-    names = []
-    for family in load_yaml(str(launch_file("models.yaml"))).values():
+    names: list[str] = []
+    for family in model_families():
         names += family
         for name, (hub_id, preset) in family.items():
             if model in (name, hub_id, f"{hub_id}-Instruct"):
