@@ -93,6 +93,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
         Interrupted: the run is to stop; nothing of the rollout is kept.
     """
     course.begin("generate")
+    beat("generate", state.step)
     config = ppo.config
     epoch, rows = ppo.schedule.prompts(seed=config.run.seed, rollout=state.rollout, num_prompts=len(ppo.prompts.train))
     asked, num_samples = config.sampling.per_device_generation_batch_size, config.sampling.num_samples_per_prompt
@@ -138,8 +139,8 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
         "epoch": (state.rollout + 1) / ppo.schedule.rollouts_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
-    size = ppo.micro_batch_size(state)
-    return Collected(responses, rewarded.experience, metrics, ppo.minibatches(responses, state), size)
+    minibatches = ppo.minibatches(responses, state)
+    return Collected(responses, rewarded.experience, metrics, minibatches, ppo.micro_batch_size(state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +253,7 @@ def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> 
 
 def moved_too_far(ppo: PPO, update: Update | None) -> bool:
     """Tell whether the policy has moved further than `--approx_kl_stop` allows within one rollout."""
-    limit = ppo.config.ppo.approx_kl_stop
-    moved = update.metrics.get("policy/approx_kl", 0.0) if update else 0.0
+    limit, moved = ppo.config.ppo.approx_kl_stop, update.metrics.get("policy/approx_kl", 0.0) if update else 0.0
     return limit > 0 and math.isfinite(moved) and moved > limit
 
 
@@ -277,7 +277,7 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         Interrupted: the run is to stop.
     """
     rows, limit, size = ppo.prompts.eval, ppo.config.run.eval_iters, ppo.config.optimizer.per_device_eval_batch_size
-    count = min(len(rows), limit * size * ppo.run.world.size) if limit else len(rows)
+    count = min(len(rows), (limit or len(rows)) * size * ppo.run.world.size)
     if state.evaluated == state.step or not count:
         return
 

@@ -1,0 +1,93 @@
+"""A capped CUDA device: stage 3 runs out of memory in each phase of a step, halves its batch and goes on."""
+
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.in_process import undone_afterwards
+from support.tiny_run import make_folder, opt_config, read_metrics
+from transformers import AutoTokenizer, OPTForCausalLM, OPTForSequenceClassification
+
+from pipeline.heartbeat import current_phase
+from step3_ppo import training as ppo_training
+from step3_ppo.main import main as ppo_main
+
+pytestmark = pytest.mark.gpu
+
+ROWS, PHASES = 128, ("generate", "score", "train")
+# Large enough that the batch takes more than weights, workspaces and the graph of a decode step.
+SHAPE = {
+    "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "ffn_dim": 4096, "word_embed_proj_dim": 512,
+    "max_position_embeddings": 512, "init_std": 0.02,
+}  # fmt: skip
+
+
+class CappedPhases:
+    """Gives the phases of the second step a third of the memory that they took in the first one.
+
+    Stands for `in_batches_that_fit`. taken: bytes by phase, beside those that were held before it. capped: phases.
+    """
+
+    def __init__(self) -> None:
+        self.fit = ppo_training.in_batches_that_fit
+        self.taken: dict[str, int] = {}
+        self.capped: set[str] = set()
+
+    def __call__(self, run: Any, state: Any, phase: str, *given: Any, **named: Any) -> Any:
+        if (phase, current_phase()) == (
+            "train",
+            "score",
+        ):  # the policy's pass of the phase score, in the shapes of updates
+            return self.fit(run, state, phase, *given, **named)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_reserved()
+        if state.step == 1 and phase in PHASES:
+            self.capped.add(phase)
+            limit = held + self.taken[phase] // 3
+            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+        try:
+            result = self.fit(run, state, phase, *given, **named)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        if not state.step:  # the evaluation before it scores fewer rows
+            self.taken[phase] = max(torch.cuda.max_memory_reserved() - held, self.taken.get(phase, 0))
+        return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("capped"), num_train=ROWS)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    torch.manual_seed(3)
+    OPTForCausalLM(opt_config(len(tokenizer), **SHAPE)).save_pretrained(folder / "base")
+    OPTForSequenceClassification(opt_config(len(tokenizer), num_labels=1, **SHAPE)).save_pretrained(folder / "scorer")
+    return folder
+
+
+def test_each_phase_runs_out_of_memory_and_goes_on(folder: Path, tmp_path: Path, monkeypatch):
+    phases = CappedPhases()
+    monkeypatch.setattr(ppo_training, "in_batches_that_fit", phases)
+    flags = {
+        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
+        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
+        "data_output_path": tmp_path / "cache",
+        "output_dir": tmp_path / "out", "max_prompt_seq_len": 64, "max_answer_seq_len": 256, "max_steps": 3,
+        "per_device_generation_batch_size": ROWS, "per_device_train_batch_size": ROWS, "dtype": "bf16",
+        "release_inference_cache": "true", "keep_checkpoints": 0, "enable_tensorboard": "false",
+    }  # fmt: skip
+    with undone_afterwards():
+        assert ppo_main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0
+    assert phases.capped == set(PHASES), phases.taken
+    log = (tmp_path / "out/runs/ppo/log.txt").read_text()
+    failed = re.findall(r"step 2, phase (\w+): out of memory: .*: done again with", log)
+    assert set(failed) == set(PHASES), (phases.taken, log)
+    lines = [line for line in read_metrics(tmp_path / "out/runs/ppo") if "step_s" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3] and all(line["skipped_updates"] == 0 for line in lines)
+    assert lines[0]["micro_batch_size"] == ROWS and lines[1]["micro_batch_size"] < ROWS
+    # The old log-probabilities were made again in the new cut: in another one they would differ in bf16.
+    assert [line["policy/first_ratio_error"] for line in lines] == [0.0] * 3
