@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pipeline.generation.backends import CACHE_MEMORY_FRACTION, FREE_SHARE_FOR_UPDATE
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, cache_bytes_per_token
 from pipeline.models.architecture import Rows, UnsupportedModel, linear_of, read_architecture
-from pipeline.models.loading import load_config
-from pipeline.planning.measurement import build, model_size
+from pipeline.planning.measurement import build, model_size, planned_config
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
 from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
@@ -106,7 +105,7 @@ def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollo
     return Rollout(
         slots=num_slots(config),
         cache_length=round_up(longest, CACHE_LENGTH_MULTIPLE),
-        bytes_per_token=cache_bytes_per_token(load_config(actor.path), size.element),
+        bytes_per_token=cache_bytes_per_token(planned_config(actor.path), size.element),
         copied_bytes=copied_bytes(config, actor, dtype, ranks),
         num_responses=num_responses(config),
         num_new_tokens=sampling.max_answer_seq_len,

@@ -18,7 +18,7 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.machine import device_kind
 from pipeline.launching.preflight import look_before_start, module_of_stage, output_bytes, sample_lines, start_models
-from pipeline.launching.target import GIB, parse_target, this_machine
+from pipeline.launching.target import GIB, Target, parse_target, this_machine
 from pipeline.run.evaluations import memory_peaks
 from pipeline.run.layout import model_folders, run_folder
 
@@ -65,6 +65,25 @@ def show_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
             print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
 
 
+def planning_module(name: str) -> Any:
+    """Import a module of the planner by its name: it knows models and stages, which are above this package."""
+    return importlib.import_module(f"pipeline.planning.{name}")
+
+
+def stage_planner(given: Resolved, section: str, target: Target, made: Mapping[str, str]) -> tuple[Any, Resolved]:
+    """Return the `StagePlanner` of a stage on a target, and its settings on so many ranks.
+
+    made: folder of an earlier stage's output -> the model that it starts from.
+
+    Raises:
+        InputError: settings that do not go with the number of ranks.
+    """
+    resolved = with_ranks(given, target.num_gpus)
+    jsons_of = partial(engine_jsons, section=section, ranks=target.num_gpus)
+    needs = importlib.import_module(f"{module_of_stage(resolved.config)}.needs").needs
+    return planning_module("page").StagePlanner(needs, jsons_of, dict(made), target), resolved
+
+
 def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int = 1) -> None:
     """Print the plan of each stage, by its section: sizes, batches, memory, and a ladder of changes if it does not fit.
 
@@ -74,8 +93,7 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
     Raises:
         EnvironmentFault: a line for each stage that does not fit.
     """
-    # By name: the planner knows models and stages, which are above this package.
-    page, ladder = (importlib.import_module(f"pipeline.planning.{name}") for name in ("page", "ladder"))
+    page, ladder = (planning_module(name) for name in ("page", "ladder"))
     made, errors = dict[str, str](), list[str]()
     for section, given in stages.items():
         described = given.config.run.target
@@ -83,10 +101,7 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
         if target is None:
             print(f"plan of {section}: none: the number of ranks is not known here; describe the GPUs by --target")
             continue
-        resolved = with_ranks(given, target.num_gpus)
-        jsons_of = partial(engine_jsons, section=section, ranks=target.num_gpus)
-        needs = importlib.import_module(f"{module_of_stage(resolved.config)}.needs").needs
-        planner = page.StagePlanner(needs, jsons_of, dict(made), target)
+        planner, resolved = stage_planner(given, section, target, made)
         try:
             lines, memory = page.stage_page(planner, resolved)
         except RunError as error:

@@ -18,7 +18,7 @@ from pipeline.launching.launcher import launch_file
 from pipeline.launching.machine import DEFAULT_HOSTFILE
 from pipeline.models.paths import check_model_path
 
-SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
+SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "1.3b-lora", "6.7b-lora")
 OPT = "facebook/opt-"
 # Launchers put names of hosts into command lines of other machines: nothing that a shell or ssh would act on.
 HOSTS = re.compile(r"([A-Za-z0-9\[][\w.:@,;\[\]-]*)?", re.ASCII)
@@ -153,7 +153,10 @@ def known_model(model: str) -> KnownModel | None:
         for name, (hub_id, preset) in family.items():
             if model in (name, hub_id, f"{hub_id}-Instruct"):
                 return KnownModel(preset, hub_id if model == name else model, next(iter(family)))
-    if re.fullmatch(r"\d+(\.\d+)?[mbMB]|tiny\w*|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model) and not Path(model).exists():
+    if (
+        re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|tiny\w*|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model)
+        and not Path(model).exists()
+    ):
         raise InputError(
             f"found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or a folder"
             f"{nearest(model, [*SIZES, *names])}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.models.loading import base_model
 
@@ -69,7 +70,7 @@ def training_work(model: Any) -> TrainingWork:
     linear = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head and "score" not in name.split(".")
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not head and "score" not in name.split(".")
     ]
     heads = [] if head is None else [head]
     config = base_model(model).config.get_text_config()
@@ -80,7 +81,8 @@ def training_work(model: Any) -> TrainingWork:
 
 def numel(layers: list[Any]) -> tuple[int, int]:
     """Return the number of weights of all linear layers, quantised or partitioned, and of those that are trained."""
-    sizes = [(layer.in_features * layer.out_features, layer.weight.requires_grad) for layer in layers]
+    shapes = [(x.nx, x.nf) if isinstance(x, Conv1D) else (x.in_features, x.out_features) for x in layers]
+    sizes = [(n * m, layer.weight.requires_grad) for (n, m), layer in zip(shapes, layers, strict=True)]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 

@@ -7,7 +7,8 @@ places of kernels that keep less for the backward pass than torch's plain functi
 import warnings
 import weakref
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -15,13 +16,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PretrainedConfig,
 )
 
+from pipeline.configuration.flags import load_yaml
 from pipeline.errors import InputError
 from pipeline.kernels.fused_layers import MIN_ELEMENTS, RMS_NORMS
 from pipeline.kernels.token_statistics import LogitScaling
+from pipeline.launching.launcher import launch_file
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import DTYPES, base_model, load_config, use_gradient_checkpointing, without_dropout
 from pipeline.models.lora import add_lora, linear_names, quantise_to_int8
@@ -153,6 +158,21 @@ class ModelSize:
         )
 
 
+@cache
+def shapes() -> dict[str, dict[str, Any]]:
+    """Return launch/shapes.yaml: hub ids of known models, and the fields of their configurations that fix the shape."""
+    return load_yaml(str(launch_file("shapes.yaml")))
+
+
+def planned_config(path: str) -> PretrainedConfig:
+    """Return the configuration of a model: of a known hub id without looking at the hub. Raises as `load_config`."""
+    known = shapes().get(path.removesuffix("-Instruct"))
+    if known is None or Path(path).exists():
+        return load_config(path)
+    config: PretrainedConfig = AutoConfig.for_model(**known)
+    return config
+
+
 @lru_cache(maxsize=64)
 def build(use: ModelUse, dtype: str) -> Any:
     """Build a model of a stage on the meta device, wrapped as in training: `CausalLM` or `TokenValueModel`.
@@ -160,7 +180,7 @@ def build(use: ModelUse, dtype: str) -> Any:
     Raises:
         InputError, EnvironmentFault: its config.json cannot be read, or it is no decoder.
     """
-    config, settings = without_dropout(load_config(use.path)), use.settings
+    config, settings = without_dropout(planned_config(use.path)), use.settings
     if config.is_encoder_decoder:
         raise InputError(f"{use.path}: encoder-decoder models are not planned yet")
     auto_class: Any = AutoModelForCausalLM
@@ -231,17 +251,24 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> int:
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if work.accumulates else None
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-    # A dense mask, which transformers takes as it is: it would look into the values of another one.
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
+    # A dense mask, which transformers takes as it is: it looks into the values of another one. BLOOM makes its own.
+    makes_mask = base_model(wrapped.model).config.model_type == "bloom"
+    shape = (rows, length) if makes_mask else (1, 1, length, length)
+    mask = torch.ones(shape, dtype=torch.bool, device=device)
     positions = torch.arange(length, device=device).unsqueeze(0)
     selected = torch.ones(rows, length - 1, dtype=torch.bool, device=device)
     known = [*wrapped.parameters(), *wrapped.buffers(), *(p.grad for p in trained if p.grad is not None)]
     with LiveBytes([*known, ids, mask, positions, selected]) as live, torch.set_grad_enabled(work.trains):
         if use.has_values:
-            out = wrapped(ids, mask, positions)
+            out = wrapped(ids, mask, positions, right_padded=True)
         else:
             out = wrapped(
-                ids, attention_mask=mask, selected=selected, num_selected=work.num_head_tokens, position_ids=positions
+                ids,
+                attention_mask=mask,
+                selected=selected,
+                num_selected=work.num_head_tokens,
+                position_ids=positions,
+                right_padded=True,
             ).log_probs
         if work.trains:
             out.sum().backward()

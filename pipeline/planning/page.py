@@ -69,6 +69,11 @@ def gib(value: float) -> str:
     return f"{value / GIB:.2f}"
 
 
+def seconds_text(value: float) -> str:
+    """Return a time with two digits, `1.3 s` or `130 s`: more would say more than is known."""
+    return f"{float(f'{value:.2g}'):g} s"
+
+
 def model_lines(plan: MemoryPlan) -> list[str]:
     """Return the table of models: numbers of weights in millions, and what each holds on a GPU in GiB."""
     head = ["weights, M", "trained", "no embedding", "GiB: weights", "gradients", "optimizer", "buffers"]
@@ -106,7 +111,7 @@ def time_lines(seconds: Mapping[str, float], max_steps: int, steps_each: int) ->
     """Return the time of the phases, and of the run where `--max_steps` ends it; rough figures, of full-length rows."""
     if not seconds:
         return []
-    phases = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
+    phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
     run = f", {max_steps} steps {sum(seconds.values()) / steps_each * max_steps / 3600:.2g} h" if max_steps else ""
     return [f"  time     {phases}{run}: not measured; from the data sheet, by the shares that an H200 reached"]
 

@@ -23,7 +23,7 @@ STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
 OTHERS = {
     "tiny": "output/demo/base", "t5-3b": "google-t5/t5-3b", "chinese": "bigscience/bloom-1b1",
     "japanese": "ai-forever/mGPT", "llama-2-7b": "meta-llama/Llama-2-7b-hf",
-    "llama-2-7b-lora": "meta-llama/Llama-2-7b-hf",
+    "llama-2-7b-lora": "meta-llama/Llama-2-7b-hf", "1.3b-lora": "facebook/opt-1.3b", "6.7b-lora": "facebook/opt-6.7b",
 }  # fmt: skip
 ALL_STAGES = ("llama-2-7b", "llama-2-7b-lora")
 CLASSES = ("small", "1b", "3b", "8b")  # recipes for a size; the command line names the model

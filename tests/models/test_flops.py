@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.tiny_models import NAMES, random_rows
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.models.flops import peak_flops, training_mfu, training_work
 from pipeline.models.loading import base_model, load_causal_lm
@@ -25,7 +26,15 @@ def training_model(folder, *, lora: bool):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", NAMES)
 def test_work_of_a_training_step_equals_torchs_count(tiny_folders, name, lora):
-    model = training_model(tiny_folders[name], lora=lora)
+    check_work(training_model(tiny_folders[name], lora=lora))
+
+
+def test_the_work_of_gpt2s_own_linear_layers_is_counted():
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    check_work(GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager")))
+
+
+def check_work(model):
     work = training_work(model)
     with FlopCounterMode(display=False) as counter:
         for row in random_rows(3, LENGTHS):

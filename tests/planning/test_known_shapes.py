@@ -1,0 +1,75 @@
+"""Shapes of known models without a hub, and docs/plans.md, which is made of them."""
+
+import json
+import re
+import runpy
+
+import pytest
+from support.source_tree import ROOT
+
+from pipeline.configuration.flags import load_yaml
+from pipeline.configuration.groups import ModelConfig
+from pipeline.launching.preflight_job import main
+from pipeline.launching.train_config import SIZES, model_families
+from pipeline.planning.measurement import model_size, shapes
+from pipeline.planning.needs import ModelUse
+
+# Numbers of parameters: of OPT counted from its published weights, of the others as their pages on the hub say.
+PUBLISHED = {
+    "facebook/opt-125m": 125_239_296, "facebook/opt-350m": 331_196_416, "facebook/opt-1.3b": 1_315_758_080,
+    "facebook/opt-2.7b": 2_651_596_800, "facebook/opt-6.7b": 6_658_473_984, "facebook/opt-13b": 12_853_473_280,
+    "facebook/opt-30b": 29_974_540_288, "facebook/opt-66b": 65_719_701_504, "bigscience/bloom-1b1": 1_065_314_304,
+    "ai-forever/mGPT": 1_417_596_928, "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400, "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248, "Qwen/Qwen2.5-0.5B": 494_032_768, "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688, "Qwen/Qwen2.5-7B": 7_615_616_512, "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976, "Qwen/Qwen3-4B": 4_022_468_096, "Qwen/Qwen3-8B": 8_190_735_360,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008, "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+}  # fmt: skip
+PRESETS = ROOT / "launch" / "presets"
+PAGE = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
+MAKER = runpy.run_path(str(ROOT / "docs" / "make_plans.py"))
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MAKER["HARDWARE"] if name != "japanese"]
+
+
+def test_known_shapes_have_the_published_numbers_of_parameters():
+    sizes = {path: model_size(ModelUse("actor", path, ModelConfig()), "bf16").weights for path in shapes()}
+    assert sizes == PUBLISHED
+
+
+def test_the_start_models_of_all_presets_have_shapes():
+    presets = [load_yaml(str(file)) for file in PRESETS.iterdir() if not file.name.startswith(("tiny", "t5"))]
+    named = {preset["model_name_or_path"] for preset in presets if "model_name_or_path" in preset}
+    assert named | {hub_id for family in model_families() for hub_id, _ in family.values()} == set(shapes())
+
+
+def test_a_known_model_is_planned_without_a_hub(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.launching.preflight.is_reachable", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max_seq_len", "64"]
+    task = {"stages": {"sft": words}, "dry_run": True, "ranks": None, "hosts": 1}
+    assert main(json.dumps(task)) == 0
+    assert re.search(r"^ +model +494\.0 +494\.0", capsys.readouterr().out, re.MULTILINE)
+
+
+def numbers_and_words(row: str) -> tuple[list[float], str]:
+    """The figures of a row after its name, and all that is not one."""
+    cells = row.partition("GB |")[2]
+    return [float(figure) for figure in re.findall(r"[\d.]+", cells)], re.sub(r"[\d.]+", "", cells)
+
+
+@pytest.mark.parametrize("name", ["japanese", *SLOW])
+def test_the_page_of_plans_says_what_is_planned(name):
+    """Versions of transformers differ in a few tensors of a pass."""
+    row = MAKER["row"](name)
+    written = next(line for line in PAGE.splitlines() if line.startswith(row.partition("GB |")[0]))
+    (figures, words), (expected, also) = numbers_and_words(row), numbers_and_words(written)
+    assert figures == pytest.approx(expected, rel=0.06) and words == also
+
+
+def test_the_page_of_plans_has_every_name():
+    assert list(MAKER["HARDWARE"]) == re.findall(r"^\| `(.+?)`", PAGE, re.MULTILINE)
+    names = {*SIZES, *(name for family in model_families() for name in family), *MAKER["SFT_ALONE"]}
+    assert set(MAKER["HARDWARE"]) == names - {"tiny"}
+    assert PAGE.startswith(MAKER["INTRODUCTION"])
