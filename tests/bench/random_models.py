@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from demo.make import make_data, make_tokenizer
 from demo.rule import make_prompt
 
-OPT_VOCABULARY, LLAMA_VOCABULARY = 50272, 32000
+OPT_VOCABULARY, LLAMA_VOCABULARY, QWEN_VOCABULARY = 50272, 32000, 151936
 EOS = 2
-# Zhang et al. 2022 (OPT), table 1, and the published configurations; Touvron et al. 2023 (Llama), table 2.
+# Zhang et al. 2022 (OPT), table 1; Touvron et al. 2023 (Llama), table 2; the published configurations of all.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 32,
@@ -61,6 +61,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "intermediate_size": 11008,
     },
+    "llama-3-1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+    },
+    "qwen2.5-1.5b": {
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+    },
 }
 # Scale of the final norm where responses end early. Small: the chance of an end is then nearly the same in every
 # state. Not 0: no gradient would reach the layers, and products of zeros are faster than real ones.
@@ -69,13 +100,16 @@ END_NORM_SCALE = 0.1
 
 def config_of(shape: str) -> Any:
     """The transformers configuration of one of SHAPES; ids are those of the demo's tokenizer."""
-    from transformers import LlamaConfig, OPTConfig
+    from transformers import LlamaConfig, OPTConfig, Qwen2Config
 
     sizes = SHAPES[shape]
     common = {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": 1}
     if shape.startswith("llama"):
         own = {"vocab_size": LLAMA_VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": False}
         return LlamaConfig(**(common | own | sizes))
+    if shape.startswith("qwen"):
+        own = {"vocab_size": QWEN_VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+        return Qwen2Config(**(common | own | sizes))
     own = {"vocab_size": OPT_VOCABULARY, "word_embed_proj_dim": sizes["hidden_size"]}
     return OPTConfig(**(common | own | sizes))
 

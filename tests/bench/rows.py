@@ -11,6 +11,14 @@ from bench.roofline import Device, data_sheet
 from bench.watched import WATCHED
 from bench.work import Shape, generation_seconds, lora_weights, ppo_flops, shape_of, state_bytes, step_bounds
 
+# (actor, batch) -> samples/s, their ratio to DeepSpeed-Chat's, their share of the limit.
+STEP_TARGETS = {
+    ("1.3b", 64): (">= 40", ">= 3", ""),
+    ("1.3b", 128): (">= 45", ">= 2.2", ""),
+    ("llama-3-8b", 64): ("", "", ">= 0.75"),
+    ("qwen2.5-1.5b", 64): ("", "", ">= 0.6"),
+    ("qwen2.5-1.5b", 128): ("", "", ">= 0.68"),
+}
 PHASES = tuple(dict.fromkeys(WATCHED.values()))
 
 
@@ -25,8 +33,11 @@ def device_of(jobs: Jobs) -> Device | None:
     return Device(found["name"], found["bandwidth"], found["flops"]) if "bandwidth" in found else None
 
 
-def note_limits(jobs: Jobs, *, batch: int = 0, gpus: int = 1) -> dict[str, float]:
-    """Bounds of a step with responses of full length, by measured figures and by the data sheet; the former."""
+def note_limits(jobs: Jobs, *, batch: int = 0, gpus: int = 1, frozen: bool = False) -> dict[str, float]:
+    """Bounds of a step with responses of full length, by measured figures and by the data sheet; the former.
+
+    frozen: of an actor under LoRA.
+    """
     measured = device_of(jobs)
     if measured is None:
         return {}
@@ -34,24 +45,26 @@ def note_limits(jobs: Jobs, *, batch: int = 0, gpus: int = 1) -> dict[str, float
     options = jobs.options
     lengths = [options.answer] * (batch or options.batch)
     for name, device in (("limit", measured), ("limit (data sheet)", data_sheet(measured))):
-        jobs.runs[name] = step_bounds(actor, critic, device, prompt=options.prompt, lengths=lengths, gpus=gpus)
+        jobs.runs[name] = step_bounds(
+            actor, critic, device, prompt=options.prompt, lengths=lengths, gpus=gpus, frozen=frozen
+        )
     return jobs.runs["limit"]
 
 
 def add_mfu(jobs: Jobs, run: dict[str, Any], *, full: bool = True) -> float | None:
     """`train_mfu` and `score_mfu` of a run over full-length rows, against the data sheet; the former.
 
-    full: all weights are trained; else (LoRA) the backward pass makes no weight gradients: as much as the forward.
+    full: all of the actor's weights are trained; else (LoRA) its backward pass makes no gradients of weights.
     """
     device = device_of(jobs)
     if device is None or "train_s" not in run:
         return None
     options = jobs.options
     lengths = [run.get("mean_length", options.answer)] * options.batch
-    flops = ppo_flops(*shapes(jobs), prompt=options.prompt, lengths=lengths)
+    flops = ppo_flops(*shapes(jobs), prompt=options.prompt, lengths=lengths, frozen=not full)
     peak = data_sheet(device).flops
     run["score_mfu"] = flops["score"] / (run["score_s"] * peak)
-    run["train_mfu"] = flops["train"] * (1.0 if full else 2 / 3) / (run["train_s"] * peak)
+    run["train_mfu"] = flops["train"] / (run["train_s"] * peak)
     for name, seconds in (("score_tokens_per_s", run["score_s"]), ("train_tokens_per_s", run["train_s"])):
         run[name] = sum(options.prompt + length for length in lengths) * run.get("gpus", 1) / seconds
     return run["train_mfu"]
@@ -67,21 +80,23 @@ def noted(jobs: Jobs, name: str, run: dict[str, Any], *, full: bool = True) -> d
 
 def step3(jobs: Jobs, figures: Figures) -> None:
     """A whole step: this project, DeepSpeed-Chat's loop, and the limit of the device."""
-    gpus, batch = jobs.options.gpus[-1], jobs.options.batch
+    options, gpus = jobs.options, jobs.options.gpus[-1]
+    rank, batch = options.actor_lora_dim, options.batch
     jobs.make_models()
-    limit = note_limits(jobs, gpus=gpus)
-    own = noted(jobs, "project", jobs.step3("project", gpus=gpus))
+    limit = note_limits(jobs, gpus=gpus, frozen=bool(rank))
+    words = ("--actor_lora_dim", rank) if rank else ()
+    own = noted(jobs, "project", jobs.step3("project", *words, gpus=gpus), full=not rank)
     base = noted(jobs, "DeepSpeed-Chat", jobs.baseline("DeepSpeed-Chat", gpus=gpus))
-    targets = {64: (">= 40", ">= 3"), 128: (">= 45", ">= 2.2")}.get(batch, ("", "")) if gpus == 1 else ("", "")
-    figures.add("samples/s", own.get("samples_per_s"), "1/s", targets[0])
+    target, speedup_target, share = STEP_TARGETS.get((options.actor, batch), ("", "", "")) if gpus == 1 else ("",) * 3
+    figures.add("samples/s", own.get("samples_per_s"), "1/s", target)
     figures.add("samples/s, DeepSpeed-Chat", base.get("samples_per_s"), "1/s")
     speedup = quotient(own.get("samples_per_s"), base.get("samples_per_s"))
-    figures.add("samples/s over DeepSpeed-Chat's", speedup, "x", targets[1])
+    figures.add("samples/s over DeepSpeed-Chat's", speedup, "x", speedup_target)
     for name, phase in (("generation", "generate_s"), ("scoring", "score_s"), ("training", "train_s")):
         figures.add(f"{name}, DeepSpeed-Chat's time over this", quotient(base.get(phase), own.get(phase)), "x")
-    figures.add("samples/s over the limit", quotient(own.get("samples_per_s"), limit.get("samples_per_s")))
+    figures.add("samples/s over the limit", quotient(own.get("samples_per_s"), limit.get("samples_per_s")), "", share)
     figures.add("training MFU", own.get("train_mfu"))
-    figures.add("peak memory", own.get("peak_gib"), "GiB", "<= 48" if batch == 64 else "")
+    figures.add("peak memory", own.get("peak_gib"), "GiB", "<= 48" if (options.actor, batch) == ("1.3b", 64) else "")
 
 
 def generate_alone(

@@ -90,19 +90,31 @@ def generation_seconds(shape: Shape, device: Any, *, prompt: int, lengths: Seque
     return prefill + read / device.bandwidth
 
 
-def ppo_flops(actor: Shape, critic: Shape, *, prompt: int, lengths: Sequence[int]) -> dict[str, float]:
-    """Matrix work of scoring (reference, reward, values) and of training (actor and critic, forward and twice that)."""
+def ppo_flops(
+    actor: Shape, critic: Shape, *, prompt: int, lengths: Sequence[int], frozen: bool = False
+) -> dict[str, float]:
+    """Matrix work of scoring (reference, reward, values) and of training (actor and critic, forward and twice that).
+
+    frozen: the actor's weights are a frozen base under LoRA, whose backward pass makes no gradients of weights.
+    """
     rows, answered = [prompt + length for length in lengths], sum(lengths)
     policy = actor.forward_flops(rows, head_tokens=answered)
     values = critic.forward_flops(rows)
-    return {"score": policy + 2 * values, "train": 3 * (policy + values)}
+    return {"score": policy + 2 * values, "train": (2 if frozen else 3) * policy + 3 * values}
 
 
 def step_bounds(
-    actor: Shape, critic: Shape, device: Any, *, prompt: int, lengths: Sequence[int], gpus: int = 1
+    actor: Shape,
+    critic: Shape,
+    device: Any,
+    *,
+    prompt: int,
+    lengths: Sequence[int],
+    gpus: int = 1,
+    frozen: bool = False,
 ) -> dict[str, float]:
     """The least seconds of a PPO step on `gpus` devices with `lengths` responses on each, and samples/s of all."""
-    flops = ppo_flops(actor, critic, prompt=prompt, lengths=lengths)
+    flops = ppo_flops(actor, critic, prompt=prompt, lengths=lengths, frozen=frozen)
     found = {
         "generate_s": generation_seconds(actor, device, prompt=prompt, lengths=lengths),
         "score_s": flops["score"] / device.flops,

@@ -94,7 +94,10 @@ def test_fewer_slots_than_requested_change_no_token(monkeypatch):
 
 @pytest.fixture
 def short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that may grow has a position for one new token at first; no decode step writes behind its end."""
+    """A cache that may grow has a position for one new token at first; no decode step writes behind its end.
+
+    Finished slots are seen in the iteration that finished them, on a GPU too.
+    """
     decode = GenerationBuffers.decode
 
     def checked(buffers: GenerationBuffers, num_steps: int) -> None:
@@ -104,6 +107,7 @@ def short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GenerationBuffers, "decode", checked)
     poll_often(monkeypatch)
+    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset())
     monkeypatch.setattr(generator, "FIRST_NEW_TOKENS", 1)
     for module in ("generator", "slots"):
         monkeypatch.setattr(f"pipeline.generation.{module}.CACHE_LENGTH_MULTIPLE", 1)

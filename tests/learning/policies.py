@@ -12,8 +12,8 @@ from learning.jobs import Jobs, flags
 PPO: dict[str, Any] = {
     "data_split": "none", "enable_tensorboard": "false", "keep_checkpoints": 0,
     "max_prompt_seq_len": 192, "max_answer_seq_len": 128, "long_prompts": "drop",
-    "per_device_generation_batch_size": 64, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 2,
-    "per_device_eval_batch_size": 128, "eval_iters": 2, "actor_learning_rate": 3e-6, "critic_learning_rate": 1e-5,
+    "per_device_generation_batch_size": 64, "per_device_train_batch_size": 64,
+    "per_device_eval_batch_size": 128, "eval_iters": 2, "actor_learning_rate": 1e-5, "critic_learning_rate": 3e-5,
     "num_warmup_steps": 10, "lr_scheduler_type": "constant_with_warmup", "normalise_scores": "true",
     "num_train_epochs": 1000,
 }  # fmt: skip

@@ -54,6 +54,17 @@ def test_shape_of_opt_350m_has_projections_around_narrow_embeddings():
     assert shape.head_weights == 50_272 * 512
 
 
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("llama-3-8b", 8030.0), ("llama-3-1b", 1235.7), ("qwen2.5-1.5b", 1543.6), ("qwen2.5-0.5b", 494.0)],
+)
+def test_published_numbers_of_weights(name, millions):
+    config = config_of(name)
+    shape = shape_of(config)
+    counted = shape.layer_weights + shape.head_weights * (1 if config.tie_word_embeddings else 2)
+    assert counted / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
 def test_shape_of_llama():
     shape = shape_of(config_of("llama-7b"))
     assert shape.layer_weights == 32 * (4 * 4096**2 + 3 * 4096 * 11_008) == 6_476_005_376
@@ -96,6 +107,8 @@ def test_step_bounds_by_hand():
         "score": actor + 2 * critic,
         "train": 3 * (actor + critic),
     }
+    frozen = ppo_flops(TINY, CRITIC, prompt=2, lengths=lengths, frozen=True)
+    assert frozen == {"score": actor + 2 * critic, "train": 2 * actor + 3 * critic}
     bounds = step_bounds(TINY, CRITIC, SLOW, prompt=2, lengths=lengths, gpus=2)
     generation = generation_seconds(TINY, SLOW, prompt=2, lengths=lengths)
     total = generation + (actor + 2 * critic) / 1000 + 3 * (actor + critic) / 1000

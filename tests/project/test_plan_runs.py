@@ -1,0 +1,48 @@
+"""The comparison of planned with measured peaks: what it calls near, and how runs share GPUs."""
+
+import threading
+
+from bench.plan_runs import RUNS, Room, shapes_of, table
+from bench.random_models import SHAPES
+
+from pipeline.files import write_json
+
+
+def test_runs_have_names_of_their_own_and_known_models():
+    assert len({run.key for run in RUNS}) == len(RUNS) >= 24 and sum(run.held_out for run in RUNS) >= 8
+    assert all(shape in SHAPES for run in RUNS for shape, _ in shapes_of(run))
+    known = {shape for run in RUNS if not run.held_out for shape, _ in shapes_of(run)}
+    for run in (run for run in RUNS if run.held_out):
+        assert run.gpus == 2 or not known.issuperset(shape for shape, _ in shapes_of(run)), run.name
+
+
+def test_the_larger_of_a_gib_and_a_twentieth_is_near(tmp_path):
+    run = next(run for run in RUNS if run.section == "ppo")
+    planned = {run.name: {"generate": 10.0, "score": 10.0, "train": 105.0}}
+    planned |= {other.name: {"train": 3.25} for other in RUNS if other is not run}
+    measured = {"highest": 100.0, "generate": 10.9, "score": 8.9, "train": 100.1}
+    write_json(tmp_path / f"{run.key}.json", measured)
+    lines = [line for line in table(planned, tmp_path) if run.name in line]
+    assert [line.split(" | ")[2:] for line in lines] == [
+        ["generate", "10.0", "10.9", "-0.9", "yes |"],
+        ["score", "10.0", "8.9", "+1.1", "NO |"],
+        ["train", "105.0", "100.1", "+4.9", "yes |"],
+    ]
+    assert sum("| 3.2 | not run |" in line for line in table(planned, tmp_path)) == len(RUNS) - 1
+
+
+def test_a_run_waits_for_memory_of_its_gpus():
+    room, order = Room([100.0, 100.0]), []
+    with room.take(1, 60) as first, room.take(1, 60) as second:
+        assert sorted(first + second) == [0, 1]
+
+        def both() -> None:
+            with room.take(2, 50) as gpus:
+                order.append(gpus)
+
+        waiting = threading.Thread(target=both)
+        waiting.start()
+        waiting.join(0.2)
+        assert not order
+    waiting.join(5)
+    assert order == [[0, 1]] and room.free == [100.0, 100.0]
