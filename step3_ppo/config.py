@@ -246,11 +246,12 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
     reason = why_not_streamed(partitioned=partitioned, ranks=ranks, tensor_parallel_size=size, backend=backend)
     if sampling.rollout_weights == "streamed" and reason:
         errors.append(f"--rollout_weights streamed: {reason}; else give auto")
-    if backend == "fused" and config.actor.lora_dim and not sampling.merge_lora_for_generation:
+    apart = config.actor.lora_dim and not sampling.merge_lora_for_generation
+    if backend == "fused" and apart and config.actor.quantization == "none":
         errors.append(
             "--generation_engine fused: it takes no unmerged adapters (--merge_lora_for_generation false); use auto"
         )
-    if backend == "fused" and config.actor.quantization != "none":
-        errors.append("--generation_engine fused: it reads no quantised weights (--actor_quantization); use auto")
+    if backend == "fused" and config.actor.quantization == "nf4":
+        errors.append("--generation_engine fused: it reads no 4-bit weights (--actor_quantization nf4); use auto")
     if errors:
         raise InputError("\n".join(errors))

@@ -122,6 +122,8 @@ def copied_bytes(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> 
         architecture = read_architecture(build(actor, dtype).model)
     except UnsupportedModel:
         return 0
+    if config.actor.quantization == "int8":  # codes are views, adapters small
+        return size.linear // sampling.inference_tp_size if sampling.inference_tp_size > 1 else 0
     if config.actor.quantization != "none" or (config.actor.lora_dim and not sampling.merge_lora_for_generation):
         return 0
     if config.actor.partitioned == "weights":

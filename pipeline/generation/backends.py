@@ -87,10 +87,10 @@ def _check_support(backend: Backend, model: nn.Module, options: GenerationOption
     if backend == "static":
         check_static_cache_forward(model)
         return
-    if (quantization := quantization_of(model)) != "none":
-        raise UnsupportedModel(f"it reads 16-bit weights, the base is {quantization}; adapters stay unmerged")
+    if (quantization := quantization_of(model)) == "nf4":
+        raise UnsupportedModel("it reads 16-bit and int8 weights, the base is nf4")
     read_architecture(model)
-    if is_lora(model) and not options.merge_lora:
+    if is_lora(model) and not options.merge_lora and quantization == "none":
         raise UnsupportedModel("it takes no unmerged adapters (--merge_lora_for_generation false)")
 
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Norm, Projection, head_layout
+from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Norm, head_layout
+from pipeline.generation.projections import Projection
 from pipeline.kernels.attention_choice import disable_cudnn_attention
 from pipeline.kernels.decode_attention import attend, store_prompts
 from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated, rotate
+from pipeline.kernels.int8_linear import dequantise_rows
 from pipeline.kernels.split_kv import HeadLayout, SplitKVSchedule
-from pipeline.kernels.split_matmul import split_matmul
+from pipeline.kernels.split_matmul import int8_matmul, split_matmul
 from pipeline.models.architecture import rotary_table
 from pipeline.tensor_ops import linear_relu
 
@@ -45,11 +47,19 @@ class KeyValueCache:
 
 
 def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
-    """Return x @ W.T + b, with the ReLU in the product's epilogue."""
-    weight, bias = projection.weight, projection.bias
-    if relu and bias is not None:
+    """Return x @ W.T + b, and what unmerged adapters add; a ReLU is in the product's epilogue where it can be."""
+    weight, bias, scale = projection.weight, projection.bias, projection.scale
+    if scale is not None:
+        y = int8_matmul(x, weight, scale) if x.is_cuda else None
+        if y is None:
+            y = functional.linear(x, dequantise_rows(weight, scale, x.dtype))
+        y = y if bias is None else y.add_(bias)
+    elif relu and bias is not None:
         return linear_relu(x, weight, bias)
-    y = functional.linear(x, weight, bias)
+    else:
+        y = functional.linear(x, weight, bias)
+    if (adapters := projection.adapters) is not None:
+        y.addmm_(functional.linear(x, adapters.down), adapters.up.T, alpha=adapters.scaling)
     return y.relu_() if relu else y
 
 

@@ -146,7 +146,8 @@ class HybridEngine:
         if self.backend == "static":
             return StaticCacheForward(self._model), None
         from pipeline.generation.fused import FusedForward
-        from pipeline.generation.fused_weights import DecodeWeights, Shard
+        from pipeline.generation.fused_weights import DecodeWeights
+        from pipeline.generation.projections import Shard
         from pipeline.generation.streaming import StreamedWeights, StreamingLockstep, check_streamed_weights_fit
 
         architecture, group = read_architecture(self._model), self.group

@@ -16,7 +16,8 @@ from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import free_bytes
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, WeightTensor, on_meta
+from pipeline.generation.fused_weights import BlockWeights, DecodeWeights
+from pipeline.generation.projections import WeightTensor, on_meta
 from pipeline.generation.scheduler import Lockstep, SideStream
 from pipeline.models.architecture import Architecture
 from pipeline.tensor_ops import round_up

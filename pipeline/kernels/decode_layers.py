@@ -63,6 +63,10 @@ class NormWeights:
     offset: float = 0.0
     rounds_first: bool = True
 
+    def rounds_to(self, dtype: torch.dtype) -> bool:
+        """Return True where normed values are rounded to `dtype` first: not where the weight is kept in fp32."""
+        return self.rounds_first and self.weight is not None and self.weight.dtype == dtype
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -85,7 +89,7 @@ def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep
     _add_norm[(rows,)](
         residual, values, branch_bias, norm.weight, norm.bias, out, norm.eps, norm.offset, width, rows,
         WIDTH=triton.next_power_of_2(width), PARTS=num_parts, HAS_BRANCH_BIAS=branch_bias is not None,
-        KEEP_SUM=keep_sum, RMS=norm.rms, ROUNDS_FIRST=norm.rounds_first, HAS_WEIGHT=norm.weight is not None,
+        KEEP_SUM=keep_sum, RMS=norm.rms, ROUNDS_FIRST=norm.rounds_to(out.dtype), HAS_WEIGHT=norm.weight is not None,
         HAS_BIAS=norm.bias is not None,
         num_warps=num_warps(width) * (2 if rows <= MAX_ROWS_WITH_MORE_WARPS else 1),
     )  # fmt: skip
@@ -146,7 +150,7 @@ def rotate(
         qkv, *rotary, lengths, q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset,
         layout.q_offset, layout.k_offset, qkv.stride(0),
         HEADS=layout.num_heads, D=layout.head_dim, R=2 * half, HALF=triton.next_power_of_2(half),
-        NORMED=norms is not None, ROUNDS_FIRST=q_norm.rounds_first, num_warps=1,
+        NORMED=norms is not None, ROUNDS_FIRST=q_norm.rounds_to(qkv.dtype), num_warps=1,
     )  # fmt: skip
 
 

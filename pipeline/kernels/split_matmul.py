@@ -1,7 +1,8 @@
-"""Split-K matrix products for decode steps: split along the inner dimension so that all multiprocessors have work.
+"""Matrix products of decode steps: split along the inner dimension, or by the int8 codes of a quantised weight.
 
 The output projections of attention and MLP have too few tiles for a large GPU; here several programs share a tile, and
-the kernel that adds the result to the residual sums their partial products (`decode_layers.add_norm`).
+the kernel that adds the result to the residual sums their partial products (`decode_layers.add_norm`). Codes are
+dequantised in registers, so that a decode step reads one byte per weight.
 """
 
 import torch
@@ -25,19 +26,23 @@ MAX_SPLITS = 4
 
 @triton.jit
 def _split_matmul(
-    x, weight, summands, rows, outputs, split_width,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, scale, summands, rows, outputs, split_width,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, IS_INT8: tl.constexpr,
 ):  # fmt: skip
     n, split = tl.program_id(0), tl.program_id(1)
+    r, c = tl.arange(0, ROWS), n * OUTPUTS + tl.arange(0, OUTPUTS)
+    if IS_INT8:
+        factor = tl.load(scale + c, mask=c < outputs, other=0.0)
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     # Outside of a tensor a descriptor reads zeros: remainders need no mask.
     for k in tl.range(split * split_width, (split + 1) * split_width, INNER, num_stages=STAGES):
         w = weight.load([n * OUTPUTS, k])
         a = x.load([0, k])
+        if IS_INT8:  # rounded once, as Int8Linear rounds
+            w = (w.to(tl.float32) * factor[:, None]).to(a.dtype)
         total = tl.dot(a, w.T, total, input_precision="ieee")
-    r, c = tl.arange(0, ROWS), n * OUTPUTS + tl.arange(0, OUTPUTS)
     at = (split * rows + r)[:, None].to(tl.int64) * outputs + c[None, :]
-    tl.store(summands + at, total, mask=(r < rows)[:, None] & (c < outputs)[None, :])
+    tl.store(summands + at, total.to(summands.dtype.element_ty), mask=(r < rows)[:, None] & (c < outputs)[None, :])
 
 
 def split_matmul(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -45,11 +50,32 @@ def split_matmul(x: Tensor, weight: Tensor) -> Tensor | None:
 
     Only for 16-bit types, contiguous and aligned for the copy engine.
     """
-    fits = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    aligned = x.data_ptr() % 16 == weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
-    if not (fits and aligned and x.is_contiguous() and weight.is_contiguous()):
+    if x.dtype != weight.dtype or not _fits_copy_engine(x, weight):
         return None
     return _triton_split_k(x, weight) if len(x) <= MAX_TRITON_ROWS else _cublas_split_k(x, weight)
+
+
+def int8_matmul(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
+    """Return x (M, K) @ (codes (N, K) * scale (N, 1)).T as (M, N) in x's dtype; None: dequantise, and multiply plainly.
+
+    Only for few rows of 16-bit types, contiguous and aligned for the copy engine.
+    """
+    if len(x) > MAX_TRITON_ROWS or not _fits_copy_engine(x, codes):
+        return None
+    outputs = len(codes)
+    few = 2 * triton.cdiv(outputs, TILE_OUTPUTS) <= MAX_TRITON_PROGRAMS  # not measured on a GPU yet
+    tile = TILE_OUTPUTS // 2 if few else TILE_OUTPUTS
+    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    _launch(x, codes, scale, out, tile=tile)
+    return out
+
+
+def _fits_copy_engine(x: Tensor, weight: Tensor) -> bool:
+    """Return True for contiguous operands whose rows begin at multiples of 16 bytes, x in a 16-bit type."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or not (x.is_contiguous() and weight.is_contiguous()):
+        return False
+    addresses = (x.data_ptr(), weight.data_ptr(), weight.shape[1] * weight.element_size())
+    return all(address % 16 == 0 for address in addresses)
 
 
 def _triton_split_k(x: Tensor, weight: Tensor) -> Tensor:
@@ -58,13 +84,21 @@ def _triton_split_k(x: Tensor, weight: Tensor) -> Tensor:
     tiles, steps = triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(inner, TILE_INNER)
     num_splits = _num_splits(tiles, steps, MAX_TRITON_PROGRAMS)
     summands = torch.empty(num_splits, rows, outputs, dtype=torch.float32, device=x.device)
-    _split_matmul[(tiles, num_splits)](
-        TensorDescriptor.from_tensor(x, [MAX_TRITON_ROWS, TILE_INNER]),
-        TensorDescriptor.from_tensor(weight, [TILE_OUTPUTS, TILE_INNER]),
-        summands, rows, outputs, triton.cdiv(steps, num_splits) * TILE_INNER,
-        ROWS=MAX_TRITON_ROWS, OUTPUTS=TILE_OUTPUTS, INNER=TILE_INNER, STAGES=STAGES, num_warps=4,
-    )  # fmt: skip
+    _launch(x, weight, None, summands, num_splits=num_splits)
     return summands
+
+
+def _launch(
+    x: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, *, tile: int = TILE_OUTPUTS, num_splits: int = 1
+) -> None:
+    """Write the products of each split to `out`, (S, M, N), or (M, N) where S is 1."""
+    steps = triton.cdiv(x.shape[1], TILE_INNER)
+    _split_matmul[(triton.cdiv(len(weight), tile), num_splits)](
+        TensorDescriptor.from_tensor(x, [MAX_TRITON_ROWS, TILE_INNER]),
+        TensorDescriptor.from_tensor(weight, [tile, TILE_INNER]),
+        scale, out, len(x), len(weight), triton.cdiv(steps, num_splits) * TILE_INNER,
+        ROWS=MAX_TRITON_ROWS, OUTPUTS=tile, INNER=TILE_INNER, STAGES=STAGES, IS_INT8=scale is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def _cublas_split_k(x: Tensor, weight: Tensor) -> Tensor | None:

@@ -89,8 +89,7 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
         ["fused: it takes no unmerged adapters (--merge_lora_for_generation false)"],
     ),
     "an int8 base": (
-        lambda: quantised(llama()), GenerationOptions(), "static",
-        ["fused: it reads 16-bit weights, the base is int8; adapters stay unmerged"],
+        lambda: quantised(llama()), GenerationOptions(merge_lora=False), "fused", [],
     ),
     "another activation": (
         lambda: changed(opt(), activation_function="quick_gelu"), GenerationOptions(), "static",

@@ -3,25 +3,18 @@
 import weakref
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.decode_models import DEVICE, FUSED, PAD, fused, llama, opt, plain_logits, shaken
+from support.decode_models import DEVICE, FUSED, PAD, fused, llama, opt, plain_logits, shaken, with_lora
 from torch import nn
 
-from pipeline.generation.fused import FusedForward
-from pipeline.generation.fused_weights import (
-    DecodeWeights,
-    Shard,
-    WeightTensor,
-    bias_shards,
-    joined_view,
-    weight_shards,
-)
+from pipeline.generation.fused import FusedForward, linear
+from pipeline.generation.fused_weights import DecodeWeights
+from pipeline.generation.projections import Projection, Shard, WeightTensor, bias_shards, joined_view, weight_shards
+from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.models.architecture import Rows, read_architecture
-from pipeline.models.lora import add_lora
 
 IDS = [5, 77]
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
@@ -184,16 +177,6 @@ def test_a_weight_tensor_turns_from_copy_to_view_and_back():
 # --- LoRA ---
 
 
-def with_lora(model: Any, *, only_lora: bool = True, **settings: Any) -> Any:
-    """All A and B random."""
-    given = {"dim": 3, "alpha": 12, "dropout": 0.0, "module_name": "all-linear"} | settings
-    wrapped = add_lora(model, only_lora=only_lora, task="CAUSAL_LM", seed=1, **given).eval()
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            shaken(parameter)
-    return wrapped
-
-
 @pytest.mark.parametrize(
     ("make", "module_name"),
     [
@@ -260,6 +243,66 @@ def test_adapters_are_added_where_the_weights_are_adjacent_too():
     flattened(model)
     wrapped = with_lora(model, module_name="q_proj")
     torch.testing.assert_close(last_logits(fused(wrapped)), plain_logits(wrapped, IDS)[-1], **TOLERANCE)
+
+
+# --- int8 bases, whose adapters stay unmerged ---
+
+
+@pytest.mark.parametrize(
+    ("name", "module_name"),
+    [("llama with biases", "all-linear"), ("llama", "v_proj"), ("opt-350m", "all-linear"),
+     *(pytest.param(name, "all-linear", marks=pytest.mark.slow) for name in JOINED)],
+)  # fmt: skip
+def test_an_int8_base_with_adapters_is_the_models_function(name, module_name):
+    model = with_lora(FUSED[name](), int8=True, module_name=module_name)
+    function = fused(model)
+    torch.testing.assert_close(last_logits(function), plain_logits(model, IDS)[-1], **TOLERANCE)
+    addresses = function.addresses()
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            shaken(parameter)
+    before = last_logits(function)
+    function.weights.refresh()
+    assert function.addresses() == addresses and (last_logits(function) - before).abs().max() > 1e-3
+    torch.testing.assert_close(last_logits(function), plain_logits(model, IDS)[-1], **TOLERANCE)
+
+
+def test_adapters_of_different_scales_on_int8():
+    model = with_lora(llama(), int8=True)
+    for number, module in enumerate(one for one in model.modules() if hasattr(one, "lora_A")):
+        module.scaling["default"] *= 1 + number
+    torch.testing.assert_close(last_logits(fused(model)), plain_logits(model, IDS)[-1], **TOLERANCE)
+
+
+def test_codes_are_never_copied():
+    """They are moved next to each other once, and the model reads them there."""
+    model = with_lora(llama(), int8=True)
+    before = plain_logits(model, IDS)
+    layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    copied = known_before(DecodeWeights(read_architecture(model)))
+    adapters = sum(parameter.nbytes for name, parameter in model.named_parameters() if "lora_" in name)
+    scales = sum(layer.scale.nbytes for layer in layers)
+    assert copied < 3 * adapters + scales < sum(4 * layer.weight.numel() for layer in layers)
+    weights = fused(model).weights
+    viewed = {part.weight.untyped_storage().data_ptr() for block in weights.blocks for part in block.projections}
+    assert viewed == {layer.weight.untyped_storage().data_ptr() for layer in layers} and len(viewed) == 8
+    assert plain_logits(model, IDS).equal(before)
+    assert known_before(DecodeWeights(read_architecture(model))) == copied, "the order of q, k and v stays"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_of_int8_layers_with_adapters_make_up_the_whole(dim):
+    attention = with_lora(llama(num_key_value_heads=2), int8=True).get_base_model().model.layers[0].self_attn
+    layers, x = [attention.q_proj, attention.v_proj], torch.randn(5, 32)
+    parts = []
+    for rank in range(2):
+        projection = Projection(layers, dim, Shard(rank, 2))
+        for tensor in projection.tensors:
+            tensor.refresh()
+        parts.append(linear(x if dim == 0 else x.chunk(2, 1)[rank], projection).unflatten(1, (2, -1)))
+    found = torch.cat(parts, 2) if dim == 0 else sum(parts)
+    expected = torch.stack([layer(x) for layer in layers], 1)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 # --- shards ---

@@ -124,10 +124,11 @@ def test_unmerged_adapters(folder, tmp_path, eager, engines):
     assert_same_metrics(lines(tmp_path), eager["lora"])
 
 
-def test_a_quantised_base_is_sampled_as_it_is_trained(folder, tmp_path, engines):
-    """The same layers dequantise the same codes, for the sampler, the trainer and the reference policy."""
-    assert run(folder, tmp_path / "model", generation_engine="static", actor_quantization="int8", **LORA) == 0
-    assert engines[0].backend == "static"
+@pytest.mark.parametrize("backend", slow_but(["static"], ["fused", "static"]))
+def test_a_quantised_base_is_sampled_as_it_is_trained(backend, folder, tmp_path, engines):
+    """The same codes are dequantised alike, for the sampler, the trainer and the reference policy."""
+    assert run(folder, tmp_path / "model", generation_engine=backend, actor_quantization="int8", **LORA) == 0
+    assert engines[0].backend == backend
     first, second = (line for line in lines(tmp_path) if "policy/sampler_error" in line)
     assert max(first["policy/sampler_error"], second["policy/sampler_error"]) < 1e-5
     assert first["policy/first_ratio_error"] == 0.0 and first["objective/kl"] == 0.0 != second["objective/kl"]
@@ -135,8 +136,8 @@ def test_a_quantised_base_is_sampled_as_it_is_trained(folder, tmp_path, engines)
 
 REFUSED = {
     "quantised weights": (
-        {"generation_engine": "fused", "actor_quantization": "int8", **LORA},
-        "--generation_engine fused: it reads no quantised weights",
+        {"generation_engine": "fused", "actor_quantization": "nf4", **LORA},
+        "--generation_engine fused: it reads no 4-bit weights",
     ),
     "unmerged adapters": (
         {"generation_engine": "fused", "merge_lora_for_generation": "false", **LORA},

@@ -22,6 +22,7 @@ from support.decode_models import (
     random_ids,
     random_prompts,
     rollouts,
+    with_lora,
 )
 
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, rollout_uniforms
@@ -31,15 +32,18 @@ from pipeline.tensor_ops import pad_rows
 
 pytestmark = pytest.mark.gpu
 
+HEADS_OF_128 = {
+    "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1536,
+    "num_hidden_layers": 3,
+}  # fmt: skip
 # Head sizes of OPT-1.3B and of Llama: one key head for four query heads.
 SHAPES: dict[str, Any] = {
     "opt, heads of 64": lambda: opt(hidden_size=512, word_embed_proj_dim=512, num_attention_heads=8, ffn_dim=4096),
     "opt-350m": lambda: opt(
         hidden_size=512, word_embed_proj_dim=256, num_attention_heads=8, ffn_dim=1024, do_layer_norm_before=False
     ),
-    "llama, heads of 128": lambda: llama(
-        hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1536, num_hidden_layers=3
-    ),
+    "llama, heads of 128": lambda: llama(**HEADS_OF_128),
+    "an int8 base with adapters": lambda: with_lora(llama(**HEADS_OF_128), int8=True),
 }
 LENGTHS = (20, 3, 33, 1)
 ENDS = [EOS, *range(20, 40)]
@@ -51,7 +55,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     made = SHAPES[request.param]()
     with torch.no_grad():
         for parameter in made.parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and parameter.is_floating_point():  # of int8 codes, their scales
                 parameter.mul_(0.25)
     return made
 

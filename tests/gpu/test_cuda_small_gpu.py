@@ -62,6 +62,7 @@ def test_a_7b_is_trained_by_ppo_within_24_gib(kind: str, models: Path, tmp_path:
     seconds = [line["step_s"] for line in lines]
     backend = re.findall(r"generation: (\w+) backend", (tmp_path / "run" / "log.txt").read_text())
     print(f"\n{kind}: {found}, {backend}, seconds of the steps {seconds}", file=sys.stderr)
+    assert backend == ["static" if kind == "nf4" else "fused"]
     assert [line["step"] for line in lines] == [1, 2] and found["peak_gib"] <= found["reserved_gib"] <= CAP_GIB
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
     assert all(line["completions/mean_length"] > 0.9 * TOKENS and line["actor/grad_norm"] > 0 for line in lines)

@@ -11,8 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from pipeline.generation.fused import add_branch
 from pipeline.kernels import split_matmul as split_matmul_module
 from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated, rotate
+from pipeline.kernels.int8_linear import dequantise_rows, quantise_rows
 from pipeline.kernels.split_kv import HeadLayout
-from pipeline.kernels.split_matmul import split_matmul
+from pipeline.kernels.split_matmul import int8_matmul, split_matmul
 from pipeline.models.architecture import rotary_table
 
 EPS = 1e-3  # large, so that a norm without it is another one
@@ -140,6 +141,13 @@ def test_rotation_is_transformers_own(head_dim, offsets, heads, normed):
     assert torch.equal(qkv[:, v : v + width], before[:, v : v + width])
 
 
+def test_an_rms_norm_with_an_fp32_weight_rounds_once():
+    x, weight = random(3, 48, dtype=SIXTEEN_BITS), 1 + random(48, seed=1)
+    expected = plain_norm(x.float(), NormWeights(weight, None, EPS, rms=True)).to(x.dtype)
+    found = add_norm(x, None, NormWeights(weight, None, EPS, rms=True), keep_sum=False, out=torch.empty_like(x))
+    assert (found != expected).float().mean() < 0.01, "rounded twice, a tenth of them differ"
+
+
 # --- the gate of the MLP ---
 
 
@@ -201,6 +209,36 @@ def test_few_programs_are_allowed(monkeypatch):
     torch.testing.assert_close(parts.sum(0).double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-3)
     assert len(summands_of(*operands(130, 40, 4096, torch.bfloat16))) == 2
     assert split_matmul(*operands(300, 40, 4096, torch.bfloat16)) is None, "3 tiles; two parts of each would be 6"
+
+
+# --- products by int8 codes ---
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize(("outputs", "inner"), [(8, 16), (33, 144), (2130, 272)])
+def test_a_product_by_int8_codes_is_that_of_the_dequantised_weight(rows, outputs, inner):
+    x, weight = operands(rows, outputs, inner)
+    codes, scale = quantise_rows(weight)
+    found = int8_matmul(x, codes, scale)
+    assert found is not None and found.dtype == x.dtype
+    expected = (x.float() @ dequantise_rows(codes, scale, x.dtype).float().T).to(x.dtype)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-2)
+
+
+def test_codes_are_dequantised_in_the_kernel_as_by_the_layer():
+    """Rows of the unit matrix return the weights, rounded once to 16 bits."""
+    codes, scale = quantise_rows(random(40, 64))
+    found = int8_matmul(torch.eye(64, dtype=SIXTEEN_BITS, device=DEVICE), codes, scale)
+    assert found is not None and found.T.equal(dequantise_rows(codes, scale, SIXTEEN_BITS))
+
+
+def test_what_the_product_by_codes_does_not_take():
+    x, (codes, scale) = random(2, 32, dtype=SIXTEEN_BITS), quantise_rows(random(8, 32))
+    assert int8_matmul(x, codes, scale) is not None
+    assert int8_matmul(x.float(), codes, scale) is None
+    assert int8_matmul(random(65, 32, dtype=SIXTEEN_BITS), codes, scale) is None, "many rows"
+    assert int8_matmul(x[:, :24].contiguous(), codes[:, :24].contiguous(), scale) is None, "rows of 24 bytes"
+    assert int8_matmul(x, codes.T.contiguous().T, scale) is None
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -33,6 +33,7 @@ from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.slots import CachedForward
 from pipeline.generation.static import StaticCacheForward
 from pipeline.models.architecture import read_architecture
+from pipeline.models.lora import add_lora, quantise_to_int8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # triton's interpreter cuts bfloat16 off instead of rounding it, and multiplies its bits as whole numbers.
@@ -121,6 +122,18 @@ def shaken(parameter: torch.Tensor, seed: int = 5) -> None:
 def shaken_all(parameters: Sequence[torch.Tensor]) -> None:
     for seed, parameter in enumerate(parameters):
         shaken(parameter, seed)
+
+
+def with_lora(model: Any, *, only_lora: bool = True, int8: bool = False, **settings: Any) -> Any:
+    """All A and B random, on an int8 base if asked."""
+    given = {"dim": 3, "alpha": 12, "dropout": 0.0, "module_name": "all-linear"} | settings
+    if int8:
+        quantise_to_int8(model)
+    wrapped = add_lora(model, only_lora=only_lora, task="CAUSAL_LM", seed=1, **given).eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            shaken(parameter)
+    return wrapped
 
 
 def fused(model: Any) -> FusedForward:
