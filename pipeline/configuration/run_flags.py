@@ -113,6 +113,18 @@ class RunConfig(Group):
         "A dry run for other hardware: 8xH100-80GB, 2x8xA100-40GB, 1xRTX4090, or a YAML file; empty: this machine",
         on_resume="free",
     )
+    auto_fit: bool = flag(
+        False,
+        "Where the plan does not fit into memory, run with the cheapest changes of flags that make it fit",
+        on_resume="free",
+    )
+    auto_batch: bool = flag(
+        False,
+        "Run with the largest micro-batch that three steps have memory for, in optimizer steps of as many rows; "
+        "remembered for runs of the same shape",
+        on_resume="free",
+        other_tools="auto_find_batch_size",
+    )
     debug: bool = flag(False, "Show tracebacks of expected errors", on_resume="free")
     local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK wins", on_resume="free")
 

@@ -115,7 +115,9 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
         )
         if not page.fits(memory, target):
             print("  to make it fit, each with those before it:", *ladder.ladder(planner, resolved), sep="\n    ")
-            errors.append(f"{section}: {page.verdict(memory, target)} ({target})")
+            last = list(ladder.changes(planner, resolved))[-1:]
+            if not (resolved.config.run.auto_fit and last and page.fits(last[0].plan, target)):
+                errors.append(f"{section}: {page.verdict(memory, target)} ({target})")
         made |= {str(folder): start for folder in model_folders(resolved.config, section)[:1]}
     if errors:
         raise EnvironmentFault("\n".join(errors))

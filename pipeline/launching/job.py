@@ -13,13 +13,20 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import IO
 
 from pipeline import errors
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RESUME
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, Signals
-from pipeline.launching.machine import check_port, hosts_of_launcher
+from pipeline.launching.machine import (
+    check_port,
+    chosen_gpus,
+    count_gpus,
+    count_present_gpus,
+    hosts_of_launcher,
+)
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
@@ -64,6 +71,10 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
             return subprocess.call(command, env={**os.environ, RUN_DIR: str(run_dir.resolve())})
     again, variables = list[str](), dict[str, str]()
     with locked(run_dir) if is_first_host(command) else nullcontext():
+        if resolved.config.run.auto_fit or resolved.config.run.auto_batch:
+            # By name: it plans and runs models, which are above this package.
+            automatic = importlib.import_module("pipeline.planning.automatic")
+            command = [*command, *automatic.chosen_words(resolved, section, command, signals)]
         while True:
             check_nobody_left(run_dir)
             if is_first_host(command):
@@ -114,7 +125,14 @@ def num_ranks(command: Sequence[str]) -> int | None:
     words = list(command)
     if not is_on_one_machine(words):
         return sum(map(len, hosts_of_launcher(words).values()))
-    return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
+    given = dict(zip(words, words[1:], strict=False))
+    if "--num_gpus" in given:
+        return int(given["--num_gpus"])
+    if "--include" not in given and "--exclude" not in given:
+        return count_gpus() or None
+    hosts = {"localhost": count_present_gpus()}
+    chosen = chosen_gpus(hosts, included=given.get("--include", ""), excluded=given.get("--exclude", ""))
+    return sum(map(len, chosen.values())) or None
 
 
 def check_local_port(command: Sequence[str], *, patience_s: float = 0.0) -> None:
@@ -142,13 +160,17 @@ class Job:
         signals: Signals,
         rank_timeout_s: float,
         variables: Mapping[str, str],
+        *,
+        output: IO[bytes] | None = None,
     ) -> None:
         name = f"{os.getpid()}@{socket.gethostname()}"
         # torch's warnings in C++ are about connections to a rank that has ended, with a page of addresses each.
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **variables, SUPERVISOR: name}
         environment[RUN_DIR] = str(run_dir.resolve())
         self._oom_kills = num_oom_kills()
-        self._process = subprocess.Popen(command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
         self._watch = RankWatch(run_dir, name, session=self._process.pid)
         self._on_one_machine = is_on_one_machine(command)
         self._has_agents = HOST_LAUNCHER in command

@@ -23,6 +23,7 @@ from pipeline.launching.train_config import (
     split_overrides,
     with_reward_model,
 )
+from pipeline.run.earlier_runs import automatic_words
 from pipeline.run.layout import run_folder
 
 
@@ -201,6 +202,9 @@ def plan_stage(
     argv += override
     resolved = parse(kind.config_class, argv, section=kind.section)
     run = resolved.config.run
+    if chosen := automatic_words(run, run_folder(run, kind.section)):
+        argv += chosen
+        resolved = parse(kind.config_class, argv, section=kind.section)
     model_dir = Path(run.output_dir) / "actor" if number == 3 else Path(run.output_dir)
     return Stage(number, kind, resolved, argv, model_dir, run_folder(run, kind.section))
 

@@ -1,12 +1,15 @@
 """The cheapest changes of settings for a plan that does not fit, in order, each planned anew with the ones before."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.errors import RunError
 from pipeline.files import GIB
+from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner, fits
 
 Values = Mapping[str, Any]
@@ -80,26 +83,78 @@ CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
 )
 
 
-def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each change that gives memory back, until the plan fits; a last one where none is enough."""
-    target, values = planner.target, dict(flat_items(resolved.config))
-    before = planner.memory(resolved)
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Flags that are changed together, the settings and the plan with them; bytes freed of a GPU and of the host."""
+
+    flags: Mapping[str, Any]
+    resolved: Resolved
+    plan: MemoryPlan
+    gained: int
+    gained_on_host: int
+    cost: str
+
+    def __str__(self) -> str:
+        flags = " ".join(f"--{name} {str(value).lower()}" for name, value in self.flags.items())
+        expected, _ = self.plan.reserved(self.plan.phases[self.plan.worst].total)
+        gained = f"{self.gained / GIB:.1f} GiB ({expected / GIB:.1f} expected)"
+        if self.gained <= 0:
+            gained = f"{self.gained_on_host / GIB:.1f} GiB of the host"
+        return f"{flags}: gives back {gained}; cost: {self.cost}"
+
+
+def changes(planner: StagePlanner, resolved: Resolved) -> Iterator[Change]:
+    """Yield each change that gives memory back, planned with those before it, until the plan fits."""
+    target, before = planner.target, planner.memory(resolved)
     for change, cost in CHANGES:
-        while new := {name: value for name, value in change(values, target.num_gpus).items() if values[name] != value}:
+        while not fits(before, target):
+            values = dict(flat_items(resolved.config))
+            new = {name: value for name, value in change(values, target.num_gpus).items() if values[name] != value}
+            if not new:
+                break
             try:
                 config: Any = validated(type(resolved.config), values | new, resolved.origins)
-                plan = planner.memory(Resolved(config, resolved.origins))
+                changed = replace(resolved, config=config)
+                plan = planner.memory(changed)
             except RunError:
                 break  # settings that do not go together
             gained = before.phases[before.worst].total - plan.phases[plan.worst].total
-            if gained <= 0 and plan.host >= before.host:
+            gained_on_host = before.host - plan.host
+            device_lacks = before.reserved(before.phases[before.worst].total)[0] > target.memory
+            if gained_on_host <= 0 and (gained <= 0 or not device_lacks):
                 break
-            values, before = values | new, plan
+            resolved, before = changed, plan
             new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)  # it follows
-            flags = " ".join(f"--{name} {str(value).lower()}" for name, value in new.items())
-            expected, _ = plan.reserved(plan.phases[plan.worst].total)
-            yield f"{flags}: gives back {gained / GIB:.1f} GiB ({expected / GIB:.1f} expected); cost: {cost}"
-            if fits(plan, target):
-                yield "with these it fits"
-                return
-    yield "none of these is enough: take more GPUs, larger ones, shorter rows or a smaller model"
+            yield Change(new, resolved, plan, gained, gained_on_host, cost)
+
+
+def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each change, and a last one that says whether they are enough."""
+    plan = planner.memory(resolved)
+    for change in changes(planner, resolved):
+        resolved, plan = change.resolved, change.plan
+        yield str(change)
+    if not fits(plan, planner.target):
+        on_disk = replace(planner, jsons_of=lambda settings: with_nvme(planner.jsons_of(settings))).memory(resolved)
+        if gained := plan.host - on_disk.host:
+            yield (
+                '"offload_optimizer": {"device": "nvme", "nvme_path": FOLDER} in a --deepspeed_config: gives back '
+                f"{gained / GIB:.1f} GiB of the host; cost: states cross the disk each step"
+            )
+        plan = on_disk
+    enough = fits(plan, planner.target)
+    yield (
+        "with these it fits"
+        if enough
+        else ("none of these is enough: take more GPUs, larger ones, shorter rows or a smaller model")
+    )
+
+
+def with_nvme(engines: Mapping[str, Json]) -> dict[str, Json]:
+    """Return engines whose optimizer states are on NVMe where they were in host memory, under ZeRO stage 3."""
+    moved = dict(engines)
+    for role, engine in engines.items():
+        zero = engine["zero_optimization"]
+        if zero["stage"] == 3 and (zero.get("offload_optimizer") or {}).get("device") == "cpu":
+            moved[role] = engine | {"zero_optimization": zero | {"offload_optimizer": {"device": "nvme"}}}
+    return moved

@@ -13,12 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.configuration.flags import load_yaml
 from pipeline.configuration.resume_rules import batch_sizes, changed_settings, defaults_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError
 from pipeline.files import has_config, model_fingerprint, refused_by_disk, write_json
-from pipeline.run.layout import done_file, model_folders
+from pipeline.run.layout import automatic_file, done_file, model_folders
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,20 @@ def clear(run_folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def automatic_words(run: RunConfig, run_folder: Path) -> list[str]:
+    """Return the flags that --auto_fit and --auto_batch chose for the run that goes on here, as words; else none."""
+    file, saved = automatic_file(run_folder), [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
+    if not (run.auto_fit or run.auto_batch) or run.resumes_from == "never" or not any(map(Path.is_file, saved)):
+        return []
+    return flag_words(load_yaml(str(file))) if file.is_file() else []
+
+
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return `--name value` of each flag, as a command line has them."""
+    values = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in flags.items()}
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
 
 
 def input_contents(config: Any) -> dict[str, Any]:

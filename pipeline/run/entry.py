@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import (
     EXIT_DONE,
@@ -56,6 +57,7 @@ def enter(
         check_srun()
         resolved = read_flags(config_class, stage_arguments(argv), stage, prog=prog)
         resolved = with_ranks(resolved, int(os.environ.get("WORLD_SIZE", "1")))
+        check_supervised(resolved.config.run)
     except RunError as error:
         return print_error(error) if is_first_process() else error.code
     if resolved.config.run.starts_nothing:
@@ -68,6 +70,16 @@ def enter(
     from pipeline.run.run import run_stage
 
     return run_stage(resolved, stage=stage, train=lambda: importlib.import_module(loop).train, stop=stop)
+
+
+def check_supervised(run: RunConfig) -> None:
+    """Raise InputError for --auto_fit and --auto_batch in a stage without a supervisor, which searches for it."""
+    for name in ("auto_fit", "auto_batch"):
+        if getattr(run, name) and supervisor_name() is None and not run.starts_nothing:
+            raise InputError(
+                f"--{name}: flags are chosen before ranks start: give it to `rlhf train --step N`, or to a launch "
+                "script: bash launch/single_gpu.sh N"
+            )
 
 
 def is_first_process() -> bool:

@@ -48,6 +48,11 @@ def environment_file(run_dir: Path) -> Path:
     return run_dir / "env.json"
 
 
+def automatic_file(run_dir: Path) -> Path:
+    """Return the preset that --auto_fit and --auto_batch write: the flags that they have chosen for a run."""
+    return run_dir / "automatic.yaml"
+
+
 def done_file(run_dir: Path) -> Path:
     """Return the file that a stage writes last when it has finished."""
     return run_dir / "done.json"

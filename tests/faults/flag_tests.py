@@ -193,6 +193,9 @@ TESTS: dict[str, str] = {
     "generation/test_generation_runs.py::test_the_inference_cache_is_released": "ppo.release_inference_cache",
     "generation/test_generation_runs.py::test_what_cannot_be_had_is_refused[unmerged adapters]":
         "ppo.merge_lora_for_generation",
+    "planning/test_automatic.py::test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed":
+        "sft.auto_fit",
+    "planning/test_automatic.py::test_micro_batches_are_tried_by_real_runs": "sft.auto_batch",
     "launching/test_launcher.py::test_restarts[1-3]": "train.max_restarts",
     "launching/test_known_models.py::test_every_preset_on_every_deployment[1.3b-multi_node]":
         "train.deployment_type train.reward_model",

@@ -1,0 +1,220 @@
+"""Flags that are chosen before a job starts: by its plan (--auto_fit), and by running three steps (--auto_batch).
+
+For the supervisor of a job. The choice is a preset in the run folder, which a resumed run takes as it is.
+"""
+
+import hashlib
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.flags import Resolved, validated
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.resume_rules import values_by_rule
+from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, StoppedRun
+from pipeline.files import cache_folder, write_json, write_text
+from pipeline.launching.dry_run import stage_planner
+from pipeline.launching.job import ENDING_S, Job, check_local_port, is_on_one_machine, num_ranks, say
+from pipeline.launching.launcher import Signals
+from pipeline.launching.machine import hosts_of_launcher
+from pipeline.launching.target import Target, this_machine
+from pipeline.launching.verdict import Verdict
+from pipeline.models.loading import load_config
+from pipeline.planning.ladder import changes
+from pipeline.planning.page import fits, verdict
+from pipeline.run.earlier_runs import automatic_words, flag_words
+from pipeline.run.evaluations import metrics_lines
+from pipeline.run.layout import automatic_file, run_folder
+
+STEPS = 3  # that a micro-batch must have memory for
+MEMORY_WORDS = "out of memory"
+# Flags of a run that only tries a micro-batch.
+TRIED = {
+    "resume": "never", "overwrite": False, "keep_checkpoints": 0, "save_steps": 0, "eval_iters": 1, "print_steps": 1,
+    "enable_tensorboard": False, "enable_wandb": False,
+}  # fmt: skip
+
+
+def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signals: Signals) -> list[str]:
+    """Return the words that --auto_fit and --auto_batch add to a job's command; say each and write them as a preset.
+
+    Raises:
+        EnvironmentFault: no change of flags makes the plan fit, or a single row lacks memory. StoppedRun: on a signal.
+    """
+    run, ranks = resolved.config.run, num_ranks(command)
+    folder = run_folder(run, section)
+    if words := automatic_words(run, folder):
+        say(f"as chosen before ({automatic_file(folder)}): {shlex.join(words)}")
+        return words
+    if ranks is None or "--node_rank" in command:
+        raise InputError("--auto_fit and --auto_batch: the number of ranks must be known here, and the job start here")
+    target = this_machine(ranks, 1 if is_on_one_machine(command) else len(hosts_of_launcher(command)))
+    resolved, flags = with_ranks(resolved, ranks), dict[str, Any]()
+    if run.auto_fit:
+        flags = flags_that_fit(resolved, section, target)
+        resolved = with_flags(resolved, flags, ranks)
+    if run.auto_batch:
+        chosen = flag_words(flags)
+        flags |= largest_micro_batch(resolved, section, target, partial(try_batch, [*command, *chosen], signals))
+    if flags:
+        heading = "# Chosen by --auto_fit and --auto_batch; a preset for --preset or --config.\n"
+        write_text(automatic_file(folder), heading + yaml.safe_dump(flags, sort_keys=False))
+        say(f"written to {automatic_file(folder)}, which a resumed run takes")
+    return flag_words(flags)
+
+
+def with_flags(resolved: Resolved, flags: dict[str, Any], ranks: int) -> Resolved:
+    """Return the settings with other values of some flags."""
+    values = dict(flat_items(resolved.config)) | flags
+    config: Any = validated(type(resolved.config), values, resolved.origins)
+    return with_ranks(replace(resolved, config=config), ranks)
+
+
+def flags_that_fit(resolved: Resolved, section: str, target: Target) -> dict[str, Any]:
+    """Return the changes of flags that make the plan fit, {} where it fits as it is or no GPU's memory is known.
+
+    Raises:
+        EnvironmentFault: all changes together are not enough.
+    """
+    planner, resolved = stage_planner(resolved, section, target, {})
+    plan, flags = planner.memory(resolved), dict[str, Any]()
+    say(f"auto_fit: {verdict(plan, target)}")
+    for change in changes(planner, resolved):
+        plan, flags = change.plan, {**flags, **change.flags}
+        say(f"auto_fit: {change}")
+    if not fits(plan, target):
+        lacking = f"{verdict(plan, target)} ({target})"
+        raise EnvironmentFault(f"--auto_fit: {lacking}; take more GPUs, larger ones, shorter rows or a smaller model")
+    if flags:
+        say(f"auto_fit: {verdict(plan, target)}")
+    return flags
+
+
+def largest_micro_batch(
+    resolved: Resolved, section: str, target: Target, tries: Callable[[Resolved, str, dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """Return the flags of the largest micro-batch that has memory, in optimizer steps of as many rows as before.
+
+    Args:
+        tries: runs a stage with other values of these flags, and tells whether it has memory for them.
+
+    Raises:
+        EnvironmentFault: a single row lacks memory.
+    """
+    optimizer = resolved.config.optimizer
+    micro = optimizer.per_device_train_batch_size
+    rows = micro * optimizer.gradient_accumulation_steps
+    file = cache_folder(resolved.config.data.data_output_path or None) / "micro_batches.json"
+    known, key = read_known(file), shape_key(resolved, section, target)
+
+    def flags_of(size: int) -> dict[str, Any]:
+        accumulation = {} if optimizer.train_batch_size else {"gradient_accumulation_steps": rows // size}
+        return {"per_device_train_batch_size": size, **accumulation}
+
+    if known.get(key, 0) and rows % known[key] == 0:
+        say(f"auto_batch: {shlex.join(flag_words(flags_of(known[key])))}, as found before ({file})")
+        return flags_of(known[key])
+    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+    size = search(lambda size: tries(resolved, section, flags_of(size)), sizes, start=micro)
+    if size is None:
+        raise EnvironmentFault("--auto_batch: a micro-batch of 1 lacks memory; --auto_fit changes other flags")
+    write_json(file, read_known(file) | {key: size})
+    say(f"auto_batch: {shlex.join(flag_words(flags_of(size)))}; remembered in {file}")
+    return flags_of(size)
+
+
+def search(has_memory: Callable[[int], bool], sizes: Sequence[int], *, start: int) -> int | None:
+    """Return the largest of ascending `sizes` that has memory, by doubling from `start` and bisection; None: none."""
+    low, high, place = -1, len(sizes), sizes.index(start)  # low has memory, high has not
+    while low + 1 < high:
+        if has_memory(sizes[place]):
+            low = place
+        else:
+            high = place
+        place = (low + high) // 2
+        if high == len(sizes):
+            place = next((n for n in range(low + 1, high) if sizes[n] >= 2 * sizes[low]), high - 1)
+    return sizes[low] if low >= 0 else None
+
+
+def read_known(file: Path) -> dict[str, int]:
+    """Return shape -> largest micro-batch from the user's cache; {} where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    return {}
+
+
+def shape_key(resolved: Resolved, section: str, target: Target) -> str:
+    """Return what the memory of a stage depends on, as the key of the cache: models, lengths, flags, ranks, device.
+
+    Rates, seeds and paths are left out; of a model its config.json counts.
+    """
+    table, config = flag_table(type(resolved.config)), resolved.config
+    paths = values_by_rule(config, "model")
+    kept = {
+        name: value
+        for name, value in flat_items(config)
+        if table[name].on_resume in ("same", "rounding") and not isinstance(value, float) and "seed" not in name
+    }
+    rows = kept.pop("per_device_train_batch_size") * kept.pop("gradient_accumulation_steps")
+    models = {name: load_config(path).to_json_string() for name, path in paths.items() if path}
+    content = json.dumps([kept, rows, models], sort_keys=True, default=str)
+    return f"{section}/{hashlib.sha256(content.encode()).hexdigest()[:16]}/{target.num_gpus} x {target.name}"
+
+
+def try_batch(
+    command: Sequence[str], signals: Signals, resolved: Resolved, section: str, flags: dict[str, Any]
+) -> bool:
+    """Run three steps of a stage with other `flags`, in a folder that is deleted; tell whether it had memory for them.
+
+    Raises:
+        StoppedRun: on a signal. RunError: it ended for another reason than want of memory.
+    """
+    size, folder = flags["per_device_train_batch_size"], run_folder(resolved.config.run, section) / "auto_batch"
+    shutil.rmtree(folder, ignore_errors=True)
+    run_dir = folder / "run"
+    run_dir.mkdir(parents=True)
+    places = {"run_dir": run_dir, "output_dir": folder / "model"}
+    check_local_port(command, patience_s=ENDING_S)
+    with (folder / "output.txt").open("wb") as output:
+        words = flag_words({**TRIED, **places, **flags})
+        job = Trial(run_dir, [*command, *words], signals, resolved.config.run.rank_timeout_s, {}, output=output)
+        try:
+            ended = job.supervise()
+        finally:
+            job.kill()
+    lines, text = training_lines(run_dir), "\n".join(ended.lines)
+    if ended.code == EXIT_STOPPED or signals.first is not None:
+        raise StoppedRun("stopped while micro-batches were tried; the same command starts again")
+    lacks = bool(ended.halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)
+    if not lacks and ended.code != EXIT_DONE:
+        raise RunError(f"--auto_batch: a micro-batch of {size} ended otherwise:\n{text}")
+    peak = f", {lines[-1]['gpu_memory_gib']:.1f} GiB" if lines and "gpu_memory_gib" in lines[-1] else ""
+    seconds = f", {min(line['step_s'] for line in lines):.3g} s a step" if lines else ""
+    say(f"auto_batch: micro-batch {size}: {'out of memory' if lacks else f'fits{peak}{seconds}'}")
+    shutil.rmtree(folder, ignore_errors=True)
+    return not lacks
+
+
+def training_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's optimizer steps so far."""
+    lines = [json.loads(line) for line in metrics_lines(run_dir) if line.endswith("}")]
+    return [line for line in lines if "step_s" in line]
+
+
+class Trial(Job):
+    """A job that has ended well after three steps, and badly once a batch was halved."""
+
+    def ending(self) -> Verdict | None:
+        """Return the verdict if the job is to end now."""
+        lines = training_lines(self._watch.run_dir)
+        return Verdict(EXIT_DONE, []) if len(lines) >= STEPS else super().ending()

@@ -1,0 +1,160 @@
+"""Flags that are chosen before a run: by the plan, and by steps with other micro-batches."""
+
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bench.random_models import config_of
+from support.launch_stub import ROOT, started, stub_environment, write_program
+from support.tiny_run import make_folder, read_metrics
+
+from pipeline.configuration.flags import parse
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.errors import EnvironmentFault
+from pipeline.launching.dry_run import stage_planner
+from pipeline.launching.target import GIB, Target
+from pipeline.planning.automatic import flags_that_fit, largest_micro_batch, search
+from pipeline.planning.page import fits
+from pipeline.run.earlier_runs import automatic_words, flag_words
+from step1_sft.config import SFTConfig
+from step1_sft.main import main as sft_main
+
+
+def settings(folder: Path, *more: object, micro: int = 8, steps: int = 1) -> Any:
+    """SFT of OPT-125M's shape."""
+    if not (folder / "125m").is_dir():
+        config_of("125m").save_pretrained(folder / "125m")
+    words = ["--model_name_or_path", folder / "125m", "--per_device_train_batch_size", micro, "--dtype", "bf16",
+             "--gradient_accumulation_steps", steps, "--data_output_path", folder / "cache",
+             "--output_dir", folder / "out/sft", *more]  # fmt: skip
+    return parse(SFTConfig, [str(word) for word in words], section="sft")
+
+
+@pytest.mark.parametrize("limit", range(13))
+@pytest.mark.parametrize("start", [1, 4, 12])
+def test_the_search_finds_the_largest_size_in_few_tries(limit, start):
+    sizes, tried = [1, 2, 3, 4, 6, 12], []
+
+    def has_memory(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    expected = max((size for size in sizes if size <= limit), default=None)
+    assert search(has_memory, sizes, start=start) == expected
+    assert tried[0] == start and len(tried) == len(set(tried)) <= 2 + 2 * math.log2(len(sizes))
+
+
+def test_the_largest_micro_batch_keeps_the_rows_of_a_step_and_is_remembered_by_shape(tmp_path, capsys):
+    tried = []
+
+    def tries(resolved: object, section: str, flags: dict[str, int]) -> bool:
+        tried.append(flags)
+        return flags["per_device_train_batch_size"] <= 6
+
+    def found(resolved: object, gpus: int = 1, name: str = "H100") -> dict[str, int]:
+        return largest_micro_batch(resolved, "sft", Target(name, 80 * GIB, gpus=gpus), tries)
+
+    six = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 4}
+    assert found(settings(tmp_path, micro=2, steps=12)) == six
+    sizes = [flags["per_device_train_batch_size"] for flags in tried]
+    assert sizes[:3] == [2, 4, 8] and all(
+        f["gradient_accumulation_steps"] == 24 // s for f, s in zip(tried, sizes, strict=True)
+    )
+    count = len(tried)
+    assert found(settings(tmp_path, "--learning_rate", 1, "--seed", 2, micro=24)) == six and len(tried) == count
+    assert "--per_device_train_batch_size 6 --gradient_accumulation_steps 4, as found before" in capsys.readouterr().err
+    for other in (("--max_seq_len", 64), ("--gradient_checkpointing", "true"), ("--zero_stage", 1)):
+        found(settings(tmp_path, *other, micro=24))
+    found(settings(tmp_path, micro=24), gpus=2)
+    found(settings(tmp_path, micro=24), name="A100")
+    assert [flags["per_device_train_batch_size"] for flags in tried].count(24) == 5
+    follows = with_ranks(settings(tmp_path, "--train_batch_size", 48, micro=24), 2)
+    assert found(follows, gpus=2) == {"per_device_train_batch_size": 6}, "accumulation follows"
+
+
+def test_a_single_row_without_memory_is_an_error(tmp_path):
+    with pytest.raises(EnvironmentFault, match="a micro-batch of 1 lacks memory"):
+        largest_micro_batch(settings(tmp_path), "sft", Target("H100", GIB), lambda *_: False)
+    assert not (tmp_path / "cache/micro_batches.json").exists()
+
+
+def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys):
+    given = settings(tmp_path)
+    assert flags_that_fit(given, "sft", Target("GPU", 80 * GIB)) == {}
+    flags = flags_that_fit(given, "sft", Target("GPU", int(2.6 * GIB)))
+    said = [line for line in capsys.readouterr().err.splitlines() if "gives back" in line]
+    smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    assert flags == {**smaller, "offload": True, "zero_stage": 1}
+    assert len(said) == 3 and all(re.search(r"^auto_fit: --.*gives back .* GiB .*; cost: ", line) for line in said)
+    planner, changed = stage_planner(settings(tmp_path, *flag_words(flags)), "sft", Target("GPU", int(2.6 * GIB)), {})
+    assert fits(planner.memory(changed), planner.target)
+    with pytest.raises(EnvironmentFault, match="--auto_fit: does not fit: .*take more GPUs"):
+        flags_that_fit(given, "sft", Target("GPU", GIB // 2))
+
+
+def launched(folder: Path, *words: object, memory_mib: int) -> subprocess.CompletedProcess[str]:
+    """Stage 1 by its launch script, on a GPU of so much memory and with stand-ins for the launcher and nvidia-smi."""
+    environment = stub_environment(folder, gpus=1, STUB_OUTCOMES="0")
+    answer = f'[ "$1" = -L ] && echo "GPU 0: NVIDIA (UUID: GPU-0)" || echo "NVIDIA Q7, {memory_mib}"'
+    write_program(folder / "bin/nvidia-smi", f"#!/bin/sh\n{answer}\n")
+    command = ["bash", str(ROOT / "launch/single_gpu.sh"), "1", *map(str, words)]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed(tmp_path):
+    given = settings(tmp_path)
+    words = ["--model_name_or_path", tmp_path / "125m", "--per_device_train_batch_size", 8, "--dtype", "bf16",
+             "--auto_fit", "--output_dir", tmp_path / "out/sft"]  # fmt: skip
+    done = launched(tmp_path, *words, memory_mib=2250)
+    assert done.returncode == 0, done.stderr
+    preset = tmp_path / "out/runs/sft/automatic.yaml"
+    chosen = yaml.safe_load(preset.read_text())
+    assert (
+        started(tmp_path)[-1][-len(flag_words(chosen)) :] == flag_words(chosen) and done.stderr.count("gives back") >= 3
+    )
+    read = parse(SFTConfig, ["--preset", str(preset)], section="sft").config
+    assert read.optimizer.per_device_train_batch_size == 2 and read.deepspeed.offload
+    asked = given.config.run.replace(auto_fit=True)
+    assert automatic_words(asked, preset.parent) == flag_words(chosen), "the run is finished here"
+    assert automatic_words(asked.replace(overwrite=True), preset.parent) == []
+    again = launched(tmp_path, *words, memory_mib=80000)
+    assert f"as chosen before ({preset}): --per_device_train_batch_size 2 " in again.stderr
+    assert "gives back" not in again.stderr and started(tmp_path)[-1] == started(tmp_path)[0]
+    lacking = launched(tmp_path, *words, "--overwrite", memory_mib=700)
+    assert lacking.returncode == 3 and lacking.stderr.splitlines()[-1].startswith("error: --auto_fit: does not fit: ")
+    assert len(started(tmp_path)) == 2
+
+
+def test_a_stage_without_a_supervisor_says_who_chooses(capsys):
+    assert sft_main(["--model_name_or_path", "base", "--data_path", "a.jsonl", "--auto_batch"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: --auto_batch: flags are chosen before ranks start: give it to `rlhf"
+    )
+
+
+@pytest.mark.slow
+def test_micro_batches_are_tried_by_real_runs(tmp_path, monkeypatch):
+    """The first rank lacks memory for batches of more than two rows."""
+    folder = make_folder(tmp_path)
+    monkeypatch.setenv("OUT_OF_MEMORY", "0:2:1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/faults/site"))
+    words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_seq_len",
+             "96", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "8", "--max_steps", "2",
+             "--dtype", "fp32", "--data_output_path", "cache", "--output_dir", "out/sft", "--auto_batch"]  # fmt: skip
+    command = ["bash", str(ROOT / "launch/single_gpu.sh"), "1", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"auto_batch: micro-batch (\d): (fits|out of memory)", done.stderr)
+    assert said == [("1", "fits"), ("2", "fits"), ("4", "out of memory")]
+    lines = [line for line in read_metrics(folder / "out/runs/sft") if "step_s" in line]
+    assert [line["micro_batch_size"] for line in lines] == [2, 2] and not (folder / "out/runs/sft/auto_batch").exists()
+    settings = json.loads((folder / "out/runs/sft/config.json").read_text())
+    assert settings["gradient_accumulation_steps"]["value"] == 4
