@@ -19,10 +19,10 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts, Fate
-from pipeline.data.formats import Record
 from pipeline.data.selection import DataOptions, Stage, mixed_sizes, ratios_of, select_records, uniform
 from pipeline.data.shards import SHARDS, write_rows
 from pipeline.data.sources import fingerprint, parse_path
+from pipeline.data.spool import Spool
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import cache_folder
@@ -30,6 +30,7 @@ from pipeline.heartbeat import INTERVAL_S, beat_again
 from pipeline.marks import CACHE_TAG
 
 if TYPE_CHECKING:
+    import numpy as np
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
@@ -118,37 +119,40 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
 
     What a killed preparation has left there is gone on with; the lock excludes that another process is writing it.
     """
-    counts = Counts()
-    records = select_records(stage, options, counts)
+    counts, ratios = Counts(), ratios_of(options)
+    partial = folder.with_suffix(".partial")
 
-    def write(name: str, fate: Fate, chosen: list[Record]) -> int:
-        own = Counts()
-        num_rows = write_rows(partial / f"{name}.arrow", stage, chosen, tokenizer, options, counts=own)
-        own.settle(fate, (record.origin for record in chosen))
+    def write(name: str, fate: Fate, chosen: "np.ndarray") -> int:
+        own, file = Counts(), partial / f"{name}.arrow"
+        num_rows = write_rows(file, stage, records, chosen, tokenizer=tokenizer, options=options, counts=own)
+        for path, part in records.by_source(chosen):
+            own.settle(fate, path, len(part))
         for fates in own.sources.values():
             fates[fate] -= fates["dropped"]
         counts.merge(own)
         return num_rows
 
-    def write_train() -> int:
+    def write_train(chosen: "np.ndarray") -> int:
+        import numpy as np
+
         if options.mixture == "share" or options.held_out_only:
-            return write("train", "to train on", records.train)
+            return write("train", "to train on", chosen)
         sizes = {}
         for number, path in enumerate(ratios):
-            own = [record for record in records.train if record.origin.source == path]
-            sizes[path] = write(f"source-{number}", "to train on", own)
+            own = [part for source, part in records.by_source(chosen) if source == path]
+            sizes[path] = write(f"source-{number}", "to train on", np.concatenate([chosen[:0], *own]))
         mixed = mixed_sizes(sizes, ratios)
         counts.factors = {path: mixed[path] / sizes[path] for path in sizes}
         write_mixture([partial / f"source-{number}.arrow" for number in range(len(sizes))], [*mixed.values()], options)
         return sum(mixed.values())
 
-    ratios = ratios_of(options)
-    partial = folder.with_suffix(".partial")
     try:
         partial.mkdir(mode=0o700, exist_ok=True)
         (partial / CACHE_TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n", encoding="utf-8")
-        num_train = write_train()
-        write("eval", "held out", records.eval)
+        with Spool(partial / "records.jsonl") as records:
+            selected = select_records(stage, options, records, counts)
+            num_train = write_train(selected.train)
+            write("eval", "held out", selected.eval)
         if not num_train and not options.held_out_only:
             kinds = "; ".join(counts.lines()) or "no row"
             raise InputError(f"stage {stage}: no training row is left: {kinds}")
@@ -169,6 +173,7 @@ def write_mixture(files: Sequence[Path], sizes: Sequence[int], options: DataOpti
     A source that has fewer gives all of them several times, and of the last time a part that `options.seed` chooses.
     Copies of a prompt have ids of their own, by which the random numbers of rollouts are keyed.
     """
+    import numpy as np
     import pyarrow as pa
 
     with contextlib.ExitStack() as stack:
@@ -177,14 +182,21 @@ def write_mixture(files: Sequence[Path], sizes: Sequence[int], options: DataOpti
         writer = stack.enter_context(pa.ipc.new_stream(sink, sources[0].schema))
         for rows, size in zip(sources, sizes, strict=True):
             for copy, start in enumerate(range(0, size, len(rows))):
-                part = rows
+                is_taken = np.ones(len(rows), bool)
                 if start + len(rows) > size:
-                    order = sorted(range(len(rows)), key=lambda row: uniform("mixture", options.seed, row))
-                    part = rows.take(sorted(order[: size - start]))
-                if copy and "prompt_id" in part.column_names:
-                    draws = (uniform(f"copy {copy}", options.seed, name) for name in part["prompt_id"].to_pylist())
-                    column = part.column_names.index("prompt_id")
-                    part = part.set_column(column, "prompt_id", pa.array(int(draw * 2**53) for draw in draws))
-                writer.write_table(part)
+                    draws = np.fromiter((uniform("mixture", options.seed, row) for row in range(len(rows))), float)
+                    is_taken[np.argsort(draws, kind="stable")[size - start :]] = False
+                first = 0
+                for batch in rows.to_batches():
+                    part = batch.filter(pa.array(is_taken[first : first + len(batch)]))
+                    first += len(batch)
+                    if copy and "prompt_id" in part.column_names:
+                        numbers = (
+                            uniform(f"copy {copy}", options.seed, name) for name in part["prompt_id"].to_pylist()
+                        )
+                        column = part.column_names.index("prompt_id")
+                        part = part.set_column(column, "prompt_id", pa.array(int(draw * 2**53) for draw in numbers))
+                    if part.num_rows:
+                        writer.write_batch(part)
     for file in files:
         file.unlink()

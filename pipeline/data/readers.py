@@ -22,6 +22,7 @@ from pipeline.errors import InputError
 Values = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Values]]
 Split = Literal["train", "test"]
+PARQUET_ROWS = 1000  # of a batch, which is held in memory as Python objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
     # Parquet is read from its end, and a gzip stream cannot seek cheaply.
     source: Any = io.BytesIO(stream.read()) if path.name.lower().endswith(".gz") else stream
     try:
-        batches = pyarrow.parquet.ParquetFile(source).iter_batches()
+        batches = pyarrow.parquet.ParquetFile(source).iter_batches(PARQUET_ROWS)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: broken parquet file ({error})") from error

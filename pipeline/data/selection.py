@@ -9,16 +9,20 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pipeline.data.counts import Counts
-from pipeline.data.formats import COLUMNS, Record, read_records
+from pipeline.data.counts import Counts, Fate
+from pipeline.data.formats import COLUMNS, read_records
 from pipeline.data.sources import parse_path, read_rows
+from pipeline.data.spool import Spool
 from pipeline.data.tokenization import TokenizationOptions
 from pipeline.errors import InputError, nearest
 from pipeline.heartbeat import RowProgress
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Stage = Literal["sft", "reward", "ppo", "text"]
 # Index of the share of data_split that a stage takes; 'text' (the ptx loss of PPO) takes all records of its own files.
@@ -63,10 +67,10 @@ def options_of(flags: Any, **changes: Any) -> DataOptions:
 
 
 class Selected(NamedTuple):
-    """Records to train on and records to evaluate on; no prompt is in both."""
+    """Positions in a spool, ascending, of records to train on and records to evaluate on; no prompt is in both."""
 
-    train: list[Record]
-    eval: list[Record]
+    train: "np.ndarray"
+    eval: "np.ndarray"
 
 
 def parse_column_map(text: str) -> dict[str, str]:
@@ -98,102 +102,110 @@ def parse_shares(text: str) -> Shares | None:
     return first, second, third
 
 
-def select_records(stage: Stage, options: DataOptions, counts: Counts) -> Selected:
-    """Read the stage's sources and divide their records, in source order.
+def select_records(stage: Stage, options: DataOptions, records: Spool, counts: Counts) -> Selected:
+    """Read the stage's sources into `records`, and divide these in source order; of their texts none stays in memory.
 
     Evaluation records are those of eval_data_path, else a source's own test rows, else a share of its prompts by hash;
     they are the same for all stages. Raises InputError if no training record is left where there should be some.
     """
+    import numpy as np
+
     shares = None if stage == "text" else parse_shares(options.data_split)
-    sources = [_divided(text, options, counts) for text in options.data_path]
-    train = [record for source in sources for record in source.train]
+    sources = [_divided(text, options, records, counts) for text in options.data_path]
+    train = np.concatenate([np.arange(0), *(source.train for source in sources)])
     if shares is not None:
-        is_mine = [share_of(record.prompt_id, options.seed, shares) == SHARE_INDEX[stage] for record in train]
-        counts.settle("of other stages", (r.origin for r, mine in zip(train, is_mine, strict=True) if not mine))
-        train = list(itertools.compress(train, is_mine))
+        is_mine = _drawn(train, records, lambda name: share_of(name, options.seed, shares) == SHARE_INDEX[stage])
+        for path, part in records.by_source(train[~is_mine]):
+            counts.settle("of other stages", path, len(part))
+        train = train[is_mine]
     if stage == "sft":
-        extra = [_divided(text, options, counts) for text in options.sft_only_data_path]
-        train += [record for source in extra for record in source.train]
+        extra = [_divided(text, options, records, counts) for text in options.sft_only_data_path]
+        train = np.concatenate([train, *(source.train for source in extra)])
         sources += extra
-    evaluation = [record for source in sources for record in source.eval]
+    evaluation = np.concatenate([np.arange(0), *(source.eval for source in sources)])
     for text in options.eval_data_path:
-        records = _kept_records(text, options, counts, mixture="share")
-        own = [record for record in records if record.split == "test"]
-        for record in records if own else ():
-            if record.split != "test":
-                counts.add("left out", "no test row, beside test rows of the same evaluation data", record.origin)
-        evaluation += own or records
+        kept = _kept_records(text, options, records, counts, mixture="share")
+        is_own = records.is_test(kept)
+        if is_own.any():
+            no_test = "no test row, beside test rows of the same evaluation data"
+            _count(kept[~is_own], "left out", no_test, records, counts)
+            kept = kept[is_own]
+        evaluation = np.concatenate([evaluation, kept])
     if stage == "ppo":
-        evaluation = _distinct_prompts(evaluation, counts)
+        evaluation = _distinct_prompts(evaluation, records, counts)
     if options.held_out_only:
-        return Selected([], evaluation)
-    evaluated = {record.prompt_id for record in evaluation}
-    for record in train:
-        if record.prompt_id in evaluated:
-            counts.add("left out", "prompt is also an evaluation prompt", record.origin)
-    train = [record for record in train if record.prompt_id not in evaluated]
-    if not train:
+        return Selected(train[:0], evaluation)
+    is_evaluated = np.isin(records.prompt_ids(train), records.prompt_ids(evaluation))
+    _count(train[is_evaluated], "left out", "prompt is also an evaluation prompt", records, counts)
+    train = train[~is_evaluated]
+    if not len(train):
         raise InputError(
             f"stage {stage}: data_split {options.data_split} leaves no training row of {', '.join(options.data_path)} "
             f"({len(evaluation)} evaluation rows); a larger share or more rows are right"
         )
     if stage == "ppo":
-        train = _distinct_prompts(train, counts)
-    else:
-        _count_repeated(train, counts)
+        train = _distinct_prompts(train, records, counts)
+    else:  # they are kept: data sets repeat rows to weigh them
+        is_repeated = _repeated(records.responses(train), records.prompt_ids(train))
+        _count(train[is_repeated], "kept", "row repeated", records, counts)
     return Selected(train, evaluation)
 
 
-def _divided(text: str, options: DataOptions, counts: Counts) -> Selected:
+def _divided(text: str, options: DataOptions, records: Spool, counts: Counts) -> Selected:
     """Divide one source's records into training and evaluation."""
-    records = _kept_records(text, options, counts, mixture=options.mixture)
+    kept = _kept_records(text, options, records, counts, mixture=options.mixture)
+    is_held_out = records.is_test(kept)
     if options.eval_data_path:
-        for record in records:
-            if record.split == "test":
-                counts.add("left out", "test row (eval_data_path is given)", record.origin)
-        return Selected([record for record in records if record.split != "test"], [])
-    has_split = any(record.split == "test" for record in records)
-    divided = Selected([], [])
-    for record in records:
-        by_hash = uniform("eval", options.seed, record.prompt_id) < options.eval_fraction
-        (divided.eval if (record.split == "test" if has_split else by_hash) else divided.train).append(record)
-    return divided
+        _count(kept[is_held_out], "left out", "test row (eval_data_path is given)", records, counts)
+        return Selected(kept[~is_held_out], kept[:0])
+    if not is_held_out.any():
+        is_held_out = _drawn(kept, records, lambda name: uniform("eval", options.seed, name) < options.eval_fraction)
+    return Selected(kept[~is_held_out], kept[is_held_out])
 
 
-def _kept_records(text: str, options: DataOptions, counts: Counts, *, mixture: str) -> list[Record]:
+def _kept_records(text: str, options: DataOptions, records: Spool, counts: Counts, *, mixture: str) -> "np.ndarray":
+    """Append the records of a data path that its weight keeps, and return their positions."""
+    import numpy as np
+
     path, weight = parse_path(text)
-    kept = []
     rows = RowProgress(f"reading {path}").counted(read_rows(path))
     counts.sources.setdefault(path, Counter())  # in the order of the paths, whatever happens to their rows
+    first = len(records)
     for record in read_records(rows, counts, column_map=options.column_map):
         if mixture == "ratio" or uniform("weight", options.seed, record.prompt_id) < weight:
-            kept.append(record)
+            records.append(record)
         else:
             counts.add("left out", "prompt beyond the weight of its data path", record.origin)
-    return kept
+    return np.arange(first, len(records))
 
 
-def _distinct_prompts(records: Iterable[Record], counts: Counts) -> list[Record]:
+def _drawn(positions: "np.ndarray", records: Spool, is_chosen: Callable[[int], bool]) -> "np.ndarray":
+    """Return what `is_chosen` says of each record's prompt: (N,) positions -> (N,) bool."""
+    import numpy as np
+
+    return np.fromiter((is_chosen(int(name)) for name in records.prompt_ids(positions)), bool, len(positions))
+
+
+def _count(positions: "np.ndarray", fate: Fate, kind: str, records: Spool, counts: Counts) -> None:
+    for _, part in records.by_source(positions):
+        counts.add(fate, kind, records.origin(part[0]), number=len(part))
+
+
+def _distinct_prompts(positions: "np.ndarray", records: Spool, counts: Counts) -> "np.ndarray":
     """Return the first record of each prompt. Random numbers are keyed by prompts: another gives the same rollouts."""
-    seen: set[int] = set()
-    kept = []
-    for record in records:
-        if record.messages and record.prompt_id in seen:
-            counts.add("dropped", "prompt repeated", record.origin)
-        else:
-            kept.append(record)
-        seen.add(record.prompt_id)
-    return kept
+    is_repeated = _repeated(records.prompt_ids(positions)) & ~records.is_text(positions)
+    _count(positions[is_repeated], "dropped", "prompt repeated", records, counts)
+    return positions[~is_repeated]
 
 
-def _count_repeated(records: Iterable[Record], counts: Counts) -> None:
-    """Count records with the content of an earlier one. They are kept: data sets repeat rows to weigh them."""
-    seen: set[tuple[int, str | None, str | None]] = set()
-    for record in records:
-        content = (record.prompt_id, record.chosen, record.rejected)
-        if content in seen:
-            counts.add("kept", "row repeated", record.origin)
-        seen.add(content)
+def _repeated(*keys: "np.ndarray") -> "np.ndarray":
+    """Return True for each element all of whose keys an earlier one has: arrays of (N,) -> (N,) bool."""
+    import numpy as np
+
+    order = np.lexsort(keys)  # stable: of equal elements the earliest comes first
+    is_repeated = np.zeros(len(order), bool)
+    is_repeated[order[1:]] = np.all([(key := column[order])[1:] == key[:-1] for column in keys], axis=0)
+    return is_repeated
 
 
 def ratios_of(options: DataOptions) -> dict[str, float]:

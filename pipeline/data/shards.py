@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from pipeline.data.counts import Counts
-from pipeline.data.formats import Record
+from pipeline.data.spool import Spool, records_at
 from pipeline.data.tokenization import TokenizationOptions, documents, pair_rows, prompt_rows, sft_rows
 from pipeline.errors import EnvironmentFault
 from pipeline.heartbeat import RowProgress, result_of
 from pipeline.processes import GIB, end_with_parent
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -45,30 +46,36 @@ TOKENISERS: dict[str, Callable[..., Iterator[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Records of one kind (a key of TOKENISERS), and the Arrow stream file for their rows and counts."""
+    """Records of one kind (a key of TOKENISERS), and the Arrow stream file for their rows and counts.
+
+    starts: where the records' lines start in the file `records` of a spool.
+    """
 
     kind: str
-    records: list[Record]
+    records: Path
+    starts: "np.ndarray"
     file: Path
 
 
-def kind_of(stage: str, record: Record) -> str:
-    """Return the key of TOKENISERS that makes the rows of a record in a stage."""
-    return "documents" if stage == "text" or (stage == "sft" and record.text is not None) else stage
+def kind_of(stage: str, *, is_text: bool) -> str:
+    """Return the key of TOKENISERS that makes the rows of a record in a stage; is_text: of a plain document."""
+    return "documents" if stage == "text" or (stage == "sft" and is_text) else stage
 
 
 def write_rows(
     file: Path,
     stage: str,
-    records: Sequence[Record],
+    records: Spool,
+    positions: "np.ndarray",
+    *,
     tokenizer: "PreTrainedTokenizerBase",
     options: TokenizationOptions,
-    *,
     counts: Counts,
 ) -> int:
-    """Write the rows of a stage to an Arrow stream file, and return their number; `counts` gets what was dropped.
+    """Write the rows of the records at these positions to an Arrow stream file, and return the number of rows.
 
-    Documents are joined to blocks behind all other rows. Shards are kept in a folder beside `file`, of suffix SHARDS.
+    `counts` gets what was dropped. Documents are joined to blocks behind all other rows. Shards are kept in a folder
+    beside `file`, of suffix SHARDS.
 
     Raises:
         InputError: the earliest shard's error. EnvironmentFault: a process was killed.
@@ -76,11 +83,12 @@ def write_rows(
     folder = file.with_suffix(SHARDS)
     folder.mkdir(exist_ok=True)
     shards = []
-    for kind in (stage, "documents"):
-        chosen = [record for record in records if kind_of(stage, record) == kind]
-        for start in range(0, len(chosen), SHARD_RECORDS):
-            name = f"{kind}-{start // SHARD_RECORDS:06d}.arrow"
-            shards.append(Shard(kind, chosen[start : start + SHARD_RECORDS], folder / name))
+    starts, is_text = records.starts(positions), records.is_text(positions)
+    is_document = is_text & (kind_of(stage, is_text=True) == "documents") | (stage == "text")
+    for kind, chosen in ((stage, starts[~is_document]), ("documents", starts[is_document])):
+        for first in range(0, len(chosen), SHARD_RECORDS):
+            name = f"{kind}-{first // SHARD_RECORDS:06d}.arrow"
+            shards.append(Shard(kind, records.file, chosen[first : first + SHARD_RECORDS], folder / name))
     missing = [shard for shard in shards if not shard.file.is_file()]
     if len(missing) < len(shards):
         log.info("%s: %d of %d shards are finished already", file.stem, len(shards) - len(missing), len(shards))
@@ -92,13 +100,13 @@ def tokenise(
     shards: Sequence[Shard], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, *, what: str
 ) -> None:
     """Write the files of all shards, by several processes where there are many records."""
-    num_records = sum(len(shard.records) for shard in shards)
+    num_records = sum(len(shard.starts) for shard in shards)
     progress = RowProgress(what, num_records)
     processes = num_processes(num_records)
     if processes == 1:
         for shard in shards:
             write_shard(shard, tokenizer, options)
-            progress.add(len(shard.records))
+            progress.add(len(shard.starts))
         return
     log.info("%s: %d processes", what, processes)
     # Not forked: a child of a process with other threads (torch's, NCCL's) may wait for ever for one of their locks.
@@ -108,7 +116,7 @@ def tokenise(
         written = [pool.submit(write_shard_in_worker, shard) for shard in shards]
         for shard, future in zip(shards, written, strict=True):
             result_of(future)
-            progress.add(len(shard.records))
+            progress.add(len(shard.starts))
     except BrokenProcessPool as error:
         raise EnvironmentFault(
             f"{what}: a process was killed (out of memory?); finished shards are kept, the same command goes on"
@@ -146,7 +154,8 @@ def write_shard(shard: Shard, tokenizer: "PreTrainedTokenizerBase", options: Tok
     import pyarrow as pa
 
     counts = Counts()
-    rows = [columns(row) for row in TOKENISERS[shard.kind](shard.records, tokenizer, options, counts)]
+    records = records_at(shard.records, shard.starts)
+    rows = [columns(row) for row in TOKENISERS[shard.kind](records, tokenizer, options, counts)]
     schema = schema_of(shard.kind).with_metadata({"counts": json.dumps(counts.to_json())})
     writing = shard.file.with_suffix(".writing")
     with writing.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:

@@ -184,7 +184,7 @@ def first_row(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> 
     """
     counts = Counts()
     for record in read_records(read_rows(path), counts, column_map=options.column_map):
-        rows_of = TOKENISERS[kind_of(stage, record)]
+        rows_of = TOKENISERS[kind_of(stage, is_text=record.text is not None)]
         if tokenizer is None or any(True for _ in rows_of([record], tokenizer, options, counts)):
             return
     raise InputError(f"{path}: no row that stage {stage} can use: {'; '.join(counts.lines())}")
@@ -210,7 +210,7 @@ def sample_of(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> 
     counts, lengths, read = Counts(), list[int](), 0
     for record in islice(read_records(read_rows(path), counts, column_map=options.column_map), SAMPLED_RECORDS):
         read += 1
-        for row in TOKENISERS[kind_of(stage, record)]([record], tokenizer, options, counts):
+        for row in TOKENISERS[kind_of(stage, is_text=record.text is not None)]([record], tokenizer, options, counts):
             lengths.append(max(len(getattr(row, name)) for name in row.__slots__ if name.endswith("ids")))
     lengths.sort()
     tokens = f" of {lengths[0]} to {lengths[-1]} tokens, half up to {lengths[len(lengths) // 2]}" if lengths else ""

@@ -6,7 +6,7 @@ from typing import Any
 from pipeline import dist
 from pipeline.configuration.groups import DataConfig
 from pipeline.data.cache import StageData, load_or_build
-from pipeline.data.row_report import row_lines, row_warnings
+from pipeline.data.counts import row_lines, row_warnings
 from pipeline.data.selection import Stage, options_of
 
 log = logging.getLogger(__name__)

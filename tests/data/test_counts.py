@@ -10,7 +10,7 @@ def counted() -> Counts:
     counts.add("dropped", "empty prompt", Origin("a.jsonl", 3))
     counts.add("cut", "truncated", Origin("b.csv", 2), num_tokens=70)
     counts.add("cut", "truncated", Origin("b.csv", 9), num_tokens=90)
-    counts.settle("held out", [Origin("b.csv", 2, "folder"), Origin("b.csv", 9, "folder")])
+    counts.settle("held out", "folder", 2)
     counts.unread["a.jsonl"] = {"id", "label"}
     return counts
 

@@ -9,7 +9,7 @@ import pytest
 from support.tiny_run import write_lines
 
 from pipeline.data.cache import cache_key, load_or_build
-from pipeline.data.row_report import row_lines
+from pipeline.data.counts import row_lines
 from pipeline.data.selection import DataOptions, mixed_sizes
 from pipeline.errors import InputError
 

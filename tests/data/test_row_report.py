@@ -9,8 +9,7 @@ import pytest
 from support.tiny_run import write_lines
 
 from pipeline.configuration.groups import DataConfig
-from pipeline.data.counts import Counts, Origin
-from pipeline.data.row_report import row_lines, row_warnings
+from pipeline.data.counts import Counts, Origin, row_lines, row_warnings
 from pipeline.training.inputs import prepare_data
 
 
@@ -58,8 +57,8 @@ def test_every_row_that_was_given_is_told_of(bpe_tokenizer, tmp_path, caplog, sp
 
 def counts_of(*, kept: int, dropped: int = 0, lengths: tuple[int, ...] = (), held_out: int = 5) -> Counts:
     counts = Counts()
-    counts.settle("to train on", [Origin("f", n) for n in range(kept - held_out)])
-    counts.settle("held out", [Origin("f", n) for n in range(held_out)])
+    counts.settle("to train on", "f", kept - held_out)
+    counts.settle("held out", "f", held_out)
     for length in (*[0] * dropped, *lengths):
         counts.add("dropped", "why", Origin("f", 1), num_tokens=length)
     return counts

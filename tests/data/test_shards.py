@@ -20,6 +20,7 @@ from support.source_tree import ROOT
 from pipeline.data import shards
 from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.selection import DataOptions
+from pipeline.data.spool import Spool
 from pipeline.data.templates import encode_text
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.heartbeat import RowProgress
@@ -128,10 +129,11 @@ def test_a_full_disk_keeps_what_is_finished(options, bpe_tokenizer, small_shards
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "join", full)
-        with pytest.raises(EnvironmentFault, match="cannot be written .No space left on device"):
-            load_or_build("reward", options, bpe_tokenizer)
+    for module, name in ((Spool, "append"), (shards, "join")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            with pytest.raises(EnvironmentFault, match="cannot be written .No space left on device"):
+                load_or_build("reward", options, bpe_tokenizer)
     monkeypatch.setattr(shards, "tokenise", lambda missing, *_, what: missing and "eval" not in what and pytest.fail())
     with pytest.raises(EnvironmentFault, match="eval.shards"):
         load_or_build("reward", options, bpe_tokenizer)

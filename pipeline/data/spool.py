@@ -1,0 +1,128 @@
+"""Keep the records of a stage's sources in a file, and in memory only the numbers by which records are chosen.
+
+`selection.py` appends records and chooses positions; the processes of `shards.py` read the chosen records back.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pipeline.data.counts import Origin
+from pipeline.data.formats import Record
+from pipeline.data.turns import Message
+
+if TYPE_CHECKING:
+    import numpy as np
+
+encoded = json.JSONEncoder(ensure_ascii=False).encode
+SURROGATES = "surrogatepass"  # JSON can spell half a surrogate pair in the name of a column
+
+
+class Spool:
+    """Records in a file of JSON lines, which exists while the context is open; memory holds 26 bytes of each.
+
+    A position counts the records from 0, over all sources in the order that they are read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._starts, self._prompt_ids, self._responses = array("q"), array("q"), array("Q")
+        self._is_test, self._is_text = array("b"), array("b")
+        self._runs: list[tuple[int, str]] = []  # (position of the first record, data path) of each run of one source
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        self._stream = self.file.open("wb")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
+        self.file.unlink(missing_ok=True)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def append(self, record: Record) -> None:
+        """Append a record. Raises OSError if the file cannot be written."""
+        if not self._runs or self._runs[-1][1] != record.origin.path:
+            self._runs.append((len(self), record.origin.path))
+        responses = encoded([record.chosen, record.rejected]).encode()
+        self._responses.append(int.from_bytes(hashlib.blake2b(responses, digest_size=8).digest(), "big"))
+        self._prompt_ids.append(record.prompt_id)
+        self._is_test.append(record.split == "test")
+        self._is_text.append(record.text is not None)
+        self._starts.append(self._size)
+        self._size += self._stream.write(to_line(record))
+
+    def starts(self, positions: "np.ndarray") -> "np.ndarray":
+        """Return where the lines of records start in the file, in bytes: (N,) positions -> (N,) int64."""
+        self._stream.flush()
+        return taken(self._starts, positions)
+
+    def prompt_ids(self, positions: "np.ndarray") -> "np.ndarray":
+        """Return the ids of the records' prompts: (N,) positions -> (N,) int64."""
+        return taken(self._prompt_ids, positions)
+
+    def responses(self, positions: "np.ndarray") -> "np.ndarray":
+        """Return a hash of the responses of each record: (N,) positions -> (N,) uint64."""
+        return taken(self._responses, positions)
+
+    def is_test(self, positions: "np.ndarray") -> "np.ndarray":
+        """Return True for the records that their source holds out: (N,) positions -> (N,) bool."""
+        return taken(self._is_test, positions).astype(bool)
+
+    def is_text(self, positions: "np.ndarray") -> "np.ndarray":
+        """Return True for plain documents: (N,) positions -> (N,) bool."""
+        return taken(self._is_text, positions).astype(bool)
+
+    def by_source(self, positions: "np.ndarray") -> Iterator[tuple[str, "np.ndarray"]]:
+        """Yield (data path, positions) for each part of ascending positions that is of one source."""
+        import numpy as np
+
+        cuts = np.searchsorted(positions, [first for first, _ in self._runs[1:]])
+        for (_, path), part in zip(self._runs, np.split(positions, cuts), strict=False):
+            if len(part):
+                yield path, part
+
+    def origin(self, position: int) -> Origin:
+        """Return the place of the record at a position."""
+        import numpy as np
+
+        (record,) = records_at(self.file, self.starts(np.array([position])))
+        return record.origin
+
+
+def taken(column: array, positions: "np.ndarray") -> "np.ndarray":
+    """Return a copy of the numbers at the positions: an array that has views cannot grow."""
+    import numpy as np
+
+    return np.asarray(column)[positions]
+
+
+def to_line(record: Record) -> bytes:
+    """Return a record as a line of JSON."""
+    turns = [(turn.role, turn.content) for turn in record.messages]
+    origin = (record.origin.file, record.origin.row, record.origin.source)
+    texts = (record.chosen, record.rejected, record.text, record.margin)
+    return (encoded((turns, *texts, record.prompt_id, origin, record.split, record.columns)) + "\n").encode(
+        errors=SURROGATES
+    )
+
+
+def records_at(file: Path, starts: Iterable[int]) -> Iterator[Record]:
+    """Yield the records whose lines start at these bytes of a spool's file."""
+    with file.open("rb") as stream:
+        for start in starts:
+            stream.seek(start)
+            turns, *texts, prompt_id, origin, split, columns = json.loads(stream.readline().decode(errors=SURROGATES))
+            yield Record(
+                tuple(Message(*turn) for turn in turns),
+                *texts,
+                prompt_id=prompt_id,
+                origin=Origin(*origin),
+                split=split,
+                columns=tuple(columns),
+            )
