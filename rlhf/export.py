@@ -1,12 +1,20 @@
-"""Write a checkpoint's models as plain folders without resuming its run: `rlhf export output/runs/sft --output DIR`."""
+"""Write a checkpoint's models as plain folders without resuming its run: `rlhf export output/runs/sft --output DIR`.
+
+With `--dtype int8` it writes a model's linear layers as int8 codes: a base for LoRA that is loaded as it is stored.
+"""
 
 import importlib
+import json
 import os
 from pathlib import Path
+from typing import Literal
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
-from pipeline.configuration.groups import Dtype, Group
+from pipeline.configuration.groups import Group
+from pipeline.errors import InputError
+from pipeline.marks import OURS
+from pipeline.models.paths import read_adapter_config
 from pipeline.run.entry import command_config, run_command
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -21,10 +29,15 @@ class ExportConfig(Group):
     """Export a checkpoint as model folders, for example: output/runs/sft --output output/sft-at-200"""
 
     checkpoint: str = flag(
-        ..., "Folder of a checkpoint, or of a run: its newest whole checkpoint", kind="path", positional=True
+        ...,
+        "Folder of a checkpoint, or of a run: its newest whole checkpoint; for --dtype int8 a model or hub id",
+        kind="path",
+        positional=True,
     )
     output: str = flag(..., "New folder for the model; in stage 3 the parent of actor/, critic/", kind="written path")
-    dtype: Dtype = flag("auto", "Data type of the saved weights; auto: as the run saves them, fp32: unrounded")
+    dtype: Literal["auto", "bf16", "fp16", "fp32", "int8"] = flag(
+        "auto", "Data type of the saved weights; auto: as the run saves them, fp32: unrounded, int8: a quantised base"
+    )
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf export") -> int:
@@ -41,7 +54,40 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.checkpoints.offline import open_checkpoint
 
     transformers.logging.disable_progress_bar()
+    if config.dtype == "int8":
+        print(write_int8(config.checkpoint, Path(config.output).expanduser()))
+        return
     checkpoint = open_checkpoint(Path(config.checkpoint).expanduser(), STAGES, output=config.output, dtype=config.dtype)
     importlib.import_module(EXPORTS[checkpoint.run.stage]).export(checkpoint)
     dtype = checkpoint.run.resolved.config.run.save_dtype
     print(f"{config.output}: step {checkpoint.saved['step']} of {checkpoint.run.stage} in {dtype}")
+
+
+def write_int8(path: str, output: Path) -> str:
+    """Write the model at `path` with linear layers as int8 codes and fp32 scales; return a line that says so.
+
+    The other weights have 16 bits. Raises InputError for an adapter, and for an output that exists.
+    """
+    from pipeline.checkpoints.model_card import shareable
+    from pipeline.checkpoints.model_folder import save_model
+    from pipeline.inference.answers import load_chat_tokenizer
+    from pipeline.models.loading import check_model, load_config
+    from pipeline.models.lora import STORED_INT8_ENTRY
+    from rlhf.merge import load, sixteen_bits
+
+    if output.exists():
+        raise InputError(f"--output: {output} exists; name a new folder")
+    if read_adapter_config(Path(path).expanduser()) is not None:
+        raise InputError(f"--checkpoint: {path} is an adapter; `rlhf merge` makes a model of it first")
+    check_model(path, "--checkpoint")
+    source = load_config(path)
+    dtype, scores = sixteen_bits(source), "Classification" in "".join(source.architectures or ())
+    model = load(path, dtype, scores=scores, quantization="int8")
+    documents = {
+        "README.md": f"# An int8 base\n\n`{shareable(path)}` with int8 codes and fp32 scales for its linear layers.\n",
+        OURS: json.dumps({"quantised_from": shareable(path)}) + "\n",
+    }
+    changes = {"quantization_config": STORED_INT8_ENTRY}
+    save_model(model, load_chat_tokenizer(path), output, dtype=dtype, documents=documents, config_changes=changes)
+    size = sum(file.stat().st_size for file in output.glob("*.safetensors")) / 2**30
+    return f"{output}: {path} in int8, {size:.2f} GiB; train it with --quantization int8 and --lora_dim"

@@ -67,18 +67,21 @@ def run(argv: list[str], prog: str) -> None:
     import transformers
 
     from pipeline.inference.answers import load_chat_tokenizer
-    from pipeline.models.loading import DTYPES, load_config
+    from pipeline.models.loading import DTYPES, load_config, stored_quantization
     from pipeline.models.lora import check_quantization
 
     transformers.logging.disable_progress_bar()
     check_quantization(quantization, "--quantization")
+    base: str = adapter["base_model_name_or_path"]
+    if (stored := stored_quantization(load_config(base))) != "none":
+        raise InputError(f"--folders: {path}: its base {base} is stored as {stored}; merging needs 16-bit weights")
     dtype = DTYPES.get(config.dtype) or sixteen_bits(load_config(path))
     tokenizer = load_chat_tokenizer(path)
     sentences = config.sentences or SENTENCES
     trained = logits_of(load(path, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences)
-    write_merged(path, output, adapter["base_model_name_or_path"], tokenizer, dtype=dtype, scores=scores)
+    write_merged(path, output, base, tokenizer, dtype=dtype, scores=scores)
     merged = logits_of(load(output, dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences)
-    print(f"{output}: {path} merged into {adapter['base_model_name_or_path']} in {str(dtype).removeprefix('torch.')}")
+    print(f"{output}: {path} merged into {base} in {str(dtype).removeprefix('torch.')}")
     kind = "base" if quantization == "none" else f"{quantization} base"
     print(f"{'scores' if scores else 'logits'} of the {kind} with its adapter, and of the merged model:")
     for line in difference_lines(trained, merged, sentences):

@@ -6,7 +6,7 @@ in host memory until transformers writes the shards.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.build import weights_dtype
 from pipeline.errors import DivergedError
 from pipeline.files import has_config, with_new_folder, write_json
+from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import START, is_lora, merged_weight, quantization_of
 from pipeline.models.partitions import gathered, is_partitioned
@@ -39,23 +40,31 @@ PEFT_WRAPPERS = re.compile(r"base_layer\.|modules_to_save\.default\.")
 def state_dict(model: nn.Module, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the whole weights of the transformers model in `model`, LoRA merged: on rank 0's CPU, {} elsewhere.
 
-    Buffers that transformers saves are included; tied weights occur once. A collective.
+    Buffers that transformers saves are included; tied weights occur once; the scales of int8 codes stay fp32. A
+    collective.
 
     Raises:
         DivergedError: on every rank, a weight is not finite.
     """
     inner = base_model(model)
+    scales = {f"{name}.scale" for name, module in inner.named_modules() if isinstance(module, Int8Linear)}
     tied = set(getattr(inner, "all_tied_weights_keys", {}) or {})
     named = ((PEFT_WRAPPERS.sub("", name), value) for name, value in whole_tensors(inner))
-    return on_host(((name, value) for name, value in named if name not in tied), dtype)
+    return on_host(((name, value) for name, value in named if name not in tied), dtype, unchanged=scales)
 
 
-def on_host(named: Iterable[tuple[str, torch.Tensor | None]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors that rank 0 has, in `dtype` and on the CPU. A collective; raises as `state_dict` does."""
+def on_host(
+    named: Iterable[tuple[str, torch.Tensor | None]], dtype: torch.dtype, *, unchanged: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that rank 0 has, in `dtype` or `unchanged`, on the CPU. A collective; raises as `state_dict`.
+
+    Integers are unchanged, too.
+    """
     weights, bad = {}, []
     for name, value in named:
         if value is not None:
-            saved = value.detach().to(dtype if value.is_floating_point() else value.dtype)
+            rounds = value.is_floating_point() and name not in unchanged
+            saved = value.detach().to(dtype if rounds else value.dtype)
             if not saved.isfinite().all():
                 bad.append(name)
             weights[name] = saved.cpu()

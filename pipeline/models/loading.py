@@ -27,7 +27,14 @@ from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import CONFIG_FILES
 from pipeline.hub import commits_read, go_offline_without_network, split_revision
-from pipeline.models.lora import check_quantization, keep_one_layout, nf4_options, quantise_to_int8, quantization_of
+from pipeline.models.lora import (
+    STORED_INT8,
+    check_quantization,
+    keep_one_layout,
+    nf4_options,
+    quantise_to_int8,
+    quantization_of,
+)
 from pipeline.models.paths import at_flag, check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
 from pipeline.out_of_memory import is_out_of_memory
@@ -166,13 +173,13 @@ def load_language_model(
     *,
     dtype: torch.dtype,
     attn_implementation: str = "auto",
-    quantization: str = "none",
+    quantization: str = "auto",
     merged: bool = True,
 ) -> PreTrainedModel:
     """Load a decoder or an encoder-decoder model: a hub id, a folder, or an adapter folder.
 
     Args:
-        quantization: of the base's linear layers: none, int8 or nf4.
+        quantization: of the base's linear layers: none, int8, nf4, or auto: as they are stored.
         merged: merge an adapter into its base; False, or a quantised base: return peft's wrapper, to be trained on.
     """
     check_language_model(path)
@@ -238,7 +245,7 @@ def load_pretrained(
     *,
     dtype: torch.dtype,
     attn_implementation: str,
-    quantization: str = "none",
+    quantization: str = "auto",
     may_lack: frozenset[str] = frozenset(),
     pickles: bool = True,
     **changes: Any,
@@ -249,13 +256,14 @@ def load_pretrained(
     `.bin` files is read by transformers with weights_only, and a warning says so.
 
     Args:
-        quantization: of the linear layers but the heads: none, int8 or nf4.
+        quantization: of the linear layers but the heads: none, int8, nf4, or auto: as they are stored.
         may_lack: weights that may be missing in the files.
         pickles: True allows `.bin` files.
         changes: fields of the configuration to set.
 
     Raises:
-        InputError: no model at `path`, or weights missing in its files (they would be random).
+        InputError: no model at `path`, weights missing in its files (they would be random), or stored as int8 where
+            others are needed.
         EnvironmentFault: the hub cannot be reached, or bitsandbytes is not installed.
     """
     check_quantization(quantization, "--quantization")
@@ -263,6 +271,11 @@ def load_pretrained(
     path = str(Path(path).expanduser())
     source = load_config(path)
     config = without_dropout(source)
+    stored = stored_quantization(source)
+    if stored != "none":
+        del source.quantization_config  # what is trained on it is saved without it
+        if quantization not in ("auto", stored):
+            raise InputError(f"{path}: its weights are stored as {stored}: give --quantization {stored} with LoRA")
     for name, value in changes.items():
         setattr(config, name, value)
     if num_experts(config):
@@ -292,6 +305,12 @@ def load_pretrained(
     elif quantization == "nf4":
         keep_one_layout(model)
     return model
+
+
+def stored_quantization(config: PretrainedConfig) -> str:
+    """Return how the linear layers of a model with this configuration are stored: int8 by `rlhf export`, else none."""
+    entry = getattr(config, "quantization_config", None) or {}
+    return "int8" if entry.get("quant_method") == STORED_INT8 else "none"
 
 
 def attention_for(config: PretrainedConfig, asked: str, path: str, *, flag: str = "--attn_implementation") -> str:

@@ -14,12 +14,23 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import commits_read
 from pipeline.kernels.int8_linear import Int8Linear
 
+# Method that config.json of a folder with stored int8 codes names, and what else it says there.
+STORED_INT8 = "rlhf_int8"
+STORED_INT8_ENTRY = {
+    "quant_method": STORED_INT8,
+    "bits": 8,
+    "weight": "int8 (outputs, inputs)",
+    "scale": "fp32 (outputs, 1)",
+}
 START = "start"  # name of the frozen adapter that training began with, where that was not a zero one
 
 
@@ -139,7 +150,38 @@ def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
 def quantise_to_int8(model: nn.Module) -> None:
     """Replace all linear layers of a transformers model but its heads by int8 ones, one at a time."""
     for name in linear_names(model, "all-linear"):
-        model.set_submodule(name, Int8Linear(model.get_submodule(name)))  # type: ignore[arg-type]
+        layer: Any = model.get_submodule(name)
+        if not isinstance(layer, Int8Linear):
+            model.set_submodule(name, Int8Linear(layer))
+
+
+@register_quantization_config(STORED_INT8)
+class StoredInt8Config(QuantizationConfigMixin):
+    """The entry `quantization_config` in config.json of a folder whose linear layers are stored as int8 codes."""
+
+    def __init__(self, quant_method: str = STORED_INT8, **about: Any) -> None:
+        self.quant_method: Any = quant_method
+        self.about = about
+
+
+@register_quantizer(STORED_INT8)
+class StoredInt8Quantizer(HfQuantizer):
+    """The part of `from_pretrained` that loads stored codes and scales into int8 layers, without 16-bit weights."""
+
+    requires_calibration = True  # stored codes only
+    is_trainable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        quantise_to_int8(model)  # on the meta device
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self.remove_quantization_config(model)  # the model is one of this project's, not of transformers' kinds
+        for module in model.modules():
+            if isinstance(module, Int8Linear):
+                module.scale.requires_grad_(False)
 
 
 def nf4_options(dtype: torch.dtype) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def load_reward_model(
     *,
     dtype: torch.dtype,
     attn_implementation: str = "auto",
-    quantization: str = "none",
+    quantization: str = "auto",
     new_head: bool = False,
     merged: bool = True,
 ) -> TokenValueModel:
