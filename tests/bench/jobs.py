@@ -11,10 +11,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import psutil
 
 from bench import phases
 
@@ -54,6 +57,35 @@ def launched(module: str, words: Sequence[object], *, gpus: int) -> list[str]:
     return [*start, module, *map(str, words)]
 
 
+class HostPeak:
+    """Peak GiB of the machine's memory in use while a block runs, above what was in use before.
+
+    Of the whole machine: page-locked memory is not in every process's own count.
+    """
+
+    def __init__(self) -> None:
+        self.gib = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(self._used(),), daemon=True)
+
+    @staticmethod
+    def _used() -> int:
+        memory = psutil.virtual_memory()
+        return memory.total - memory.available
+
+    def _watch(self, before: int) -> None:
+        while not self._stop.wait(0.1):
+            self.gib = max(self.gib, (self._used() - before) / 2**30)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 def run_logged(title: str, command: Sequence[str], log: Path, variables: dict[str, str]) -> str:
     """Run a command to its end, its output in a file; print how long it took, and return its stdout.
 
@@ -75,7 +107,8 @@ def run_logged(title: str, command: Sequence[str], log: Path, variables: dict[st
 class Jobs:
     """Runs of one row, by name, with what each of them found; a run that fails is noted and the others go on.
 
-    options: those of run.py. extra: flags that are handed on to this project's commands.
+    options: those of run.py. extra: flags that are handed on to this project's commands. after_each: called when a run
+    has ended and is noted.
     """
 
     def __init__(self, options: argparse.Namespace, extra: Sequence[str]) -> None:
@@ -83,6 +116,8 @@ class Jobs:
         self.folder = Path(options.work).resolve()
         self.models = self.folder / f"{options.actor}-{options.critic}"
         self.runs: dict[str, dict[str, Any]] = {}
+        self.after_each: Callable[[], object] = lambda: None
+        self.host_gib = 0.0  # of the last run
         self.config: dict[str, Any] = {}
 
     # --- processes ---------------------------------------------------------------------------------------------------
@@ -90,7 +125,11 @@ class Jobs:
     def run(self, name: str, command: Sequence[str], *, site: str = "") -> str:
         """Run a command to its end, its output in <work>/<name>.log; returns its stdout. site: a folder of packages."""
         print(f"[bench] {name} ...", file=sys.stderr, flush=True)
-        return run_logged(f"[bench] {name}", command, self.folder / f"{plain(name)}.log", environment(site))
+        with HostPeak() as peak:
+            try:
+                return run_logged(f"[bench] {name}", command, self.folder / f"{plain(name)}.log", environment(site))
+            finally:
+                self.host_gib = peak.gib
 
     def worker(
         self, name: str, module: str, words: Sequence[object], *, gpus: int = 1, site: str = ""
@@ -132,7 +171,8 @@ class Jobs:
 
     def _keep(self, name: str, found: dict[str, Any], words: Sequence[object]) -> dict[str, Any]:
         shown = [Path(word).name if isinstance(word, Path) else word for word in words]
-        self.runs[name] = found | {"flags": " ".join(map(str, shown))}
+        self.runs[name] = found | {"host_gib": self.host_gib, "flags": " ".join(map(str, shown))}
+        self.after_each()
         return {} if "error" in found else found
 
     @property

@@ -92,6 +92,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 8960,
     },
+    # Radford et al. 2019 (GPT-2, the largest), and Raffel et al. 2020 (T5, 3B).
+    "gpt2-tiny": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 1024},
+    "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "t5-tiny": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 1024},
+    "t5-3b": {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32},
 }
 # Scale of the final norm where responses end early. Small: the chance of an end is then nearly the same in every
 # state. Not 0: no gradient would reach the layers, and products of zeros are faster than real ones.
@@ -100,10 +105,14 @@ END_NORM_SCALE = 0.1
 
 def config_of(shape: str) -> Any:
     """The transformers configuration of one of SHAPES; ids are those of the demo's tokenizer."""
-    from transformers import LlamaConfig, OPTConfig, Qwen2Config
+    from transformers import GPT2Config, LlamaConfig, OPTConfig, Qwen2Config, T5Config
 
     sizes = SHAPES[shape]
     common = {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": 1}
+    if shape.startswith("gpt2"):
+        return GPT2Config(**(common | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | sizes))
+    if shape.startswith("t5"):
+        return T5Config(**(common | {"decoder_start_token_id": 1, "dropout_rate": 0.0} | sizes))
     if shape.startswith("llama"):
         own = {"vocab_size": LLAMA_VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": False}
         return LlamaConfig(**(common | own | sizes))
@@ -152,15 +161,15 @@ def set_end_probability(model: Any, wanted: float) -> float:
 
 def make_model(folder: Path, shape: str, tokenizer: Any, *, scores: bool, end_probability: float = 0.0) -> None:
     """Save a random model of `shape` in bf16; `scores`: a sequence classifier, as step 2 writes it."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
     config = config_of(shape)
     if scores:
         config.num_labels, config.score_mean, config.score_std = 1, 0.0, 1.0
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        auto_class = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-        model = auto_class.from_config(config, dtype=torch.bfloat16)
+        written = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = (AutoModelForSequenceClassification if scores else written).from_config(config, dtype=torch.bfloat16)
     if end_probability:
         set_end_probability(model, end_probability)
     model.save_pretrained(folder)

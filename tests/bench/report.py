@@ -38,6 +38,7 @@ COLUMNS = (
     ("score", "score, last 10 steps", "{:.3f}"),
     ("kl", "KL, last 10 steps", "{:.3f}"),
     ("peak_gib", "peak GiB", "{:.1f}"),
+    ("host_gib", "host GiB", "{:.1f}"),
     ("backend", "backend", "{}"),
 )
 

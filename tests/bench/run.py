@@ -6,6 +6,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from bench.jobs import ROOT, BenchError, Jobs
 from bench.preparation import data
 from bench.report import environment, for_people, print_reports
 from bench.rows import PPO_ROWS, SHAPE_NAMES, Row
+from bench.strategies import DEFAULTS, STRATEGIES, STRATEGY_ROWS
 from bench.supervised import SUPERVISED_ROWS
 
-ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS | {"curves": curves, "data": data}
+ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS | STRATEGY_ROWS | {"curves": curves, "data": data}
 HIDDEN = ("row", "work", "json", "vllm", "data", "tokenizer")  # paths of one machine
 REFERENCE = "H200"  # the device that the targets are for, with the default sizes
 ACTOR, CRITIC, PROMPT, ANSWER = "1.3b", "350m", 256, 256
@@ -69,31 +71,41 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vllm", default="", help="folder of vLLM's packages, for the row vllm")
     parser.add_argument("--work", default="output/bench", help="folder of models, data and logs (output/bench)")
     parser.add_argument("--json", default="", help="file that the JSON line is added to")
+    parser.add_argument("--strategies", nargs="+", default=[], choices=STRATEGIES, help="of the row strategies (all)")
     return parser
 
 
 def run_row(options: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
-    """All runs of a row, and its figures."""
-    jobs = Jobs(options, extra)
+    """All runs of a row, and its figures. The file of `--json` gets a line that holds each run as soon as it ended."""
+    jobs, figures, surroundings = Jobs(options, extra), Figures(checked=False), environment(ROOT)
     jobs.folder.mkdir(parents=True, exist_ok=True)
+    file = Path(options.json or os.devnull)
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
+    settings = {name: value for name, value in vars(options).items() if name not in HIDDEN}
+
+    def keep() -> dict[str, Any]:
+        result = {
+            "row": options.row,
+            "settings": settings | {"extra": extra},
+            "environment": surroundings,
+            "runs": jobs.runs,
+            "figures": figures.as_json(),
+            "failed": jobs.failed,
+            "config": jobs.config,
+        }
+        file.write_text(f"{before}{json.dumps(result)}\n", encoding="utf-8")
+        return result
+
+    jobs.after_each = keep
     device = jobs.device()
     sizes = (options.actor, options.critic, options.prompt, options.answer)
-    checked = REFERENCE in device.get("name", "") and (sizes == (ACTOR, CRITIC, PROMPT, ANSWER) or options.cap_gib > 0)
-    figures = Figures(checked=checked)
+    reference = REFERENCE in device.get("name", "")
+    figures.checked = reference and (sizes == (ACTOR, CRITIC, PROMPT, ANSWER) or options.cap_gib > 0)
     try:
         ROWS[options.row](jobs, figures)
     except BenchError as error:  # of the models, without which there is no run
         jobs.runs["models"] = {"error": str(error)}
-    settings = {name: value for name, value in vars(options).items() if name not in HIDDEN}
-    return {
-        "row": options.row,
-        "settings": settings | {"extra": extra},
-        "environment": environment(ROOT),
-        "runs": jobs.runs,
-        "figures": figures.as_json(),
-        "failed": jobs.failed,
-        "config": jobs.config,
-    }
+    return keep()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,12 +115,10 @@ def main(argv: list[str] | None = None) -> int:
         print_reports(words[1:])
         return 0
     cut = words.index("--") if "--" in words else len(words)
-    options = make_parser().parse_args(words[:cut])
+    parser = make_parser()
+    parser.set_defaults(**DEFAULTS.get(parser.parse_args(words[:cut]).row, {}))
+    options = parser.parse_args(words[:cut])
     result = run_row(options, words[cut + 1 :])
     print(for_people(result), end="\n\n")
-    line = json.dumps(result)
-    if options.json:
-        with Path(options.json).open("a", encoding="utf-8") as out:
-            out.write(line + "\n")
-    print(line, flush=True)
+    print(json.dumps(result), flush=True)
     return 1 if result["failed"] else 0

@@ -1,5 +1,6 @@
 """The rows of the benchmark about SFT and reward models: this project against transformers' Trainer and TRL."""
 
+import argparse
 import importlib.util
 from typing import Any
 
@@ -29,12 +30,14 @@ def make_rows(jobs: Jobs, kind: str, *, mixed: bool) -> Any:
     return file
 
 
-def own_run(jobs: Jobs, kind: str, name: str, file: Any, *words: object) -> dict[str, Any]:
-    """This project's step 1 or 2 on a file of pairs."""
-    options = jobs.options
-    model = jobs.models / ("actor" if kind == "sft" else "critic")
-    stage = {"sft": "step1_sft", "reward": "step2_reward"}[kind]
-    own = ("--train_on_prompt", "true") if kind == "sft" else ("--long_pairs", "truncate_left")
+def own_run(
+    jobs: Jobs, kind: str, name: str, file: Any, *words: object, gpus: int = 1, **changes: object
+) -> dict[str, Any]:
+    """This project's step 1 (kinds sft, seq2seq) or 2 (reward) on a file of pairs. changes: of the row's options."""
+    options = argparse.Namespace(**vars(jobs.options) | changes)
+    model = jobs.models / ("critic" if kind == "reward" else "actor")
+    stage = "step2_reward" if kind == "reward" else "step1_sft"
+    own = {"sft": ("--train_on_prompt", "true"), "reward": ("--long_pairs", "truncate_left")}.get(kind, ())
     flags = [
         *("--model_name_or_path", model, "--data_path", file, "--data_output_path", jobs.models / "cache"),
         *("--max_seq_len", options.seq_len, "--zero_stage", options.zero_stage, "--dtype", options.dtype),
@@ -42,18 +45,20 @@ def own_run(jobs: Jobs, kind: str, name: str, file: Any, *words: object) -> dict
         *("--gradient_accumulation_steps", options.batch // options.micro_batch),
         *("--max_steps", options.warm_up + options.steps, *NO_HELD_OUT, *own, *words),
     ]
-    return jobs.project(name, stage, flags)
+    return jobs.project(name, stage, flags, gpus=gpus)
 
 
-def other_run(jobs: Jobs, kind: str, library: str, name: str, file: Any) -> dict[str, Any]:
-    """The same rows with another library's trainer."""
-    options = jobs.options
+def other_run(
+    jobs: Jobs, kind: str, library: str, name: str, file: Any, *more: object, gpus: int = 1, **changes: object
+) -> dict[str, Any]:
+    """The same rows with another library's trainer. changes: of the row's options."""
+    options = argparse.Namespace(**vars(jobs.options) | changes)
     names = ("seq_len", "batch", "micro_batch", "zero_stage", "dtype", "warm_up", "steps")
     words = [part for flag in names for part in (f"--{flag}", getattr(options, flag))]
     model = jobs.models / ("actor" if kind == "sft" else "critic")
     words += ["--kind", kind, "--library", library, "--model", model, "--data", file]
-    words += ["--deepspeed", options.trainer_deepspeed, "--output", jobs.folder / "runs" / name]
-    return jobs.worker(name, "bench.trainers", words)
+    words += ["--deepspeed", options.trainer_deepspeed, "--output", jobs.folder / "runs" / name, *more]
+    return jobs.worker(name, "bench.trainers", words, gpus=gpus)
 
 
 def note_mfu(jobs: Jobs, kind: str, name: str, run: dict[str, Any], num_rows: int) -> None:

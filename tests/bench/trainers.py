@@ -15,6 +15,8 @@ import torch
 
 from bench.jobs import free_port
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALE_POWER = 12  # of fp16: with DeepSpeed's 16 the first steps are skipped
 FIXED = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
 
 
@@ -78,12 +80,16 @@ class Counted:
 
 
 def clock() -> Any:
-    """A callback with the times at which optimizer steps ended, the device's work included."""
+    """A callback with the times at which optimizer steps ended, the device's work included; peaks are of steps."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.times: list[float] = []
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             if torch.cuda.is_available():
@@ -94,14 +100,23 @@ def clock() -> Any:
 
 
 def deepspeed_config(options: argparse.Namespace) -> dict[str, Any]:
-    """The ZeRO stage and type of the run that is compared with."""
-    return {
+    """The ZeRO stage, type and offload of the run that is compared with."""
+    zero: dict[str, Any] = {"stage": options.zero_stage, "overlap_comm": True}
+    if options.offload:
+        on_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero |= {"offload_optimizer": on_host, "offload_param": on_host}
+    config = {
         "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_accumulation_steps": options.batch // options.micro_batch,
-        "zero_optimization": {"stage": options.zero_stage, "overlap_comm": True},
+        "zero_optimization": zero,
         "bf16": {"enabled": options.dtype == "bf16"},
+        "fp16": {"enabled": options.dtype == "fp16", "initial_scale_power": SCALE_POWER},
         "gradient_clipping": 1.0,
+        "zero_force_ds_cpu_optimizer": options.offload == "deepspeed",
     }
+    if options.offload == "deepspeed":
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}}
+    return config
 
 
 def arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -115,6 +130,7 @@ def arguments(options: argparse.Namespace) -> dict[str, Any]:
         "adam_beta2": 0.95,
         "optim": "adamw_torch_fused",
         "bf16": options.dtype == "bf16",
+        "fp16": options.dtype == "fp16",
         "gradient_checkpointing": options.gradient_checkpointing,
         "use_cpu": not torch.cuda.is_available(),
         "deepspeed": deepspeed_config(options) if options.deepspeed else None,
@@ -141,7 +157,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
         made = wanted(**arguments(options), max_length=options.seq_len)
     auto_class = transformers.AutoModelForCausalLM if is_sft else transformers.AutoModelForSequenceClassification
     # Masters in fp32 are DeepSpeed's; without it the weights themselves are, under autocast.
-    dtype = torch.bfloat16 if options.deepspeed and options.dtype == "bf16" else torch.float32
+    dtype = DTYPES[options.dtype if options.deepspeed else "fp32"]
     model = auto_class.from_pretrained(options.model, dtype=dtype, **({} if is_sft else {"num_labels": 1}))
     if options.library == "transformers":
         collator = (sft_collator if is_sft else pair_collator)(tokenizer.pad_token_id)
@@ -169,9 +185,11 @@ def summary(times: list[float], counts: list[int], options: argparse.Namespace) 
     steps = list(range(max(options.warm_up, 1), len(times)))
     seconds = [times[step] - times[step - 1] for step in steps]
     tokens = [sum(counts[step * accumulation : (step + 1) * accumulation]) for step in steps]
-    rates = [count / passed for count, passed in zip(tokens, seconds, strict=True)]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # of full rows, all ranks have as many tokens
+    rates = [ranks * count / passed for count, passed in zip(tokens, seconds, strict=True)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    found = {"step_s": median(seconds), "tokens_per_s": median(rates), "tokens_per_step": median(tokens)}
+    found = {"step_s": median(seconds), "tokens_per_s": median(rates), "tokens_per_step": ranks * median(tokens)}
+    found |= {"samples_per_s": ranks * options.batch / median(seconds), "gpus": ranks}
     return found | {"peak_gib": peak, "steps": len(steps)}
 
 
@@ -182,8 +200,10 @@ def main() -> None:
     parser.add_argument("--library", choices=("transformers", "trl"), required=True)
     for name in ("model", "data", "output"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--deepspeed", type=int, default=1, help="0: without DeepSpeed, bf16 by autocast")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--deepspeed", type=int, default=1, help="0: without DeepSpeed, 16 bits by autocast")
+    parser.add_argument("--data_parallel", type=int, default=1, help="0: one process on one GPU, without torch's DDP")
+    parser.add_argument("--offload", default="", choices=("", "torch", "deepspeed"), help="AdamW of offloaded states")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     for name, value in {
         "seq_len": 512,
@@ -195,8 +215,11 @@ def main() -> None:
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    os.environ.update({name: str(value) for name, value in alone.items()})
+    if not options.data_parallel:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    elif "RANK" not in os.environ:
+        alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        os.environ.update({name: str(value) for name, value in alone.items()})
     if not torch.cuda.is_available():
         import deepspeed
 
@@ -205,7 +228,8 @@ def main() -> None:
     trainer.data_collator = counted = Counted(trainer.data_collator)
     trainer.add_callback(times)
     trainer.train()
-    print(json.dumps(summary(times.times, counted.counts, options)), flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(summary(times.times, counted.counts, options)), flush=True)
     os._exit(0)
 
 

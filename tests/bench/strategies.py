@@ -1,0 +1,160 @@
+"""The row strategies: one shape under each way to spread a training run, by step 1 and by transformers' Trainer.
+
+`python tests/bench/strategies.py FILE... [--plot PICTURE.png]` prints the table of saved results, and draws them.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.figures import Figures, quotient
+from bench.jobs import Jobs
+from bench.random_models import config_of
+from bench.report import table
+from bench.rows import Row
+from bench.supervised import make_rows, other_run, own_run
+
+SIZES = {"critic": "tiny", "batch": 8, "micro_batch": 8, "warm_up": 2, "steps": 6}
+DEFAULTS = {"strategies": SIZES | {"actor": "gpt2-xl"}, "t5": SIZES | {"actor": "t5-3b", "warm_up": 1, "steps": 4}}
+ON_HOST = ("--offload", "true", "--offload_parameters", "true")
+COLUMNS = {"samples_per_s": "samples/s", "peak_gib": "peak GPU GiB", "host_gib": "peak host GiB"}
+MADE_BY = ("step 1", "Trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A way to spread a training run.
+
+    own, trainer: its flags for step 1 and the options of `bench.trainers`, None where there is no such run. gpus: the
+    only number that it is run on, 0: any.
+    """
+
+    zero_stage: int
+    own: tuple[object, ...] | None = ()
+    trainer: tuple[object, ...] | None = ()
+    gpus: int = 0
+    dtype: str = ""
+
+
+STRATEGIES = {
+    "plain": Strategy(0, trainer=("--deepspeed", 0, "--data_parallel", 0), gpus=1),
+    # Step 1 has one engine for both: on one GPU this would be the run before.
+    "ddp": Strategy(0, trainer=("--deepspeed", 0)),
+    "zero-1": Strategy(1),
+    "zero-2": Strategy(2),
+    "zero-3": Strategy(3),
+    "zero-3-offload": Strategy(3, own=ON_HOST, trainer=("--offload", "torch")),
+    "zero-3-offload-cpu-adam": Strategy(3, own=None, trainer=("--offload", "deepspeed")),
+    "zero-2-fp16": Strategy(2, dtype="fp16"),
+}
+
+
+def strategies(jobs: Jobs, figures: Figures) -> None:
+    """Each strategy on `--gpus`, by step 1 and by the Trainer: equal micro-batches, lengths, rows and AdamW."""
+    options, gpus = jobs.options, jobs.options.gpus[-1]
+    jobs.make_models()
+    file = make_rows(jobs, "sft", mixed=False)
+    for name in options.strategies or STRATEGIES:
+        strategy = STRATEGIES[name]
+        if strategy.gpus not in (0, gpus):
+            continue
+        changes = {"zero_stage": strategy.zero_stage, "dtype": strategy.dtype or options.dtype}
+        scale = ("--initial_scale_power", 12) if changes["dtype"] == "fp16" else ()
+        own = other = {}
+        if strategy.own is not None and not (name == "ddp" and gpus == 1):
+            words = (*strategy.own, *scale)
+            own = own_run(jobs, "sft", f"{name}, step 1, {gpus} GPU", file, *words, gpus=gpus, **changes)
+        if strategy.trainer is not None:
+            title = f"{name}, Trainer, {gpus} GPU"
+            other = other_run(jobs, "sft", "transformers", title, file, *strategy.trainer, gpus=gpus, **changes)
+        ratio = quotient(own.get("samples_per_s"), other.get("samples_per_s"))
+        figures.add(f"samples/s, step 1 over Trainer, {name}, {gpus} GPU", ratio, "x")
+
+
+def t5(jobs: Jobs, figures: Figures) -> None:
+    """Step 1 of an encoder-decoder model under ZeRO-3, weights, gradients and optimizer states on the host."""
+    from torch import device
+    from transformers import AutoModelForSeq2SeqLM
+
+    jobs.make_models()
+    with device("meta"):
+        weights = AutoModelForSeq2SeqLM.from_config(config_of(jobs.options.actor)).num_parameters()
+    # 16-bit weights, their gradients in fp32, master weights and two moments; page-locked blocks may be rounded up.
+    figures.add("host memory, planned", weights * (2 + 4 + 4 + 8) / 2**30, "GiB")
+    file = make_rows(jobs, "sft", mixed=True)
+    run = own_run(jobs, "seq2seq", "zero-3-offload, step 1, T5", file, *ON_HOST, zero_stage=3)
+    figures.add("samples/s", run.get("samples_per_s"), "1/s")
+
+
+def rows_of(files: Sequence[str]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """The runs of saved results by (GPUs, strategy) and then by who made them; of equal ones the last."""
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for line in (line for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()):
+        for name, run in json.loads(line)["runs"].items():
+            strategy, _, rest = name.partition(", ")
+            if strategy in STRATEGIES:
+                by, _, gpus = rest.partition(", ")
+                rows.setdefault((gpus, strategy), {})[by] = run
+    return dict(sorted(rows.items(), key=lambda row: (row[0][0], list(STRATEGIES).index(row[0][1]))))
+
+
+def table_of(rows: dict[tuple[str, str], dict[str, dict[str, Any]]]) -> str:
+    """A line for each strategy and number of GPUs; a run that failed says so."""
+
+    def cell(run: dict[str, Any], field: str) -> str:
+        return "failed" if "error" in run else f"{run[field]:.1f}" if field in run else "-"
+
+    lines = [
+        [gpus, strategy, *(cell(runs.get(by, {}), field) for field in COLUMNS for by in MADE_BY)]
+        for (gpus, strategy), runs in rows.items()
+    ]
+    return table(["GPUs", "strategy", *(f"{by}: {title}" for title in COLUMNS.values() for by in MADE_BY)], lines)
+
+
+def plot(rows: dict[tuple[str, str], dict[str, dict[str, Any]]], picture: Path) -> None:
+    """Draw the columns of the table as bars, a panel each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(COLUMNS), figsize=(14, 1 + 0.45 * len(rows)), dpi=110, sharey=True)
+    for panel, (field, title) in zip(panels, COLUMNS.items(), strict=True):
+        for number, by in enumerate(MADE_BY):
+            values = [runs.get(by, {}).get(field) or 0.0 for runs in rows.values()]
+            bars = panel.barh([place + 0.4 * number for place in range(len(rows))], values, height=0.4, label=by)
+            panel.bar_label(bars, [f"{value:.1f}" if value else "" for value in values], fontsize="x-small")
+        panel.set_title(title)
+    panels[0].set_yticks([place + 0.2 for place in range(len(rows))], [", ".join(row[::-1]) for row in rows])
+    panels[0].invert_yaxis()
+    panels[0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(picture)
+
+
+def main() -> None:
+    """Print the table, and draw it where it is asked for and matplotlib is installed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", help="results of the row, as --json writes them")
+    parser.add_argument("--plot", default="", help="a picture to draw")
+    options = parser.parse_args()
+    rows = rows_of(options.files)
+    print(table_of(rows))
+    if options.plot and find_spec("matplotlib") is None:
+        print("[bench] no plot: pip install matplotlib", file=sys.stderr)
+    elif options.plot:
+        plot(rows, Path(options.plot))
+
+
+STRATEGY_ROWS: dict[str, Row] = {"strategies": strategies, "t5": t5}
+
+if __name__ == "__main__":
+    main()
