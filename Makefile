@@ -6,7 +6,7 @@ PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom reference clean
+.PHONY: demo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom reference plans clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -77,6 +77,9 @@ sbom: $(VENV)/bin/python
 reference: $(VENV)/installed
 	$(PYTHON) docs/make_configuration.py
 	$(PYTHON) docs/make_files.py
+
+plans: $(VENV)/installed
+	$(PYTHON) docs/make_plans.py
 
 $(VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info[:2]; name = "%s is Python %d.%d" % (sys.executable, *v); \

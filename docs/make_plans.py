@@ -1,7 +1,9 @@
-"""Write docs/plans.md, the plan of each preset on the GPUs that it is meant for: `python docs/make_plans.py`."""
+"""Write docs/plans.md, the plan of each preset on stated GPUs, and the tables of docs/scale.md: `make plans`."""
 
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ from pipeline.configuration.flags import parse  # noqa: E402
 from pipeline.files import GIB  # noqa: E402
 from pipeline.launching.dry_run import stage_planner  # noqa: E402
 from pipeline.launching.plan import make_plan  # noqa: E402
-from pipeline.launching.target import parse_target  # noqa: E402
-from pipeline.planning.duration import phase_seconds  # noqa: E402
+from pipeline.launching.target import Target, parse_target  # noqa: E402
+from pipeline.planning.exchange import waiting_share  # noqa: E402
 from pipeline.planning.page import fits, seconds_text  # noqa: E402
 from pipeline.run.layout import model_folders  # noqa: E402
 from rlhf.train import STAGES  # noqa: E402
@@ -34,7 +36,7 @@ HARDWARE = {
 SFT_ALONE = ("chinese", "japanese")
 INTRODUCTION = """# Plans of the presets
 
-Made by `python docs/make_plans.py` (minutes on a laptop, no network): **planned, not run**. Each row is what
+Made by `make plans` (minutes on a laptop, no network): **planned, not run**. Each row is what
 `python train.py --actor-model NAME --target GPUS --dry-run` says of memory and time, with the preset of each stage and
 the default reward model, which is stage 3's critic. Cells have the expected GiB of a GPU at its peak and the seconds of
 an optimizer step, for rows of full length; what of them was measured says [memory.md](memory.md). *tight*: the high
@@ -47,28 +49,88 @@ without quantised weights under ZeRO-3. Chinese and Japanese are presets of stag
 """
 
 
-def stages_of(name: str) -> list[tuple[str, Any]]:
+# Rows of docs/scale.md: --actor-model, GPUs, responses a step, the actor's ZeRO stage, GB/s of a machine's network (0:
+# that of the target).
+SCALE = (
+    ("llama-3.1-8b", "8xH100", 128, 1, 0), ("llama-3.1-8b", "8xH100", 128, 3, 0),
+    ("llama-3.1-8b", "8x8xH100", 128, 1, 0), ("llama-3.1-8b", "8x8xH100", 1024, 1, 0),
+    ("llama-3.1-8b", "8x8xH100", 1024, 3, 0), ("llama-3.1-8b", "8x8xH100", 1024, 1, 12.5),
+    ("llama-3.1-8b", "64x8xH100", 1024, 1, 0), ("llama-3.1-8b", "64x8xH100", 8192, 1, 0),
+    ("llama-3.1-8b", "64x8xH100", 8192, 3, 0), ("66b", "8x8xH100", 256, 3, 0), ("66b", "64x8xH100", 2048, 3, 0),
+)  # fmt: skip
+SCALE_HEAD = (
+    "| actor | GPUs | network, GB/s | stage | responses | generate | score | train | exchange | samples/s | GiB |"
+)
+WAITING_HEAD = (
+    "| mean length | 16 rows on each of 8 GPUs | of 64 | of 512 | 64 rows on each of 8 GPUs | of 64 | of 512 |"
+)
+
+
+def stages_of(name: str, *words: str) -> list[tuple[str, Any]]:
     """The (section, settings) of what a name plans: the stages of `train.py --actor-model`, or a preset of SFT."""
     if name in SFT_ALONE:
-        words = ["--preset", str(ROOT / f"launch/presets/{name}.sft.yaml")]
-        return [("sft", parse(SFTConfig, words, section="sft"))]
-    plan = make_plan(["--actor-model", name], STAGES, prog="train.py")
+        preset = str(ROOT / f"launch/presets/{name}.sft.yaml")
+        return [("sft", parse(SFTConfig, ["--preset", preset], section="sft"))]
+    plan = make_plan(["--actor-model", name, *words], STAGES, prog="train.py")
     return [(stage.kind.section, stage.resolved) for stage in plan.chosen]
+
+
+def planners(name: str, target: Target, *words: str) -> Iterator[tuple[str, Any, Any]]:
+    """The (section, planner, settings) of each stage of a name, which may start from the stages before."""
+    made = dict[str, str]()
+    for section, given in stages_of(name, *words):
+        planner, resolved = stage_planner(given, section, target, made)
+        yield section, planner, resolved
+        path = planner.needs(resolved).models[0].path
+        made |= {str(folder): path for folder in model_folders(resolved.config, section)[:1]}
 
 
 def row(name: str) -> str:
     """The row of a name in Markdown: of each stage the expected peak, the verdict and the time of a step."""
-    target, made = parse_target(HARDWARE[name]), dict[str, str]()
+    target = parse_target(HARDWARE[name])
     cells = [f"`{name}`", str(target).partition(",")[0], f"{target.memory / GIB:.1f}"]
-    for section, given in stages_of(name):
-        planner, resolved = stage_planner(given, section, target, made)
+    for _, planner, resolved in planners(name, target):
         plan, needs = planner.memory(resolved), planner.needs(resolved)
         expected, high = plan.reserved(plan.phases[plan.worst].total)
-        seconds = sum(phase_seconds(needs, planner.dtype(resolved), target, slots=plan.slots).values())
+        seconds, _ = planner.seconds(resolved, plan)
         verdict = "" if high <= target.memory else ", tight" if fits(plan, target) else ", **does not fit**"
-        cells.append(f"{expected / GIB:.1f}{verdict}; {seconds_text(seconds / needs.steps_each)}")
-        made |= {str(folder): needs.models[0].path for folder in model_folders(resolved.config, section)[:1]}
+        cells.append(f"{expected / GIB:.1f}{verdict}; {seconds_text(sum(seconds.values()) / needs.steps_each)}")
     return f"| {' | '.join(cells + [''] * (6 - len(cells)))} |"
+
+
+def scale_row(name: str, gpus: str, responses: int, zero_stage: int, network: float) -> str:
+    """The row of docs/scale.md: phases of a step of stage 3, exchange included, samples/s and memory."""
+    target = parse_target(gpus)
+    target = replace(target, network_gb_per_s=network or target.network_gb_per_s)
+    rows = responses // target.num_gpus
+    words = f"--actor-zero-stage {zero_stage} --reward-zero-stage 1 --ppo.train_batch_size {responses} "
+    words += f"--ppo.per_device_generation_batch_size {rows} --ppo.per_device_train_batch_size {min(4, rows)}"
+    *_, (_, planner, resolved) = planners(name, target, *words.split())
+    plan = planner.memory(resolved)
+    seconds, exchanged = planner.seconds(resolved, plan)
+    whole, (expected, _) = sum(seconds.values()), plan.reserved(plan.phases[plan.worst].total)
+    cells = [name, f"{target.num_gpus}", f"{target.network_gb_per_s:g}" if target.hosts > 1 else "", f"{zero_stage}",
+             f"{responses:,}", *(f"{value:.2f}" for value in seconds.values()), f"{sum(exchanged.values()):.2f}",
+             f"{responses / whole:,.1f}", f"{expected / GIB:.0f}"]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def waiting_rows() -> Iterator[str]:
+    """The rows of docs/scale.md on ranks that wait, for rollouts of 1,024 tokens at most on each GPU."""
+    *_, (_, planner, resolved) = planners("llama-3.1-8b", parse_target("8xH100"))
+    rollout = planner.needs(resolved).rollout
+    for share in (2, 8, 32):
+        cells = [f"{1024 // share}"]
+        for rows in (16, 64):
+            own = replace(rollout, num_responses=rows, num_new_tokens=1024)
+            cells += [f"{waiting_share(own, ranks, rows, 1024 / share):.0%}" for ranks in (8, 64, 512)]
+        yield f"| {' | '.join(cells)} |"
+
+
+def with_rows(text: str, head: str, rows: Iterator[str]) -> str:
+    """The text of a page with other rows below the head of a table."""
+    before, head, after = text.partition(head)
+    return "\n".join([before + head, "|" + "---|" * (head.count("|") - 1), *rows]) + "\n\n" + after.partition("\n\n")[2]
 
 
 def page() -> str:
@@ -77,5 +139,13 @@ def page() -> str:
     return "\n".join([INTRODUCTION, *head, *map(row, HARDWARE)]) + "\n"
 
 
+def scale_page(text: str) -> str:
+    """The text of docs/scale.md with new tables."""
+    text = with_rows(text, SCALE_HEAD, (scale_row(*case) for case in SCALE))
+    return with_rows(text, WAITING_HEAD, waiting_rows())
+
+
 if __name__ == "__main__":
+    scale = ROOT / "docs" / "scale.md"
+    scale.write_text(scale_page(scale.read_text(encoding="utf-8")), encoding="utf-8")
     (ROOT / "docs" / "plans.md").write_text(page(), encoding="utf-8")

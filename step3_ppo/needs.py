@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from pipeline.generation.backends import CACHE_MEMORY_FRACTION, FREE_SHARE_FOR_UPDATE
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, cache_bytes_per_token
+from pipeline.generation.streaming import GROUP_BYTES
 from pipeline.models.architecture import Rows, UnsupportedModel, linear_of, read_architecture
 from pipeline.planning.measurement import build, model_size, planned_config
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
@@ -102,16 +103,20 @@ def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollo
     """Return the buffers of generation on a GPU, where the fused backend serves if it knows the model."""
     sampling, size = config.sampling, model_size(actor, dtype)
     longest = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
+    model_config, streamed = planned_config(actor.path), sampling.rollout_weights == "streamed"
     return Rollout(
         slots=num_slots(config),
         cache_length=round_up(longest, CACHE_LENGTH_MULTIPLE),
-        bytes_per_token=cache_bytes_per_token(planned_config(actor.path), size.element),
+        bytes_per_token=cache_bytes_per_token(model_config, size.element),
         copied_bytes=copied_bytes(config, actor, dtype, ranks),
         num_responses=num_responses(config),
         num_new_tokens=sampling.max_answer_seq_len,
         share_of_free=CACHE_MEMORY_FRACTION,
         always_released=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         free_share_for_update=FREE_SHARE_FOR_UPDATE,
+        tensor_parallel_size=sampling.inference_tp_size,
+        hidden_bytes=model_config.hidden_size * size.element,
+        gathers_per_step=-(-size.linear * size.element // GROUP_BYTES) if streamed else 0,
     )
 
 

@@ -19,15 +19,25 @@ from pipeline.launching.machine import count_gpus
 
 # Share of the memory on a data sheet that a process can have: 79.1 of an H100's 80, 139 of an H200's 141.
 USABLE = 0.985
-# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s.
+# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s; GB/s that a GPU sends to others of its machine (NVLink, or 16
+# lanes of PCIe) and a machine to others: 8 x 400 or 200 Gb/s beside H100 and A100, 4 x 100 beside V100, else 100.
 DEVICES = {
-    "H200-141GB": (141, 4.8, 989.0), "H100-80GB": (80, 3.35, 989.0), "A100-80GB": (80, 2.0, 312.0),
-    "A100-40GB": (40, 1.555, 312.0), "A6000-48GB": (48, 0.768, 155.0), "L40S-48GB": (48, 0.864, 362.0),
-    "L4-24GB": (24, 0.3, 121.0), "RTX4090-24GB": (24, 1.008, 165.0), "RTX3090-24GB": (24, 0.936, 71.0),
-    "V100-32GB": (32, 0.9, 125.0), "V100-16GB": (16, 0.9, 125.0), "T4-16GB": (16, 0.32, 65.0),
+    "H200-141GB": (141, 4.8, 989.0, 450.0, 400.0),
+    "H100-80GB": (80, 3.35, 989.0, 450.0, 400.0),
+    "A100-80GB": (80, 2.0, 312.0, 300.0, 200.0),
+    "A100-40GB": (40, 1.555, 312.0, 300.0, 200.0),
+    "A6000-48GB": (48, 0.768, 155.0, 32.0, 12.5),
+    "L40S-48GB": (48, 0.864, 362.0, 32.0, 12.5),
+    "L4-24GB": (24, 0.3, 121.0, 32.0, 12.5),
+    "RTX4090-24GB": (24, 1.008, 165.0, 32.0, 12.5),
+    "RTX3090-24GB": (24, 0.936, 71.0, 32.0, 12.5),
+    "V100-32GB": (32, 0.9, 125.0, 150.0, 50.0),
+    "V100-16GB": (16, 0.9, 125.0, 150.0, 50.0),
+    "T4-16GB": (16, 0.32, 65.0, 16.0, 12.5),
 }  # fmt: skip
 TARGET = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", re.ASCII)
-FIELDS = ("hosts", "gpus", "name", "memory_gib", "tb_per_s", "tflops", "host_memory_gib")
+FIELDS = ("hosts", "gpus", "name", "memory_gib", "tb_per_s", "tflops", "host_memory_gib",
+          "link_gb_per_s", "network_gb_per_s")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class Target:
 
     memory: bytes of a GPU that a process can have; 0: not known, or a CPU. tb_per_s, tflops: 0 where they are not
     known. host_memory: bytes of a machine's memory, 0 where it is not known. described: False for this machine.
+    link_gb_per_s: what a GPU sends to others of its machine; network_gb_per_s: what a machine sends to others.
     """
 
     name: str
@@ -46,6 +57,8 @@ class Target:
     tflops: float = 0.0
     host_memory: int = 0
     described: bool = True
+    link_gb_per_s: float = 0.0
+    network_gb_per_s: float = 0.0
 
     @property
     def dtype(self) -> EngineDtype:
@@ -71,9 +84,9 @@ def this_machine(ranks: int, hosts: int = 1) -> Target:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     answer = re.match(r"(.+), *(\d+)\n", subprocess.run(query, capture_output=True, text=True, check=False).stdout)
     name, mib = answer.groups() if answer else ("GPU", "0")
-    known = next((sheet for device, sheet in DEVICES.items() if device.partition("-")[0] in name), (0, 0.0, 0.0))
+    known = next((sheet for device, sheet in DEVICES.items() if device.partition("-")[0] in name), (0,) + (0.0,) * 4)
     memory = int(int(mib) * 2**20 * USABLE)
-    return Target(name, memory, hosts, per_host, known[1], known[2], host_memory, described=False)
+    return Target(name, memory, hosts, per_host, known[1], known[2], host_memory, False, known[3], known[4])
 
 
 def parse_target(text: str) -> Target:
@@ -91,8 +104,9 @@ def parse_target(text: str) -> Target:
     if len(names) != 1:
         reason = f"give one of {', '.join(names)}" if names else f"known are {', '.join(DEVICES)}, or give a YAML file"
         raise InputError(f"--target {text}: {match[3]}: {reason}{nearest(match[3], DEVICES) if not names else ''}")
-    memory, tb_per_s, tflops = DEVICES[names[0]]
-    return Target(names[0], int(memory * USABLE * GIB), int(match[1] or 1), int(match[2]), tb_per_s, tflops)
+    memory, tb_per_s, tflops, link, network = DEVICES[names[0]]
+    size, hosts, gpus = int(memory * USABLE * GIB), int(match[1] or 1), int(match[2])
+    return Target(names[0], size, hosts, gpus, tb_per_s, tflops, link_gb_per_s=link, network_gb_per_s=network)
 
 
 def target_of_file(path: Path) -> Target:
@@ -119,4 +133,6 @@ def target_of_file(path: Path) -> Target:
         float(content.get("tb_per_s", 0)),
         float(content.get("tflops", 0)),
         int(content.get("host_memory_gib", 0) * GIB),
+        link_gb_per_s=float(content.get("link_gb_per_s", 0)),
+        network_gb_per_s=float(content.get("network_gb_per_s", 0)),
     )

@@ -1,8 +1,8 @@
 """Estimate the time of a stage's phases from operations, bytes and data sheets; rough, and labelled so.
 
 The shares of a data sheet's figures that are reached were measured on an H200, full fine-tuning in micro-batches of
-thousands of tokens (docs/memory.md); other devices are taken to reach the same. Not counted: exchange between GPUs and
-machines, offload, data, evaluation and saving.
+thousands of tokens (docs/memory.md); other devices are taken to reach the same. Exchange between GPUs is counted by
+`exchange.py`. Not counted: the optimizer's own step, offload, data, evaluation and saving.
 """
 
 from collections.abc import Mapping
@@ -50,9 +50,8 @@ def phase_seconds(needs: StageNeeds, dtype: str, target: Target, *, slots: int) 
             rate = target.tflops * 1e12 * (TRAINED if step.trains else SCORED)
             seconds[name] = seconds.get(name, 0.0) + pass_flops(uses[step.role], dtype, step) / rate
     if rollout := needs.rollout:
-        weights = model_size(uses["actor"], dtype).num_bytes
+        weights = model_size(uses["actor"], dtype).num_bytes / rollout.tensor_parallel_size
         length = rollout.cache_length - rollout.num_new_tokens / 2
         read = weights + min(slots, rollout.num_responses) * length * rollout.bytes_per_token
-        rounds = -(-rollout.num_responses // slots)
-        seconds["generate"] += rounds * rollout.num_new_tokens * read / (target.tb_per_s * 1e12 * READ)
+        seconds["generate"] += rollout.rounds(slots) * rollout.num_new_tokens * read / (target.tb_per_s * 1e12 * READ)
     return seconds

@@ -128,6 +128,11 @@ class ModelSize:
     element: int
 
     @property
+    def num_layers(self) -> int:
+        """The number of decoder layers, 1 where none is known."""
+        return max(1, (self.weights - self.embeddings) // self.layer) if self.layer else 1
+
+    @property
     def frozen_bytes(self) -> int:
         return self.num_bytes - self.trained * self.element
 

@@ -63,18 +63,27 @@ def states_of(size: ModelSize, engine: Json, *, ranks: int, trained: bool, devic
         offloaded = device_of(zero, "offload_param") != "none"
         share = -(-size.num_bytes // ranks)
         weights, host = (0, share) if offloaded else (share, 0)
-        once = gather == "once" or (gather == "auto" and size.num_bytes <= GATHERED_SHARE_OF_DEVICE * device_bytes)
         live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), size.layer + size.embeddings))
-        gathered = size.num_bytes if once and not offloaded else live * size.element
+        gathered = size.num_bytes if gathers_once(size, gather, device_bytes) and not offloaded else live * size.element
     if not trained:
         return States(weights, gathered=gathered, host=host)
     return training_states(size, engine, ranks=ranks, weights=weights, gathered=gathered, host=host)
 
 
+def gathers_once(size: ModelSize, gather: str, device_bytes: int) -> bool:
+    """Tell whether ZeRO stage 3 gathers weights once a phase, not layer by layer; `gather` is --zero3_gather."""
+    return gather == "once" or (gather == "auto" and size.num_bytes <= GATHERED_SHARE_OF_DEVICE * device_bytes)
+
+
+def gradient_bytes(size: ModelSize, engine: Json) -> int:
+    """Return the bytes of a weight's gradient under the JSON `engine`."""
+    return FP32 if (engine.get("data_types") or {}).get("grad_accum_dtype") == "fp32" else size.element
+
+
 def training_states(size: ModelSize, engine: Json, *, ranks: int, weights: int, gathered: int, host: int) -> States:
     """Count gradients, optimizer states and buffers of a trained model, whose weights are counted already."""
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
-    gradient = FP32 if (engine.get("data_types") or {}).get("grad_accum_dtype") == "fp32" else size.element
+    gradient = gradient_bytes(size, engine)
     share = -(-size.trained // ranks)  # elements of a partition
     if stage == 0:
         masters = FP32 * size.trained if size.element < FP32 else 0

@@ -8,6 +8,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.duration import phase_seconds
+from pipeline.planning.exchange import exchange_seconds, waiting_share
 from pipeline.planning.memory import MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds
 
@@ -44,6 +45,14 @@ class StagePlanner:
             gather=settings.zero3_gather,
         )
 
+    def seconds(self, resolved: Resolved, plan: MemoryPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Return the seconds of each phase, and those of them in which GPUs exchange tensors; {} where not known."""
+        needs, target = self.needs(resolved), self.target
+        gather = resolved.config.deepspeed.zero3_gather
+        exchanged = exchange_seconds(needs, self.jsons_of(resolved), plan, target, gather=gather)
+        own = phase_seconds(needs, self.dtype(resolved), target, slots=plan.slots)
+        return {name: value + exchanged.get(name, 0.0) for name, value in own.items()}, exchanged
+
     def dtype(self, resolved: Resolved) -> str:
         """Return `--dtype` with auto resolved for the target."""
         asked: str = resolved.config.deepspeed.dtype
@@ -57,8 +66,8 @@ def stage_page(planner: StagePlanner, resolved: Resolved) -> tuple[list[str], Me
     lines = [f"on {planner.target}{source}, {planner.dtype(resolved)}", *model_lines(plan)]
     lines += [f"  batch    {line}" for line in needs.batch]
     lines += [*phase_lines(plan), *verdict_lines(plan, planner.target)]
-    seconds = phase_seconds(needs, planner.dtype(resolved), planner.target, slots=plan.slots)
-    return [*lines, *time_lines(seconds, resolved.config.run.max_steps, needs.steps_each)], plan
+    times = planner.seconds(resolved, plan)
+    return [*lines, *time_lines(needs, plan, *times, resolved.config.run.max_steps)], plan
 
 
 def row(name: str, values: Sequence[str]) -> str:
@@ -107,13 +116,30 @@ def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:
     return [*lines, f"  verdict  {verdict(plan, target)}"]
 
 
-def time_lines(seconds: Mapping[str, float], max_steps: int, steps_each: int) -> list[str]:
+def time_lines(
+    needs: StageNeeds, plan: MemoryPlan, seconds: Mapping[str, float], exchanged: Mapping[str, float], max_steps: int
+) -> list[str]:
     """Return the time of the phases, and of the run where `--max_steps` ends it; rough figures, of full-length rows."""
     if not seconds:
         return []
     phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
-    run = f", {max_steps} steps {sum(seconds.values()) / steps_each * max_steps / 3600:.2g} h" if max_steps else ""
-    return [f"  time     {phases}{run}: not measured; from the data sheet, by the shares that an H200 reached"]
+    hours = sum(seconds.values()) / needs.steps_each * max_steps / 3600
+    run = f", {max_steps} steps {hours:.2g} h" if max_steps else ""
+    line = f"  time     {phases}{run}: not measured; from the data sheet, by the shares that an H200 reached"
+    return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]
+
+
+def exchange_lines(
+    needs: StageNeeds, plan: MemoryPlan, seconds: Mapping[str, float], exchanged: Mapping[str, float]
+) -> list[str]:
+    """Return the share of a step in which GPUs exchange tensors, and that of generation in which they wait."""
+    share = sum(exchanged.values()) / sum(seconds.values())
+    known = f"{share:.1%} of these times; not measured" if exchanged else "not counted: the bandwidths are not known"
+    lines = [f"  exchange {known}"]
+    if rollout := needs.rollout:
+        waits = waiting_share(rollout, plan.ranks, plan.slots, max(2.0, rollout.num_new_tokens / 2))
+        lines.append(f"  waiting  {waits:.0%} of generation, for responses of half the limit on average (simulated)")
+    return lines
 
 
 def verdict(plan: MemoryPlan, target: Target) -> str:

@@ -20,7 +20,6 @@ from pipeline.configuration.flags import parse
 from pipeline.files import GIB
 from pipeline.launching.dry_run import engine_jsons
 from pipeline.launching.target import parse_target
-from pipeline.planning.duration import phase_seconds
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner
 from step1_sft.config import SFTConfig
@@ -89,6 +88,20 @@ RUNS = (
 )  # fmt: skip
 
 
+# What several GPUs measured beside these, of rollouts and of whole steps: the docs/benchmarks report of four H200s.
+TWO = "2xH200"
+SHARED = (
+    ("generate", "tensor parallel on 2 of 4 GPUs", FOUR, ppo(OPT, 16, 4, 1, "--inference_tp_size 2"), 0.87),
+    ("generate", "tensor parallel on 4 GPUs, ZeRO-3", FOUR, ppo(OPT, 16, 4, 3, "--inference_tp_size 4"), 1.08),
+    ("generate", "layers streamed on 2 GPUs", TWO, ppo(OPT, 16, 4, 3, "--rollout_weights streamed"), 1.67),
+    ("step", "1 GPU, ZeRO-1", H200, ppo(OPT, 16, 4, 1), 1.542),
+    ("step", "4 GPUs, ZeRO-1", FOUR, ppo(OPT, 16, 4, 1), 1.560),
+    ("step", "4 GPUs, ZeRO-2, micro-batch 32", FOUR, ppo(OPT, 32, 2, 2), 1.562),
+    ("step", "4 GPUs, ZeRO-3, micro-batch 32", FOUR, ppo(OPT, 32, 2, 3), 1.667),
+    ("step", "4 GPUs, Llama-7B, critic 1B, ZeRO-3, checkpointing", FOUR, RUNS[-1].words, 25.1),
+)
+
+
 def planner_of(section: str, words: str, target: str, folder: Path) -> tuple[StagePlanner, object]:
     """The planner of a stage whose models are shapes of random_models.SHAPES, and its settings."""
     given = words.split()
@@ -128,8 +141,8 @@ def table() -> list[str]:
 def planned_seconds(run: Run, folder: Path) -> list[float]:
     """The planned seconds of a run's phases, in the order of `Run.seconds`."""
     planner, resolved = planner_of(run.section, run.words, run.target, folder)
-    plan = planner.memory(resolved)
-    return list(phase_seconds(planner.needs(resolved), "bf16", planner.target, slots=plan.slots).values())
+    seconds, _ = planner.seconds(resolved, planner.memory(resolved))
+    return list(seconds.values())
 
 
 def time_table() -> list[str]:
@@ -143,5 +156,22 @@ def time_table() -> list[str]:
     return lines
 
 
+def shared_seconds(case: tuple[str, str, str, str, float], folder: Path) -> float:
+    """The planned seconds of one of SHARED, exchange between GPUs included."""
+    phase, _, target, words, _ = case
+    planner, resolved = planner_of("ppo", words, target, folder)
+    seconds, _ = planner.seconds(resolved, planner.memory(resolved))
+    return sum(seconds.values()) if phase == "step" else seconds[phase]
+
+
+def shared_row(case: tuple[str, str, str, str, float], folder: Path) -> str:
+    """The line of docs/scale.md for one of SHARED."""
+    phase, name, _, _, measured = case
+    value = shared_seconds(case, folder)
+    return f"| {phase} | {name} | {value:.2f} s | {measured:.2f} s | {value / measured - 1:+.0%} |"
+
+
 if __name__ == "__main__":
-    print(*table(), "", *time_table(), sep="\n")
+    print(*table(), "", *time_table(), "", sep="\n")
+    with tempfile.TemporaryDirectory() as made:
+        print(*(shared_row(case, Path(made)) for case in SHARED), sep="\n")

@@ -1,0 +1,124 @@
+"""Estimate the time that GPUs exchange tensors, and wait for the longest response, in each phase of a step.
+
+Collectives are rings by the stated bandwidths of a target (docs/scale.md), none overlapped with computation. Not
+counted: what Python takes at each parameter under ZeRO stage 3, and the few bytes of metrics and lengths.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heapreplace
+from random import Random
+from statistics import mean
+from typing import Self
+
+from pipeline.configuration.ds_config import Json
+from pipeline.launching.target import Target
+from pipeline.planning.memory import MemoryPlan, device_of, gathers_once, gradient_bytes
+from pipeline.planning.needs import Rollout, StageNeeds
+
+REACHED = 0.69  # of a link's bandwidth: two H200s reduced 1 GB in 3.2 ms
+# Seconds of a collective, and of each hop of its ring: hops as in NCCL's own model of rings, the start from rollouts
+# that two and four GPUs shared.
+SIMULATED_RANKS = 512  # at least, so that a few ranks are simulated several times
+START, HOP, NETWORK_HOP = 15e-6, 3.4e-6, 14e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """GPUs that exchange tensors in rings: `ranks` on `hosts` machines, each sending `bytes_per_s`."""
+
+    ranks: int
+    hosts: int
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, target: Target, ranks: int) -> Self:
+        """Return the ring of so many neighbouring GPUs. Between machines all GPUs of one share its network."""
+        hosts = -(-ranks // target.gpus)
+        gb_per_s = target.link_gb_per_s if hosts == 1 else min(target.link_gb_per_s, target.network_gb_per_s)
+        return cls(ranks, hosts, gb_per_s * 1e9 * REACHED)
+
+    def gather(self, num_bytes: float, calls: float = 1) -> float:
+        """Return the seconds of all-gathers, or reduce-scatters, of so many bytes of whole tensors in `calls`."""
+        if self.ranks == 1:
+            return 0.0
+        hops = (self.ranks - self.hosts) * HOP + (self.hosts if self.hosts > 1 else 0) * NETWORK_HOP
+        return (self.ranks - 1) / self.ranks * num_bytes / self.bytes_per_s + calls * (START + hops)
+
+    def reduce(self, num_bytes: float, calls: float = 1) -> float:
+        """Return the seconds of all-reduces: a reduce-scatter and an all-gather, started once."""
+        return 2 * self.gather(num_bytes, calls) - (calls * START if self.ranks > 1 else 0.0)
+
+
+def exchange_seconds(
+    needs: StageNeeds, engines: Mapping[str, Json], plan: MemoryPlan, target: Target, *, gather: str
+) -> Mapping[str, float]:
+    """Return the seconds of exchange in each phase that `phase_seconds` times; {} where the bandwidths are not known.
+
+    gather: --zero3_gather.
+    """
+    if target.num_gpus > 1 and not (target.link_gb_per_s and (target.hosts == 1 or target.network_gb_per_s)):
+        return {}
+    ring, seconds = Ring.of(target, target.num_gpus), dict[str, float]()
+    for name, passes in needs.phases.items():
+        if name == "evaluate":
+            continue
+        roles = dict.fromkeys(work.role for work in passes)
+        trained = {role: sum(work.times for work in passes if work.role == role and work.trains) for role in roles}
+        seconds[name] = sum(
+            gradient_seconds(ring, plan, role, engines[role], micro_batches=times, steps=needs.steps_each)
+            for role, times in trained.items()
+            if times
+        )
+        for role in roles:
+            zero, size = engines[role]["zero_optimization"], plan.sizes[role]
+            if zero["stage"] < 3 or device_of(zero, "offload_param") != "none":
+                continue
+            once = name == "generate" or gathers_once(size, gather, target.memory)
+            times = sum((2 if work.trains else 1) * work.times for work in passes if work.role == role)
+            seconds[name] += (1 if once else times) * ring.gather(size.num_bytes, size.num_layers)
+    if needs.rollout:
+        seconds["generate"] += rollout_seconds(needs.rollout, plan, target)
+    return seconds
+
+
+def gradient_seconds(ring: Ring, plan: MemoryPlan, role: str, engine: Json, *, micro_batches: int, steps: int) -> float:
+    """Return the seconds in which gradients of a model are reduced, and at ZeRO stages 1 and 2 its weights gathered."""
+    zero, size = engine["zero_optimization"], plan.sizes[role]
+    num_bytes = gradient_bytes(size, engine) * size.trained
+    buckets = math.ceil(size.trained / zero.get("reduce_bucket_size", 500_000_000))
+    if zero["stage"] == 3:
+        return micro_batches * ring.gather(num_bytes, buckets)
+    reduced = (micro_batches if zero["stage"] == 2 else steps) * ring.reduce(num_bytes, buckets)
+    return reduced + (steps * ring.gather(size.trained * size.element, buckets) if zero["stage"] else 0.0)
+
+
+def rollout_seconds(rollout: Rollout, plan: MemoryPlan, target: Target) -> float:
+    """Return the seconds of exchange between the GPUs that share the weights of a rollout."""
+    size, decode_steps = plan.sizes["actor"], rollout.rounds(plan.slots) * rollout.num_new_tokens
+    if rollout.gathers_per_step:
+        ring = Ring.of(target, target.num_gpus)
+        return decode_steps * ring.gather(size.linear * size.element, rollout.gathers_per_step)
+    group = Ring.of(target, rollout.tensor_parallel_size)
+    calls = 2 * size.num_layers  # after attention and after the MLP of each layer
+    rows = min(plan.slots, rollout.num_responses) * rollout.tensor_parallel_size
+    return decode_steps * group.reduce(calls * rows * rollout.hidden_bytes, calls)
+
+
+def waiting_share(rollout: Rollout, ranks: int, slots: int, mean_length: float) -> float:
+    """Return the share of a rollout that ranks wait for the one that samples longest, of 0 to 1.
+
+    Responses are simulated: each token ends one with the same chance, so that they have a mean length of `mean_length`
+    tokens before they are cut. A rank gives a free slot to its next response.
+    """
+    random, ends_by_rank = Random(0), list[int]()
+    repeats = -(-SIMULATED_RANKS // ranks)
+    for _ in range(repeats * ranks):
+        ends = [0] * min(slots, rollout.num_responses)
+        for _ in range(rollout.num_responses):
+            length = math.ceil(math.log(1.0 - random.random()) / math.log1p(-1 / mean_length)) or 1
+            heapreplace(ends, ends[0] + min(length, rollout.num_new_tokens))
+        ends_by_rank.append(max(ends))
+    longest = (max(ends_by_rank[start::repeats]) for start in range(repeats))
+    return 1.0 - mean(ends_by_rank) / mean(longest)
