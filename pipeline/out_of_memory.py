@@ -24,8 +24,10 @@ BATCH_FLAGS = {
     "train": "per_device_train_batch_size",
     "evaluate": "per_device_eval_batch_size",
 }
-# Phase -> [batch size that the flags ask for, batch size in force since an out-of-memory error].
+# Phase -> [batch size that the flags ask for, batch size in force since an out-of-memory error]; KEPT_CACHE -> [1, 0]
+# where the buffers of generation are no longer kept between rollouts.
 Halved = Mapping[str, list[int]]
+KEPT_CACHE = "cache"
 # Batches that a job is started again with after an out-of-memory error: "train:8:4,score:16384:8192". No character of
 # it means something to the shell that DeepSpeed's launcher puts it through.
 HALVED = "PYTHON_RUN_HALVED"
@@ -44,10 +46,14 @@ class BatchTooLarge(Exception):
 
 def batches_in_words(halved: Halved, *phases: str) -> str:
     """Return `--per_device_train_batch_size 4 instead of 8` for these phases, or for all."""
-    names = {
-        phase: f"--{BATCH_FLAGS[phase]}" if phase in BATCH_FLAGS else f"tokens at once ({phase})" for phase in halved
-    }
-    return ", ".join("{} {} instead of {}".format(names[p], *halved[p][::-1]) for p in phases or halved)
+    return ", ".join(batch_in_words(phase, *halved[phase]) for phase in phases or halved)
+
+
+def batch_in_words(phase: str, asked: int, size: int) -> str:
+    if phase == KEPT_CACHE:
+        return "the KV cache given back after each rollout"
+    name = f"--{BATCH_FLAGS[phase]}" if phase in BATCH_FLAGS else f"tokens at once ({phase})"
+    return f"{name} {size} instead of {asked}"
 
 
 def halved_as_text(halved: Halved) -> str:

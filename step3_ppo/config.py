@@ -85,8 +85,8 @@ class SamplingConfig(Group):
     )
     release_inference_cache: bool = flag(
         False,
-        "Give the memory of generation (cache, graph, copied weights) back after each rollout; false: only where less "
-        "than a third of the device is free",
+        "Give the memory of generation (cache, graph, copied weights) back after each rollout; false: only where an "
+        "update lacks memory beside it",
         on_resume="free",
     )
     rollout_weights: Literal["auto", "whole", "streamed"] = flag(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pipeline.generation.backends import CACHE_MEMORY_FRACTION, FREE_SHARE_FOR_UPDATE
+from pipeline.generation.backends import CACHE_MEMORY_FRACTION
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, cache_bytes_per_token
 from pipeline.generation.streaming import GROUP_BYTES
 from pipeline.models.architecture import Rows, UnsupportedModel, linear_of, read_architecture
@@ -113,7 +113,6 @@ def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollo
         num_new_tokens=sampling.max_answer_seq_len,
         share_of_free=CACHE_MEMORY_FRACTION,
         always_released=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
-        free_share_for_update=FREE_SHARE_FOR_UPDATE,
         tensor_parallel_size=sampling.inference_tp_size,
         hidden_bytes=model_config.hidden_size * size.element,
         gathers_per_step=-(-size.linear * size.element // GROUP_BYTES) if streamed else 0,

@@ -1,10 +1,10 @@
 """Everything of stage 3 that stays as it is (PPO) and that evolves (State, Collected): built, restored and saved."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -15,17 +15,18 @@ from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader
-from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.engine.start import start_deepspeed
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Sampling
-from pipeline.heartbeat import beat
+from pipeline.heartbeat import Phase, beat
 from pipeline.models.flops import TrainingWork, training_work
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import eos_ids, prepare_tokenizer
-from pipeline.out_of_memory import halved_before
+from pipeline.out_of_memory import KEPT_CACHE, halved_before
 from pipeline.run.run import Run
+from pipeline.training.halving import in_batches_that_fit
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Counters, rate_factor
 from step3_ppo.config import PPOConfig, check_generation
@@ -35,6 +36,8 @@ from step3_ppo.rollout import Sampler, Schedule, make_prompts, make_schedule, ma
 from step3_ppo.updater import StepSize, Updater
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -124,6 +127,21 @@ class PPO:
     def idle_optimizers(self) -> list[TrainingEngine]:
         """The engines whose optimizer states leave the device while no step is taken."""
         return list(self.engines.values()) if self.config.sampling.offload_optimizer_during_rollout else []
+
+    def in_batches_that_fit(
+        self,
+        state: "State",
+        phase: Phase,
+        asked: int,
+        compute: Callable[[int], T],
+        *,
+        engines: Iterable[TrainingEngine | FrozenEngine],
+        smallest: int = 1,
+    ) -> T:
+        """Return `compute(size)`, again with less after an out-of-memory error: see `halving.in_batches_that_fit`."""
+        return in_batches_that_fit(
+            self.run, state, phase, asked, compute, engines=engines, smallest=smallest, buffers=self.hybrid
+        )
 
     def sampler(self, rows: Any, state: State, *, num_samples: int, batch_size: int) -> Sampler:
         """Return a sampler of responses to `rows`, as the flags say."""
@@ -241,10 +259,12 @@ def make_updater(run: Run, config: PPOConfig, models: Models, schedule: Schedule
 
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
     """The counters of a checkpoint, and the rollout that it holds where its updates were not done; else the start."""
-    if resumed is None:
-        return State(kl_coef=ppo.config.ppo.kl_coef, halved=halved_before()), None
-    state = State(**resumed.state["ppo"])
+    state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
     state.halved |= halved_before()
+    if KEPT_CACHE in state.halved:
+        ppo.hybrid.always_release()
+    if resumed is None:
+        return state, None
     if ppo.average is not None and "average" in resumed.fragments:
         ppo.average.restore(resumed.fragments["average"])
     if not state.update:

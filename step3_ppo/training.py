@@ -19,7 +19,6 @@ from pipeline.heartbeat import beat
 from pipeline.models.flops import training_mfu
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.halving import in_batches_that_fit
 from pipeline.training.micro_batches import SCORING_TOKENS, MicroBatch, micro_batches, places, scoring_batches
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.config import PPOConfig
@@ -102,7 +101,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
         sampler = ppo.sampler(ppo.prompts.train, state, num_samples=num_samples, batch_size=size)
         return sampler.sample(rows, RandomKey(config.run.seed, "rollout", epoch))
 
-    return in_batches_that_fit(ppo.run, state, "generate", asked, sample_in, engines=[ppo.models.actor])
+    return ppo.in_batches_that_fit(state, "generate", asked, sample_in, engines=[ppo.models.actor])
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
@@ -120,7 +119,7 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
     if not ppo.updater.old_log_probs_from_sampler:
         asked = ppo.config.optimizer.per_device_train_batch_size
         score_in = partial(score_policy, ppo, responses, state, course)
-        policy = in_batches_that_fit(ppo.run, state, "train", asked, score_in, engines=[ppo.models.actor])
+        policy = ppo.in_batches_that_fit(state, "train", asked, score_in, engines=[ppo.models.actor])
     return score_all(ppo, responses, policy, ppo.prompts.train, state=state, course=course)
 
 
@@ -194,7 +193,7 @@ def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Co
         return Update(batches, size, text, train_actor, metrics, stepped)
 
     asked, engines = ppo.config.optimizer.per_device_train_batch_size, list(ppo.engines.values())
-    update = in_batches_that_fit(ppo.run, state, "train", asked, update_in, engines=engines)
+    update = ppo.in_batches_that_fit(state, "train", asked, update_in, engines=engines)
     if update.stepped and ppo.average is not None:
         ppo.average.update()
     return update
@@ -288,7 +287,7 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
     def score_in(size: int) -> tuple[Tensor, Tensor]:
         return score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
 
-    fitting = partial(in_batches_that_fit, ppo.run, state, "evaluate", size, engines=[ppo.models.actor])
+    fitting = partial(ppo.in_batches_that_fit, state, "evaluate", size, engines=[ppo.models.actor])
     with optimizer_states_on_host(ppo.idle_optimizers):
         responses = fitting(sample_in)
         scores = score_all(ppo, responses, fitting(score_in), rows, state=state, course=course)
@@ -341,7 +340,7 @@ def score_all(
 
     beat("score", state.step)
     engines, longest = ppo.models.named().values(), max(lengths.whole)
-    return in_batches_that_fit(ppo.run, state, "score", SCORING_TOKENS, score_in, engines=engines, smallest=longest)
+    return ppo.in_batches_that_fit(state, "score", SCORING_TOKENS, score_in, engines=engines, smallest=longest)
 
 
 def between_batches(state: State, course: Course) -> None:

@@ -22,8 +22,9 @@ BACKENDS: tuple[Backend, ...] = ("fused", "static", "eager")
 # Share of the free device memory that the KV cache may take; the rest is for activations and fragmentation. Chosen by
 # hand.
 CACHE_MEMORY_FRACTION = 0.9
-# Share of a device's memory that an update is to find free; the KV cache goes back where it is less. Chosen by hand.
-FREE_SHARE_FOR_UPDATE = 1 / 3
+# The KV cache is given back before an update that finds less free: of the device, before the first one; later of what
+# the largest one took, with the unused rest of the allocator's blocks (docs/memory.md). Chosen by hand.
+FREE_SHARE_FOR_UPDATE, UPDATE_MARGIN = 1 / 3, 1.09
 # Slots that must fit next to whole weights; where fewer fit, the weights are streamed. Chosen by hand.
 MIN_SLOTS_WITH_WHOLE_WEIGHTS = 8
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from pipeline import dist
@@ -18,9 +19,11 @@ from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import (
     FREE_SHARE_FOR_UPDATE,
+    UPDATE_MARGIN,
     CachedForward,
     check_copies_fit,
     choose_backend,
+    free_bytes,
     free_share,
     whole_weights_fit,
 )
@@ -65,6 +68,7 @@ class HybridEngine:
         self._streaming_ranks: dist.RankGroup | None = None  # the ranks that streamed weights are sharded over
         self._generator: Generator | None = None
         self._open = False
+        self._held = self._needed = 0  # bytes: at the end of the last rollout, and that updates took above them
 
     def _check_tensor_parallelism(self) -> None:
         size = self.group.size
@@ -106,14 +110,36 @@ class HybridEngine:
                 self._open = False
             if self.backend != "eager" and (self.options.release_cache or self._update_lacks_memory()):
                 self._generator = None
+            if self._device.type == "cuda":
+                self._held = torch.cuda.memory_allocated(self._device)
+
+    @property
+    def holds_buffers(self) -> bool:
+        """True while KV cache, CUDA graphs and copied weights are kept for the next rollout."""
+        return self._generator is not None
+
+    def always_release(self) -> None:
+        """Give the buffers back now, and from now on after each rollout."""
+        self._generator, self.options = None, replace(self.options, release_cache=True)
+
+    def note_update(self) -> None:
+        """Measure what an update took above what was held when its rollout ended; called after passes of it."""
+        if self._device.type == "cuda":
+            self._needed = max(self._needed, torch.cuda.max_memory_allocated(self._device) - self._held)
 
     def _update_lacks_memory(self) -> bool:
-        """Tell whether some rank's device has too little free for an update beside the KV cache. A collective."""
-        lacks = dist.max_over_ranks(float(free_share(self._device) < FREE_SHARE_FOR_UPDATE), self._device) > 0
+        """Tell whether some rank's device has too little free for an update beside the KV cache. A collective.
+
+        The first update is to find a share of the device; later ones what the largest before them took.
+        """
+        lacks = free_share(self._device) < FREE_SHARE_FOR_UPDATE
+        if self._needed:
+            lacks = free_bytes(self._device) < UPDATE_MARGIN * self._needed
+        lacks = dist.max_over_ranks(float(lacks), self._device) > 0
         if lacks:
             warn_once(
-                f"generation: less than {FREE_SHARE_FOR_UPDATE:.0%} of the device's memory is free beside the KV "
-                "cache, which is given back before each update"
+                "generation: an update lacks memory beside the KV cache, which is given back before it and allocated "
+                "again for the next rollout"
             )
         return lacks
 

@@ -151,9 +151,14 @@ class MemoryPlan:
 
     def reserved(self, tensors: int) -> tuple[int, int]:
         """Return what a process takes of the device, expected and high, when its tensors have so many bytes."""
-        nccl = NCCL if self.ranks > 1 else (0, 0)
-        low, high = (int(tensors * (1 + UNUSED_REST[i])) + CONTEXT[i] + nccl[i] for i in (0, 1))
-        return low, high
+        return reserved(tensors, self.ranks)
+
+
+def reserved(tensors: int, ranks: int) -> tuple[int, int]:
+    """Return what a process takes of a device, expected and high, when its tensors have so many bytes."""
+    nccl = NCCL if ranks > 1 else (0, 0)
+    low, high = (int(tensors * (1 + UNUSED_REST[i])) + CONTEXT[i] + nccl[i] for i in (0, 1))
+    return low, high
 
 
 def plan_memory(
@@ -177,13 +182,16 @@ def plan_memory(
         free = target.memory - resident + leaving - CONTEXT[0]
         slots = needs.rollout.slots if not target.memory else needs.rollout.slots_that_fit(free)
         rollout = needs.rollout.num_bytes(slots)
-        is_short = free - rollout < needs.rollout.free_share_for_update * target.memory
-        keeps = not (needs.rollout.always_released or is_short)
     phases: dict[str, PhaseMemory] = {}
     for name, passes in needs.phases.items():
         held = resident if name == "train" else resident - leaving
-        cache = rollout if name == "generate" or keeps else 0
-        phases[name] = phase_memory(passes, uses, states, dtype=dtype, resident=held, rollout=cache)
+        phases[name] = phase_memory(passes, uses, states, dtype=dtype, resident=held)
+    if needs.rollout:
+        others = max(phase.total for name, phase in phases.items() if name != "generate")
+        is_short = 0 < target.memory < reserved(others + rollout, ranks)[1]
+        keeps = not (needs.rollout.always_released or is_short)
+    for name in phases if keeps else ["generate"] if rollout else []:
+        phases[name] = replace(phases[name], rollout=rollout)
     if needs.rollout and needs.rollout.copied_bytes:  # nothing is gathered besides the copies
         phases["generate"] = replace(phases["generate"], gathered=0)
     host = sum(held.host for held in states.values()) + leaving
@@ -197,7 +205,6 @@ def phase_memory(
     *,
     dtype: str,
     resident: int,
-    rollout: int,
 ) -> PhaseMemory:
     """Return the highest moment of a phase: one of its passes, or an optimizer step of the models that it trains."""
     used = dict.fromkeys(work.role for work in passes)
@@ -211,11 +218,11 @@ def phase_memory(
             gradients += states[work.role].buckets + (states[work.role].gradients if work.accumulates else 0)
         measured = replace(work, accumulates=work.accumulates or states[work.role].streams, times=1)
         activations = peak_bytes(uses[work.role], dtype, measured)
-        moments.append(PhaseMemory(resident, gradients, gathered, rollout, activations))
+        moments.append(PhaseMemory(resident, gradients, gathered, activations=activations))
     for number, role in enumerate(trained):  # one steps after the other, and releases what was gathered of it
         waiting = sum(states[role].gradients for role in trained[number:])
         gathered = sum(states[role].gathered for role in trained[number + 1 :])
-        moments.append(PhaseMemory(resident, waiting + states[role].step, gathered, rollout))
+        moments.append(PhaseMemory(resident, waiting + states[role].step, gathered))
     return max(moments, key=lambda moment: moment.total)
 
 

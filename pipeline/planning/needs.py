@@ -48,8 +48,8 @@ class Rollout:
     bytes_per_token: keys and values of a token, in all layers. copied_bytes: weights that generation copies, at most.
     num_responses, num_new_tokens: of a rollout on a rank, at most. share_of_free: of the free memory that the cache may
     take; with fewer slots the other responses wait. always_released: the buffers are given back before the update; else
-    they are where the device has less free than `free_share_for_update` beside them. tensor_parallel_size: GPUs that
-    share the weights, each with as many rows; hidden_bytes: of a token's hidden state, which they exchange.
+    they are where it has no memory beside them. tensor_parallel_size: GPUs that share the weights, each with as many
+    rows; hidden_bytes: of a token's hidden state, which they exchange.
     gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: they are not streamed.
     """
 
@@ -61,7 +61,6 @@ class Rollout:
     num_responses: int
     num_new_tokens: int
     always_released: bool
-    free_share_for_update: float
     tensor_parallel_size: int
     hidden_bytes: int
     gathers_per_step: int

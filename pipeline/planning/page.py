@@ -109,8 +109,10 @@ def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:
     """Return whether the stage fits, by how much, and what it takes of the host."""
     lines = []
     if plan.slots:
-        kept = "kept during" if plan.keeps_rollout else "given back before"
-        lines.append(f"  rollout  {plan.slots} responses are sampled at a time; the KV cache is {kept} the update")
+        kept = "kept during the update"
+        if not plan.keeps_rollout:
+            kept = "given back before the update, and allocated and its graph captured again for each rollout"
+        lines.append(f"  rollout  {plan.slots} responses are sampled at a time; the KV cache is {kept}")
     if plan.host:
         lines.append(f"  host     {gib(plan.host)} GiB of each machine hold offloaded states")
     return [*lines, f"  verdict  {verdict(plan, target)}"]

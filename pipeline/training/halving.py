@@ -1,25 +1,35 @@
 """Halved batches after an out-of-memory error: the work of a phase is done again, in smaller parts of the same rows.
 
-One rank does so in the same process. Of several, the others wait in a collective by then: the error ends the job, and
-its supervisor starts it again with the halved batch (pipeline/launching/job.py). The stages say how work is cut.
+Buffers of generation that are held are given back before anything is halved. One rank does so in the same process. Of
+several, the others wait in a collective by then: the error ends the job, and its supervisor starts it again with the
+halved batch (pipeline/launching/job.py). The stages say how work is cut.
 """
 
 import gc
 import logging
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.heartbeat import Phase, current_phase
-from pipeline.out_of_memory import BATCH_FLAGS, BatchTooLarge, batches_in_words, is_out_of_memory
+from pipeline.out_of_memory import BATCH_FLAGS, KEPT_CACHE, BatchTooLarge, batches_in_words, is_out_of_memory
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Buffers(Protocol):
+    """Memory that is kept between rollouts, and that other phases can do without (`generation.HybridEngine`)."""
+
+    @property
+    def holds_buffers(self) -> bool: ...
+    def always_release(self) -> None: ...
+    def note_update(self) -> None: ...
 
 
 def in_batches_that_fit(
@@ -31,8 +41,11 @@ def in_batches_that_fit(
     *,
     engines: Iterable[TrainingEngine | FrozenEngine],
     smallest: int = 1,
+    buffers: Buffers | None = None,
 ) -> T:
     """Return `compute(size)`, called again with half the size after each out-of-memory error; `state` keeps the size.
+
+    Where `buffers` are held, they are given back first, for good, and the size stays.
 
     Args:
         asked: rows at once, on each rank, as the flags say; of the phase score, tokens.
@@ -42,21 +55,30 @@ def in_batches_that_fit(
 
     Raises:
         BatchTooLarge: there is more than one rank, or the size is the smallest. An error within an optimizer step is
-            raised as it is: its memory does not depend on the batch.
+            raised as it is, unless buffers are held: its memory does not depend on the batch.
     """
     while True:
         size = state.batch_size(phase, asked)
         try:
-            return compute(size)
+            result = compute(size)
+            if buffers is not None and phase == "train":
+                buffers.note_update()
+            return result
         except Exception as error:
-            if not is_out_of_memory(error) or any(getattr(engine, "is_stepping", False) for engine in engines):
+            is_stepping = any(getattr(engine, "is_stepping", False) for engine in engines)
+            holds = buffers is not None and buffers.holds_buffers
+            if not is_out_of_memory(error) or (is_stepping and not holds):
                 raise
-            halved = {**state.halved, phase: [asked, max(-(-size // 2), smallest)]} if size > smallest else {}
+            key = KEPT_CACHE if holds else phase
+            less = [1, 0] if holds else [asked, max(-(-size // 2), smallest)]
+            halved = {**state.halved, key: less} if holds or size > smallest else {}
             too_large = BatchTooLarge(error, current_phase(), flag=BATCH_FLAGS.get(phase, ""), halved=halved)
-            if run.world.size > 1 or not halved:
+            if run.world.size > 1 or is_stepping or not halved:
                 raise too_large from error
-        log.warning("step %d, %s: done again with %s", state.step + 1, too_large, batches_in_words(halved, phase))
+        log.warning("step %d, %s: done again with %s", state.step + 1, too_large, batches_in_words(halved, key))
         state.halved = halved
+        if buffers is not None and holds:
+            buffers.always_release()
         del too_large
         for engine in engines:
             engine.recover()

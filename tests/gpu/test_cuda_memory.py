@@ -104,6 +104,31 @@ def test_the_cache_goes_back_where_less_than_a_third_of_the_device_is_free():
         assert hybrid._generator is not None
 
 
+def test_the_cache_stays_where_updates_were_seen_to_have_memory_beside_it():
+    total = torch.cuda.mem_get_info()[1]
+    with group_of_one():
+        engine = engine_of(CausalLM(llama(hidden_size=1024, num_attention_heads=8, num_hidden_layers=4)))
+        hybrid = HybridEngine(engine, eos_ids=frozenset({EOS}), pad_id=PAD, options=GenerationOptions(backend="fused"))
+
+        def holds_after_a_rollout(ballast: float) -> bool:
+            held = torch.empty(int(ballast * total), dtype=torch.uint8, device="cuda")
+            with hybrid.generation():
+                hybrid.generate(
+                    random_prompts((3, 1)), num_samples=1, sampling=Sampling(3), key=RandomKey(3, "rollout")
+                )
+            del held
+            return hybrid.holds_buffers
+
+        assert holds_after_a_rollout(0.1) and not holds_after_a_rollout(0.7)
+        assert holds_after_a_rollout(0.0)
+        torch.cuda.reset_peak_memory_stats()
+        update = torch.empty(int(0.2 * total), dtype=torch.uint8, device="cuda")
+        del update
+        hybrid.note_update()
+        torch.cuda.empty_cache()
+        assert holds_after_a_rollout(0.7) and not holds_after_a_rollout(0.85)
+
+
 def test_want_of_device_memory_is_read_from_torchs_own_words():
     with pytest.raises(torch.OutOfMemoryError) as error:
         torch.empty(2**41, dtype=torch.uint8, device="cuda")

@@ -12,7 +12,7 @@ from support.tiny_run import make_folder, opt_config, read_metrics
 from transformers import AutoTokenizer, OPTForCausalLM, OPTForSequenceClassification
 
 from pipeline.heartbeat import current_phase
-from step3_ppo import training as ppo_training
+from step3_ppo import state as ppo_state
 from step3_ppo.main import main as ppo_main
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ class CappedPhases:
     """
 
     def __init__(self) -> None:
-        self.fit = ppo_training.in_batches_that_fit
+        self.fit = ppo_state.in_batches_that_fit
         self.taken: dict[str, int] = {}
         self.capped: set[str] = set()
 
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_phase_runs_out_of_memory_and_goes_on(folder: Path, tmp_path: Path, monkeypatch):
     phases = CappedPhases()
-    monkeypatch.setattr(ppo_training, "in_batches_that_fit", phases)
+    monkeypatch.setattr(ppo_state, "in_batches_that_fit", phases)
     flags = {
         "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
         "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,16 @@ from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 from transformers import OPTForCausalLM
 
+from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.reward_model import TokenValueModel
+from pipeline.out_of_memory import HALVED, BatchTooLarge, batches_in_words, halved_as_text, halved_before
 from pipeline.training import supervised
+from pipeline.training.halving import in_batches_that_fit
+from pipeline.training.steps import Counters
 from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
+from step3_ppo import state as ppo_state
 from step3_ppo import training as ppo_training
 from step3_ppo.main import main as ppo_main
 
@@ -208,6 +214,40 @@ def test_a_rollout_and_an_evaluation_are_made_again(folder, plain, tmp_path, pha
         assert apart(tmp_path / model, plain("ppo") / model) < 1e-6
 
 
+def test_buffers_of_generation_are_given_back_before_a_batch_is_halved(folder, plain, tmp_path, monkeypatch):
+    """An engine without buffers stands for one that holds them until it is told; a resumed run is told at its start."""
+    released: list[HybridEngine] = []
+    true_release = HybridEngine.always_release
+    monkeypatch.setattr(HybridEngine, "holds_buffers", property(lambda engine: not engine.options.release_cache))
+    monkeypatch.setattr(
+        HybridEngine, "always_release", lambda engine: (released.append(engine), true_release(engine))[1]
+    )
+    with out_of_memory(1, of=CausalLM, number=2, backward=True) as failed:
+        assert run("ppo", folder, tmp_path, 2, 4) == 0
+    assert failed == [2] and len(released) == 1 and halved(tmp_path, "ppo", 4) == {"cache": [1, 0]}
+    assert all(apart(tmp_path / model, plain("ppo") / model) == 0 for model in ("actor", "critic"))
+    with out_of_memory(1, of=CausalLM) as failed:
+        assert run("ppo", folder, tmp_path, 2, 4, max_steps=5) == 0
+    assert failed == [2] and len(released) == 2, "released at the start, so that now the batch is halved"
+    assert halved(tmp_path, "ppo", 5) == {"cache": [1, 0], "train": [2, 1]}
+
+
+def test_ranks_start_again_without_the_buffers(monkeypatch):
+    class Held:
+        holds_buffers = True
+
+    def compute(size: int) -> None:
+        raise torch.OutOfMemoryError(CUDA)
+
+    several = SimpleNamespace(world=SimpleNamespace(size=2))
+    with pytest.raises(BatchTooLarge) as error:
+        in_batches_that_fit(several, Counters(), "train", 4, compute, engines=[], buffers=Held())
+    assert error.value.halved == {"cache": [1, 0]}
+    assert batches_in_words(error.value.halved) == "the KV cache given back after each rollout"
+    monkeypatch.setenv(HALVED, halved_as_text(error.value.halved))
+    assert halved_before() == error.value.halved
+
+
 @pytest.mark.parametrize(("stage", "of"), [("sft", CausalLM), pytest.param("reward", TokenValueModel, marks=SLOW)])
 def test_the_evaluations_of_stages_1_and_2_are_made_again(folder, plain, tmp_path, stage, of):
     with out_of_memory(2, of=of, grad=False) as failed:
@@ -264,7 +304,7 @@ def test_a_run_with_enough_memory_is_the_plain_computation_to_the_byte(folder, p
     def compute_once(run: Any, state: Any, phase: str, asked: int, compute: Callable[[int], Any], **named: Any) -> Any:
         return compute(asked)
 
-    for module in (supervised, ppo_training):
+    for module in (supervised, ppo_state):
         monkeypatch.setattr(module, "in_batches_that_fit", compute_once)
     assert run(stage, folder, tmp_path, 2, 4) == 0
     models = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.safetensors") if "runs" not in path.parts)
