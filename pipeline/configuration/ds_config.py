@@ -72,6 +72,7 @@ def training_json(
         built["communication_data_type"] = settings.communication_data_type
     user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else {}
     built = merge_user_json(built, user, flag_table(type(config)), origins, source=settings.deepspeed_config)
+    weights_on_disk(built, two_models=hasattr(resolved.config, "critic"))
     if ranks is not None:
         check_ranks(built, ranks, settings.deepspeed_config)
     if ranks == 1:
@@ -80,6 +81,27 @@ def training_json(
     if placement.one_node and not asked and origins.get("overlap_comm", "default") == "default":
         return built | {"zero_optimization": without_hooks(built)}
     return built
+
+
+def weights_on_disk(config: Json, *, two_models: bool) -> None:
+    """Switch prefetching off where weights are on NVMe: DeepSpeed 0.19.8 loses track of its buffers with it.
+
+    Raises:
+        InputError: it is asked for all the same, or stage 3 would have two models on the disk.
+    """
+    zero = config["zero_optimization"]
+    if (zero.get("offload_param") or {}).get("device") != "nvme":
+        return
+    if two_models:
+        raise InputError(
+            "zero_optimization.offload_param.device: found 'nvme', wanted cpu in stage 3: DeepSpeed deletes the files"
+            " of one model when it starts the other"
+        )
+    if asked := zero.setdefault("stage3_prefetch_bucket_size", 0):
+        raise InputError(
+            f"zero_optimization.stage3_prefetch_bucket_size: found {asked}, wanted 0 with weights on NVMe: DeepSpeed"
+            " loses track of its buffers"
+        )
 
 
 def without_hooks(config: Json) -> Json:

@@ -13,6 +13,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 from pydantic import ValidationError
+from torch import nn
+from transformers import AutoModel
 
 from pipeline import dist
 from pipeline.engine.private_names import check_private_names
@@ -72,6 +74,40 @@ def check_disk_offload(config: dict[str, Any]) -> None:
         raise EnvironmentFault(f"{asked[0]}: found no {' and no '.join(missing)}; install it, or offload to cpu")
 
 
+def check_swap_buffers(config: dict[str, Any], path: str) -> None:
+    """Check that the weights of the model at `path` fit the buffers through which DeepSpeed swaps them with a disk.
+
+    A buffer holds one weight. One layer computes, the next one is read, and those within the reuse distance are kept.
+
+    Raises:
+        InputError: the buffers are too small or too few.
+    """
+    zero = deepspeed.DeepSpeedConfig(config).zero_config
+    if zero.offload_param is None or zero.offload_param.device != "nvme":
+        return
+    with torch.device("meta"):
+        model = AutoModel.from_config(load_config(path))
+    layers = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())] or [model]
+    size, count = max((sum(weight.numel() for weight in layer.parameters()), matrices(layer)) for layer in layers)
+    kept = 2 + -(-zero.max_reuse_distance // size)
+    needed = {
+        "buffer_size": max(weight.numel() for weight in model.parameters()),
+        "buffer_count": min(kept * count, matrices(model) + 1),  # and a head
+    }
+    advice = {"buffer_count": "; --stage3_max_reuse_distance 0 needs fewer"}
+    if errors := [
+        f"zero_optimization.offload_param.{key}: found {found}, {path} needs {number} or more{advice.get(key, '')}"
+        for key, number in needed.items()
+        if (found := getattr(zero.offload_param, key)) < number
+    ]:
+        raise InputError("\n".join(errors))
+
+
+def matrices(module: nn.Module) -> int:
+    """Return the number of weights but biases and norms, which are small enough to stay in memory."""
+    return sum(weight.dim() > 1 for weight in module.parameters())
+
+
 @contextmanager
 def partitioned_loading(config: dict[str, Any], path: str) -> Iterator[None]:
     """Make `from_pretrained` put the weights at `path` straight into ZeRO-3 partitions; nothing below ZeRO stage 3.
@@ -82,6 +118,7 @@ def partitioned_loading(config: dict[str, Any], path: str) -> Iterator[None]:
     """
     check_values(config)
     check_disk_offload(config)
+    check_swap_buffers(config, path)
     if config["zero_optimization"]["stage"] < 3:
         yield
         return

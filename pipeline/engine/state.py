@@ -163,14 +163,10 @@ def refresh_weights(engine: TrainingEngine) -> None:
     """Round the fp32 weights into the model's own. A collective."""
     optimizer = engine.optimizer
     if engine.partitions_weights:
-        # The flat shards, then the parameters' views of them, then small parameters, which every rank keeps whole.
-        flats = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
-        for number, (rounded, master) in enumerate(flats):
+        # The shards, in memory or in their files, then small parameters, which every rank keeps whole.
+        for number in range(len(optimizer.fp32_partitioned_groups_flat)):
             with in_memory(engine, number):
-                rounded.data.copy_(master.data)
-            shards = optimizer.fp16_partitioned_groups[number]
-            for shard, values in zip(shards, optimizer.unflatten(rounded, shards), strict=True):
-                shard.data = values.data
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
         optimizer.invalidate_secondary_tensor()  # of ZeRO++'s hpZ, which is read in place of the shards
         if persistent := optimizer.persistent_parameters:
             persistent[0].partition(persistent)

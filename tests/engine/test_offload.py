@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.swap_tensor import optimizer_utils
+from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from safetensors.torch import load_file
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
 from pipeline.engine import start
 from step1_sft.main import main as sft_main
+from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
 
 STATES, WEIGHTS = {"offload_optimizer": "cpu"}, {"offload_weights": "cpu"}
@@ -30,7 +31,7 @@ def train(folder: Path, out: Path, *, code: int = 0, **changes: object) -> None:
         "data_output_path": folder / "cache", "dtype": "fp32", "enable_tensorboard": "false", "adam_eps": 1e-3,
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "output_dir": out, **changes,
     }  # fmt: skip
-    main = ppo_main if "actor_model_name_or_path" in flags else sft_main
+    main = ppo_main if "actor_model_name_or_path" in flags else reward_main if "reward" in out.name else sft_main
     with undone_afterwards():
         assert main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == code
 
@@ -104,21 +105,78 @@ def test_what_a_disk_needs_is_one_line_with_its_package(
     assert re.fullmatch(f"error: zero_optimization.offload_optimizer.device nvme: found {told}", line)
 
 
+@pytest.fixture
+def on_disk(tmp_path, monkeypatch):
+    """Return a function that writes a DeepSpeed JSON: the blocks of tiny models are in files below `disk`."""
+    for module in (optimizer_utils, partitioned_param_swapper):
+        monkeypatch.setattr(module, "MIN_AIO_BYTES", 1024)  # else a tiny model's states stay in memory
+
+    def write(*blocks: str, **weights: int) -> dict[str, object]:
+        disk = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "pin_memory": False}
+        zero = {block: disk | (weights if block == "offload_param" else {}) for block in blocks}
+        user = {"zero_optimization": {"stage": 3, **zero}, "aio": {"block_size": 1024}}
+        (tmp_path / "ds.json").write_text(json.dumps(user))
+        return {"deepspeed_config": tmp_path / "ds.json", "stage3_param_persistence_threshold": 0}
+
+    return write
+
+
+BUFFERS = {"buffer_size": 100_000, "buffer_count": 15, "max_in_cpu": 0}
+
+
 @pytest.mark.faults
 @pytest.mark.skipif(not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(), reason="needs libaio")
-def test_optimizer_states_on_a_disk_learn_the_same_and_resume_exactly(
-    folder, plain, sft, tmp_path, monkeypatch
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+@pytest.mark.parametrize(
+    ("blocks", "written"),
+    [
+        (("offload_optimizer",), "*exp_avg*"),
+        (("offload_param",), "*_param.tensor.swp"),
+        (("offload_optimizer", "offload_param"), "*_param.tensor.swp"),
+    ],
+)
+def test_a_model_on_a_disk_learns_the_same_and_resumes_exactly(
+    folder, sft, tmp_path, on_disk, stage, blocks, written
 ) -> None:
     """DeepSpeed compiles what it reads and writes with, once on a machine, which takes a minute."""
-    monkeypatch.setattr(optimizer_utils, "MIN_AIO_BYTES", 1024)  # else a tiny model's states stay in memory
-    disk = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "pin_memory": False}
-    user = {"zero_optimization": {"stage": 3, "offload_optimizer": disk}, "aio": {"block_size": 1024}}
+    train(folder, tmp_path / "plain" / stage, max_steps=4, **sft)
+    given = {**sft, **on_disk(*blocks, **BUFFERS)}
+    train(folder, tmp_path / "whole" / stage, max_steps=4, **given)
+    assert [path for path in (tmp_path / "disk").rglob(written) if path.stat().st_size > 0]
+    assert apart(tmp_path / "whole" / stage, tmp_path / "plain" / stage) < 1e-6
+    train(folder, tmp_path / "constant" / stage, max_steps=4, **given, lr_scheduler_type="constant")
+    train(folder, tmp_path / "parts" / stage, max_steps=2, **given, lr_scheduler_type="constant")
+    train(folder, tmp_path / "parts" / stage, max_steps=4, **given, lr_scheduler_type="constant")
+    assert apart(tmp_path / "parts" / stage, tmp_path / "constant" / stage) == 0.0
+
+
+def refusal(capsys: pytest.CaptureFixture[str]) -> str:
+    return "\n".join(line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "  ")))
+
+
+def test_buffers_that_do_not_hold_the_weights_of_a_layer_are_refused(
+    folder, sft, tmp_path, on_disk, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(start, "check_disk_offload", lambda config: None)  # of the compiler and libaio
+    given = {**sft, **on_disk("offload_param", buffer_size=1000, buffer_count=5), "stage3_max_reuse_distance": 0}
+    train(folder, tmp_path / "sft", code=2, max_steps=1, **given)
+    said = refusal(capsys)
+    # Two layers, each of four projections of the attention and two of the MLP.
+    assert re.search(r"offload_param.buffer_size: found 1000, \S+/base needs \d+ or more", said)
+    assert re.search(r"offload_param.buffer_count: found 5, \S+/base needs 12 or more", said)
+
+
+def test_prefetching_of_weights_on_a_disk_is_refused(folder, sft, tmp_path, on_disk, capsys) -> None:
+    given = {**sft, **on_disk("offload_param", **BUFFERS)}
+    user = json.loads((tmp_path / "ds.json").read_text())
+    user["zero_optimization"]["stage3_prefetch_bucket_size"] = 1000
     (tmp_path / "ds.json").write_text(json.dumps(user))
-    given = {**sft, "deepspeed_config": tmp_path / "ds.json"}
-    train(folder, tmp_path / "whole/sft", max_steps=4, **given)
-    assert [path for path in (tmp_path / "disk").rglob("*exp_avg*") if path.stat().st_size > 0]
-    assert apart(tmp_path / "whole/sft", plain) < 1e-6
-    train(folder, tmp_path / "constant/sft", max_steps=4, **given, lr_scheduler_type="constant")
-    train(folder, tmp_path / "parts/sft", max_steps=2, **given, lr_scheduler_type="constant")
-    train(folder, tmp_path / "parts/sft", max_steps=4, **given, lr_scheduler_type="constant")
-    assert apart(tmp_path / "parts/sft", tmp_path / "constant/sft") == 0.0
+    train(folder, tmp_path / "sft", code=2, max_steps=1, **given)
+    assert "stage3_prefetch_bucket_size: found 1000, wanted 0 with weights on NVMe" in refusal(capsys)
+
+
+def test_weights_of_two_models_on_one_disk_are_refused(folder, tmp_path, on_disk, capsys) -> None:
+    ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer"}
+    short = {"max_prompt_seq_len": 48, "max_answer_seq_len": 12, "max_steps": 1}
+    train(folder, tmp_path / "ppo", code=2, **short, **ppo, **on_disk("offload_param"))
+    assert "zero_optimization.offload_param.device: found 'nvme', wanted cpu in stage 3" in refusal(capsys)
