@@ -271,11 +271,10 @@ def load_pretrained(
     path = str(Path(path).expanduser())
     source = load_config(path)
     config = without_dropout(source)
-    stored = stored_quantization(source)
-    if stored != "none":
+    if quantization != "auto":
+        check_stored_quantization(path, quantization, "--quantization")
+    if stored_quantization(source) != "none":
         del source.quantization_config  # what is trained on it is saved without it
-        if quantization not in ("auto", stored):
-            raise InputError(f"{path}: its weights are stored as {stored}: give --quantization {stored} with LoRA")
     for name, value in changes.items():
         setattr(config, name, value)
     if num_experts(config):
@@ -311,6 +310,12 @@ def stored_quantization(config: PretrainedConfig) -> str:
     """Return how the linear layers of a model with this configuration are stored: int8 by `rlhf export`, else none."""
     entry = getattr(config, "quantization_config", None) or {}
     return "int8" if entry.get("quant_method") == STORED_INT8 else "none"
+
+
+def check_stored_quantization(path: str, quantization: str, flag: str) -> None:
+    """Raise InputError if the model at `path` is stored as int8, which the value of `flag` is not."""
+    if (stored := stored_quantization(load_config(path))) not in ("none", quantization):
+        raise InputError(f"{path}: its weights are stored as {stored}; give {flag} {stored}, with LoRA")
 
 
 def attention_for(config: PretrainedConfig, asked: str, path: str, *, flag: str = "--attn_implementation") -> str:

@@ -18,6 +18,7 @@ from pipeline.models.loading import (
     attention_for,
     check_attention,
     check_model,
+    check_stored_quantization,
     is_encoder_decoder,
     load_config,
 )
@@ -68,9 +69,10 @@ def package_checks(settings: ModelConfig, prefix: str = "") -> list[Check]:
 def check_settings(path: str, settings: ModelConfig, prefix: str = "") -> None:
     """Raise InputError if the model at `path` cannot follow its flags, which begin with `prefix` (actor_).
 
-    The attention implementation leaves no soft caps out, and LoRA's pattern matches a layer of the model, which is
-    built without memory.
+    Weights that are stored as int8 are trained on as such, the attention implementation leaves no soft caps out, and
+    LoRA's pattern matches a layer of the model, which is built without memory.
     """
+    check_stored_quantization(adapter_base(path) or path, settings.quantization, f"--{prefix}quantization")
     attention_for(load_config(path), settings.attn_implementation, path, flag=f"--{prefix}attn_implementation")
     goes_on = settings.quantization != "none" and adapter_base(path) is not None
     if settings.lora_dim and not goes_on:

@@ -11,12 +11,14 @@ from support.command_run import run_command
 from support.tiny_models import NAMES, save_tiny
 from support.tiny_run import make_folder
 
+from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, InputError
 from pipeline.kernels import int8_linear
 from pipeline.marks import OURS
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import STORED_INT8_ENTRY, add_lora, is_lora, quantization_of
 from pipeline.models.reward_model import load_reward_model
+from pipeline.training.start_models import check_settings
 from rlhf import merge
 from rlhf.export import main
 
@@ -102,8 +104,11 @@ def test_an_adapter_on_stored_codes_stays_apart(made: Path) -> None:
 
 
 def test_codes_are_no_16_bit_weights(made: Path) -> None:
-    with pytest.raises(InputError, match="int8: its weights are stored as int8: give --quantization int8 with LoRA$"):
+    with pytest.raises(InputError, match="int8: its weights are stored as int8; give --quantization int8, with LoRA$"):
         load_causal_lm(str(made / "int8"), dtype=torch.bfloat16, quantization="none")
+    for base in ("int8", "adapter"):
+        with pytest.raises(InputError, match="int8: .* stored as int8; give --actor_quantization int8, with LoRA$"):
+            check_settings(str(made / base), ModelConfig(), "actor_")
 
 
 @pytest.mark.parametrize(
