@@ -7,17 +7,19 @@ models are planned.
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from math import ceil
 from typing import Any
 
 from pipeline.configuration.ds_config import Json, Placement
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.resume_rules import batch_sizes
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.machine import device_kind
-from pipeline.launching.preflight import look_before_start, module_of_stage, output_bytes, sample_lines, start_models
+from pipeline.launching.preflight import look_before_start, module_of_stage, output_bytes, sample_sources, start_models
 from pipeline.launching.target import GIB, Target, parse_target, this_machine
 from pipeline.run.evaluations import memory_peaks
 from pipeline.run.layout import model_folders, run_folder
@@ -102,14 +104,16 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
             print(f"plan of {section}: none: the number of ranks is not known here; describe the GPUs by --target")
             continue
         planner, resolved = stage_planner(given, section, target, made)
+        start = start_models(resolved.config, made)[0].path
+        start = made.get(start, start)
+        samples = list(sample_sources(resolved.config, section, start))
+        steps = num_steps(resolved.config, [sample.rows for sample in samples], target.num_gpus)
         try:
-            lines, memory = page.stage_page(planner, resolved)
+            lines, memory = page.stage_page(planner, resolved, steps)
         except RunError as error:
             print(f"plan of {section}: none: {str(error).partition(';')[0]}")
             continue
-        start = start_models(resolved.config, made)[0].path
-        start = made.get(start, start)
-        data = [f"  data     {line}" for line in sample_lines(resolved.config, section, start)]
+        data = [f"  data     {sample.line}" for sample in samples if sample.line]
         print(
             f"plan of {section}, {lines[0]}", *lines[1:], *data, *disk_lines(resolved.config, section, made), sep="\n"
         )
@@ -121,6 +125,19 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
         made |= {str(folder): start for folder in model_folders(resolved.config, section)[:1]}
     if errors:
         raise EnvironmentFault("\n".join(errors))
+
+
+def num_steps(config: Any, rows: Sequence[float | None], ranks: int) -> int:
+    """Return the optimizer steps of a run: --max_steps, else about those of its epochs; 0 where rows are unknown."""
+    if config.run.max_steps or not rows or None in rows:
+        return int(config.run.max_steps)
+    sizes, total = batch_sizes(config, ranks), sum(filter(None, rows))
+    per_step, prompts = sizes["rows of an optimizer step"], sizes.get("prompts of a rollout")
+    if prompts is None:
+        return max(1, ceil(config.run.num_train_epochs * ceil(total / per_step)))
+    responses = prompts * config.sampling.num_samples_per_prompt
+    rollouts = max(1, ceil(config.run.num_train_epochs * ceil(total / prompts)))
+    return rollouts * (responses // per_step) * int(config.ppo.ppo_epochs)
 
 
 def disk_lines(config: Any, section: str, made: Mapping[str, str]) -> list[str]:

@@ -27,7 +27,7 @@ from pipeline.hub import is_reachable
 from pipeline.run.layout import model_folders, run_folder
 
 T = TypeVar("T")
-SAMPLED_RECORDS = 1_000  # of each source, for the lengths in a plan
+SAMPLED_RECORDS, COUNTED_RECORDS = 1_000, 200_000  # of each source, for lengths in a plan, and for its steps
 SAVED_BYTES = 2  # of a weight in a model folder, at least
 STATE_BYTES = 12  # of a trained weight in a checkpoint: the weight and AdamW's moments in fp32
 
@@ -190,32 +190,61 @@ def first_row(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> 
     raise InputError(f"{path}: no row that stage {stage} can use: {'; '.join(counts.lines())}")
 
 
-def sample_lines(config: Any, section: str, start: str) -> Iterator[str]:
-    """Yield a line for each local source of a stage: usable rows of its first records, their lengths, and its share.
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The rows of a source that its first records give.
+
+    line: rows, their lengths, what is dropped, and the stage's share, in words; empty for a source on the hub. rows: to
+    train on in one epoch, about; None where they were not counted.
+    """
+
+    line: str
+    rows: float | None
+
+
+def sample_sources(config: Any, section: str, start: str) -> Iterator[Sample]:
+    """Yield a sample of each source of a stage, which was looked at before. Rows that are packed are not counted.
 
     Args:
-        start: the path of the model whose tokenizer reads the data. The sources were looked at before.
+        start: the path of the model whose tokenizer reads the data.
     """
     tokenizer = look_at_tokenizer(Findings(dry_run=True), config, start)
     for stage, options in data_of(config, section):
         shares = parse_shares(options.data_split) if stage in SHARE_INDEX else None
-        share = f"; {shares[SHARE_INDEX[stage]]:.0%} of the prompts are for this stage" if shares else ""
-        for path in (parse_path(text)[0] for text in options.data_path):
-            if tokenizer is not None and is_local(path):
-                yield f"{path}: {sample_of(stage, path, options, tokenizer)}{share}"
+        share = shares[SHARE_INDEX[stage]] if shares else 1.0
+        note = f"; {share:.0%} of the prompts are for this stage" if shares else ""
+        for text in options.data_path:
+            path, weight = parse_path(text)
+            if tokenizer is None or not is_local(path):
+                yield Sample("", None)
+                continue
+            line, rows = sample_of(stage, path, options, tokenizer)
+            if stage == "text":
+                rows = 0.0
+            elif options.mixture == "ratio" or options.sft_only_data_path or getattr(config.data, "packing", False):
+                rows = None
+            yield Sample(f"{path}: {line}{note}", None if rows is None else rows * share * weight)
 
 
-def sample_of(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> str:
-    """Return how many rows the first records of a source give, of how many tokens, and what is dropped or cut most."""
-    counts, lengths, read = Counts(), list[int](), 0
-    for record in islice(read_records(read_rows(path), counts, column_map=options.column_map), SAMPLED_RECORDS):
-        read += 1
+def sample_of(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> tuple[str, float | None]:
+    """Return in words how many rows the first records of a source give, of how many tokens, and what is dropped most.
+
+    And the rows to train on that all of the source gives, about; None where it has very many records.
+    """
+    counts, lengths, read, tests = Counts(), list[int](), 0, 0
+    records = read_records(read_rows(path), counts, column_map=options.column_map)
+    for record in islice(records, SAMPLED_RECORDS):
+        read, tests = read + 1, tests + (record.split == "test")
         for row in TOKENISERS[kind_of(stage, is_text=record.text is not None)]([record], tokenizer, options, counts):
             lengths.append(max(len(getattr(row, name)) for name in row.__slots__ if name.endswith("ids")))
     lengths.sort()
     tokens = f" of {lengths[0]} to {lengths[-1]} tokens, half up to {lengths[len(lengths) // 2]}" if lengths else ""
     fates = "".join(f"; {line}" for line in counts.lines()[:1])
-    return f"{len(lengths)} rows{tokens} from the first {read} records{fates}"
+    line = f"{len(lengths)} rows{tokens} from the first {read} records{fates}"
+    held_out = tests / max(read, 1) or (0.0 if options.eval_data_path else options.eval_fraction)
+    rest = sum(1 for _ in islice(records, COUNTED_RECORDS))
+    rows = len(lengths) * (1 - held_out) * (read + rest) / max(read, 1)
+    return line, rows if next(records, None) is None else None
 
 
 def output_bytes(config: Any, section: str, made: Mapping[str, str]) -> Iterator[tuple[Path, int]]:

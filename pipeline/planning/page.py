@@ -59,15 +59,23 @@ class StagePlanner:
         return self.target.dtype if asked == "auto" else asked
 
 
-def stage_page(planner: StagePlanner, resolved: Resolved) -> tuple[list[str], MemoryPlan]:
-    """Return the lines of a stage's plan, and its memory. Raises InputError, EnvironmentFault."""
+def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tuple[list[str], MemoryPlan]:
+    """Return the lines of a stage's plan, and its memory; `num_steps` of the run, 0 where they are not known.
+
+    Raises:
+        InputError, EnvironmentFault: see `StagePlanner.memory`.
+    """
     needs, plan = planner.needs(resolved), planner.memory(resolved)
     source = " (described)" if planner.target.described else ""
     lines = [f"on {planner.target}{source}, {planner.dtype(resolved)}", *model_lines(plan)]
     lines += [f"  batch    {line}" for line in needs.batch]
+    if num_steps:
+        run = resolved.config.run
+        why = "--max_steps" if run.max_steps else f"{run.num_train_epochs:g} epochs, about"
+        lines.append(f"  steps    {num_steps} optimizer steps ({why})")
     lines += [*phase_lines(plan), *verdict_lines(plan, planner.target)]
     times = planner.seconds(resolved, plan)
-    return [*lines, *time_lines(needs, plan, *times, resolved.config.run.max_steps)], plan
+    return [*lines, *time_lines(needs, plan, *times, num_steps)], plan
 
 
 def row(name: str, values: Sequence[str]) -> str:
@@ -119,14 +127,14 @@ def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:
 
 
 def time_lines(
-    needs: StageNeeds, plan: MemoryPlan, seconds: Mapping[str, float], exchanged: Mapping[str, float], max_steps: int
+    needs: StageNeeds, plan: MemoryPlan, seconds: Mapping[str, float], exchanged: Mapping[str, float], num_steps: int
 ) -> list[str]:
-    """Return the time of the phases, and of the run where `--max_steps` ends it; rough figures, of full-length rows."""
+    """Return the time of the phases, and of the run where its steps are known; rough figures, of full-length rows."""
     if not seconds:
         return []
     phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
-    hours = sum(seconds.values()) / needs.steps_each * max_steps / 3600
-    run = f", {max_steps} steps {hours:.2g} h" if max_steps else ""
+    hours = sum(seconds.values()) / needs.steps_each * num_steps / 3600
+    run = f", {num_steps} steps {hours:.2g} h" if num_steps else ""
     line = f"  time     {phases}{run}: not measured; from the data sheet, by the shares that an H200 reached"
     return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]
 

@@ -9,10 +9,13 @@ import pytest
 from support.tiny_run import make_folder
 
 from pipeline import hub
+from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from pipeline.files import GIB
+from pipeline.launching.dry_run import num_steps
 from pipeline.launching.target import parse_target
 from step1_sft.main import main
+from step3_ppo.config import PPOConfig
 
 
 class Done(NamedTuple):
@@ -93,6 +96,19 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     data = next(line for line in lines if line.startswith("  data     train.jsonl: 8 rows of "))
     assert "from the first 8 records" in data and data.endswith("; 20% of the prompts are for this stage")
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
+
+
+def test_the_steps_of_a_run_are_told_from_its_rows(planned):
+    """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
+    words = ("--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
+    assert "  steps    8 optimizer steps (2 epochs, about)\n" in planned(*words, "--data_split", "none").stdout
+    assert "  steps    2 optimizer steps (2 epochs, about)\n" in planned(*words).stdout, "20 % are for this stage"
+    assert "  steps    3 optimizer steps (--max_steps)\n" in planned(*words, "--max_steps", "3").stdout
+    assert "  steps " not in planned(*words, "--packing", "true").stdout
+    ppo = "--actor_model_name_or_path a --critic_model_name_or_path b --per_device_train_batch_size 4 --ppo_epochs 3"
+    config = parse(PPOConfig, [*ppo.split(), "--per_device_generation_batch_size", "8"], section="ppo").config
+    assert num_steps(config, [40.0, 0.0], 2) == 3 * 2 * 3, "3 rollouts of 16 prompts, 2 steps each, 3 times"
+    assert num_steps(config, [40.0, None], 2) == 0
 
 
 def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,7 @@ def test_a_stage_without_a_supervisor_says_who_chooses(capsys):
 def test_micro_batches_are_tried_by_real_runs(tmp_path, monkeypatch):
     """The first rank lacks memory for batches of more than two rows."""
     folder = make_folder(tmp_path)
+    monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("OUT_OF_MEMORY", "0:2:1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/faults/site"))
     words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_seq_len",
