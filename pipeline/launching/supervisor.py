@@ -8,7 +8,7 @@ signals the ranks itself, reads how they ended (pipeline/run/outcome.py) and lea
 import sys
 
 from pipeline.console import outlive_console
-from pipeline.errors import RunError, print_error
+from pipeline.errors import RunError, StoppedRun, print_error
 from pipeline.launching.launcher import Signals
 
 
@@ -22,6 +22,9 @@ def main(argv: list[str]) -> int:
     try:
         module, count, rest = argv[0], int(argv[1]), argv[2:]
         return run_job(module, rest[:count], rest[count:], signals)
+    except StoppedRun as stop:
+        print(stop, file=sys.stderr)
+        return stop.code
     except RunError as error:
         return print_error(error)
 

@@ -194,10 +194,11 @@ def try_batch(
             job.kill()
     lines, text = training_lines(run_dir), "\n".join(ended.lines)
     if ended.code == EXIT_STOPPED or signals.first is not None:
+        shutil.rmtree(folder, ignore_errors=True)
         raise StoppedRun("stopped while micro-batches were tried; the same command starts again")
     lacks = bool(ended.halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)
     if not lacks and ended.code != EXIT_DONE:
-        raise RunError(f"--auto_batch: a micro-batch of {size} ended otherwise:\n{text}")
+        raise RunError(f"--auto_batch: a micro-batch of {size}: {text}; its output: {folder / 'output.txt'}")
     peak = f", {lines[-1]['gpu_memory_gib']:.1f} GiB" if lines and "gpu_memory_gib" in lines[-1] else ""
     seconds = f", {min(line['step_s'] for line in lines):.3g} s a step" if lines else ""
     say(f"auto_batch: micro-batch {size}: {'out of memory' if lacks else f'fits{peak}{seconds}'}")
