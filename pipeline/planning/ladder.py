@@ -14,7 +14,7 @@ from pipeline.planning.page import StagePlanner, fits
 
 Values = Mapping[str, Any]
 LORA_DIM = 16
-STAGE = "zero_stage"
+STAGE, AWAY = "zero_stage", "offload_optimizer_during_rollout"
 
 
 def named(values: Values, flag: str) -> list[str]:
@@ -44,10 +44,16 @@ def partitioned(stage: int) -> Callable[[Values, int], dict[str, Any]]:
     return change
 
 
+def states_away(values: Values, ranks: int) -> dict[str, Any]:
+    """Keep optimizer states in host memory during rollouts; no change where the stage has none."""
+    return {} if values["offload"] or AWAY not in values else {AWAY: True}
+
+
 def optimizer_offload(values: Values, ranks: int) -> dict[str, Any]:
     if values["offload"]:
         return {}
-    return {"offload": True} | {name: 1 for name in named(values, STAGE) if not values[name]}
+    changed = {"offload": True} | {name: 1 for name in named(values, STAGE) if not values[name]}
+    return changed | ({AWAY: False} if AWAY in values else {})
 
 
 def parameter_offload(values: Values, ranks: int) -> dict[str, Any]:
@@ -75,6 +81,7 @@ CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
     (with_checkpointing, "one more forward pass"),
     (partitioned(1), "the weights are gathered once a step"),
     (partitioned(2), "gradients are reduced in each micro-batch"),
+    (states_away, "states cross the bus twice a rollout"),
     (optimizer_offload, "states cross the bus each step"),
     (partitioned(3), "weights are gathered in each pass"),
     (parameter_offload, "weights cross the bus in each pass"),

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from bench.planned import planner_of
+from bench.planned import LLAMA, planner_of, ppo
 
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.files import GIB
@@ -79,3 +79,15 @@ def test_states_that_the_host_lacks_memory_for_can_be_on_disk(tmp_path):
     line, end = ladder(planner, resolved)
     assert re.match(r'"offload_optimizer": \{"device": "nvme", .*: gives back 0\.9 GiB of the host; cost: ', line)
     assert end == "with these it fits"
+
+
+@pytest.mark.slow
+def test_a_rollout_that_lacks_memory_moves_optimizer_states_away_first(tmp_path):
+    """A rollout copies 12.6 GiB of Llama-7B's weights beside the states of both models."""
+    file = tmp_path / "target.yaml"
+    checkpointing = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
+    file.write_text("gpus: 4\nmemory_gib: 52\nhost_memory_gib: 400", encoding="utf-8")
+    planner, resolved = planner_of("ppo", ppo(LLAMA, 1, 4, 3, checkpointing), str(file), tmp_path)
+    assert planner.memory(resolved).worst == "generate"
+    line, end = ladder(planner, resolved)
+    assert line.startswith("--offload_optimizer_during_rollout true: gives back ") and end == "with these it fits"
