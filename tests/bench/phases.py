@@ -13,7 +13,8 @@ WARM_UP_STEPS = 3
 PPO_TIMES = {"generate_s": "time/generate_s", "score_s": "time/score_s", "train_s": "time/train_s"}
 RATES = ("step_s", "samples_per_s", "tokens_per_s", "generate_tokens_per_s", "mfu", "completions/mean_length")
 CHECKED = ("loss", "grad_norm", "loss/policy", "loss/value", "actor/grad_norm", "critic/grad_norm", "objective/kl")
-PEAKS = {f"{phase}_peak_gib": f"memory/{phase}_gib" for phase in ("generate", "score", "train")}
+PHASES = ("generate", "score", "train")
+PEAKS = {f"{phase}_peak_gib": f"memory/{phase}_gib" for phase in PHASES}
 ERRORS = {"first_ratio_error": "policy/first_ratio_error", "sampler_error": "policy/sampler_error"}
 
 

@@ -1,8 +1,8 @@
 """Plan runs, make them on the GPUs of this machine, and compare: peaks of torch's allocator by phase.
 
-`python tests/bench/plan_runs.py plan FILE` writes what the planner says of each run, on any machine; `measure FOLDER`
-makes the runs, several at a time where their planned memory allows, and writes a file for each; `table FILE FOLDER`
-prints both as Markdown. Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows.
+`plan_runs.py plan PLANNED` writes what the planner says of each run, on any machine; `measure PLANNED MEASURED GPUS`
+makes the runs, several at a time where their planned memory allows; `table PLANNED MEASURED` prints both as Markdown.
+Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows.
 """
 
 import json
@@ -27,6 +27,7 @@ from demo.make import make_data, make_tokenizer
 from pipeline.files import GIB, write_json
 
 STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+Peaks = dict[str, dict[str, float]]  # run -> phase -> GiB
 STEPS, AT_ONCE = 3, 10
 ROOM_GIB = 4.0  # of each process beside its planned tensors: context, libraries, the allocator's unused blocks
 ADAPTERS = "--actor_lora_dim 64 --save_adapter_only true"
@@ -42,10 +43,6 @@ class PlannedRun:
     words: str
     gpus: int = 1
     held_out: bool = False
-
-    @property
-    def key(self) -> str:
-        return plain(self.name)
 
 
 def sft(model: str, zero_stage: int, micro: int, rest: str = "") -> str:
@@ -178,58 +175,69 @@ def run_words(run: PlannedRun, inputs: Path) -> list[object]:
     return [*words, *flags(shared), *NO_HELD_OUT]
 
 
-def measure(folder: Path, planned: dict[str, dict[str, float]], num_gpus: int, only: str = "") -> None:
-    """Make the runs whose names contain `only`, and write each one's highest GiB of each phase to `folder`."""
+def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
+    """Make the runs whose names contain `only`, and add the highest GiB of their phases to `file`.
+
+    A run that ran out of memory beside others and halved its micro-batch is another run: it is not written.
+    """
     import torch
 
-    inputs = folder.parent / "plan-inputs"
+    inputs, measured = file.parent / "plan-inputs", read_peaks(file)
     if not (inputs / "pairs.jsonl").exists():
         make_inputs(inputs)
     torch.cuda.empty_cache()
-    folder.mkdir(parents=True, exist_ok=True)
-    gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    room = Room([gib] * num_gpus)
+    room = Room([torch.cuda.get_device_properties(0).total_memory / GIB] * num_gpus)
 
     def made(run: PlannedRun) -> None:
         with room.take(run.gpus, max(planned[run.name].values()) * 1.1 + ROOM_GIB) as gpus:
-            output = inputs / "runs" / run.key
-            command = launched(
-                f"{STAGES[run.section]}.main", [*run_words(run, inputs), *output_words(output)], gpus=run.gpus
-            )
-            variables = environment() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": "1"}
-            output.mkdir(parents=True, exist_ok=True)
             try:
-                run_logged(f"[plan_runs] {run.name}", command, folder / f"{run.key}.log", variables)
-                found = phases.measure(output / "run", warm_up=0)
+                peaks = peaks_of(run, inputs, gpus)
             except BenchError as error:
                 print(f"[plan_runs] failed: {error}", file=sys.stderr, flush=True)
                 return
-            peaks = {name: found[f"{name}_peak_gib"] for name in planned[run.name] if f"{name}_peak_gib" in found}
-            write_json(folder / f"{run.key}.json", {"highest": found["peak_gib"]} | peaks)
-            shutil.rmtree(output, ignore_errors=True)
+            with room.changed:
+                measured[run.name] = peaks
+                write_json(file, measured)
 
+    waiting = [run for run in RUNS if run.gpus <= num_gpus and only in run.name and run.name not in measured]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        waiting = [r for r in RUNS if r.gpus <= num_gpus and only in r.name and not (folder / f"{r.key}.json").exists()]
         list(pool.map(made, sorted(waiting, key=lambda run: -max(planned[run.name].values()))))
 
 
-def table(planned: dict[str, dict[str, float]], folder: Path) -> list[str]:
+def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]:
+    """Make a run on these GPUs; return the GiB of its phases, or its highest. Raises BenchError."""
+    output = inputs / "runs" / plain(run.name)
+    output.mkdir(parents=True, exist_ok=True)
+    command = launched(f"{STAGES[run.section]}.main", [*run_words(run, inputs), *output_words(output)], gpus=run.gpus)
+    variables = environment() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": "1"}
+    run_logged(f"[plan_runs] {run.name}", command, inputs / f"{plain(run.name)}.log", variables)
+    lines = phases.training_lines(output / "run")
+    if len({line["micro_batch_size"] for line in lines}) > 1:
+        raise BenchError(f"{run.name}: the micro-batch was halved, there was no memory beside other runs")
+    found = phases.measure(output / "run", warm_up=0)
+    shutil.rmtree(output, ignore_errors=True)
+    by_phase = {phase: found[f"{phase}_peak_gib"] for phase in phases.PHASES if f"{phase}_peak_gib" in found}
+    # Stages 1 and 2 have one figure, that of training: nothing is evaluated.
+    return {phase: round(gib, 3) for phase, gib in (by_phase or {"train": found["peak_gib"]}).items()}
+
+
+def read_peaks(file: Path) -> Peaks:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def table(planned: Peaks, measured: Peaks) -> list[str]:
     """Return the lines of the table in Markdown: each measured phase of each run, held-out runs marked."""
     lines = ["| run | GPUs | phase | planned | measured | difference | within |", "|---|---|---|---|---|---|---|"]
     for run in RUNS:
-        file = folder / f"{run.key}.json"
         name = f"{run.name} (held out)" if run.held_out else run.name
-        if not file.exists():
-            lines.append(f"| {name} | {run.gpus} | | {max(planned[run.name].values()):.1f} | not run | | |")
-            continue
-        measured = json.loads(file.read_text(encoding="utf-8"))
-        by_phase = {phase: value for phase, value in measured.items() if phase != "highest"}
-        for phase, value in (by_phase or measured).items():
-            expected = planned[run.name][phase] if by_phase else max(planned[run.name].values())
+        if run.name not in measured:
+            worst = max(planned[run.name], key=lambda phase, peaks=planned[run.name]: peaks[phase])
+            lines.append(f"| {name} | {run.gpus} | {worst} | {planned[run.name][worst]:.1f} | not run | | |")
+        for phase, value in measured.get(run.name, {}).items():
+            expected = planned[run.name][phase]
             near = "yes" if abs(expected - value) <= max(1.0, 0.05 * value) else "NO"
-            lines.append(
-                f"| {name} | {run.gpus} | {phase} | {expected:.1f} | {value:.1f} | {expected - value:+.1f} | {near} |"
-            )
+            cells = (name, run.gpus, phase, f"{expected:.1f}", f"{value:.1f}", f"{expected - value:+.1f}", near)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
@@ -239,11 +247,10 @@ def main() -> None:
     if command == "plan":
         plan(file)
         return
-    planned = json.loads(file.read_text(encoding="utf-8"))
-    folder = Path(sys.argv[3])
+    planned, measured = read_peaks(file), Path(sys.argv[3])
     if command == "measure":
-        measure(folder, planned, int(sys.argv[4]), *sys.argv[5:])
-    print(*table(planned, folder), sep="\n")
+        measure(measured, planned, int(sys.argv[4]), *sys.argv[5:])
+    print(*table(planned, read_peaks(measured)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,9 @@ def ppo(models: str, micro: int, steps: int, zero_stage: int, rest: str = "") ->
 
 
 SUPERVISED = "--zero_stage 2 --per_device_train_batch_size 16 --gradient_accumulation_steps 4"
+LLAMA_3 = "--actor_model_name_or_path llama-3-8b --critic_model_name_or_path llama-3-1b"
+QWEN = "--actor_model_name_or_path qwen2.5-1.5b --critic_model_name_or_path qwen2.5-0.5b"
+LORA_8B = ppo(LLAMA_3, 16, 4, 2, "--actor_lora_dim 64")
 LORA_7B = ppo(LLAMA, 4, 16, 2, "--actor_lora_dim 64")
 CHECKPOINTING = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
 # The last one was measured while a planner was wished for; its other settings are those of the benchmark's rows.
@@ -83,6 +86,14 @@ RUNS = (
     Run("PPO, Llama-7B LoRA 64, critic 1B", "ppo", H200, LORA_7B, 59.749, "raw/ppo_h200_202611_memory", "score"),
     Run("PPO, Llama-7B LoRA 64, critic 1B", "ppo", H200, LORA_7B, 71.17, "raw/ppo_h200_202611_memory", "train",
         seconds=(2.286, 2.793, 4.416)),
+    Run("PPO, Llama-3-8B LoRA 64, critic Llama-3-1B", "ppo", H200, LORA_8B, 54.380,
+        "raw/ppo_h200_202611_llama_3_8b", "generate"),
+    Run("PPO, Llama-3-8B LoRA 64, critic Llama-3-1B", "ppo", H200, LORA_8B, 54.506,
+        "raw/ppo_h200_202611_llama_3_8b", "score"),
+    Run("PPO, Llama-3-8B LoRA 64, critic Llama-3-1B", "ppo", H200, LORA_8B, 97.004,
+        "raw/ppo_h200_202611_llama_3_8b", "train", seconds=(1.832, 2.181, 2.629)),
+    Run("PPO, Qwen2.5-1.5B, critic 0.5B", "ppo", H200, ppo(QWEN, 32, 2, 2), 75.528,
+        "raw/ppo_h200_202611_qwen2_5_1_5b", seconds=(0.601, 0.538, 0.882)),
     Run("PPO, Llama-7B, critic 1B, ZeRO-3, checkpointing", "ppo", FOUR,
         ppo(LLAMA, 4, 16, 3, f"--old_log_probs sampler --max_answer_seq_len 1024 {CHECKPOINTING}"), 105.0, "one run"),
 )  # fmt: skip

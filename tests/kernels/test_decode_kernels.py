@@ -222,7 +222,8 @@ def test_a_product_by_int8_codes_is_that_of_the_dequantised_weight(rows, outputs
     found = int8_matmul(x, codes, scale)
     assert found is not None and found.dtype == x.dtype
     expected = (x.float() @ dequantise_rows(codes, scale, x.dtype).float().T).to(x.dtype)
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-2)
+    # Sums in another order may be rounded to a neighbour.
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(x.dtype).eps, atol=1e-2)
 
 
 def test_codes_are_dequantised_in_the_kernel_as_by_the_layer():

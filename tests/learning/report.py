@@ -59,12 +59,19 @@ def mean(lines: Sequence[Line], name: str) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def scale(many: Sequence[Line], name: str) -> tuple[float, float]:
-    """Return the mean and standard deviation of a reward model's scores of SFT's answers."""
-    return estimates.mean_and_spread([line[name] for line in many])
+Scales = dict[str, tuple[float, float]]
 
 
-def curve(run: Run, scales: dict[str, tuple[float, float]]) -> list[tuple[float, float, float]]:
+def scales_of(runs: Sequence[Run]) -> Scales:
+    """Return the mean and standard deviation of each reward model's scores of SFT's answers: of all first
+    evaluations."""
+    found = {"gold": [line["gold"] for run in runs for line in run.before]}
+    for run in runs:
+        found.setdefault(run.proxy, []).extend(line["proxy"] for line in run.before)
+    return {name: estimates.mean_and_spread(scores) for name, scores in found.items()}
+
+
+def curve(run: Run, scales: Scales) -> list[tuple[float, float, float]]:
     """Return (root of the KL, proxy, gold) of each evaluation; scores in standard deviations above SFT's mean."""
     points = []
     for _, lines in sorted(run.evaluations.items()):
@@ -76,9 +83,7 @@ def curve(run: Run, scales: dict[str, tuple[float, float]]) -> list[tuple[float,
     return points
 
 
-def best_of_n_curve(
-    many: Sequence[Line], proxy: str, scales: dict[str, tuple[float, float]]
-) -> Iterator[tuple[float, float, float]]:
+def best_of_n_curve(many: Sequence[Line], proxy: str, scales: Scales) -> Iterator[tuple[float, float, float]]:
     """Yield the points of best-of-n for n = 1, 2, 4, ... as `curve` does."""
     by_prompt = defaultdict[int, list[Line]](list)
     for line in many:
@@ -129,7 +134,7 @@ def paired(run: Run) -> list[tuple[Line, Line]]:
     return [(before[line["prompt"]], line) for line in run.after if line["prompt"] in before]
 
 
-def figures_of(run: Run, scales: dict[str, tuple[float, float]]) -> Line:
+def figures_of(run: Run, scales: Scales) -> Line:
     """Return what a run reached at its last evaluation, beside its own first one."""
     before, after = zip(*paired(run), strict=True)
     scores = [[line["gold"] for line in lines] for lines in (after, before)]
@@ -153,7 +158,7 @@ def figures_of(run: Run, scales: dict[str, tuple[float, float]]) -> Line:
     }
 
 
-def rows_of(runs: Sequence[Run], scales: dict[str, tuple[float, float]]) -> tuple[list[str], list[list[str]]]:
+def rows_of(runs: Sequence[Run], scales: Scales) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a table: mean and standard deviation over the seeds of each name."""
     groups = defaultdict[str, list[Line]](list)
     for run in runs:
@@ -184,32 +189,53 @@ def flat(text: str) -> str:
 
 
 def reward_models(folder: Path) -> str:
-    """Return the table of reward models: accuracy on held-out pairs beside the trivial rules'."""
-    rows = []
+    """Return the table of reward models: accuracy on held-out pairs beside the trivial rules', and what gold is."""
+    rows, said = [], ""
     for name, found in accuracies(folder).items():
         rules = {rule: said["mean"] for rule, said in found["trivial_rules"].items()}
         best = max(rules, key=lambda rule: rules[rule])
         accuracy = found["accuracy"]
         shown = f"{accuracy['mean']:.3f} +- {accuracy['standard_error']:.3f}"
         rows.append([name, found["pairs"], shown, f"{best}: {rules[best]:.3f}"])
-    return table(["reward model", "held-out pairs", "accuracy", "best trivial rule"], rows)
+        if name == "gold":
+            apart = (accuracy["mean"] - rules[best]) / accuracy["standard_error"]
+            kind = "above" if apart > 0 else "NOT above (it is no gold)"
+            said = f"\nGold is {kind} the best trivial rule, by {apart:.1f} standard errors.\n"
+    return table(["reward model", "held-out pairs", "accuracy", "best trivial rule"], rows) + said
+
+
+def peaks(runs: Sequence[Run], scales: Scales) -> str:
+    """Return a sentence for each name: where gold is highest on the mean curve of its seeds, and what it is at the
+    end."""
+    curves = defaultdict[str, list[list[tuple[float, float, float]]]](list)
+    for run in runs:
+        curves[run.name].append(curve(run, scales))
+    lines = []
+    for name, seeds in curves.items():
+        means = [[sum(part) / len(seeds) for part in zip(*points, strict=True)] for points in zip(*seeds, strict=True)]
+        best = max(means, key=lambda point: point[2])
+        lines.append(
+            f"- {name}: gold is highest, {best[2]:.2f}, at a KL of {best[0] ** 2:.1f} nats (proxy {best[1]:.2f}); at "
+            f"the end it is {means[-1][2]:.2f} at {means[-1][0] ** 2:.1f} nats (proxy {means[-1][1]:.2f})."
+        )
+    return "\n".join(lines) + "\n"
 
 
 def write(folder: Path, output: Path, title: str) -> None:
-    """Write `output` (markdown) and its plots beside it, named after it."""
+    """Write `output` (Markdown), and beside it its plots and, as JSON, the points of the curves, named after it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    many = read_lines(folder / "best_of_n.jsonl")
-    judges = [name for name in many[0] if name == "gold" or name.startswith("proxy-")]
-    scales = {name: scale(many, name) for name in judges}
     runs, ablations = read_runs(folder / "frontier"), read_runs(folder / "ablations")
+    scales, sampled = scales_of([*runs, *ablations]), folder / "best_of_n.jsonl"
+    many = read_lines(sampled) if sampled.exists() else []
     parts = [f"# {title}\n", "## Reward models\n", reward_models(folder)]
     for proxy in sorted({run.proxy for run in runs}, key=lambda name: -int(name.rpartition("-")[2])):
         curves = defaultdict[str, list[list[tuple[float, float, float]]]](list)
         for run in runs:
             if run.proxy == proxy:
                 curves[run.name].append(curve(run, scales))
-        curves["best of n"].append(list(best_of_n_curve(many, proxy, scales)))
-        parts.append(f"## {proxy}\n")
+        if many:
+            curves["best of n"].append(list(best_of_n_curve(many, proxy, scales)))
+        parts += [f"## {proxy}\n", peaks([run for run in runs if run.proxy == proxy], scales)]
         if find_spec("matplotlib"):
             file = output.with_name(f"{output.stem}_{proxy}.png")
             plot(file, proxy, curves)
@@ -220,5 +246,8 @@ def write(folder: Path, output: Path, title: str) -> None:
         if group:
             parts += [f"## {heading}\n", table(*rows_of(group, scales))]
     if runs:
-        parts += ["## Ten answers before and after\n", f"Of {runs[0].name}, seed {runs[0].seed}.\n", answers(runs[0])]
+        shown = max(runs, key=lambda run: curve(run, scales)[-1][2])
+        parts += ["## Ten answers before and after\n", f"Of {shown.name}, seed {shown.seed}.\n", answers(shown)]
     output.write_text("\n".join(parts), encoding="utf-8")
+    points = {f"{run.name}, seed {run.seed}": [[round(x, 4) for x in p] for p in curve(run, scales)] for run in runs}
+    output.with_suffix(".json").write_text(json.dumps(points).replace("]], ", "]],\n") + "\n", encoding="utf-8")

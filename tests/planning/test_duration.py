@@ -8,8 +8,9 @@ from pipeline.planning.duration import READ, SCORED, TRAINED, phase_seconds
 
 WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
 HEAD = 50_272 * 2048
-# Half of the time of a 7B model with LoRA, in micro-batches of four rows, is not explained (docs/memory.md).
-TIMED = [run for run in RUNS if run.seconds and "7B" not in run.name]
+# Half of the time of a 7B model with LoRA, in micro-batches of four rows, is not explained; Qwen2.5's rollout is not
+# bound by memory (docs/memory.md).
+TIMED = [run for run in RUNS if run.seconds and "7B" not in run.name and "Qwen" not in run.name]
 
 
 def test_the_seconds_of_phases_by_hand(tmp_path):

@@ -4,6 +4,7 @@ Importing torch, DeepSpeed and transformers costs a fresh process five seconds. 
 thread of it is missing in a child; a test's own process may have computed. Each pytest worker has one server.
 """
 
+import importlib.util
 import multiprocessing
 import os
 import socket
@@ -51,10 +52,16 @@ def server_variables() -> Iterator[None]:
         os.environ.update(before)
 
 
+def preloaded() -> list[str]:
+    """Return the modules of the server: none where bitsandbytes, which peft imports, would start CUDA in it."""
+    starts_cuda = os.environ.get("DS_ACCELERATOR") != "cpu" and importlib.util.find_spec("bitsandbytes") is not None
+    return [] if starts_cuda else PRELOADED
+
+
 def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """Call `target(*arguments)`, all of which can be pickled, in a child of the server; starts that first."""
     sys.path[:0] = [path for path in PATHS if path not in sys.path]
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(preloaded())
     with server_variables():
         forkserver.ensure_running()
     process = context.Process(target=target, args=arguments)
