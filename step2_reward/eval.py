@@ -20,7 +20,7 @@ from pipeline.data.cache import load_or_build
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
 from pipeline.errors import InputError
-from pipeline.models.finite_weights import check_finite
+from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.paths import check_reward_model
 from pipeline.models.reward_model import last_token_scores, load_reward_model
@@ -192,8 +192,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     for line in data.counts.lines():
         print(f"  rows: {line}", file=sys.stderr)
     device = default_device()
-    model = load_reward_model(options.model, dtype=torch.float32).to(device).eval()
-    check_finite(model, options.model)
+    model = on_devices(load_reward_model(options.model, dtype=torch.float32), options.model)
     pad_id = choose_padding_token(tokenizer).pad_id
     batches = evaluation_batches(
         rows,

@@ -13,7 +13,7 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading
 from pipeline.models.causal_lm import CausalLM
-from pipeline.models.finite_weights import check_finite
+from pipeline.models.loaded import check_finite
 from pipeline.models.loading import DTYPES, base_model, default_dtype, load_language_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants

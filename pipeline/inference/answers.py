@@ -19,7 +19,7 @@ from pipeline.data.templates import encode_conversation, encode_prompt, set_temp
 from pipeline.data.turns import Message, Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.models.finite_weights import check_finite
+from pipeline.models.loaded import on_devices
 from pipeline.models.loading import (
     DTYPES,
     adapter_base,
@@ -73,7 +73,7 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
-    """Load a model (hub id, folder or adapter folder) onto the default device, with its tokenizer.
+    """Load a model (hub id, folder or adapter folder) onto the devices that hold it, with its tokenizer.
 
     The chat template is the one that training saved with the tokenizer; a tokenizer without one gets Human/Assistant.
     """
@@ -81,8 +81,7 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     transformers.logging.disable_progress_bar()
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     tokenizer = load_chat_tokenizer(path)
-    model = load_language_model(path, dtype=dtype).to(default_device()).eval()  # type: ignore[arg-type]
-    check_finite(model, path)
+    model = on_devices(load_language_model(path, dtype=dtype), path)
     end_ids = eos_ids(tokenizer, model.generation_config)
     # generate() takes settings that are not passed from here: published models set temperatures and top_k of their own.
     model.generation_config = GenerationConfig()
@@ -251,11 +250,10 @@ class Judge:
 
 
 def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
-    """Load a reward model onto the default device. Raises InputError if `path` contains none."""
+    """Load a reward model onto the devices that hold it. Raises InputError if `path` contains none."""
     check_model(path, "--reward_model")
     tokenizer = load_chat_tokenizer(path)
-    model = load_reward_model(path, dtype=dtype).to(default_device()).eval()
-    check_finite(model, path)
+    model = on_devices(load_reward_model(path, dtype=dtype), path)
     return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.engine.memory import num_bytes, storages, weight_tensors
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.kernels.int8_linear import Int8Linear, dequantise_rows, quantise_rows
-from pipeline.models.finite_weights import check_finite
+from pipeline.models.loaded import check_finite
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora, check_quantization, keep_norms_in_fp32, quantise_to_int8
 from pipeline.models.reward_model import load_reward_model

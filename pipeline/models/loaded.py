@@ -1,11 +1,15 @@
-"""Refuse a loaded model whose weights hold NaN or infinity: what it computes would look like numbers for a while.
+"""Make a loaded model ready: weights with NaN or infinity are refused, and layers go to the devices that hold them.
 
-For the engines, chat, comparison and the report on a reward model, once after loading. That nothing else is ever saved
-is checked in `checkpoints/model_folder.py`.
+For the engines (which place weights themselves), chat, comparison and the report on a reward model, once after loading.
+That nothing else than finite weights is ever saved is checked in `checkpoints/model_folder.py`.
 """
 
+import gc
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import safetensors
 import torch
@@ -13,9 +17,53 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.errors import InputError
+from pipeline.files import GIB
+from pipeline.models.loading import default_device
 from pipeline.models.partitions import local_range, local_share
 from pipeline.models.paths import read_adapter_config
 from pipeline.models.weight_files import ADAPTER_WEIGHTS, weight_files
+
+# Of a GPU's free memory, for weights; the rest is for the KV cache and activations. Chosen by hand.
+WEIGHTS_SHARE = 0.8
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def on_devices(model: M, path: str) -> M:
+    """Check a model that is only read, and put it on the default device; one too large for it on all GPUs and the host.
+
+    Layers fill the GPUs in order; those left on the host are copied to the first GPU in each pass. A line says so.
+
+    Raises:
+        InputError: a weight is not finite, or no GPU holds the largest layer.
+    """
+    model.eval()
+    gc.collect()  # the hooks of a model before this one hold it in a cycle
+    limits = memory_limits()
+    size = sum(part.numel() * part.element_size() for part in [*model.parameters(), *model.buffers()])
+    if size <= next(iter(limits.values())):
+        check_finite(model.to(default_device()), path)
+        return model
+    check_finite(model, path)
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    whole = sorted({name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()})
+    devices = infer_auto_device_map(model, limits, no_split_module_classes=whole, offload_buffers=True)
+    shares = Counter("the host" if device == "cpu" else f"GPU {device}" for device in devices.values())
+    if set(shares) == {"the host"}:
+        raise InputError(
+            f"{path}: no layer fits into {limits[0] / GIB:.1f} GiB, 80 % of the GPU's free memory; free more"
+        )
+    parts = ", ".join(f"{count} on {device}" for device, count in shares.items())
+    print(f"{path}: {size / GIB:.1f} GiB of weights, more than one GPU takes: {parts}", file=sys.stderr, flush=True)
+    return dispatch_model(model, devices, offload_buffers=True)
+
+
+def memory_limits() -> dict[int | str, int]:
+    """Return the bytes that weights may take on each GPU, and on the host, where they were loaded: no limit."""
+    count = torch.cuda.device_count() if dist.has_gpu() else 0
+    gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * torch.cuda.mem_get_info(n)[0]) for n in range(count)}
+    return gpus | {"cpu": sys.maxsize}
 
 
 def check_finite(model: nn.Module, path: str) -> None:
