@@ -118,9 +118,11 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
             f"plan of {section}, {lines[0]}", *lines[1:], *data, *disk_lines(resolved.config, section, made), sep="\n"
         )
         if not page.fits(memory, target):
-            print("  to make it fit, each with those before it:", *ladder.ladder(planner, resolved), sep="\n    ")
             last = list(ladder.changes(planner, resolved))[-1:]
-            if not (resolved.config.run.auto_fit and last and page.fits(last[0].plan, target)):
+            changes_it = resolved.config.run.auto_fit and bool(last) and page.fits(last[0].plan, target)
+            how = "--auto_fit makes it fit" if changes_it else "to make it fit"
+            print(f"  {how}, each with those before it:", *ladder.ladder(planner, resolved), sep="\n    ")
+            if not changes_it:
                 errors.append(f"{section}: {page.verdict(memory, target)} ({target})")
         made |= {str(folder): start for folder in model_folders(resolved.config, section)[:1]}
     if errors:

@@ -71,8 +71,8 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
     lines += [f"  batch    {line}" for line in needs.batch]
     if num_steps:
         run = resolved.config.run
-        why = "--max_steps" if run.max_steps else f"{run.num_train_epochs:g} epochs, about"
-        lines.append(f"  steps    {num_steps} optimizer steps ({why})")
+        why = "--max_steps" if run.max_steps else f"about; --num_train_epochs {run.num_train_epochs:g}"
+        lines.append(f"  steps    {num_steps} of the optimizer ({why})")
     lines += [*phase_lines(plan), *verdict_lines(plan, planner.target)]
     times = planner.seconds(resolved, plan)
     return [*lines, *time_lines(needs, plan, *times, num_steps)], plan

@@ -101,9 +101,14 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
 def test_the_steps_of_a_run_are_told_from_its_rows(planned):
     """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
     words = ("--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
-    assert "  steps    8 optimizer steps (2 epochs, about)\n" in planned(*words, "--data_split", "none").stdout
-    assert "  steps    2 optimizer steps (2 epochs, about)\n" in planned(*words).stdout, "20 % are for this stage"
-    assert "  steps    3 optimizer steps (--max_steps)\n" in planned(*words, "--max_steps", "3").stdout
+    assert (
+        "  steps    8 of the optimizer (about; --num_train_epochs 2)\n"
+        in planned(*words, "--data_split", "none").stdout
+    )
+    assert "  steps    2 of the optimizer (about; --num_train_epochs 2)\n" in planned(*words).stdout, (
+        "20 % are for this stage"
+    )
+    assert "  steps    3 of the optimizer (--max_steps)\n" in planned(*words, "--max_steps", "3").stdout
     assert "  steps " not in planned(*words, "--packing", "true").stdout
     ppo = "--actor_model_name_or_path a --critic_model_name_or_path b --per_device_train_batch_size 4 --ppo_epochs 3"
     config = parse(PPOConfig, [*ppo.split(), "--per_device_generation_batch_size", "8"], section="ppo").config
@@ -130,3 +135,13 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     assert changes[0].strip().startswith("--per_device_train_batch_size 8 --gradient_accumulation_steps 2: gives back ")
     # The context alone is more than this device has.
     assert "none of these is enough" in changes[-2]
+    assert planned("--target", "none.yaml", "--auto_fit").returncode == 3
+
+
+def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
+    words = ("--target", "small.yaml", "--per_device_train_batch_size", "32768")
+    lacking, changed = planned(*words), planned(*words, "--auto_fit")
+    assert (lacking.returncode, changed.returncode) == (3, 0) and changed.stderr == ""
+    lines = changed.stdout.partition("--auto_fit makes it fit, each with those before it:\n")[2].splitlines()
+    assert lines[0].startswith("    --per_device_train_batch_size 16384 --gradient_accumulation_steps 2: gives back ")
+    assert "    with these it fits" in lines
