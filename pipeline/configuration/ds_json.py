@@ -3,6 +3,7 @@
 Names of keys are checked in ds_keys.py. Nothing here imports torch or deepspeed.
 """
 
+import base64
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ Json = dict[str, Any]
 
 ACCUMULATION = "gradient_accumulation_steps"
 
+BASE64_OBJECT = "eyJ"  # the first bytes of an object, `{"`
 # The value of a key whose block is missing.
 NO_OFFLOAD = {"zero_optimization.offload_optimizer.device": "none", "zero_optimization.offload_param.device": "none"}
 
@@ -44,6 +46,21 @@ def read_user_json(path: str | Path) -> Json:
     if errors := [f"{path}: {error}" for error in contradictions(dict(leaves(content)))]:
         raise InputError("\n".join(errors))
     return content
+
+
+def autotuning_file(word: str) -> str:
+    """Return the file of a configuration that DeepSpeed's autotuner hands over in base64, or a word as it is.
+
+    The autotuner writes the file beside its measurements. After `--autotuning run` it starts the best configuration
+    as it was measured, to end after a few steps: then the file is the one without measuring, which trains to the end.
+    """
+    try:
+        content = json.loads(base64.urlsafe_b64decode(word)) if word.startswith(BASE64_OBJECT) else {}
+        measured = Path(content["autotuning"]["metric_path"])
+    except (ValueError, LookupError, TypeError):
+        return word
+    optimal = measured.parents[1] / "ds_config_optimal.json"
+    return str(optimal if measured.exists() and optimal.exists() else measured.with_name("ds_config.json"))
 
 
 def without_refused(content: Json, path: str = "") -> Json:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from pipeline.configuration.ds_json import flags_from_json, overrides, read_user_json
+from pipeline.configuration.ds_json import autotuning_file, flags_from_json, overrides, read_user_json
 from pipeline.configuration.flag_checks import unsafe_paths
 from pipeline.configuration.flag_table import Flag, flag_table, flat_items, nest
 from pipeline.configuration.help import help_text
@@ -285,4 +285,4 @@ def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any],
 
 def stage_arguments(argv: list[str] | None) -> list[str]:
     """Return the process's own arguments where a `main` is called without any."""
-    return list(sys.argv[1:] if argv is None else argv)
+    return [autotuning_file(word) for word in (sys.argv[1:] if argv is None else argv)]

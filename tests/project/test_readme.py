@@ -206,8 +206,10 @@ COMMANDS = [
 
 
 def module_config(words: list[str]) -> tuple[type, list[str]]:
-    """(configuration class, its words) of `-m step1_sft.main ...` or `--module step1_sft.main ...`."""
-    at = next(index for index, word in enumerate(words) if word in ("-m", "--module"))
+    """(configuration class, its words) of `-m step1_sft.main`, `--module step1_sft.main` or `step1_sft/main.py`."""
+    at = next(n for n, word in enumerate(words) if word in ("-m", "--module") or word.endswith("main.py"))
+    if (ROOT / words[at]).is_file():
+        return STAGES[words[at].partition("/")[0]], words[at + 1 :]
     name, rest = words[at + 1], words[at + 2 :]
     if name == "step2_reward.eval":
         return RewardEvalConfig, rest
@@ -245,6 +247,8 @@ def check_command(words: list[str]) -> None:
         pass
     elif program in ("python", "torchrun", "deepspeed"):
         config_class, flags = module_config(rest)
+        if "--autotuning" in rest:  # its file may have lists, of which a stage never hears
+            del flags[(at := flags.index("--deepspeed_config")) : at + 2]
         parse(config_class, flags, section="none")
     elif program == "bash":
         config_class, flags = script_config(rest)
