@@ -144,13 +144,27 @@ class Launcher:
             raise EnvironmentFault("\n".join(problems))
 
     def show(self) -> int:
-        """Print a line for each host, all of which could run the job."""
+        """Print a line for each host, all of which could run the job, and the bandwidth between them.
+
+        Raises:
+            EnvironmentFault: the hosts' ranks do not reach each other.
+        """
         for host in self.hosts:
             same, gpus = host.said["facts"]["same"], host.said["facts"]["gpus"]
             folder = "shared with the first host" if host.said["shared"] else "on a disk of its own"
             words = ", ".join(f"{name} {value}" for name, value in same.items())
-            print(f"{host.name}: {gpus} GPUs, {len(host.ranks)} ranks, {words}; {self.run_dir.name}: {folder}")
-        print(f"{len(self.hosts)} hosts can run {self.command[1]}; nothing was started", flush=True)
+            print(
+                f"{host.name}: {gpus} GPUs, {len(host.ranks)} ranks, {words}; {self.run_dir.name}: {folder}", flush=True
+            )
+        module, self.command = self.command[1], ["--module", "pipeline.bandwidth"]
+        if not self.flags.no_ssh:
+            self.start()
+            if self.watch() and not self.end:
+                raise EnvironmentFault(
+                    "the ranks of the hosts do not reach each other, their words are above: name the network by "
+                    "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) and --master-addr, and open its ports"
+                )
+        print(f"{len(self.hosts)} hosts can run {module}; nothing was started", flush=True)
         return 0
 
     def start(self) -> None:

@@ -1,5 +1,6 @@
 """The check of all hosts before a run: what differs is named with the host and what to do. ssh is a stand-in."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -24,27 +25,55 @@ def check(tmp_path):
     write_program(tmp_path / "bin/ssh", SSH_STUB.replace("COPY", str(tmp_path / "copy")))
     for package in ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "launch", "rlhf"):
         shutil.copytree(ROOT / package, tmp_path / "copy" / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     environment = stub_environment(tmp_path, PYTHON=sys.executable, DS_ACCELERATOR="cpu")
-    words = ["--hostfile", "hosts", "--check", "1", "--data_path", "data.jsonl", "--output_dir", "out/sft"]
+    words = [
+        "--hostfile",
+        "hosts",
+        "--check",
+        "--master_addr",
+        "127.0.0.1",
+        "1",
+        "--data_path",
+        "data.jsonl",
+        "--output_dir",
+        "out/sft",
+    ]
     command = ["bash", str(ROOT / "launch/multi_node.sh"), *words]
-    return lambda: subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    return lambda **more: subprocess.run(
+        command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def test_hosts_that_are_alike_pass_and_one_with_other_code_is_named(tmp_path, check):
-    done = check()
-    assert done.returncode == 0, done.stderr
-    first, second, last = done.stdout.splitlines()
-    assert first.startswith("a: 0 GPUs, 1 ranks, python 3.") and second.startswith("b: 0 GPUs, 2 ranks, python 3.")
-    assert last == "2 hosts can run step1_sft.main; nothing was started"
+def test_a_host_with_other_code_is_named(tmp_path, check):
     with (tmp_path / "copy/pipeline/errors.py").open("a") as file:
         file.write("# changed\n")
     done = check()
     assert done.returncode == 3 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: b: code of the project is ") and done.stderr.endswith("the same on both\n")
+
+
+@pytest.mark.slow
+def test_hosts_that_are_alike_pass_and_their_network_is_measured(check):
+    done = check()
+    assert done.returncode == 0, done.stderr
+    first, second, last = done.stdout.splitlines()
+    assert first.startswith("a: 0 GPUs, 1 ranks, python 3.") and second.startswith("b: 0 GPUs, 1 ranks, python 3.")
+    assert last == "2 hosts can run step1_sft.main; nothing was started"
+    line = r"^all-reduce of (.+) GiB over 2 ranks: (.+) ms, each sends (.+) GB/s$"
+    size, ms, sent = map(float, re.findall(line, done.stderr, re.MULTILINE)[0])
+    assert sent == pytest.approx(size * 2**30 / ms / 1e6, rel=0.02)  # of two ranks each sends all bytes once
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_reach_each_other_are_told_what_to_do(check):
+    done = check(GLOO_SOCKET_IFNAME="none0")
+    assert done.returncode == 3 and "hosts can run" not in done.stdout
+    assert "error: all-reduce: " in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "name the network by NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) and --master-addr, and open its ports"
+    )
 
 
 def said(*, torch="2.13.0", gpus=8, chosen=8, data="x"):
