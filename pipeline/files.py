@@ -137,19 +137,6 @@ def check_replaceable(folder: Path) -> None:
         )
 
 
-def cache_folder(cache_dir: str | None) -> Path:
-    """Create the cache directory with mode 0700: `cache_dir`, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cache directory {folder}: {error.strerror}; --data_output_path names another"
-        ) from error
-    return folder
-
-
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file's content, as hex."""
     with path.open("rb") as file:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.spool import Spool
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import cache_folder
 from pipeline.heartbeat import INTERVAL_S, beat_again
 from pipeline.marks import CACHE_TAG
 
@@ -47,6 +47,19 @@ class StageData:
     train: "Dataset"
     eval: "Dataset"
     counts: Counts
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Create the cache directory with mode 0700: `cache_dir`, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cache directory {folder}: {error.strerror}; --data_output_path names another"
+        ) from error
+    return folder
 
 
 def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:

@@ -20,8 +20,9 @@ from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import values_by_rule
+from pipeline.data.cache import cache_folder
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, StoppedRun
-from pipeline.files import cache_folder, write_json, write_text
+from pipeline.files import write_json, write_text
 from pipeline.launching.dry_run import stage_planner
 from pipeline.launching.job import ENDING_S, Job, check_local_port, is_on_one_machine, num_ranks, say
 from pipeline.launching.launcher import Signals
