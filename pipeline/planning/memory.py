@@ -63,6 +63,11 @@ def states_of(size: ModelSize, engine: Json, *, ranks: int, trained: bool, devic
         offloaded = device_of(zero, "offload_param") != "none"
         share = -(-size.num_bytes // ranks)
         weights, host = (0, share) if offloaded else (share, 0)
+        if device_of(zero, "offload_param") == "nvme":  # page-locked buffers, and weights that stay in memory
+            swap = {"buffer_count": 5, "buffer_size": 10**8, "max_in_cpu": 10**9} | zero["offload_param"]
+            host = swap["buffer_count"] * swap["buffer_size"] * size.element + min(
+                host, swap["max_in_cpu"] * size.element
+            )
         live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), size.layer + size.embeddings))
         gathered = size.num_bytes if gathers_once(size, gather, device_bytes) and not offloaded else live * size.element
     if not trained:

@@ -150,6 +150,25 @@ def test_a_model_on_a_disk_learns_the_same_and_resumes_exactly(
     assert apart(tmp_path / "parts" / stage, tmp_path / "constant" / stage) == 0.0
 
 
+@pytest.mark.faults
+@pytest.mark.skipif(not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(), reason="needs libaio")
+def test_optimizer_states_of_two_models_on_a_disk_resume_exactly(folder, tmp_path, on_disk) -> None:
+    ppo = {
+        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
+        "max_prompt_seq_len": 48, "max_answer_seq_len": 12, "per_device_generation_batch_size": 4,
+        "actor_zero_stage": 3, "critic_zero_stage": 3, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    train(folder, tmp_path / "plain", max_steps=4, **ppo)
+    given = {**ppo, **on_disk("offload_optimizer")}
+    train(folder, tmp_path / "whole", max_steps=4, **given)
+    assert len({path.name.split("-")[1] for path in (tmp_path / "disk").rglob("exp_avg-*")}) > 2
+    train(folder, tmp_path / "parts", max_steps=2, **given)
+    train(folder, tmp_path / "parts", max_steps=4, **given)
+    for model in ("actor", "critic"):
+        assert apart(tmp_path / "whole" / model, tmp_path / "plain" / model) < 1e-6
+        assert apart(tmp_path / "parts" / model, tmp_path / "whole" / model) == 0.0
+
+
 def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     return "\n".join(line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "  ")))
 

@@ -52,6 +52,13 @@ def test_offload_puts_states_on_the_host():
     assert (both.weights, both.optimizer, both.host) == (0, 0, (2 + 16) * N / 8)
 
 
+def test_weights_on_a_disk_leave_buffers_on_the_host():
+    disk = {"device": "nvme", "nvme_path": "/disk", "buffer_count": 14, "buffer_size": 1000, "max_in_cpu": 100}
+    json = {"zero_optimization": {"stage": 3, "offload_param": disk}}
+    held = states_of(SIZE, json, ranks=8, trained=False, device_bytes=80 * GIB, gather="auto")
+    assert (held.weights, held.host) == (0, 2 * (14 * 1000 + 100))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_zero_2_agrees_with_deepspeeds_estimator(ranks):
     """It counts 16-bit weights, and 18 bytes a weight over the ranks: gradients in 16 and 32 bits, master, moments."""
