@@ -283,6 +283,12 @@ def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any],
     return message
 
 
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return `--name value` of each flag, as a command line has them."""
+    values = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in flags.items()}
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
 def stage_arguments(argv: list[str] | None) -> list[str]:
     """Return the process's own arguments where a `main` is called without any."""
     return [autotuning_file(word) for word in (sys.argv[1:] if argv is None else argv)]

@@ -4,7 +4,9 @@ The state of the ranks is read by rank_watch.py; verdict.py makes the exit code 
 """
 
 import importlib
+import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,11 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import yaml
 
 from pipeline import errors
-from pipeline.configuration.flags import Resolved
+from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.run_flags import RESUME
+from pipeline.data.cache import cache_folder
+from pipeline.files import write_text
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import (
@@ -31,8 +37,10 @@ from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.processes import end_with_parent, free_memory, kill_session, num_oom_kills, send
+from pipeline.run.earlier_runs import automatic_words
 from pipeline.run.entry import read_flags
-from pipeline.run.layout import run_folder
+from pipeline.run.evaluations import metrics_lines
+from pipeline.run.layout import automatic_file, run_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import RUN_DIR, SUPERVISOR, check_nobody_left, clear_outcomes
 
@@ -44,6 +52,7 @@ STAGES = {
 }
 HOST_LAUNCHER = "pipeline.launching.host_launcher"
 POLL_S = 0.2
+TRIAL_STEPS = 3  # that a micro-batch must have memory for
 RANKS_PER_POLL = 64  # with more ranks the files are read less often
 SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
 AGENTS_SETTLE_S = 10.0  # for those of other hosts, of which an agent tells
@@ -72,9 +81,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
     again, variables = list[str](), dict[str, str]()
     with locked(run_dir) if is_first_host(command) else nullcontext():
         if resolved.config.run.auto_fit or resolved.config.run.auto_batch:
-            # By name: it plans and runs models, which are above this package.
-            automatic = importlib.import_module("pipeline.planning.automatic")
-            command = [*command, *automatic.chosen_words(resolved, section, command, signals)]
+            command = [*command, *chosen_words(resolved, section, command, signals)]
         while True:
             check_nobody_left(run_dir)
             if is_first_host(command):
@@ -95,6 +102,28 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
             say(f"{cause}; starting again {start} with {batches}")
     say(*verdict.lines)
     return verdict.code
+
+
+def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signals: Signals) -> list[str]:
+    """Return the words that --auto_fit and --auto_batch add to a command, and write them as a preset for resumes.
+
+    Raises:
+        EnvironmentFault, StoppedRun: see `planning.automatic.chosen_flags`.
+    """
+    run_dir = run_folder(resolved.config.run, section)
+    file = automatic_file(run_dir)
+    if words := automatic_words(resolved.config.run, run_dir):
+        say(f"as chosen before ({file}): {shlex.join(words)}")
+        return words
+    # By name: it plans models, which are above this package.
+    automatic = importlib.import_module("pipeline.planning.automatic")
+    cache = cache_folder(resolved.config.data.data_output_path or None)
+    flags = automatic.chosen_flags(resolved, section, command, signals, run_dir=run_dir, cache=cache)
+    if flags:
+        heading = "# Chosen by --auto_fit and --auto_batch; a preset for --preset or --config.\n"
+        write_text(file, heading + yaml.safe_dump(flags, sort_keys=False))
+        say(f"written to {file}, which a resumed run takes")
+    return flag_words(flags)
 
 
 def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
@@ -277,6 +306,21 @@ class Job:
             send(state.outcome.pid, signal.SIGKILL)  # ssh starts ranks in another session
         kill_session(self._process.pid)
         self._process.wait()
+
+
+def training_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's optimizer steps so far."""
+    lines = [json.loads(line) for line in metrics_lines(run_dir) if line.endswith("}")]
+    return [line for line in lines if "step_s" in line]
+
+
+class Trial(Job):
+    """A job that has ended well after a few steps."""
+
+    def ending(self) -> Verdict | None:
+        """Return the verdict if the job is to end now."""
+        is_done = len(training_lines(self._watch.run_dir)) >= TRIAL_STEPS
+        return Verdict(errors.EXIT_DONE, []) if is_done else super().ending()
 
 
 def say(*lines: str) -> None:

@@ -14,29 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.configuration.flag_table import flag_table, flat_items
-from pipeline.configuration.flags import Resolved, validated
+from pipeline.configuration.flags import Resolved, flag_words, validated
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import values_by_rule
-from pipeline.data.cache import cache_folder
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, StoppedRun
-from pipeline.files import write_json, write_text
+from pipeline.files import write_json
 from pipeline.launching.dry_run import stage_planner
-from pipeline.launching.job import ENDING_S, Job, check_local_port, is_on_one_machine, num_ranks, say
+from pipeline.launching.job import ENDING_S, Trial, check_local_port, is_on_one_machine, num_ranks, say, training_lines
 from pipeline.launching.launcher import Signals
 from pipeline.launching.machine import hosts_of_launcher
 from pipeline.launching.target import Target, this_machine
-from pipeline.launching.verdict import Verdict
 from pipeline.models.loading import load_config
 from pipeline.planning.ladder import changes
 from pipeline.planning.page import fits, verdict
-from pipeline.run.earlier_runs import automatic_words, flag_words
-from pipeline.run.evaluations import metrics_lines
-from pipeline.run.layout import automatic_file, run_folder
 
-STEPS = 3  # that a micro-batch must have memory for
 MEMORY_WORDS = "out of memory"
 # Flags of a run that only tries a micro-batch.
 TRIED = {
@@ -45,17 +37,18 @@ TRIED = {
 }  # fmt: skip
 
 
-def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signals: Signals) -> list[str]:
-    """Return the words that --auto_fit and --auto_batch add to a job's command; say each and write them as a preset.
+def chosen_flags(
+    resolved: Resolved, section: str, command: Sequence[str], signals: Signals, *, run_dir: Path, cache: Path
+) -> dict[str, Any]:
+    """Return the flags that --auto_fit and --auto_batch add to a job's command; say each.
+
+    Args:
+        cache: the folder that remembers micro-batches.
 
     Raises:
         EnvironmentFault: no change of flags makes the plan fit, or a single row lacks memory. StoppedRun: on a signal.
     """
     run, ranks = resolved.config.run, num_ranks(command)
-    folder = run_folder(run, section)
-    if words := automatic_words(run, folder):
-        say(f"as chosen before ({automatic_file(folder)}): {shlex.join(words)}")
-        return words
     if ranks is None or "--node_rank" in command:
         raise InputError("--auto_fit and --auto_batch: the number of ranks must be known here, and the job start here")
     target = this_machine(ranks, 1 if is_on_one_machine(command) else len(hosts_of_launcher(command)))
@@ -64,13 +57,9 @@ def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signa
         flags = flags_that_fit(resolved, section, target)
         resolved = with_flags(resolved, flags, ranks)
     if run.auto_batch:
-        chosen = flag_words(flags)
-        flags |= largest_micro_batch(resolved, section, target, partial(try_batch, [*command, *chosen], signals))
-    if flags:
-        heading = "# Chosen by --auto_fit and --auto_batch; a preset for --preset or --config.\n"
-        write_text(automatic_file(folder), heading + yaml.safe_dump(flags, sort_keys=False))
-        say(f"written to {automatic_file(folder)}, which a resumed run takes")
-    return flag_words(flags)
+        tries = partial(try_batch, [*command, *flag_words(flags)], signals, run_dir / "auto_batch")
+        flags |= largest_micro_batch(resolved, section, target, tries, cache / "micro_batches.json")
+    return flags
 
 
 def with_flags(resolved: Resolved, flags: dict[str, Any], ranks: int) -> Resolved:
@@ -101,12 +90,13 @@ def flags_that_fit(resolved: Resolved, section: str, target: Target) -> dict[str
 
 
 def largest_micro_batch(
-    resolved: Resolved, section: str, target: Target, tries: Callable[[Resolved, str, dict[str, Any]], bool]
+    resolved: Resolved, section: str, target: Target, tries: Callable[[Resolved, dict[str, Any]], bool], file: Path
 ) -> dict[str, Any]:
     """Return the flags of the largest micro-batch that has memory, in optimizer steps of as many rows as before.
 
     Args:
-        tries: runs a stage with other values of these flags, and tells whether it has memory for them.
+        tries: runs the stage with other values of these flags, and tells whether it has memory for them.
+        file: remembers the micro-batch of each shape of a run.
 
     Raises:
         EnvironmentFault: a single row lacks memory.
@@ -114,7 +104,6 @@ def largest_micro_batch(
     optimizer = resolved.config.optimizer
     micro = optimizer.per_device_train_batch_size
     rows = micro * optimizer.gradient_accumulation_steps
-    file = cache_folder(resolved.config.data.data_output_path or None) / "micro_batches.json"
     known, key = read_known(file), shape_key(resolved, section, target)
 
     def flags_of(size: int) -> dict[str, Any]:
@@ -125,7 +114,7 @@ def largest_micro_batch(
         say(f"auto_batch: {shlex.join(flag_words(flags_of(known[key])))}, as found before ({file})")
         return flags_of(known[key])
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    size = search(lambda size: tries(resolved, section, flags_of(size)), sizes, start=micro)
+    size = search(lambda size: tries(resolved, flags_of(size)), sizes, start=micro)
     if size is None:
         raise EnvironmentFault("--auto_batch: a micro-batch of 1 lacks memory; --auto_fit changes other flags")
     write_json(file, read_known(file) | {key: size})
@@ -155,7 +144,7 @@ def read_known(file: Path) -> dict[str, int]:
 
 
 def shape_key(resolved: Resolved, section: str, target: Target) -> str:
-    """Return what the memory of a stage depends on, as the key of the cache: models, lengths, flags, ranks, device.
+    """Return what the memory of a stage depends on, as a key of the cache: models, lengths, flags, ranks, device.
 
     Rates, seeds and paths are left out; of a model its config.json counts.
     """
@@ -173,16 +162,15 @@ def shape_key(resolved: Resolved, section: str, target: Target) -> str:
 
 
 def try_batch(
-    command: Sequence[str], signals: Signals, resolved: Resolved, section: str, flags: dict[str, Any]
+    command: Sequence[str], signals: Signals, folder: Path, resolved: Resolved, flags: dict[str, Any]
 ) -> bool:
     """Run three steps of a stage with other `flags`, in a folder that is deleted; tell whether it had memory for them.
 
     Raises:
         StoppedRun: on a signal. RunError: it ended for another reason than want of memory.
     """
-    size, folder = flags["per_device_train_batch_size"], run_folder(resolved.config.run, section) / "auto_batch"
+    size, run_dir = flags["per_device_train_batch_size"], folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    run_dir = folder / "run"
     run_dir.mkdir(parents=True)
     places = {"run_dir": run_dir, "output_dir": folder / "model"}
     check_local_port(command, patience_s=ENDING_S)
@@ -205,18 +193,3 @@ def try_batch(
     say(f"auto_batch: micro-batch {size}: {'out of memory' if lacks else f'fits{peak}{seconds}'}")
     shutil.rmtree(folder, ignore_errors=True)
     return not lacks
-
-
-def training_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run's optimizer steps so far."""
-    lines = [json.loads(line) for line in metrics_lines(run_dir) if line.endswith("}")]
-    return [line for line in lines if "step_s" in line]
-
-
-class Trial(Job):
-    """A job that has ended well after three steps, and badly once a batch was halved."""
-
-    def ending(self) -> Verdict | None:
-        """Return the verdict if the job is to end now."""
-        lines = training_lines(self._watch.run_dir)
-        return Verdict(EXIT_DONE, []) if len(lines) >= STEPS else super().ending()

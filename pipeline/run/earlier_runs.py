@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.flags import load_yaml
+from pipeline.configuration.flags import flag_words, load_yaml
 from pipeline.configuration.resume_rules import batch_sizes, changed_settings, defaults_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
@@ -45,12 +45,6 @@ def automatic_words(run: RunConfig, run_folder: Path) -> list[str]:
     if not (run.auto_fit or run.auto_batch) or run.resumes_from == "never" or not any(map(Path.is_file, saved)):
         return []
     return flag_words(load_yaml(str(file))) if file.is_file() else []
-
-
-def flag_words(flags: Mapping[str, Any]) -> list[str]:
-    """Return `--name value` of each flag, as a command line has them."""
-    values = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in flags.items()}
-    return [word for name, value in values.items() for word in (f"--{name}", value)]
 
 
 def input_contents(config: Any) -> dict[str, Any]:

@@ -14,14 +14,14 @@ from bench.random_models import config_of
 from support.launch_stub import ROOT, started, stub_environment, write_program
 from support.tiny_run import make_folder, read_metrics
 
-from pipeline.configuration.flags import parse
+from pipeline.configuration.flags import flag_words, parse
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import EnvironmentFault
 from pipeline.launching.dry_run import stage_planner
 from pipeline.launching.target import GIB, Target
 from pipeline.planning.automatic import flags_that_fit, largest_micro_batch, search
 from pipeline.planning.page import fits
-from pipeline.run.earlier_runs import automatic_words, flag_words
+from pipeline.run.earlier_runs import automatic_words
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
 
@@ -53,12 +53,12 @@ def test_the_search_finds_the_largest_size_in_few_tries(limit, start):
 def test_the_largest_micro_batch_keeps_the_rows_of_a_step_and_is_remembered_by_shape(tmp_path, capsys):
     tried = []
 
-    def tries(resolved: object, section: str, flags: dict[str, int]) -> bool:
+    def tries(resolved: object, flags: dict[str, int]) -> bool:
         tried.append(flags)
         return flags["per_device_train_batch_size"] <= 6
 
     def found(resolved: object, gpus: int = 1, name: str = "H100") -> dict[str, int]:
-        return largest_micro_batch(resolved, "sft", Target(name, 80 * GIB, gpus=gpus), tries)
+        return largest_micro_batch(resolved, "sft", Target(name, 80 * GIB, gpus=gpus), tries, tmp_path / "known.json")
 
     six = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 4}
     assert found(settings(tmp_path, micro=2, steps=12)) == six
@@ -80,8 +80,8 @@ def test_the_largest_micro_batch_keeps_the_rows_of_a_step_and_is_remembered_by_s
 
 def test_a_single_row_without_memory_is_an_error(tmp_path):
     with pytest.raises(EnvironmentFault, match="a micro-batch of 1 lacks memory"):
-        largest_micro_batch(settings(tmp_path), "sft", Target("H100", GIB), lambda *_: False)
-    assert not (tmp_path / "cache/micro_batches.json").exists()
+        largest_micro_batch(settings(tmp_path), "sft", Target("H100", GIB), lambda *_: False, tmp_path / "known.json")
+    assert not (tmp_path / "known.json").exists()
 
 
 def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys):
