@@ -40,7 +40,8 @@ def on_devices(model: M, path: str) -> M:
     model.eval()
     gc.collect()  # the hooks of a model before this one hold it in a cycle
     limits = memory_limits()
-    size = sum(part.numel() * part.element_size() for part in [*model.parameters(), *model.buffers()])
+    parts = [part for part in [*model.parameters(), *model.buffers()] if not part.is_cuda]  # nf4 is loaded onto the GPU
+    size = sum(part.numel() * part.element_size() for part in parts)
     if size <= next(iter(limits.values())):
         check_finite(model.to(default_device()), path)
         return model
@@ -54,8 +55,8 @@ def on_devices(model: M, path: str) -> M:
         raise InputError(
             f"{path}: no layer fits into {limits[0] / GIB:.1f} GiB, 80 % of the GPU's free memory; free more"
         )
-    parts = ", ".join(f"{count} on {device}" for device, count in shares.items())
-    print(f"{path}: {size / GIB:.1f} GiB of weights, more than one GPU takes: {parts}", file=sys.stderr, flush=True)
+    where = ", ".join(f"{count} on {device}" for device, count in shares.items())
+    print(f"{path}: {size / GIB:.1f} GiB of weights, more than a GPU takes: {where}", file=sys.stderr, flush=True)
     return dispatch_model(model, devices, offload_buffers=True)
 
 
