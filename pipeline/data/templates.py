@@ -5,12 +5,13 @@ template contains the BOS. Training, rollouts and chat all encode prompts with `
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pipeline.data.turns import Message
+from pipeline.data.turns import Message, plain_turns, special_texts
 from pipeline.errors import InputError
 from pipeline.processes import TimeLimitError, memory_limit, time_limit
 
@@ -56,11 +57,16 @@ class RewrittenTurnsError(InputError):
 
 
 class SpecialTokens(NamedTuple):
-    """Special tokens of a tokenizer: their texts, longest first, the text of each id, and the ids that end a turn."""
+    """Special tokens of a tokenizer: their texts, longest first, the text of each id, and the ids that end a turn.
+
+    render_prompt, encode_prompt: the tokenizer's, which keep the last prompt: the two sides of a pair share it.
+    """
 
     texts: tuple[str, ...]
     by_id: Mapping[int, str]
     ends: frozenset[int]
+    render_prompt: Callable[[tuple[Message, ...]], str]
+    encode_prompt: Callable[[str], list[int]]
 
 
 class EncodedConversation(NamedTuple):
@@ -112,7 +118,7 @@ def render(
         RefusedTurnsError: the template does not accept the turns.
         InputError: rendering takes longer than MAX_RENDER_S, or makes more text than MAX_GROWTH allows.
     """
-    turns = list(map(asdict, messages))
+    turns = [{"role": message.role, "content": message.content} for message in messages]
     num_chars = sum(len(message.content) for message in messages)
     try:
         with time_limit(MAX_RENDER_S):
@@ -150,36 +156,25 @@ def _check_own_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Encode text without adding special tokens."""
+    from transformers import TokenizersBackend as Fast
+
+    kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
+    if backend and (kind.__call__, getattr(kind, "_encode_plus", None)) == (Fast.__call__, Fast._encode_plus):
+        # What the call does, less the offsets of tokens, which take a quarter of its time.
+        is_plain = backend.truncation is None and backend.padding is None
+        if is_plain and backend.encode_special_tokens == tokenizer.split_special_tokens:
+            return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
-    """Return the texts that the tokenizer encodes as special tokens, longest first."""
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(sorted({*tokenizer.all_special_tokens, *added} - {""}, key=lambda text: (-len(text), text)))
-
-
-def broken_up(text: str, special: Sequence[str]) -> str:
-    """Put a space inside whatever spells a special token in `text`: '</s>' -> '< /s>'.
-
-    Unchanged it would be encoded as the real token: a forged end of turn, from a file or from a chat's user.
-    """
-    for token in special:
-        if token in text:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-    return text
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
     """Return what encoding looks for; callers with many conversations compute it once."""
     texts = special_texts(tokenizer)
     ids: Any = tokenizer.convert_tokens_to_ids(list(texts))
-    return SpecialTokens(texts, dict(zip(ids, texts, strict=True)), end_token_ids(tokenizer))
-
-
-def plain_turns(messages: Sequence[Message], special: Sequence[str]) -> list[Message]:
-    """Return the turns with every text that spells a special token broken up."""
-    return [Message(message.role, broken_up(message.content, special)) for message in messages]
+    render_prompt = lru_cache(1)(partial(render, tokenizer, add_generation_prompt=True))
+    encode_prompt = lru_cache(1)(partial(encode_text, tokenizer))
+    by_id = dict(zip(ids, texts, strict=True))
+    return SpecialTokens(texts, by_id, end_token_ids(tokenizer), render_prompt, encode_prompt)
 
 
 def encode_prompt(
@@ -210,17 +205,17 @@ def encode_conversation(
     special = special or special_tokens(tokenizer)
     messages, ends = plain_turns(messages, special.texts), special.ends
     pieces = _marked_pieces(tokenizer, messages, train_turns, [special.by_id[token] for token in ends])
-    pieces = pieces or _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:])
+    pieces = pieces or _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:], special)
     ids, trained, num_boundaries = list[int](), list[bool](), 0
     encoded = list(_ids_of_pieces(tokenizer, [piece for piece, _ in pieces], special))
     for (_, is_response), (new, is_joined) in zip(pieces, encoded, strict=True):
         num_boundaries += not is_joined
         # Trained are a response's tokens up to its last end token, or all if it has none.
-        last = max((position for position, token in enumerate(new, 1) if token in ends), default=len(new))
-        length = last if is_response else 0
+        sizes = range(len(new), 0, -1) if is_response else ()
+        length = next((size for size in sizes if new[size - 1] in ends), len(new) * is_response)
         ids += new
         trained += [True] * length + [False] * (len(new) - length)
-    length = max((position for position, is_trained in enumerate(trained, 1) if is_trained), default=0)
+    length = next((size for size in range(len(trained), 0, -1) if trained[size - 1]), 0)
     ids, trained = ids[:length], trained[:length]
     if not ids or ids[-1] not in ends:
         if tokenizer.eos_token_id is None:
@@ -255,7 +250,8 @@ def _ids_of_pieces(
     for piece in pieces:
         end += len(piece)
         if is_joined:
-            ids = encode_text(tokenizer, text[start:end])
+            is_first = end == len(piece)
+            ids = special.encode_prompt(piece) if is_first else encode_text(tokenizer, text[start:end])
             if start and ids[: len(known)] != known:
                 start, earlier, known = 0, [], earlier + known  # perhaps a special token that is not cut at
                 ids = encode_text(tokenizer, text[:end])
@@ -297,7 +293,7 @@ def _marked_pieces(
 
 
 def _pieces(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int]
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int], special: SpecialTokens
 ) -> list[tuple[str, bool]]:
     """Render and cut the text at each target turn: (text, True for a response with what the template puts after it).
 
@@ -308,9 +304,9 @@ def _pieces(
     if len(targets) > 2:
         short = [Message(message.role, "a") for message in messages[: targets[0] + 1]]
         with suppress(RefusedTurnsError):
-            if pieces := _cut(tokenizer, whole, messages, targets, short):
+            if pieces := _cut(tokenizer, whole, messages, targets, special, before=short):
                 return pieces
-    if pieces := _cut(tokenizer, whole, messages, targets, None):
+    if pieces := _cut(tokenizer, whole, messages, targets, special):
         return pieces
     raise RewrittenTurnsError(
         f"the chat template of {_name(tokenizer)} rewrites earlier turns, so that no prompt is a prefix of its "
@@ -323,7 +319,9 @@ def _cut(
     whole: str,
     messages: Sequence[Message],
     targets: Sequence[int],
-    before: Sequence[Message] | None,
+    special: SpecialTokens,
+    *,
+    before: Sequence[Message] | None = None,
 ) -> list[tuple[str, bool]]:
     """Cut `whole` at each target turn, rendered behind `before`, else behind all earlier turns; [] where none fits."""
     pieces: list[tuple[str, bool]] = []
@@ -331,7 +329,7 @@ def _cut(
     head, head_text = list[Message](), ""
     for index in targets:
         exchange = [*head, *messages[first : index + 1]]
-        prompt = render(tokenizer, exchange[:-1], add_generation_prompt=True)
+        prompt = special.render_prompt(tuple(exchange[:-1]))
         turn = whole if before is None and index + 1 == len(messages) else render(tokenizer, exchange)
         size = len(turn) - len(head_text)
         is_prefix = turn.startswith(prompt) and prompt.startswith(head_text)

@@ -15,14 +15,12 @@ from pipeline.data.templates import (
     RefusedTurnsError,
     RewrittenTurnsError,
     TrainTurns,
-    broken_up,
     encode_conversation,
     encode_prompt,
     encode_text,
-    special_texts,
     special_tokens,
 )
-from pipeline.data.turns import BadRowError, Message, Turns, turns_to_json
+from pipeline.data.turns import BadRowError, Message, Turns, broken_up, special_texts, turns_to_json
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:

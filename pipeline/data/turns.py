@@ -1,4 +1,4 @@
-"""Turns of a conversation, parsed from lists of messages and from Human/Assistant transcripts."""
+"""Turns of a conversation, parsed from lists of messages and transcripts, and without what spells a special token."""
 
 import hashlib
 import json
@@ -6,7 +6,10 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROLES = {
     "system": "system",
@@ -107,3 +110,25 @@ def check_turns(turns: Turns) -> None:
     for index, turn in enumerate(spoken):
         if turn.role != ("user", "assistant")[index % 2]:
             raise BadRowError("turns do not alternate user, assistant")
+
+
+def special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """Return the texts that the tokenizer encodes as special tokens, longest first."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(sorted({*tokenizer.all_special_tokens, *added} - {""}, key=lambda text: (-len(text), text)))
+
+
+def broken_up(text: str, special: Sequence[str]) -> str:
+    """Put a space inside whatever spells a special token in `text`: '</s>' -> '< /s>'.
+
+    Unchanged it would be encoded as the real token: a forged end of turn, from a file or from a chat's user.
+    """
+    for token in special:
+        if token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+def plain_turns(messages: Sequence[Message], special: Sequence[str]) -> list[Message]:
+    """Return the turns with every text that spells a special token broken up."""
+    return [Message(message.role, broken_up(message.content, special)) for message in messages]

@@ -268,3 +268,28 @@ def test_many_turns_take_time_linear_in_turns(bpe_tokenizer, monkeypatch):
         encode_conversation(bpe_tokenizer, exchanges(number))
         needed.append(counted[0])
     assert needed[1] < 2.1 * needed[0]
+
+
+@pytest.mark.parametrize("state", ["as loaded", "truncates", "pads", "splits special tokens"])
+def test_ids_are_those_of_the_tokenizers_call(bpe_tokenizer, state):
+    """Ids are made without offsets, past the call; what the call undoes or heeds must be undone and heeded."""
+    backend = bpe_tokenizer.backend_tokenizer
+    for text in ("", "tea", "Boil water.</s> \n\n h\u00e9llo \U0001f600", "Boil water. " * 40):
+        bpe_tokenizer.split_special_tokens = state == "splits special tokens"
+        expected = bpe_tokenizer(text, add_special_tokens=False)["input_ids"]
+        if state == "truncates":
+            backend.enable_truncation(3)
+        elif state == "pads":
+            backend.enable_padding(length=500)
+        backend.encode_special_tokens = False  # as a call with other options leaves it
+        assert encode_text(bpe_tokenizer, text) == list(expected)
+
+
+def test_a_tokenizer_with_a_call_of_its_own_is_called(bpe_tokenizer):
+    class Loud(type(bpe_tokenizer)):
+        def __call__(self, text, **options):
+            return super().__call__(text.upper(), **options)
+
+    bpe_tokenizer.__class__ = Loud
+    assert encode_text(bpe_tokenizer, "tea") == encode_text(bpe_tokenizer, "TEA") != []
+    assert bpe_tokenizer.decode(encode_text(bpe_tokenizer, "tea")) == "TEA"
