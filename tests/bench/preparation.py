@@ -1,9 +1,10 @@
-"""The row data: rows per second that are prepared on one core and on all, and the cost of many turns. No GPU.
+"""The row data: rows per second that are prepared on one core and on all, beside TRL's, and the cost of many turns.
 
-`python -m bench.preparation` is the worker: it prepares one file and prints one JSON line.
+No GPU. `python -m bench.preparation` is the worker: it prepares one file with one library and prints one JSON line.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import tempfile
@@ -11,6 +12,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
+from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from bench.figures import Figures, quotient
@@ -29,15 +32,19 @@ def data(jobs: Jobs, figures: Figures) -> None:
     folder, options = jobs.folder / "preparation", jobs.options
     make_data(folder, seed=0)
     make_tokenizer(folder).save_pretrained(folder)
+    if "trl" not in libraries():
+        jobs.runs["trl"] = {"flags": "left out: trl is not installed (pip install --no-deps --target, PYTHONPATH)"}
     first: float | None = None
     for cores in options.cores or sorted({1, len(os.sched_getaffinity(0))}):
-        file = Path(options.data) if options.data else folder / f"pairs-{options.rows * cores}.jsonl"
-        if not file.exists():
-            make_pairs(file, options.rows * cores, **PAIR)
-        rate = prepare(jobs, f"pairs, {cores} cores", "reward", file, cores).get("rows_per_s")
-        figures.add(f"rows/s, {cores} cores", rate, "1/s")
-        first = first or quotient(rate, cores)
-        figures.add(f"efficiency, {cores} cores", quotient(quotient(rate, cores), first))
+        pairs = Path(options.data) if options.data else folder / f"pairs-{options.rows * cores}.jsonl"
+        if not pairs.exists():
+            make_pairs(pairs, options.rows * cores, **PAIR)
+        for stage, what in (("reward", "pairs"), ("sft", "chosen responses")):
+            make_messages(file := folder / f"{stage}-messages-{pairs.stem}.jsonl", pairs, stage)
+            each = quotient(compare(jobs, figures, f"{what}, {cores} cores", stage, file, cores), cores)
+            if stage == "reward":
+                first = first or each
+                figures.add(f"efficiency, {what}, {cores} cores", quotient(each, first))
     per_turn = []
     for turns in TURNS:
         make_conversations(file := folder / f"conversations-{turns}.jsonl", options.rows // turns, turns)
@@ -48,14 +55,53 @@ def data(jobs: Jobs, figures: Figures) -> None:
     figures.add(f"turns/s, conversations of {TURNS[1]} over those of {TURNS[0]}", ratio, "x")
 
 
-def prepare(jobs: Jobs, name: str, stage: str, file: Path, cores: int) -> dict[str, Any]:
+def libraries() -> list[str]:
+    """Return this project, and TRL where it is installed."""
+    return ["project", *(["trl"] if importlib.util.find_spec("trl") else [])]
+
+
+def compare(jobs: Jobs, figures: Figures, name: str, stage: str, file: Path, cores: int) -> float | None:
+    """Prepare a file with each library in turn, `--repeats` times; return this project's median of the rows/s."""
+    runs: dict[str, list[dict[str, Any]]] = {library: [] for library in libraries()}
+    for _ in range(jobs.options.repeats):
+        for library, found in runs.items():
+            found.append(prepare(jobs, f"{name}, {library}", stage, file, cores, library))
+    medians: dict[str, float] = {}
+    for library, found in runs.items():
+        rates = sorted(run["rows_per_s"] for run in found if run)
+        if len(rates) == len(found):
+            medians[library] = median(rates)
+            spread = {"rows_per_s": medians[library], "slowest": rates[0], "fastest": rates[-1]}
+            jobs.runs[f"{name}, {library}"] |= spread
+    figures.add(f"rows/s, {name}", medians.get("project"), "1/s")
+    if "trl" in runs:
+        figures.add(f"rows/s, {name}, TRL", medians.get("trl"), "1/s")
+        figures.add(f"rows/s over TRL's, {name}", quotient(medians.get("project"), medians.get("trl")), "x", ">= 1")
+        tokens = [found[-1].get("tokens") for found in runs.values()]
+        figures.add(f"tokens over TRL's, {name}", quotient(*tokens), "x")
+    return medians.get("project")
+
+
+def prepare(jobs: Jobs, name: str, stage: str, file: Path, cores: int, library: str = "project") -> dict[str, Any]:
     """Run the worker; its configuration is kept."""
     tokenizer = Path(jobs.options.tokenizer or jobs.folder / "preparation")
-    words = flags({"stage": stage, "data": file, "cores": cores, "tokenizer": tokenizer})
+    words = flags({"stage": stage, "data": file, "cores": cores, "tokenizer": tokenizer, "library": library})
     found = jobs.worker(name, "bench.preparation", words)
     jobs.config = jobs.config or found.get("config", {})
     jobs.runs[name].pop("config", None)
     return found
+
+
+def make_messages(file: Path, pairs: Path, stage: str) -> None:
+    """Write pairs of texts as lists of messages, which both libraries render by the chat template."""
+    from pipeline.data.readers import read_file
+
+    with file.open("w", encoding="utf-8") as out:
+        for _, row in read_file(pairs):
+            turns = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+            prompt = [{"role": "user", "content": row["prompt"]}]
+            made = {"prompt": prompt, **turns} if stage == "reward" else {"messages": prompt + turns["chosen"]}
+            out.write(json.dumps(made) + "\n")
 
 
 def make_conversations(file: Path, count: int, turns: int) -> None:
@@ -69,34 +115,69 @@ def make_conversations(file: Path, count: int, turns: int) -> None:
             out.write(json.dumps({"messages": [{"role": r, "content": text_of(random, 30)} for r in roles]}) + "\n")
 
 
-def main() -> None:
-    """Prepare a file on the first cores of this machine, into a folder that is deleted."""
-    import datasets  # noqa: F401  it is imported where rows are read, which is timed
-
+def prepared_here(stage: str, file: str, tokenizer: Any, folder: str) -> dict[str, Any]:
+    """Prepare a file as this project's stages do."""
     from pipeline.data.cache import load_or_build
     from pipeline.data.selection import DataOptions
     from pipeline.data.shards import num_processes
+
+    options = DataOptions(
+        data_path=(file,), data_split="none", eval_fraction=0.0, cache_dir=folder, max_seq_len=MAX_SEQ_LEN
+    )
+    built = load_or_build(stage, options, tokenizer)
+    config = asdict(options) | {"stage": stage, "data_path": Path(file).name, "cache_dir": "(deleted)"}
+    return {"rows": built.train, "processes": num_processes(len(built.train)), "config": config}
+
+
+def prepared_by_trl(stage: str, file: str, tokenizer: Any, folder: str, cores: int) -> dict[str, Any]:
+    """Prepare a file as TRL's trainers do before they train; in stage sft they train all tokens, without masks."""
+    import datasets
+    import trl
+
+    datasets.disable_progress_bars()
+    kinds = {"sft": (trl.SFTTrainer, trl.SFTConfig), "reward": (trl.RewardTrainer, trl.RewardConfig)}
+    trainer, config = kinds[stage]
+    options = {"max_length": MAX_SEQ_LEN, "dataset_num_proc": cores if cores > 1 else None}
+    arguments = config(output_dir=folder, use_cpu=True, bf16=False, report_to=[], **options)
+    rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=folder)
+    known = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=False)
+    more = {"packing": False, "formatting_func": None} if stage == "sft" else {}
+    rows = trainer._prepare_dataset(known, rows, tokenizer, arguments, dataset_name="train", **more)
+    return {"rows": rows, "processes": cores}
+
+
+def main() -> None:
+    """Prepare a file on the first cores of this machine, into a folder that is deleted."""
+    import datasets  # noqa: F401  it is imported where rows are read, which is timed
+    from pyarrow import compute
+
+    from pipeline.data.templates import set_template
     from pipeline.models.tokenizers import load_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("stage", "data", "tokenizer"):
+    for name in ("stage", "data", "tokenizer", "library"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--cores", type=int, required=True)
     given = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     tokenizer = load_tokenizer(given.tokenizer)
+    set_template(tokenizer, "auto")
+    load, *_ = os.getloadavg()
+    if given.library == "trl":
+        import trl
+
+        trl.SFTTrainer, trl.RewardTrainer  # noqa: B018  they are imported by name, which is not timed
     with tempfile.TemporaryDirectory() as folder:
-        options = DataOptions(
-            data_path=(given.data,), data_split="none", eval_fraction=0.0, cache_dir=folder, max_seq_len=MAX_SEQ_LEN
-        )
+        words = given.stage, given.data, tokenizer, folder
         started = time.perf_counter()
-        built = load_or_build(given.stage, options, tokenizer)
+        found = prepared_by_trl(*words, given.cores) if given.library == "trl" else prepared_here(*words)
         seconds = time.perf_counter() - started
-        num_rows, num_tokens = len(built.train), sum(built.train["num_tokens"])
-    found = {"rows_per_s": num_rows / seconds, "tokens_per_s": num_tokens / seconds, "rows": num_rows}
-    found |= {"seconds": seconds, "processes": num_processes(num_rows)}
-    config = asdict(options) | {"stage": given.stage, "data_path": Path(given.data).name, "cache_dir": "(deleted)"}
-    print(json.dumps(found | {"config": config}), flush=True)
+        rows = found.pop("rows")
+        names = [name for name in ("input_ids", "ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
+        lengths = map(compute.list_value_length, rows.select_columns(names).with_format("arrow")[:].columns)
+        tokens = sum(compute.sum(column).as_py() for column in lengths)
+    found |= {"rows_per_s": len(rows) / seconds, "tokens_per_s": tokens / seconds, "rows": len(rows)}
+    print(json.dumps(found | {"tokens": tokens, "seconds": seconds, "load": load}), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ SIZES = {
     "zero_stage": (2, "ZeRO stage of all that is trained"),
     "warm_up": (3, "steps that are not measured"),
     "steps": (8, "steps whose median is taken"),
-    "repeats": (5, "rollouts whose median is taken where generation is measured alone"),
+    "repeats": (5, "runs whose median is taken: of generation measured alone, of each library in the row data"),
     "lora_dim": (64, "rank in the row lora"),
     "seeds": (5, "of the row curves"),
     "parallel": (1, "runs at a time in the row curves, of which nothing is timed"),

@@ -1,5 +1,6 @@
 """The benchmark: its bounds against numbers worked by hand, the baseline's formulas, and a row on tiny models."""
 
+import importlib.util
 import json
 import math
 import os
@@ -302,12 +303,21 @@ def test_the_row_beside_vllm_compares_rates_of_the_same_work(tmp_path):
 
 @pytest.mark.slow
 def test_the_row_of_data_prepares_as_many_rows_for_each_core(tmp_path):
-    found = json.loads(run_row("data", tmp_path, "--rows", "2600", "--cores", "1,2").splitlines()[-1])
+    words = ("--rows", "2600", "--cores", "1,2", "--repeats", "1")
+    found = json.loads(run_row("data", tmp_path, *words).splitlines()[-1])
     runs, figures = found["runs"], {figure["name"]: figure["value"] for figure in found["figures"]}
     assert found["failed"] == [] and found["config"]["max_seq_len"] == 4096
-    assert [runs[f"pairs, {cores} cores"]["rows"] for cores in (1, 2)] == [2600, 5200]
-    assert [runs[f"pairs, {cores} cores"]["processes"] for cores in (1, 2)] == [1, min(2, len(os.sched_getaffinity(0)))]
-    assert figures["rows/s, 2 cores"] == pytest.approx(5200 / runs["pairs, 2 cores"]["seconds"])
+    pairs = [runs[f"pairs, {cores} cores, project"] for cores in (1, 2)]
+    assert [run["rows"] for run in pairs] == [2600, 5200]
+    assert [run["processes"] for run in pairs] == [1, min(2, len(os.sched_getaffinity(0)))]
+    assert figures["rows/s, pairs, 2 cores"] == pytest.approx(5200 / pairs[1]["seconds"])
+    if importlib.util.find_spec("trl") is None:
+        assert "trl is not installed" in runs["trl"]["flags"] and not any("TRL" in name for name in figures)
+    else:
+        for kind in ("pairs, 1 cores", "chosen responses, 2 cores"):
+            assert figures[f"tokens over TRL's, {kind}"] == 1, "both prepare the same rows"
+            rates = [runs[f"{kind}, {library}"]["rows_per_s"] for library in ("project", "trl")]
+            assert figures[f"rows/s over TRL's, {kind}"] == pytest.approx(rates[0] / rates[1])
     assert figures["turns/s, conversations of 32 over those of 4"] > 0.5, "a quadratic way gives an eighth"
 
 
