@@ -104,7 +104,7 @@ END_NORM_SCALE = 0.1
 
 
 def config_of(shape: str) -> Any:
-    """The transformers configuration of one of SHAPES; ids are those of the demo's tokenizer."""
+    """The transformers configuration of one of SHAPES, without dropout; ids are those of the demo's tokenizer."""
     from transformers import GPT2Config, LlamaConfig, OPTConfig, Qwen2Config, T5Config
 
     sizes = SHAPES[shape]
@@ -119,7 +119,7 @@ def config_of(shape: str) -> Any:
     if shape.startswith("qwen"):
         own = {"vocab_size": QWEN_VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": True}
         return Qwen2Config(**(common | own | sizes))
-    own = {"vocab_size": OPT_VOCABULARY, "word_embed_proj_dim": sizes["hidden_size"]}
+    own = {"vocab_size": OPT_VOCABULARY, "dropout": 0.0, "word_embed_proj_dim": sizes["hidden_size"]}
     return OPTConfig(**(common | own | sizes))
 
 
