@@ -2,6 +2,7 @@
 
 import gc
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +27,34 @@ SHAPE = {
 
 
 class CappedPhases:
-    """Gives the phases of the second step a third of the memory that they took in the first one.
+    """Gives phases of a step less memory than they took in the step before.
 
-    Stands for `in_batches_that_fit`. taken: bytes by phase, beside those that were held before it. capped: phases.
+    Stands for `in_batches_that_fit`. step: the capped step, from 0. limit: bytes that a phase took beside those
+    that were held before it -> bytes that it gets. taken: those of the step before. capped: phases.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int, phases: tuple[str, ...], limit: Callable[[int], int]) -> None:
         self.fit = ppo_state.in_batches_that_fit
+        self.step, self.phases, self.limit = step, phases, limit
         self.taken: dict[str, int] = {}
         self.capped: set[str] = set()
 
     def __call__(self, run: Any, state: Any, phase: str, *given: Any, **named: Any) -> Any:
-        if (phase, current_phase()) == (
-            "train",
-            "score",
-        ):  # the policy's pass of the phase score, in the shapes of updates
+        if (phase, current_phase()) == ("train", "score"):  # the policy's pass of the phase score, in updates' shapes
             return self.fit(run, state, phase, *given, **named)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_reserved()
-        if state.step == 1 and phase in PHASES:
+        if state.step == self.step and phase in self.phases:
             self.capped.add(phase)
-            limit = held + self.taken[phase] // 3
+            limit = held + self.limit(self.taken[phase])
             torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
         try:
             result = self.fit(run, state, phase, *given, **named)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
-        if not state.step:  # the evaluation before it scores fewer rows
+        if state.step == self.step - 1:  # the evaluation before the first step scores fewer rows
             self.taken[phase] = max(torch.cuda.max_memory_reserved() - held, self.taken.get(phase, 0))
         return result
 
@@ -69,25 +69,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_phase_runs_out_of_memory_and_goes_on(folder: Path, tmp_path: Path, monkeypatch):
-    phases = CappedPhases()
-    monkeypatch.setattr(ppo_state, "in_batches_that_fit", phases)
+def steps_of(folder: Path, out: Path, **changes: Any) -> tuple[list[dict[str, Any]], str]:
+    """The lines of three steps of stage 3, one for each rollout, and the log."""
     flags = {
         "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
         "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": tmp_path / "cache",
-        "output_dir": tmp_path / "out", "max_prompt_seq_len": 64, "max_answer_seq_len": 256, "max_steps": 3,
-        "per_device_generation_batch_size": ROWS, "per_device_train_batch_size": ROWS, "dtype": "bf16",
-        "release_inference_cache": "true", "keep_checkpoints": 0, "enable_tensorboard": "false",
-    }  # fmt: skip
+        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 64, "max_answer_seq_len": 256,
+        "max_steps": 3, "per_device_generation_batch_size": ROWS, "per_device_train_batch_size": ROWS, "dtype": "bf16",
+        "keep_checkpoints": 0, "enable_tensorboard": "false",
+    } | changes  # fmt: skip
     with undone_afterwards():
         assert ppo_main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0
-    assert phases.capped == set(PHASES), phases.taken
-    log = (tmp_path / "out/runs/ppo/log.txt").read_text()
-    failed = re.findall(r"step 2, phase (\w+): out of memory: .*: done again with", log)
-    assert set(failed) == set(PHASES), (phases.taken, log)
-    lines = [line for line in read_metrics(tmp_path / "out/runs/ppo") if "step_s" in line]
+    lines = [line for line in read_metrics(out / "runs/ppo") if "step_s" in line]
     assert [line["step"] for line in lines] == [1, 2, 3] and all(line["skipped_updates"] == 0 for line in lines)
+    return lines, (out / "runs/ppo/log.txt").read_text()
+
+
+def test_each_phase_runs_out_of_memory_and_goes_on(folder: Path, tmp_path: Path, monkeypatch):
+    phases = CappedPhases(1, PHASES, lambda taken: taken // 3)
+    monkeypatch.setattr(ppo_state, "in_batches_that_fit", phases)
+    lines, log = steps_of(folder, tmp_path / "out", release_inference_cache="true")
+    failed = re.findall(r"step 2, phase (\w+): out of memory: .*: done again with", log)
+    assert phases.capped == set(failed) == set(PHASES), (phases.taken, log)
     assert lines[0]["micro_batch_size"] == ROWS and lines[1]["micro_batch_size"] < ROWS
     # The old log-probabilities were made again in the new cut: in another one they would differ in bf16.
     assert [line["policy/first_ratio_error"] for line in lines] == [0.0] * 3
+
+
+def test_the_cache_is_given_back_before_an_update_is_halved(folder: Path, tmp_path: Path, monkeypatch):
+    """The update of the third step lacks half of what the KV cache holds."""
+    cache = ROWS * (64 + 256) * 2 * SHAPE["num_hidden_layers"] * SHAPE["hidden_size"] * 2  # bytes in bf16
+    phases = CappedPhases(2, ("train",), lambda taken: taken - cache // 2)
+    monkeypatch.setattr(ppo_state, "in_batches_that_fit", phases)
+    lines, log = steps_of(folder, tmp_path / "out")
+    again = re.findall(r"step (\d), phase (\w+): out of memory: .*: done again with (.*)", log)
+    assert again == [("3", "train", "the KV cache given back after each rollout")], (phases.taken, log)
+    assert [line["micro_batch_size"] for line in lines] == [ROWS] * 3
