@@ -39,8 +39,10 @@ class Spool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stream.close()
-        self.file.unlink(missing_ok=True)
+        try:
+            self._stream.close()  # writes what is buffered, for which a full disk has no room
+        finally:
+            self.file.unlink(missing_ok=True)
 
     def __len__(self) -> int:
         return len(self._starts)

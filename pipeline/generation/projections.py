@@ -253,12 +253,14 @@ def lora_down_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tens
 def lora_up_shards(layers: Sequence[Any], dim: int, shard: Shard, scaling: float) -> list[Tensor]:
     """Return B of all layers as blocks of one matrix, with this rank's outputs; a factor of `scaling` is left out."""
 
+    like = next(one for one in map(module_of, layers) if has_adapter(one)).lora_B["default"].weight
+
     def block(layer: Any) -> Tensor:
         module = module_of(layer)
         if has_adapter(module):
             up = module.lora_B["default"].weight * (module.scaling["default"] / scaling)
         else:
-            up = linear_of(module).scale.new_empty(len(linear_of(module).weight), 0)
+            up = like.new_empty(len(linear_of(module).weight), 0)
         return shard.cut(rows_of(layer, up), 0) if dim == 0 else rows_of(layer, up)
 
     return [torch.block_diag(*map(block, layers))]

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import resource
+import signal
 import subprocess
 import sys
 
@@ -51,6 +53,22 @@ def test_records_are_read_back_as_they_were(tmp_path):
         order = [3, 0, 2, 1]
         assert len(records) == 4, "the empty response is no record"
         assert list(records_at(spool.file, spool.starts(np.array(order)))) == [records[position] for position in order]
+    assert not spool.file.exists()
+
+
+def test_a_full_disk_leaves_no_file(tmp_path):
+    """Closing fails, too, where buffered lines find no room."""
+    (record,) = read_records(iter([Row({"text": "word"}, Origin("f.jsonl", 1, "f"), None)]), Counts())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        with pytest.raises(OSError, match="too large"), Spool(tmp_path / "records.jsonl") as spool:
+            for _ in range(1_000):
+                spool.append(record)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
     assert not spool.file.exists()
 
 

@@ -274,6 +274,18 @@ def test_adapters_of_different_scales_on_int8():
     torch.testing.assert_close(last_logits(fused(model)), plain_logits(model, IDS)[-1], **TOLERANCE)
 
 
+def test_adapters_of_some_joined_layers_have_the_type_of_the_model():
+    """The layers between them add no scale's fp32 to the product of 16-bit values."""
+    model = with_lora(llama(), int8=True, module_name="v_proj").bfloat16().get_base_model()
+    attention = model.model.layers[0].self_attn
+    layers, x = [attention.q_proj, attention.k_proj, attention.v_proj], torch.randn(5, 32, dtype=torch.bfloat16)
+    projection = Projection(layers, 0, Shard())
+    for tensor in projection.tensors:
+        tensor.refresh()
+    expected = torch.cat([layer(x) for layer in layers], 1)
+    torch.testing.assert_close(linear(x, projection), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_codes_are_never_copied():
     """They are moved next to each other once, and the model reads them there."""
     model = with_lora(llama(), int8=True)
