@@ -112,13 +112,14 @@ def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signa
     """
     run_dir = run_folder(resolved.config.run, section)
     file = automatic_file(run_dir)
-    if words := automatic_words(resolved.config.run, run_dir):
+    if words := automatic_words(resolved.config, run_dir):
         say(f"as chosen before ({file}): {shlex.join(words)}")
         return words
     # By name: it plans models, which are above this package.
     automatic = importlib.import_module("pipeline.planning.automatic")
     cache = cache_folder(resolved.config.data.data_output_path or None)
     flags = automatic.chosen_flags(resolved, section, command, signals, run_dir=run_dir, cache=cache)
+    file.unlink(missing_ok=True)  # of an earlier run, which nothing is to resume with
     if flags:
         heading = "# Chosen by --auto_fit and --auto_batch; a preset for --preset or --config.\n"
         write_text(file, heading + yaml.safe_dump(flags, sort_keys=False))

@@ -39,12 +39,20 @@ def clear(run_folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def automatic_words(run: RunConfig, run_folder: Path) -> list[str]:
-    """Return the flags that --auto_fit and --auto_batch chose for the run that goes on here, as words; else none."""
-    file, saved = automatic_file(run_folder), [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
+def automatic_words(config: Any, run_folder: Path) -> list[str]:
+    """Return the flags that --auto_fit and --auto_batch chose for the run that goes on here, as words; else none.
+
+    None, too, where another number of rows is asked for in an optimizer step: it is not hidden by what was chosen.
+    """
+    run, file = config.run, automatic_file(run_folder)
+    saved = [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
     if not (run.auto_fit or run.auto_batch) or run.resumes_from == "never" or not any(map(Path.is_file, saved)):
         return []
-    return flag_words(load_yaml(str(file))) if file.is_file() else []
+    flags = load_yaml(str(file)) if file.is_file() else {}
+    if "gradient_accumulation_steps" in flags:
+        rows = flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"]
+        flags = flags if rows == batch_sizes(config, 1)["rows of an optimizer step"] else {}
+    return flag_words(flags)
 
 
 def input_contents(config: Any) -> dict[str, Any]:

@@ -123,15 +123,27 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
     )
     read = parse(SFTConfig, ["--preset", str(preset)], section="sft").config
     assert read.optimizer.per_device_train_batch_size == 2 and read.deepspeed.offload
-    asked = given.config.run.replace(auto_fit=True)
-    assert automatic_words(asked, preset.parent) == flag_words(chosen), "the run is finished here"
-    assert automatic_words(asked.replace(overwrite=True), preset.parent) == []
+    finished = settings(tmp_path, "--auto_fit").config
+    assert automatic_words(finished, preset.parent) == flag_words(chosen), "the run is finished here"
+    assert automatic_words(settings(tmp_path, "--auto_fit", "--overwrite").config, preset.parent) == []
     again = launched(tmp_path, *words, memory_mib=80000)
     assert f"as chosen before ({preset}): --per_device_train_batch_size 2 " in again.stderr
     assert "gives back" not in again.stderr and started(tmp_path)[-1] == started(tmp_path)[0]
     lacking = launched(tmp_path, *words, "--overwrite", memory_mib=700)
     assert lacking.returncode == 3 and lacking.stderr.splitlines()[-1].startswith("error: --auto_fit: does not fit: ")
     assert len(started(tmp_path)) == 2
+    assert launched(tmp_path, *words, "--overwrite", memory_mib=80000).returncode == 0 and not preset.exists()
+
+
+def test_what_was_chosen_hides_no_other_batch(tmp_path):
+    """A finished run of 8 rows a step is not the one that 16 are asked of: the caller is to see the difference."""
+    chosen = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
+    (tmp_path / "automatic.yaml").write_text("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n")
+    (tmp_path / "done.json").write_text("{}")
+    for accumulation, words in ((1, chosen), (2, [])):
+        config = settings(tmp_path, "--auto_batch", "--gradient_accumulation_steps", str(accumulation)).config
+        assert config.optimizer.per_device_train_batch_size == 8
+        assert automatic_words(config, tmp_path) == words
 
 
 def test_a_stage_without_a_supervisor_says_who_chooses(capsys):
