@@ -111,7 +111,7 @@ def launched(folder: Path, *words: object, memory_mib: int) -> subprocess.Comple
 
 @pytest.mark.slow
 def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed(tmp_path):
-    given = settings(tmp_path)
+    settings(tmp_path)  # makes the model
     words = ["--model_name_or_path", tmp_path / "125m", "--per_device_train_batch_size", 8, "--dtype", "bf16",
              "--auto_fit", "--output_dir", tmp_path / "out/sft"]  # fmt: skip
     done = launched(tmp_path, *words, memory_mib=2250)
