@@ -1,4 +1,4 @@
-"""Measure the bandwidth of an all-reduce over all ranks: `python -m pipeline.bandwidth` on each, under a launcher.
+"""Measure the bandwidth of an all-reduce over all ranks: `python -m pipeline.run.bandwidth` on each, under a launcher.
 
 `rlhf train --check` starts it on all hosts of a run, so that a slow or wrong network is seen before training.
 """
