@@ -1,6 +1,7 @@
 """The row data: rows per second that are prepared on one core and on all, beside TRL's, and the cost of many turns.
 
-No GPU. `python -m bench.preparation` is the worker: it prepares one file with one library and prints one JSON line.
+No GPU. `python -m bench.preparation` is the worker: it prepares one file with each library in turn, several
+times, and prints one JSON line.
 """
 
 import argparse
@@ -9,10 +10,10 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,8 @@ def data(jobs: Jobs, figures: Figures) -> None:
     per_turn = []
     for turns in TURNS:
         make_conversations(file := folder / f"conversations-{turns}.jsonl", options.rows // turns, turns)
-        rate = prepare(jobs, f"conversations of {turns} turns", "sft", file, 1).get("rows_per_s")
+        found = prepare(jobs, f"conversations of {turns} turns", "sft", file, 1)
+        rate = found.get("project", {}).get("rows_per_s")
         per_turn.append(rate and rate * turns)
         figures.add(f"turns/s, conversations of {turns}", per_turn[-1], "1/s")
     ratio = quotient(per_turn[1], per_turn[0])
@@ -61,35 +63,32 @@ def libraries() -> list[str]:
 
 
 def compare(jobs: Jobs, figures: Figures, name: str, stage: str, file: Path, cores: int) -> float | None:
-    """Prepare a file with each library in turn, `--repeats` times; return this project's median of the rows/s."""
-    runs: dict[str, list[dict[str, Any]]] = {library: [] for library in libraries()}
-    for _ in range(jobs.options.repeats):
-        for library, found in runs.items():
-            found.append(prepare(jobs, f"{name}, {library}", stage, file, cores, library))
-    medians: dict[str, float] = {}
-    for library, found in runs.items():
-        rates = sorted(run["rows_per_s"] for run in found if run)
-        if len(rates) == len(found):
-            medians[library] = median(rates)
-            spread = {"rows_per_s": medians[library], "slowest": rates[0], "fastest": rates[-1]}
-            jobs.runs[f"{name}, {library}"] |= spread
-    figures.add(f"rows/s, {name}", medians.get("project"), "1/s")
+    """Prepare a file with each library; return this project's median of the rows/s."""
+    runs = prepare(jobs, name, stage, file, cores, libraries())
+    rates = {library: run["rows_per_s"] for library, run in runs.items()}
+    figures.add(f"rows/s, {name}", rates.get("project"), "1/s")
     if "trl" in runs:
-        figures.add(f"rows/s, {name}, TRL", medians.get("trl"), "1/s")
-        figures.add(f"rows/s over TRL's, {name}", quotient(medians.get("project"), medians.get("trl")), "x", ">= 1")
-        tokens = [found[-1].get("tokens") for found in runs.values()]
-        figures.add(f"tokens over TRL's, {name}", quotient(*tokens), "x")
-    return medians.get("project")
+        figures.add(f"rows/s, {name}, TRL", rates["trl"], "1/s")
+        figures.add(f"rows/s over TRL's, {name}", quotient(rates["project"], rates["trl"]), "x", ">= 1")
+        figures.add(f"tokens over TRL's, {name}", quotient(*(run["tokens"] for run in runs.values())), "x")
+    return rates.get("project")
 
 
-def prepare(jobs: Jobs, name: str, stage: str, file: Path, cores: int, library: str = "project") -> dict[str, Any]:
-    """Run the worker; its configuration is kept."""
+def prepare(
+    jobs: Jobs, name: str, stage: str, file: Path, cores: int, chosen: Sequence[str] = ("project",)
+) -> dict[str, dict[str, Any]]:
+    """Run the worker, and return what it found of each library; its configuration is kept."""
     tokenizer = Path(jobs.options.tokenizer or jobs.folder / "preparation")
-    words = flags({"stage": stage, "data": file, "cores": cores, "tokenizer": tokenizer, "library": library})
-    found = jobs.worker(name, "bench.preparation", words)
-    jobs.config = jobs.config or found.get("config", {})
-    jobs.runs[name].pop("config", None)
-    return found
+    words = {"stage": stage, "data": file, "cores": cores, "tokenizer": tokenizer}
+    words |= {"libraries": ",".join(chosen), "repeats": jobs.options.repeats}
+    found = jobs.worker(name, "bench.preparation", flags(words))
+    if not found:
+        return {}
+    jobs.config = jobs.config or found["config"]
+    of_all = jobs.runs.pop(name)["flags"]
+    for library in chosen:
+        jobs.runs[f"{name}, {library}"] = found[library] | {"flags": of_all}
+    return {library: found[library] for library in chosen}
 
 
 def make_messages(file: Path, pairs: Path, stage: str) -> None:
@@ -146,38 +145,54 @@ def prepared_by_trl(stage: str, file: str, tokenizer: Any, folder: str, cores: i
     return {"rows": rows, "processes": cores}
 
 
-def main() -> None:
-    """Prepare a file on the first cores of this machine, into a folder that is deleted."""
-    import datasets  # noqa: F401  it is imported where rows are read, which is timed
+def timed(library: str, given: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """Prepare the file once, into a folder that is deleted."""
     from pyarrow import compute
 
-    from pipeline.data.templates import set_template
-    from pipeline.models.tokenizers import load_tokenizer
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("stage", "data", "tokenizer", "library"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--cores", type=int, required=True)
-    given = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
-    tokenizer = load_tokenizer(given.tokenizer)
-    set_template(tokenizer, "auto")
-    load, *_ = os.getloadavg()
-    if given.library == "trl":
-        import trl
-
-        trl.SFTTrainer, trl.RewardTrainer  # noqa: B018  they are imported by name, which is not timed
     with tempfile.TemporaryDirectory() as folder:
         words = given.stage, given.data, tokenizer, folder
-        started = time.perf_counter()
-        found = prepared_by_trl(*words, given.cores) if given.library == "trl" else prepared_here(*words)
+        load, started = os.getloadavg()[0], time.perf_counter()
+        found = prepared_by_trl(*words, given.cores) if library == "trl" else prepared_here(*words)
         seconds = time.perf_counter() - started
         rows = found.pop("rows")
         names = [name for name in ("input_ids", "ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
         lengths = map(compute.list_value_length, rows.select_columns(names).with_format("arrow")[:].columns)
         tokens = sum(compute.sum(column).as_py() for column in lengths)
     found |= {"rows_per_s": len(rows) / seconds, "tokens_per_s": tokens / seconds, "rows": len(rows)}
-    print(json.dumps(found | {"tokens": tokens, "seconds": seconds, "load": load}), flush=True)
+    return found | {"tokens": tokens, "seconds": seconds, "load": load}
+
+
+def main() -> None:
+    """Prepare a file on the first cores of this machine, with one library after the other, again and again."""
+    import datasets  # noqa: F401  it is imported where rows are read, which is timed
+
+    from pipeline.data.templates import set_template
+    from pipeline.models.tokenizers import load_tokenizer
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("stage", "data", "tokenizer", "libraries"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("cores", "repeats"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
+    tokenizer = load_tokenizer(given.tokenizer)
+    set_template(tokenizer, "auto")
+    runs: dict[str, list[dict[str, Any]]] = {library: [] for library in given.libraries.split(",")}
+    if "trl" in runs:
+        import trl
+
+        trl.SFTTrainer, trl.RewardTrainer  # noqa: B018  they are imported by name, which is not timed
+    for _ in range(given.repeats):
+        for library, found in runs.items():
+            found.append(timed(library, given, tokenizer))
+    config = [run.pop("config", {}) for run in runs["project"]][0]
+    result: dict[str, Any] = {"config": config}
+    for library, found in runs.items():
+        found.sort(key=lambda run: run["rows_per_s"])
+        ends = {"slowest": found[0]["rows_per_s"], "fastest": found[-1]["rows_per_s"]}
+        result[library] = found[len(found) // 2] | ends
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,15 @@ def test_the_seed_chooses_which_rows_are_repeated(options, bpe_tokenizer, tmp_pa
     assert len(repeated) == 40 and max(map(seeds[0].count, seeds[0])) == 2
 
 
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_a_mixture_of_several_shards_has_the_same_rows(stage, options, bpe_tokenizer, monkeypatch, tmp_path):
+    """Rows are mixed shard by shard: which of them are repeated, and as what, is that of the whole source."""
+    whole = load_or_build(stage, options, bpe_tokenizer).train.to_list()
+    monkeypatch.setattr("pipeline.data.shards.SHARD_RECORDS", 1)
+    parts = load_or_build(stage, replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    assert parts.train.to_list() == whole and len(parts.train.data.table["num_tokens"].chunks) == len(whole) == 15
+
+
 def test_shares_and_ratios_are_cached_apart(options, bpe_tokenizer):
     load_or_build("sft", options, bpe_tokenizer)
     keys = {cache_key("sft", replace(options, mixture=kind), bpe_tokenizer) for kind in ("share", "ratio")}
