@@ -4,7 +4,6 @@ With `--dtype int8` it writes a model's linear layers as int8 codes: a base for 
 """
 
 import importlib
-import json
 import os
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,6 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.errors import InputError
-from pipeline.marks import OURS
 from pipeline.models.paths import read_adapter_config
 from pipeline.run.entry import command_config, run_command
 from step1_sft.config import SFTConfig
@@ -68,7 +66,7 @@ def write_int8(path: str, output: Path) -> str:
 
     The other weights have 16 bits. Raises InputError for an adapter, and for an output that exists.
     """
-    from pipeline.checkpoints.model_card import shareable
+    from pipeline.checkpoints.model_card import settings_document, shareable
     from pipeline.checkpoints.model_folder import save_model
     from pipeline.inference.answers import load_chat_tokenizer
     from pipeline.models.loading import check_model, load_config
@@ -85,8 +83,7 @@ def write_int8(path: str, output: Path) -> str:
     model = load(path, dtype, scores=scores, quantization="int8")
     documents = {
         "README.md": f"# An int8 base\n\n`{shareable(path)}` with int8 codes and fp32 scales for its linear layers.\n",
-        OURS: json.dumps({"quantised_from": shareable(path)}) + "\n",
-    }
+    } | settings_document({"quantised_from": shareable(path)})
     changes = {"quantization_config": STORED_INT8_ENTRY}
     save_model(model, load_chat_tokenizer(path), output, dtype=dtype, documents=documents, config_changes=changes)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors")) / 2**30

@@ -4,7 +4,6 @@ The only place where a pickle is read by this project itself, with `weights_only
 DeepSpeed-Chat's format. The command is in `rlhf/convert.py`.
 """
 
-import json
 import re
 from functools import reduce
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 import torch
 import transformers
 
-from pipeline.checkpoints.model_card import example
+from pipeline.checkpoints.model_card import example, settings_document
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.data.templates import set_template
 from pipeline.errors import InputError
-from pipeline.marks import OURS
 from pipeline.models.loading import load_config
 from pipeline.models.paths import read_config, reading_error
 from pipeline.models.reward_model import score_head_fields
@@ -67,8 +65,7 @@ def convert(source: Path, output: Path, *, tokenizer_path: str) -> str:
     card = f"# A {kind} of DeepSpeed-Chat\n\nConverted from `{source.resolve().name}` by rlhf-pipeline.\n\n"
     documents = {
         "README.md": f"{card}```python\n{example(scores=is_reward, adapter=False)}```\n",
-        OURS: json.dumps({"converted_from": source.resolve().name}) + "\n",
-    }
+    } | settings_document({"converted_from": source.resolve().name})
     save_model(model, tokenizer, output, dtype=model.dtype, documents=documents, config_changes=changes)
     spare = model.config.vocab_size - len(tokenizer)
     return (

@@ -75,7 +75,12 @@ def model_documents(
         f"```python\n{example(scores=scores, adapter=adapter, seq2seq=seq2seq)}```",
         *measured_table(run, step),
     ]
-    return {"README.md": "\n\n".join(parts) + "\n", OURS: json.dumps(settings, indent=2) + "\n"}
+    return {"README.md": "\n\n".join(parts) + "\n"} | settings_document(settings)
+
+
+def settings_document(settings: dict[str, Any]) -> dict[str, str]:
+    """Return what this project says of a model folder's origin as a document, name -> JSON text."""
+    return {OURS: json.dumps(settings, indent=2) + "\n"}
 
 
 def saved_settings(path: str) -> dict[str, str]:

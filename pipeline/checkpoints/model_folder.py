@@ -23,9 +23,8 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.build import weights_dtype
 from pipeline.errors import DivergedError
 from pipeline.files import has_config, with_new_folder, write_json
-from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.models.loading import DTYPES, base_model
-from pipeline.models.lora import START, is_lora, merged_weight, quantization_of
+from pipeline.models.lora import START, is_lora, merged_weight, quantization_of, scale_names
 from pipeline.models.partitions import gathered, is_partitioned
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import eos_ids
@@ -47,10 +46,9 @@ def state_dict(model: nn.Module, *, dtype: torch.dtype) -> dict[str, torch.Tenso
         DivergedError: on every rank, a weight is not finite.
     """
     inner = base_model(model)
-    scales = {f"{name}.scale" for name, module in inner.named_modules() if isinstance(module, Int8Linear)}
     tied = set(getattr(inner, "all_tied_weights_keys", {}) or {})
     named = ((PEFT_WRAPPERS.sub("", name), value) for name, value in whole_tensors(inner))
-    return on_host(((name, value) for name, value in named if name not in tied), dtype, unchanged=scales)
+    return on_host(((name, value) for name, value in named if name not in tied), dtype, unchanged=scale_names(inner))
 
 
 def on_host(

@@ -216,6 +216,11 @@ def quantization_of(model: nn.Module) -> str:
     return "nf4" if any(hasattr(parameter, "quant_state") for parameter in model.parameters()) else "none"
 
 
+def scale_names(model: nn.Module) -> set[str]:
+    """Return the names of the fp32 scales of a model's int8 codes."""
+    return {f"{name}.scale" for name, module in model.named_modules() if isinstance(module, Int8Linear)}
+
+
 def keep_norms_in_fp32(model: nn.Module, quantization: str) -> None:
     """Let the norms of a quantised model compute in fp32, with outputs in the dtype of their inputs; else do nothing.
 
