@@ -160,9 +160,9 @@ def test_words_survive_pdsh(tmp_path):
 
 
 def test_visible_devices_are_kept(tmp_path):
-    one, _ = launch(tmp_path, "single_gpu", "1", CUDA_VISIBLE_DEVICES="3,5")
+    one, _ = launch(tmp_path, "single_gpu", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5")
     assert one[one.index("--include") + 1] == "localhost:3"
-    two, _ = launch(tmp_path, "single_node", "--num_gpus", "2", "1", CUDA_VISIBLE_DEVICES="3,5,7")
+    two, _ = launch(tmp_path, "single_node", "--num_gpus", "2", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5,7")
     assert two[two.index("--include") + 1] == "localhost:3,5"
     assert "--num_gpus" not in one + two
 

@@ -30,7 +30,7 @@ def test_work_of_a_training_step_equals_torchs_count(tiny_folders, name, lora):
 
 
 def test_the_work_of_gpt2s_own_linear_layers_is_counted():
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 32}
     check_work(GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager")))
 
 
