@@ -5,6 +5,7 @@ import re
 
 import pytest
 from support.dschat_scripts import FLAGS, REFUSED, SCRIPTS
+from support.marks import slow_but
 from support.source_tree import ROOT
 
 from pipeline.configuration.flags import parse
@@ -34,7 +35,7 @@ def test_every_flag_works_or_is_refused_with_its_reason(program, flag):
     assert "a flag of DeepSpeed-Chat without a counterpart here: " in line and "did you mean" not in line
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", slow_but(list(SCRIPTS)[::5], SCRIPTS))
 def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, monkeypatch, capsys):
     step, ranks, line = SCRIPTS[script]
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from bench.planned import LLAMA, planner_of, ppo
+from support.marks import slow_but
 
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.files import GIB
@@ -43,7 +44,7 @@ def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) 
     return fits(plan, planner.target), plan.reserved(plan.phases[plan.worst].total)[0] / GIB
 
 
-@pytest.mark.parametrize("memory_gib, gpus", [(2.6, 1), pytest.param(2.2, 1, marks=pytest.mark.slow), (3.2, 2)])
+@pytest.mark.parametrize("memory_gib, gpus", slow_but([(2.6, 1)], [(2.6, 1), (2.2, 1), (3.2, 2)]))
 def test_the_last_change_makes_it_fit_and_none_before(tmp_path, memory_gib, gpus):
     *lines, end = changes(memory_gib, tmp_path, gpus=gpus)
     assert end == "with these it fits" and lines
@@ -73,6 +74,7 @@ def test_offload_is_no_help_where_the_host_lacks_the_memory(tmp_path):
     assert end != "with these it fits" or "--lora_dim" in lines[-1]
 
 
+@pytest.mark.slow
 def test_states_that_the_host_lacks_memory_for_can_be_on_disk(tmp_path):
     """12 bytes for each of 85 million weights of adapters are in no memory; gradients in fp32 stay on the host."""
     planner, resolved = planned(8, tmp_path, host_gib=1, more="--zero_stage 3 --offload true --lora_dim 512")

@@ -21,6 +21,7 @@ def test_the_wheel_holds_all_packages_their_data_and_nothing_else(wheel):
     assert held == {relative(path) for path in [*source_files(*PACKAGES), *data]}
 
 
+@pytest.mark.slow
 def test_a_step_runs_from_a_folder_far_from_the_checkout(wheel, tmp_path):
     """Beside the environment's libraries; both ways to call it."""
     target, work = tmp_path / "installed", tmp_path / "my work"
