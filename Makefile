@@ -25,8 +25,8 @@ test test-slow test-faults test-hosts: export CUDA_VISIBLE_DEVICES =
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow and not faults and not hosts and not gpu"
 
-# Parts of at most ten minutes: all in turn, or one of them by `make test-slow SHARDS=2/3`.
-SHARDS ?= 1/3 2/3 3/3
+# Parts of at most ten minutes: all in turn, or one of them by `make test-slow SHARDS=2/4`.
+SHARDS ?= 1/4 2/4 3/4 4/4
 test-slow: $(VENV)/installed-dev
 	set -e; for shard in $(SHARDS); do $(PYTEST) -m "slow and not gpu" --shard $$shard; done
 
