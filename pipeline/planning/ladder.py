@@ -149,12 +149,10 @@ def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
                 f"{gained / GIB:.1f} GiB of the host; cost: states cross the disk each step"
             )
         plan = on_disk
-    enough = fits(plan, planner.target)
-    yield (
-        "with these it fits"
-        if enough
-        else ("none of these is enough: take more GPUs, larger ones, shorter rows or a smaller model")
-    )
+    if fits(plan, planner.target):
+        yield "with these it fits"
+    else:
+        yield "none of these is enough: take more GPUs, larger ones, shorter rows or a smaller model"
 
 
 def with_nvme(engines: Mapping[str, Json]) -> dict[str, Json]:

@@ -190,7 +190,7 @@ def flat(text: str) -> str:
 
 def reward_models(folder: Path) -> str:
     """Return the table of reward models: accuracy on held-out pairs beside the trivial rules', and what gold is."""
-    rows, said = [], ""
+    rows, verdict = [], ""
     for name, found in accuracies(folder).items():
         rules = {rule: said["mean"] for rule, said in found["trivial_rules"].items()}
         best = max(rules, key=lambda rule: rules[rule])
@@ -200,16 +200,13 @@ def reward_models(folder: Path) -> str:
         if name == "gold":
             apart = (accuracy["mean"] - rules[best]) / accuracy["standard_error"]
             kind = "above" if apart > 0 else "NOT above (it is no gold)"
-            said = f"\nGold is {kind} the best trivial rule, by {apart:.1f} standard errors.\n"
-    return table(["reward model", "held-out pairs", "accuracy", "best trivial rule"], rows) + said
+            verdict = f"\nGold is {kind} the best trivial rule, by {apart:.1f} standard errors.\n"
+    return table(["reward model", "held-out pairs", "accuracy", "best trivial rule"], rows) + verdict
 
 
-def peaks(runs: Sequence[Run], scales: Scales) -> str:
+def peaks(curves: dict[str, list[list[tuple[float, float, float]]]]) -> str:
     """Return a sentence for each name: where gold is highest on the mean curve of its seeds, and what it is at the
     end."""
-    curves = defaultdict[str, list[list[tuple[float, float, float]]]](list)
-    for run in runs:
-        curves[run.name].append(curve(run, scales))
     lines = []
     for name, seeds in curves.items():
         means = [[sum(part) / len(seeds) for part in zip(*points, strict=True)] for points in zip(*seeds, strict=True)]
@@ -233,9 +230,9 @@ def write(folder: Path, output: Path, title: str) -> None:
         for run in runs:
             if run.proxy == proxy:
                 curves[run.name].append(curve(run, scales))
+        parts += [f"## {proxy}\n", peaks(curves)]
         if many:
             curves["best of n"].append(list(best_of_n_curve(many, proxy, scales)))
-        parts += [f"## {proxy}\n", peaks([run for run in runs if run.proxy == proxy], scales)]
         if find_spec("matplotlib"):
             file = output.with_name(f"{output.stem}_{proxy}.png")
             plot(file, proxy, curves)
