@@ -45,9 +45,13 @@ def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> i
     works = [partial(trained, "sft", "step1_sft", base, SFT | {"data_path": data / "sft.jsonl"})]
     if failed := jobs.each(works):
         return failed
-    starts = [["--model", models / "sft", "--depth", depth, "--output", models / f"start-{depth}"] for depth in depths]
-    for words in starts:
-        jobs.run(f"start-{words[3]}", "learning.shorten", words)
+
+    def start(depth: int, gpu: int | None) -> None:
+        words = flags({"model": models / "sft", "depth": depth, "output": models / f"start-{depth}"})
+        jobs.run(f"start-{depth}", "learning.shorten", words, gpu=gpu)
+
+    if failed := jobs.each([partial(start, depth) for depth in depths]):
+        return failed
     seeded = {"seed": GOLD_SEED}
     # One step at a rate of nearly 0: SFT's body with a new head.
     untrained = {"max_steps": 1, "learning_rate": 1e-12}
