@@ -7,7 +7,7 @@ from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKEN
 from pipeline.generation.streaming import GROUP_BYTES
 from pipeline.models.architecture import Rows, UnsupportedModel, linear_of, read_architecture
 from pipeline.planning.measurement import build, model_size, planned_config
-from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
+from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, counted, step_arithmetic
 from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
 from step3_ppo.config import PPOConfig
@@ -150,8 +150,9 @@ def batch_lines(config: PPOConfig, ranks: int) -> list[str]:
     length = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     steps = responses * config.ppo.ppo_epochs // rows
     return [
-        f"{prompts} prompts x {samples} samples x {sampling.generation_batches} generation batches x {ranks} ranks = "
-        f"{responses} responses a rollout",
+        f"{counted(prompts, 'prompt')} x {counted(samples, 'sample')} x {sampling.generation_batches} generation "
+        f"batches x {counted(ranks, 'rank')} = {counted(responses, 'response')} a rollout",
         step_arithmetic(optimizer, ranks, f"responses of up to {length} tokens"),
-        f"{responses} responses x {config.ppo.ppo_epochs} epochs / {rows} rows = {steps} optimizer steps a rollout",
+        f"{counted(responses, 'response')} x {counted(config.ppo.ppo_epochs, 'epoch')} / {counted(rows, 'row')} = "
+        f"{counted(steps, 'optimizer step')} a rollout",
     ]

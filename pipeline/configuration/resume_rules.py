@@ -23,6 +23,16 @@ def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
     return {name: value for name, value in flat_items(config) if table[name].on_resume == on_resume}
 
 
+def memory_flags(config: BaseModel) -> dict[str, Any]:
+    """Return the flags that the memory of a stage may depend on; rates, seeds and paths are left out."""
+    table = flag_table(type(config))
+    return {
+        name: value
+        for name, value in flat_items(config)
+        if table[name].on_resume in ("same", "rounding") and not isinstance(value, float) and "seed" not in name
+    }
+
+
 def defaults_of(config: BaseModel) -> dict[str, Any]:
     """Return the defaults of all flags that have one."""
     table = flag_table(type(config))

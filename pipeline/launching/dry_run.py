@@ -16,12 +16,12 @@ from pipeline.configuration.ds_config import Json, Placement
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
-from pipeline.configuration.resume_rules import batch_sizes
+from pipeline.configuration.resume_rules import batch_sizes, memory_flags
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.machine import device_kind
-from pipeline.launching.preflight import look_before_start, module_of_stage, output_bytes, sample_sources, start_models
+from pipeline.launching.preflight import look_before_start, module_of_stage, sample_sources, start_models
 from pipeline.launching.target import GIB, Target, parse_target, this_machine
-from pipeline.run.evaluations import memory_peaks
+from pipeline.run.evaluations import memory_peaks, run_flags
 from pipeline.run.layout import model_folders, run_folder
 
 NOTHING_STARTED = "dry run: nothing was started"
@@ -115,7 +115,11 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
             continue
         data = [f"  data     {sample.line}" for sample in samples if sample.line]
         print(
-            f"plan of {section}, {lines[0]}", *lines[1:], *data, *disk_lines(resolved.config, section, made), sep="\n"
+            f"plan of {section}, {lines[0]}",
+            *lines[1:],
+            *data,
+            *measured_lines(resolved.config, section, memory),
+            sep="\n",
         )
         if not page.fits(memory, target):
             last = list(ladder.changes(planner, resolved))[-1:]
@@ -142,13 +146,18 @@ def num_steps(config: Any, rows: Sequence[float | None], ranks: int) -> int:
     return rollouts * (responses // per_step) * int(config.ppo.ppo_epochs)
 
 
-def disk_lines(config: Any, section: str, made: Mapping[str, str]) -> list[str]:
-    """Return what the outputs take on the disk at least, and the peaks of the run in that folder, where known."""
-    size = sum(part for _, part in output_bytes(config, section, made))
-    lines = [f"  disk     {size / GIB:.2f} GiB or more for models and a checkpoint"] if size else []
+def measured_lines(config: Any, section: str, memory: Any) -> list[str]:
+    """Return the planned peak of each phase beside that of the last run in the stage's folder, where it had a GPU."""
     folder = run_folder(config.run, section)
-    peaks = ", ".join(f"{phase} {value:.2f}" for phase, value in memory_peaks(folder).items())
-    return [*lines, f"  measured {peaks} GiB (compare with low) by the last run in {folder}"] if peaks else lines
+    peaks = ", ".join(
+        f"{phase} planned {memory.phases[phase].total / GIB:.1f}, last measured {value:.1f}"
+        for phase, value in memory_peaks(folder).items()
+    )
+    if not peaks:
+        return []
+    saved, asked = run_flags(folder), memory_flags(config)
+    others = [f"--{name} {saved[name]}" for name, value in asked.items() if saved.get(name, value) != value]
+    return [f"  measured {peaks} GiB (low) in {folder}{', then with ' if others else ''}{' '.join(others)}"]
 
 
 def dry_run_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, flag_words, validated
 from pipeline.configuration.global_batch import with_ranks
-from pipeline.configuration.resume_rules import values_by_rule
+from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, StoppedRun
 from pipeline.files import write_json
 from pipeline.launching.dry_run import stage_planner
@@ -148,13 +148,8 @@ def shape_key(resolved: Resolved, section: str, target: Target) -> str:
 
     Rates, seeds and paths are left out; of a model its config.json counts.
     """
-    table, config = flag_table(type(resolved.config)), resolved.config
-    paths = values_by_rule(config, "model")
-    kept = {
-        name: value
-        for name, value in flat_items(config)
-        if table[name].on_resume in ("same", "rounding") and not isinstance(value, float) and "seed" not in name
-    }
+    config = resolved.config
+    paths, kept = values_by_rule(config, "model"), memory_flags(config)
     rows = kept.pop("per_device_train_batch_size") * kept.pop("gradient_accumulation_steps")
     models = {name: load_config(path).to_json_string() for name, path in paths.items() if path}
     content = json.dumps([kept, rows, models], sort_keys=True, default=str)

@@ -98,5 +98,10 @@ class StageNeeds:
 def step_arithmetic(optimizer: OptimizerConfig, ranks: int, rows: str) -> str:
     """Return the line `4 rows x 2 accumulated x 8 ranks = 64 rows an optimizer step`; `rows` says what they are."""
     micro, accumulation = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps
-    total, plural = micro * accumulation * ranks, "rank" if ranks == 1 else "ranks"
-    return f"micro-batch {micro} x {accumulation} accumulated x {ranks} {plural} = {total} {rows} an optimizer step"
+    product = f"micro-batch {micro} x {accumulation} accumulated x {counted(ranks, 'rank')}"
+    return f"{product} = {micro * accumulation * ranks} {rows} an optimizer step"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flags import Resolved
@@ -9,8 +10,8 @@ from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.duration import phase_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
-from pipeline.planning.memory import MemoryPlan, plan_memory
-from pipeline.planning.needs import StageNeeds
+from pipeline.planning.memory import FP32, MOMENTS, MemoryPlan, plan_memory
+from pipeline.planning.needs import StageNeeds, counted
 
 NeedsOf = Callable[..., StageNeeds]
 JsonsOf = Callable[[Resolved], Mapping[str, Json]]
@@ -72,10 +73,12 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
     if num_steps:
         run = resolved.config.run
         why = "--max_steps" if run.max_steps else f"about; --num_train_epochs {run.num_train_epochs:g}"
-        lines.append(f"  steps    {num_steps} of the optimizer ({why})")
+        rollouts = f" in {-(-num_steps // needs.steps_each)} rollouts" if needs.rollout else ""
+        lines.append(f"  steps    {num_steps} of the optimizer{rollouts} ({why})")
     lines += [*phase_lines(plan), *verdict_lines(plan, planner.target)]
     times = planner.seconds(resolved, plan)
-    return [*lines, *time_lines(needs, plan, *times, num_steps)], plan
+    lines += time_lines(needs, plan, *times, num_steps)
+    return [*lines, disk_line(needs, plan, resolved.config)], plan
 
 
 def row(name: str, values: Sequence[str]) -> str:
@@ -120,7 +123,7 @@ def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:
         kept = "kept during the update"
         if not plan.keeps_rollout:
             kept = "given back before the update, and allocated and its graph captured again for each rollout"
-        lines.append(f"  rollout  {plan.slots} responses are sampled at a time; the KV cache is {kept}")
+        lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {kept}")
     if plan.host:
         lines.append(f"  host     {gib(plan.host)} GiB of each machine hold offloaded states")
     return [*lines, f"  verdict  {verdict(plan, target)}"]
@@ -135,7 +138,8 @@ def time_lines(
     phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
     hours = sum(seconds.values()) / needs.steps_each * num_steps / 3600
     run = f", {num_steps} steps {hours:.2g} h" if num_steps else ""
-    line = f"  time     {phases}{run}: not measured; from the data sheet, by the shares that an H200 reached"
+    whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
+    line = f"  time     {phases}{whole}{run}: not measured; from the data sheet, by the shares that an H200 reached"
     return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]
 
 
@@ -150,6 +154,21 @@ def exchange_lines(
         waits = waiting_share(rollout, plan.ranks, plan.slots, max(2.0, rollout.num_new_tokens / 2))
         lines.append(f"  waiting  {waits:.0%} of generation, for responses of half the limit on average (simulated)")
     return lines
+
+
+def disk_line(needs: StageNeeds, plan: MemoryPlan, config: Any) -> str:
+    """Return what the stage's models and its checkpoints take on the disk: saved weights, and states in fp32."""
+    run, models, checkpoint = config.run, 0, 0
+    for use in needs.models:
+        size, copies = plan.sizes[use.role], 2 if use.averaged else 1
+        element = size.element if run.save_dtype == "auto" else FP32 if run.save_dtype == "fp32" else FP32 // 2
+        only_adapter = config.deepspeed.save_adapter_only and not use.has_values or use.settings.quantization != "none"
+        if use.trained:
+            models += (size.trained if only_adapter else size.weights) * element * copies
+            checkpoint += size.trained * (FP32 * copies + MOMENTS)
+    kept = run.keep_checkpoints and 1 + (run.keep_checkpoints if run.save_steps else 0)
+    each = f", {kept} x {gib(checkpoint)} GiB of checkpoints at most" if kept else ", no checkpoint"
+    return f"  disk     {gib(models)} GiB of models{each}"
 
 
 def verdict(plan: MemoryPlan, target: Target) -> str:

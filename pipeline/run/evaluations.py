@@ -1,4 +1,4 @@
-"""The metrics of a run, read back: evaluations for its last line and its model card, peaks of memory for a plan.
+"""The metrics and flags of a run, read back: evaluations for its last line and its model card, peaks for a plan.
 
 Imports no torch.
 """
@@ -23,6 +23,13 @@ def memory_peaks(run_dir: Path) -> dict[str, float]:
                 phase = name.removeprefix("memory/").removesuffix("_gib")
                 peaks[phase] = max(value, peaks.get(phase, 0.0))
     return peaks
+
+
+def run_flags(run_dir: Path) -> dict[str, Any]:
+    """Return the flags of the last run in a folder; {} where there is none."""
+    file = run_dir / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {name: flag["value"] for name, flag in content.items()}
 
 
 def metrics_lines(run_dir: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """`--target`: described hardware, and plans that fit it or do not, by the real command line."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -122,8 +123,15 @@ def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):
     (inputs / "earlier").mkdir()
     text = "\n".join(map(json.dumps, lines))
     (inputs / "earlier/metrics.jsonl").write_text(text, encoding="utf-8")
-    told = "  measured train 1.50 GiB (compare with low) by the last run in earlier\n"
-    assert told in planned("--target", "small.yaml", "--run_dir", "earlier", "--overwrite").stdout
+    words = ("--target", "small.yaml", "--run_dir", "earlier", "--overwrite")
+    page = planned(*words).stdout
+    low = re.search(r"\n  train .+?(\d+\.\d\d) +\d+\.\d\d +\d+\.\d\d\n", page)
+    told = f"  measured train planned {float(low[1]):.1f}, last measured 1.5 GiB (low) in earlier"
+    assert f"{told}\n" in page
+    saved = {"per_device_train_batch_size": 4, "zero_stage": 0, "learning_rate": 1.0}
+    content = {name: {"value": value, "from": "default"} for name, value in saved.items()}
+    (inputs / "earlier/config.json").write_text(json.dumps(content), encoding="utf-8")
+    assert f"{told}, then with --per_device_train_batch_size 4\n" in planned(*words).stdout, "the rate needs no memory"
     assert "measured" not in planned("--target", "small.yaml").stdout
 
 

@@ -44,13 +44,32 @@ def test_the_start_models_of_all_presets_have_shapes():
     assert named | {hub_id for family in model_families() for hub_id, _ in family.values()} == set(shapes())
 
 
-def test_a_known_model_is_planned_without_a_hub(tmp_path, monkeypatch, capsys):
+def plan_of_qwen(folder, monkeypatch, capsys, *words):
+    """The plan of stage 1 where no hub is reached."""
     monkeypatch.setattr("pipeline.launching.preflight.is_reachable", lambda: False)
-    monkeypatch.chdir(tmp_path)
-    words = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max_seq_len", "64"]
-    task = {"stages": {"sft": words}, "dry_run": True, "ranks": None, "hosts": 1}
+    monkeypatch.chdir(folder)
+    model = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max_seq_len", "64"]
+    task = {"stages": {"sft": [*model, *words]}, "dry_run": True, "ranks": None, "hosts": 1}
     assert main(json.dumps(task)) == 0
-    assert re.search(r"^ +model +494\.0 +494\.0", capsys.readouterr().out, re.MULTILINE)
+    return capsys.readouterr().out
+
+
+def test_a_known_model_is_planned_without_a_hub(tmp_path, monkeypatch, capsys):
+    page = plan_of_qwen(tmp_path, monkeypatch, capsys)
+    assert re.search(r"^ +model +494\.0 +494\.0", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ((), "0.92 GiB of models, 1 x 5.52 GiB of checkpoints at most"),
+        (("--save_steps", "10", "--save_dtype", "fp32"), "1.84 GiB of models, 3 x 5.52 GiB of checkpoints at most"),
+        (("--keep_checkpoints", "0"), "0.92 GiB of models, no checkpoint"),
+    ],
+)
+def test_a_plan_counts_the_disk_of_a_model_whose_weights_are_not_here(tmp_path, monkeypatch, capsys, words, line):
+    """494,032,768 weights: 2 or 4 bytes each in a model, in a checkpoint three numbers in fp32."""
+    assert f"\n  disk     {line}\n" in plan_of_qwen(tmp_path, monkeypatch, capsys, *words)
 
 
 def numbers_and_words(row: str) -> tuple[list[float], str]:
