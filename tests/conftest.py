@@ -1,14 +1,17 @@
 """Fixtures that several test files share: no download, nothing large."""
 
+import gc
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread for each of pytest's workers
 
 import pytest
 from support import kernel_mode  # noqa: F401  before the first import of triton
+from support.frozen import freeze
 from support.real_tokenizers import load_opt_tokenizer
 from support.tiny_models import NAMES, save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -58,6 +61,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = set(list(dict.fromkeys(map(unit, items)))[number - 1 :: count])
     config.hook.pytest_deselected(items=[item for item in items if unit(item) not in mine])
     items[:] = [item for item in items if unit(item) in mine]
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some libraries complain of what is not freed at the end
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_libraries() -> Iterator[None]:
+    """Freeze what a file has imported before the next one runs."""
+    yield
+    freeze()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ test compares the lists with the source. Names that DeepSpeed or torch document 
 import dis
 import inspect
 import logging
+from functools import cache
 from operator import attrgetter
 from types import CodeType, FunctionType
 
@@ -96,6 +97,11 @@ def deepspeed_has(owner: str, name: str) -> bool:
 
 def sets_attribute(code: CodeType, name: str) -> bool:
     """Return whether a function, or one defined inside it, contains `x.name = ...`."""
-    steps = dis.get_instructions(code) if name in code.co_names else ()  # disassembling all would take long
-    here = any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
+    here = name in code.co_names and name in attributes_set(code)  # disassembling all would take long
     return here or any(sets_attribute(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+@cache
+def attributes_set(code: CodeType) -> frozenset[str]:
+    """Return the names of all attributes that a function sets on any object, without functions inside it."""
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")

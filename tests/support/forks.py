@@ -23,6 +23,7 @@ PRELOADED = [
     "pipeline.engine.engine", "pipeline.checkpoints.model_folder", "pipeline.generation.hybrid_engine",
     "torch.utils.tensorboard", "peft", "transformers.models.opt.modeling_opt",
     *(f"{package}.{name}" for package in PACKAGES.values() for name in ("main", "training")),
+    "support.warm",
 ]  # fmt: skip
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -40,7 +41,8 @@ def environment() -> dict[str, str]:
 def server_variables() -> Iterator[None]:
     """Environment of the server, which its children start from."""
     before = dict(os.environ)
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    paths = filter(None, [*PATHS, os.environ.get("PYTHONPATH")])  # Python 3.11 gives its server no sys.path
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if os.environ.get("DS_ACCELERATOR") != "cpu" and Path("/dev/nvidiactl").exists():
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep children from using CUDA
     else:

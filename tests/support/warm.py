@@ -1,0 +1,12 @@
+"""Do once, in the server that runs are forked from, what each of them would do anew; imported there after the rest."""
+
+import os
+
+import deepspeed
+from support.frozen import freeze
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+get_checkpoint_conversion_mapping("opt")  # compiles a thousand regular expressions
+if os.environ.get("DS_ACCELERATOR") == "cpu":
+    _ = deepspeed.ops.__compatible_ops__  # asks the compiler
+freeze()
