@@ -1,12 +1,23 @@
-"""Hosts that are network namespaces, and data and models of a tiny run in a folder that they share."""
+"""Hosts of this machine, and data and models of a tiny run in a folder that they share."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster import SSHD, Cluster
 from host_runs import on_one_machine, one_stage
-from network import Cluster, network, why_impossible
+from loopback import loopback
+from namespaces import namespaces, why_no_namespaces
 from support.tiny_run import make_folder
+
+PROGRAMS = ("ssh", "ssh-keygen", SSHD, "pdsh")
+
+
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
+    """Say it where hosts are to be loopback addresses; which tests are skipped then is said at the end."""
+    reason = why_no_namespaces() if any(item.get_closest_marker("hosts") for item in items) else ""
+    return f"{reason}: the hosts are loopback addresses" if reason else ""
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +33,15 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def started(folder: Path, names: list[str], *, shared: bool) -> Iterator[Cluster]:
-    if reason := why_impossible():
-        pytest.skip(reason)
-    disk = folder / "disk"
+    if missing := [program for program in PROGRAMS if not shutil.which(program)]:
+        pytest.skip(f"not installed: {', '.join(missing)} (apt-get install openssh-server pdsh)")
+    disk, reason = folder / "disk", why_no_namespaces()
+    if reason and not shared:
+        pytest.skip(f"disks of their own: not on loopback addresses ({reason})")
     (disk / "data").mkdir(parents=True)
     make_folder(disk / "data")
-    (disk / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
-    with network(folder, disk, names, shared=shared) as hosts:
-        yield Cluster(disk, hosts)
+    with loopback(folder, disk, names) if reason else namespaces(folder, disk, names, shared=shared) as hosts:
+        yield Cluster(disk, hosts, reason)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from network import ROOT, environment
+from cluster import ROOT, environment
 
 STEPS = 60
 

@@ -3,8 +3,8 @@
 import sys
 
 import pytest
+from cluster import ROOT
 from host_runs import STEPS, assert_same, flags, one_stage
-from network import ROOT
 from support.launch_stub import write_program
 
 pytestmark = pytest.mark.hosts
@@ -12,11 +12,11 @@ pytestmark = pytest.mark.hosts
 # Plays srun: a step on one node is a command over ssh, with Slurm's variables.
 SRUN_STUB = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 != --nodelist=* ]] || node="${1#*=}"; shift; done
-[[ $node == node-a ]] && number=0 || number=1
+[[ $node == FIRST ]] && number=0 || number=1
 variables=(PYTHONPATH="$PYTHONPATH" SLURM_NODEID="$number" SLURM_NTASKS=1 SLURM_PROCID=0)
 exec ssh "$node" "$(printf '%q ' env "${variables[@]}" "$@")"
 """
-SCONTROL_STUB = "#!/bin/bash\necho node-a; echo node-b\n"
+SCONTROL_STUB = "#!/bin/bash\nprintf '%s\\n' FIRST SECOND\n"
 
 
 def test_pdsh(two, undisturbed):
@@ -36,7 +36,8 @@ def test_each_host_by_hand(two, undisturbed):
 def test_torchrun_on_each_host(two, undisturbed):
     data = two.disk / "data"
     torchrun = ["torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d"]
-    torchrun += ["--rdzv_endpoint", "node-a:29511", "-m", "step1_sft.main", "--model_name_or_path", data / "base"]
+    torchrun += ["--rdzv_endpoint", f"{two.hosts['node-a'].address}:29511", "-m", "step1_sft.main"]
+    torchrun += ["--model_name_or_path", data / "base"]
     words = flags(two.disk, "torchrun/sft", "--max-steps", STEPS, "--save-steps", 10, "--num-train-epochs", 1000)
     place = words.index("--output-dir")
     words = [*words[place : words.index("--sft.max-seq-len")], "--max-seq-len", "96", "--enable-tensorboard", "false",
@@ -47,8 +48,9 @@ def test_torchrun_on_each_host(two, undisturbed):
 
 
 def test_slurm(two, undisturbed):
+    logins = [host.login for host in two.hosts.values()]
     for name, text in (("srun", SRUN_STUB), ("scontrol", SCONTROL_STUB)):
-        write_program(two.disk / "bin" / name, text)
+        write_program(two.disk / "bin" / name, text.replace("FIRST", logins[0]).replace("SECOND", logins[1]))
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_GPUS_ON_NODE": "1", "SLURM_NTASKS": "2"}
     python = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PATH": f"{two.disk}/bin:/usr/bin:/bin"}
     words = one_stage(two.disk, "slurm")
@@ -60,5 +62,6 @@ def test_slurm(two, undisturbed):
 def test_the_check_starts_nothing(two):
     run = two.train("node-a", *one_stage(two.disk, "checked", "--check"))
     assert run.wait() == 0 and "2 hosts can run step1_sft.main; nothing was started" in run.text, run.text
-    assert "node-b: 0 GPUs, 1 ranks, python 3." in run.text and "sft: shared with the first host" in run.text
+    assert f"{two.hosts['node-b'].login}: 0 GPUs, 1 ranks, python 3." in run.text
+    assert "sft: shared with the first host" in run.text
     assert not (two.disk / "checked/sft").exists()

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cluster import Cluster, Running
 from host_runs import assert_same, flags, one_stage
-from network import Cluster, Running
 
 pytestmark = pytest.mark.hosts
 
@@ -62,7 +62,7 @@ def test_a_stop_and_a_killed_rank_are_seen_across_disks(three, disks):
     assert run.wait(40) == 75, run.text
     run = three.train("node-a", *one_stage(three.disk, "killed", "--max-steps", 10_000))
     run.wait_for(disks[0] / "killed/runs/sft/checkpoints/step-10/manifest.json")
-    three.hosts["node-b"].run("kill", "-KILL", three.pids("node-b", "-m step1_sft.main")[-1])
+    three.hosts["node-b"].run("kill", "-KILL", three.hosts["node-b"].pids("-m step1_sft.main")[-1])
     assert run.wait(40) == 1
     assert "error: rank 1 on node-b, step " in run.text and "killed by SIGKILL" in run.text, run.text[-900:]
 

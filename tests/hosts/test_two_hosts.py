@@ -3,8 +3,8 @@
 import time
 
 import pytest
+from cluster import Cluster, Running
 from host_runs import assert_same, flags, on_one_machine, one_stage
-from network import Cluster, Running
 from support.tiny_run import read_metrics
 
 from pipeline.run.outcome import read_outcome
@@ -21,7 +21,7 @@ def begun(two: Cluster, output: str, *more: object) -> Running:
 
 def nobody_left(two: Cluster) -> None:
     end = time.monotonic() + 15
-    while left := [(host, pid) for host in two.hosts for pid in two.pids(host, "step1_sft.main")]:
+    while left := [(host, pid) for host in two.hosts for pid in two.hosts[host].pids("step1_sft.main")]:
         assert time.monotonic() < end, left
         time.sleep(0.5)
 
@@ -31,12 +31,13 @@ def test_three_stages_are_those_of_two_ranks_on_one_machine(two):
     run = two.train("node-a", *flags(two.disk, "three", *words))
     assert run.wait() == 0, run.text
     outcomes = [read_outcome(two.disk / "three/runs/ppo", rank) for rank in (0, 1)]
-    assert [outcome.host for outcome in outcomes if outcome] == ["node-a", "node-b"]
+    assert [outcome.host for outcome in outcomes if outcome] == [host.name for host in two.hosts.values()]
     on_one_machine(two.disk, *flags(two.disk, "three-here", *words))
     assert_same(two.disk / "three", two.disk / "three-here", "sft", "reward", "actor", "critic")
 
 
 def test_a_link_that_is_cut_ends_the_run_with_the_host_named_and_it_resumes(two, undisturbed):
+    two.require_namespaces("a cut link")
     run = begun(two, "cut")
     two.hosts["node-b"].cut()
     cut = time.monotonic()
@@ -67,17 +68,17 @@ def test_a_stop_reaches_the_ranks_of_both_hosts_and_the_run_resumes(two, undistu
 @pytest.mark.parametrize("host", ["node-a", "node-b"])
 def test_a_rank_that_is_killed_is_named_with_its_host(two, host):
     run = begun(two, f"killed-{host}", "--max-steps", 10_000)
-    two.hosts[host].run("kill", "-KILL", two.pids(host, "-m step1_sft.main")[-1])
+    two.hosts[host].run("kill", "-KILL", two.hosts[host].pids("-m step1_sft.main")[-1])
     assert run.wait(30) == 1, run.text
-    rank = int(host == "node-b")
-    assert f"error: rank {rank} on {host}, step " in run.text and "killed by SIGKILL" in run.text, run.text[-900:]
+    cause = f"error: rank {int(host == 'node-b')} on {two.hosts[host].name}, step "
+    assert cause in run.text and "killed by SIGKILL" in run.text, run.text[-900:]
     nobody_left(two)
 
 
 def test_no_rank_outlives_its_supervisor(two):
     run = begun(two, "orphans", "--max-steps", 10_000)
     for text in ("pipeline.launching.supervisor", "pipeline.launching.host_launcher"):
-        two.hosts["node-a"].run("kill", "-KILL", *two.pids("node-a", text)[:1])
+        two.hosts["node-a"].run("kill", "-KILL", *two.hosts["node-a"].pids(text)[-1:])
     run.process.wait(60)
     nobody_left(two)
 
@@ -85,7 +86,7 @@ def test_no_rank_outlives_its_supervisor(two):
 def test_a_second_run_in_the_folder_is_refused(two):
     run = begun(two, "locked", "--max-steps", 10_000)
     second = two.train("node-b", *one_stage(two.disk, "locked", "--max-steps", 10_000))
-    assert second.wait() == 3 and "on node-a runs in this folder" in second.text
+    assert second.wait() == 3 and f"on {two.hosts['node-a'].name} runs in this folder" in second.text
     two.stop("node-a")
     assert run.wait(30) == 75
     nobody_left(two)
@@ -96,7 +97,8 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(two):
     try:
         run = two.train("node-a", *one_stage(two.disk, "unreachable"))
         assert run.wait(60) == 3
-        assert "error: node-b: not reachable (ssh ended with 255); `ssh node-b true` must work" in run.text
+        login = two.hosts["node-b"].login
+        assert f"error: {login}: not reachable (ssh ended with 255); `ssh {login} true` must work" in run.text
         assert not (two.disk / "unreachable/runs/sft/metrics.jsonl").exists()
     finally:
         two.hosts["node-b"].mend()
