@@ -17,13 +17,10 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from pipeline import errors
 from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.run_flags import RESUME
 from pipeline.data.cache import cache_folder
-from pipeline.files import write_text
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, Signals
 from pipeline.launching.machine import (
@@ -37,7 +34,7 @@ from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.processes import end_with_parent, free_memory, kill_session, num_oom_kills, send
-from pipeline.run.earlier_runs import automatic_words
+from pipeline.run.earlier_runs import automatic_words, write_choice
 from pipeline.run.entry import read_flags
 from pipeline.run.evaluations import metrics_lines
 from pipeline.run.layout import automatic_file, run_folder
@@ -112,8 +109,8 @@ def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signa
     """
     run_dir = run_folder(resolved.config.run, section)
     file = automatic_file(run_dir)
-    if words := automatic_words(resolved.config, run_dir):
-        say(f"as chosen before ({file}): {shlex.join(words)}")
+    if (words := automatic_words(resolved, run_dir)) is not None:
+        say(f"as chosen before ({file}): {shlex.join(words) or 'nothing that no flag of this command replaces'}")
         return words
     # By name: it plans models, which are above this package.
     automatic = importlib.import_module("pipeline.planning.automatic")
@@ -121,8 +118,7 @@ def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signa
     flags = automatic.chosen_flags(resolved, section, command, signals, run_dir=run_dir, cache=cache)
     file.unlink(missing_ok=True)  # of an earlier run, which nothing is to resume with
     if flags:
-        heading = "# Chosen by --auto_fit and --auto_batch; a preset for --preset or --config.\n"
-        write_text(file, heading + yaml.safe_dump(flags, sort_keys=False))
+        write_choice(file, resolved, flags)
         say(f"written to {file}, which a resumed run takes")
     return flag_words(flags)
 

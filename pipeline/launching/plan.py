@@ -202,7 +202,7 @@ def plan_stage(
     argv += override
     resolved = parse(kind.config_class, argv, section=kind.section)
     run = resolved.config.run
-    if chosen := automatic_words(resolved.config, run_folder(run, kind.section)):
+    if chosen := automatic_words(resolved, run_folder(run, kind.section)):
         argv += chosen
         resolved = parse(kind.config_class, argv, section=kind.section)
     model_dir = Path(run.output_dir) / "actor" if number == 3 else Path(run.output_dir)

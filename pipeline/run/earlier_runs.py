@@ -8,21 +8,26 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.flags import flag_words, load_yaml
+import yaml
+
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
 from pipeline.configuration.resume_rules import batch_sizes, changed_settings, defaults_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError
-from pipeline.files import has_config, model_fingerprint, refused_by_disk, write_json
+from pipeline.files import has_config, model_fingerprint, refused_by_disk, write_json, write_text
 from pipeline.run.layout import automatic_file, done_file, model_folders
 
 log = logging.getLogger(__name__)
 
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+IN_PLACE_OF = "# In place of: "  # begins the comment of automatic.yaml that holds what was given, as JSON
 RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
 
 
@@ -39,20 +44,50 @@ def clear(run_folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def automatic_words(config: Any, run_folder: Path) -> list[str]:
-    """Return the flags that --auto_fit and --auto_batch chose for the run that goes on here, as words; else none.
+def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:
+    """Write the flags that --auto_fit and --auto_batch chose as a preset, with the values that were given for them."""
+    heading = "# Chosen by --auto_fit and --auto_batch; a preset for --preset or --config.\n"
+    replaced = f"{IN_PLACE_OF}{json.dumps(given_values(resolved, flags))}\n"
+    write_text(file, heading + replaced + yaml.safe_dump(dict(flags), sort_keys=False))
 
-    None, too, where another number of rows is asked for in an optimizer step: it is not hidden by what was chosen.
+
+def given_values(resolved: Resolved, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those of these flags that a command line or a file gives."""
+    values = dict(flat_items(resolved.config))
+    return {name: values[name] for name in names if resolved.origins[name] != "default"}
+
+
+def automatic_words(resolved: Resolved, run_folder: Path) -> list[str] | None:
+    """Return the flags that --auto_fit and --auto_batch chose for the run that goes on here, as words; else None.
+
+    A flag that is given now and was not given so then is left out: the given value holds. None, too, where another
+    number of rows is asked for in an optimizer step: it is not hidden by what was chosen.
+
+    Raises:
+        InputError: a flag that is given now does not go with the chosen ones.
     """
-    run, file = config.run, automatic_file(run_folder)
+    config, file = resolved.config, automatic_file(run_folder)
+    run: RunConfig = config.run
     saved = [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
     if not (run.auto_fit or run.auto_batch) or run.resumes_from == "never" or not any(map(Path.is_file, saved)):
-        return []
-    flags = load_yaml(str(file)) if file.is_file() else {}
-    if "gradient_accumulation_steps" in flags:
-        rows = flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"]
-        flags = flags if rows == batch_sizes(config, 1)["rows of an optimizer step"] else {}
-    return flag_words(flags)
+        return None
+    if not file.is_file():
+        return None
+    flags, before = load_yaml(str(file)), dict[str, Any]()
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith(IN_PLACE_OF):
+            before = json.loads(line.removeprefix(IN_PLACE_OF))
+    if BATCH[1] in flags:
+        rows = flags[BATCH[0]] * flags[BATCH[1]]
+        if rows != batch_sizes(config, 1)["rows of an optimizer step"]:
+            return None
+    given = given_values(resolved, flags)
+    own = {name for name, value in given.items() if value not in (flags[name], before.get(name))}
+    own |= set(BATCH if own & set(BATCH) else ())  # one without the other would change the rows of a step
+    chosen = {name: value for name, value in flags.items() if name not in own}
+    origins = resolved.origins | dict.fromkeys(chosen, str(file))
+    validated(type(config), dict(flat_items(config)) | chosen, origins)
+    return flag_words(chosen)
 
 
 def input_contents(config: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pipeline.launching.dry_run import stage_planner
 from pipeline.launching.target import GIB, Target
 from pipeline.planning.automatic import flags_that_fit, largest_micro_batch, search
 from pipeline.planning.page import fits
-from pipeline.run.earlier_runs import automatic_words
+from pipeline.run.earlier_runs import automatic_words, write_choice
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
 
@@ -123,9 +123,9 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
     )
     read = parse(SFTConfig, ["--preset", str(preset)], section="sft").config
     assert read.optimizer.per_device_train_batch_size == 2 and read.deepspeed.offload
-    finished = settings(tmp_path, "--auto_fit").config
+    finished = parse(SFTConfig, [*map(str, words)], section="sft")
     assert automatic_words(finished, preset.parent) == flag_words(chosen), "the run is finished here"
-    assert automatic_words(settings(tmp_path, "--auto_fit", "--overwrite").config, preset.parent) == []
+    assert automatic_words(parse(SFTConfig, [*map(str, words), "--overwrite"], section="sft"), preset.parent) is None
     again = launched(tmp_path, *words, memory_mib=80000)
     assert f"as chosen before ({preset}): --per_device_train_batch_size 2 " in again.stderr
     assert "gives back" not in again.stderr and started(tmp_path)[-1] == started(tmp_path)[0]
@@ -135,15 +135,40 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
     assert launched(tmp_path, *words, "--overwrite", memory_mib=80000).returncode == 0 and not preset.exists()
 
 
+def write_earlier(folder: Path) -> None:
+    """A finished run of 8 rows a step, for which another batch and ZeRO stage were chosen."""
+    chosen = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "zero_stage": 1}
+    write_choice(folder / "automatic.yaml", settings(folder), chosen)
+    (folder / "done.json").write_text("{}")
+
+
 def test_what_was_chosen_hides_no_other_batch(tmp_path):
     """A finished run of 8 rows a step is not the one that 16 are asked of: the caller is to see the difference."""
-    chosen = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
-    (tmp_path / "automatic.yaml").write_text("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n")
-    (tmp_path / "done.json").write_text("{}")
-    for accumulation, words in ((1, chosen), (2, [])):
-        config = settings(tmp_path, "--auto_batch", "--gradient_accumulation_steps", str(accumulation)).config
-        assert config.optimizer.per_device_train_batch_size == 8
-        assert automatic_words(config, tmp_path) == words
+    write_earlier(tmp_path)
+    chosen = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4", "--zero_stage", "1"]
+    for steps, words in ((1, chosen), (2, None)):
+        assert automatic_words(settings(tmp_path, "--auto_batch", steps=steps), tmp_path) == words
+
+
+def test_a_flag_that_is_given_on_resume_wins_over_the_chosen_one(tmp_path):
+    run_dir = tmp_path / "out/runs/sft"
+    run_dir.mkdir(parents=True)
+    write_earlier(tmp_path)
+    for name in ("automatic.yaml", "done.json"):
+        (tmp_path / name).rename(run_dir / name)
+    words = ["--model_name_or_path", tmp_path / "125m", "--dtype", "bf16", "--auto_fit",
+             "--output_dir", tmp_path / "out/sft"]  # fmt: skip
+
+    def resumed(*more: object) -> str:
+        done = launched(tmp_path, *words, *more, memory_mib=80000)
+        return done.stderr + " ".join(started(tmp_path)[-1] if done.returncode == 0 else ())
+
+    assert "sft/automatic.yaml): --per_device_train_batch_size 2 --gradient_accumulation_steps 4\n" in (
+        text := resumed("--per_device_train_batch_size", 8, "--zero_stage", 0)
+    ), text
+    assert "--zero_stage 1" not in text
+    text = resumed("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
+    assert text.endswith("--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --zero_stage 1"), text
 
 
 def test_a_stage_without_a_supervisor_says_who_chooses(capsys):
