@@ -86,7 +86,7 @@ def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedToke
 
 @contextmanager
 def held(lock: BaseFileLock) -> Iterator[None]:
-    """Hold `lock` while the context is open; waits and beats while another process of any run holds it."""
+    """Hold `lock` while the context is open, then delete it; waits and beats while another process holds it."""
     is_told = False
     while not lock.is_locked:
         try:
@@ -99,6 +99,8 @@ def held(lock: BaseFileLock) -> Iterator[None]:
     try:
         yield
     finally:
+        # While it is held: whoever waits finds that the file it locked has no name any more, and opens the path again.
+        Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
 
 

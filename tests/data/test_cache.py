@@ -98,7 +98,7 @@ def test_empty_share_is_an_input_error(options, bpe_tokenizer):
 def test_no_sample_left_is_an_input_error_and_leaves_nothing_behind(options, bpe_tokenizer):
     with pytest.raises(InputError, match="no training row is left: .* dropped: pair longer than max_seq_len"):
         load_or_build("reward", replace(options, max_seq_len=4), bpe_tokenizer)
-    assert not [entry for entry in Path(options.cache_dir).iterdir() if entry.is_dir()]
+    assert not list(Path(options.cache_dir).iterdir())
 
 
 def test_own_test_rows_are_the_evaluation_rows(bpe_tokenizer, tmp_path):
@@ -205,3 +205,32 @@ def test_one_of_several_builds_and_the_others_wait(options, bpe_folder, monkeypa
         sizes = {len(call.result(timeout=60).train) for call in calls}
     assert len(builders) == 1
     assert len(sizes) == 1
+
+
+def test_preparations_that_fail_in_turn_delete_the_lock_and_let_one_in_at_a_time(options, bpe_tokenizer, monkeypatch):
+    inside, most, delete = [], [], Path.unlink
+
+    def failing(*_):
+        inside.append(threading.get_ident())
+        time.sleep(0.1)
+        most.append(len(inside))
+        inside.remove(threading.get_ident())
+        raise InputError("no")
+
+    def slow_delete(path, missing_ok=False):
+        time.sleep(0.07)  # as long as another one waits before it asks again
+        delete(path, missing_ok=missing_ok)
+
+    def many() -> None:
+        for _ in range(2):
+            with pytest.raises(InputError):
+                load_or_build("sft", options, bpe_tokenizer)
+
+    monkeypatch.setattr(cache, "_build_folder", failing)
+    monkeypatch.setattr(cache, "cache_key", lambda *_: "key")
+    monkeypatch.setattr(Path, "unlink", slow_delete)
+    with ThreadPoolExecutor(3) as pool:
+        for call in [pool.submit(many) for _ in range(3)]:
+            call.result(timeout=60)
+    assert len(most) == 6 and set(most) == {1}
+    assert not list(Path(options.cache_dir).iterdir())
