@@ -4,13 +4,24 @@ Rows that are left out by policy are counted instead, and the run goes on to its
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from input_calls import call, make_inputs, stage_words, stopped_at_the_models
-from input_corpus import CASES, Case
+from input_corpus import CASES, STAGES, Case
+from support.marks import slow
 
 NUM_CASES = 300
 FLAG = {"prompt_eval": "prompts"}
+
+
+def one_stage_each() -> list[Any]:
+    """The cases, each file quick in one stage: stages read files by the same functions, and take turns."""
+    files: dict[tuple[str, str], list[Case]] = {}
+    for case in CASES:
+        files.setdefault((case.name, "a stage" if case.command in STAGES else case.command), []).append(case)
+    quick = {cases[number % len(cases)] for number, cases in enumerate(files.values())}
+    return [case if case in quick else slow((case,)) for case in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +33,7 @@ def test_there_are_enough() -> None:
     assert len({case.id for case in CASES}) == len(CASES) >= NUM_CASES
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", one_stage_each(), ids=lambda case: case.id)
 def test_a_malformed_file(case: Case, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / case.name
     file.write_bytes(case.content)

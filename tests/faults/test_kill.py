@@ -99,6 +99,7 @@ def test_two_ranks(folder, zero_stage):
     check(tell(kill_and_compare, "ppo", folder, count=5, seed=4, ranks=2, more=more))
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_and_zero_stage(folder):
     """Two updates of a rollout on two ranks, the other two on one: on the stored rollout, up to rounding."""
     found = tell(regroup, "ppo", folder, count=1)

@@ -131,6 +131,7 @@ def test_a_second_run_in_the_folder_is_refused(story: Story) -> None:
     assert len(lines) == 1 and f"pid {story.pid} on {HOST} runs in this folder" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_stop_while_ranks_start(run: Start) -> None:
     job = run()
     job.pid(0)

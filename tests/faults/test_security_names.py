@@ -15,6 +15,20 @@ USED = [
     'a"b', "a'b", "a b", " a", "a\\b", "*", "?", "[x]", "{x,y}", "#x", "%s%n", "{0}", "-dash", "--flag", ".hidden",
     "ünïcödé", "日本語", "a=b", "a,b", "a@b", "CON", "null", "true", "1e5", "../up", "a/../../up", "x:y",
 ]  # fmt: skip
+QUICK = [
+    "a; touch X",
+    "$(touch X)",
+    "`touch X`",
+    'a"b',
+    " a",
+    "a\\b",
+    "*",
+    "%s%n",
+    "-dash",
+    ".hidden",
+    "日本語",
+    "../up",
+]
 REFUSED = [
     "a\nb",
     "a\r\nb",
@@ -66,7 +80,7 @@ def test_there_are_forty() -> None:
     assert len(USED) + len(REFUSED) >= 40
 
 
-@pytest.mark.parametrize("name", USED, ids=ascii)
+@pytest.mark.parametrize("name", slow_but(QUICK, USED), ids=ascii)
 def test_a_strange_name_is_used_as_it_is(
     name: str, folder: Path, inside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +142,9 @@ def test_a_linked_output_folder_is_refused_or_used_and_what_it_points_to_is_kept
         assert (inside / "link" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["a; touch X", "$(touch X)", "`touch X`", "a'b", "* ?"], ids=ascii)
+@pytest.mark.parametrize(
+    "name", slow_but(["$(touch X)", "a'b"], ["a; touch X", "$(touch X)", "`touch X`", "a'b", "* ?"]), ids=ascii
+)
 def test_the_launch_script_hands_words_on_unchanged(name: str, tmp_path: Path) -> None:
     data = f"{name}.jsonl"
     command = ["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--output_dir", name, "--data_path", data]

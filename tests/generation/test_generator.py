@@ -100,7 +100,7 @@ def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (1, 2, 3, ENDS[:20], True),
         slow((3, 2, 3, ENDS[:20], True)),
         slow((1, 3, 3, ENDS, True)),
-        (3, 3, 2, (), False),  # all end at once
+        slow((3, 3, 2, (), False)),  # all end at once
         (1, 2, 2, range(NUM_TOKENS), False),  # all have ended before a step
     ],
 )

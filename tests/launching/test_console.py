@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, write_program
+from support.marks import slow
 
 
 def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subprocess.Popen[bytes]:
@@ -34,7 +35,7 @@ def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subp
         (str(ROOT / "chat.py"), "--help"),
         ("-m", "rlhf", "--help"),
         ("-m", "step1_sft.main", "--help"),
-        ("-m", "step1_sft.main", "--dry-run", "--model_name_or_path", "org/model"),
+        slow((("-m", "step1_sft.main", "--dry-run", "--model_name_or_path", "org/model"),)),
     ],
     ids=" ".join,
 )

@@ -2,14 +2,14 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.command_run import Ended, run_command
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
 from support.marks import slow_but
 
-MODULES = {1: "step1_sft.main", 2: "step2_reward.main", 3: "step3_ppo.main"}
+PACKAGES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 ON_THE_HUB = {
     1: ("--model_name_or_path", "org/model", "--data_path", "org/rows"),
     2: ("--model_name_or_path", "org/model", "--data_path", "org/rows"),
@@ -25,6 +25,12 @@ def dry_run(folder: Path, *command: str, **environment: str) -> subprocess.Compl
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
 
+def stage_dry_run(folder: Path, step: int, *words: str, **environment: str) -> Ended:
+    """Run a stage's command in the empty `folder` in a forked process."""
+    folder.mkdir(exist_ok=True)
+    return run_command(PACKAGES[step], words, folder=folder, **environment)
+
+
 def engine_jsons(output: str) -> dict[str, dict[str, object]]:
     mark = "  DeepSpeed JSON of the "
     lines = [line.removeprefix(mark).split(": ", 1) for line in output.splitlines() if line.startswith(mark)]
@@ -37,8 +43,8 @@ def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step
     preset = str(ROOT / f"launch/presets/tiny.{section}.yaml")
     zero = "--actor_zero_stage" if step == 3 else "--zero_stage"
     words = ["--preset", preset, "--explain", zero, "2", "--seed", "7", *ON_THE_HUB[step]]
-    done = dry_run(tmp_path / "empty", sys.executable, "-m", MODULES[step], *words, WORLD_SIZE="4")
-    assert done.returncode == 0, done.stderr
+    done = stage_dry_run(tmp_path / "empty", step, *words, WORLD_SIZE="4")
+    assert done.code == 0, done.stderr
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert ["seed", "7", "command line"] in rows and ["per_device_train_batch_size", "32", preset] in rows
     assert ["adam_beta1", "0.9", "default"] in rows
@@ -58,14 +64,14 @@ def test_a_launch_script_starts_no_rank(tmp_path):
 
 
 def test_only_rank_0_prints(tmp_path):
-    command = (sys.executable, "-m", MODULES[1], "--dry-run", *ON_THE_HUB[1])
-    assert dry_run(tmp_path / "empty", *command, RANK="1", WORLD_SIZE="2").stdout == ""
-    assert "nothing was started" in dry_run(tmp_path / "empty", *command, RANK="0", WORLD_SIZE="2").stdout
+    command = (tmp_path / "empty", 1, "--dry-run", *ON_THE_HUB[1])
+    assert stage_dry_run(*command, RANK="1", WORLD_SIZE="2").stdout == ""
+    assert "nothing was started" in stage_dry_run(*command, RANK="0", WORLD_SIZE="2").stdout
 
 
 def test_settings_that_contradict_are_refused_in_one_line(tmp_path):
-    done = dry_run(tmp_path / "empty", sys.executable, "-m", MODULES[1], "--dry-run", "--offload")
-    assert done.returncode == 2 and done.stdout == ""
+    done = stage_dry_run(tmp_path / "empty", 1, "--dry-run", "--offload")
+    assert done.code == 2 and done.stdout == ""
     assert done.stderr.startswith("error: --offload: needs ZeRO stage 1, 2 or 3") and done.stderr.count("\n") == 1
 
 
@@ -80,13 +86,13 @@ def test_train_prints_the_same_for_each_stage(tmp_path):
 
 
 def test_a_task_of_srun_that_is_alone_says_what_to_do(tmp_path):
-    command, variables = (sys.executable, "-m", MODULES[1], "--dry-run", *ON_THE_HUB[1]), {"SLURM_NTASKS": "4"}
-    done = dry_run(tmp_path / "empty", *command, SLURM_PROCID="0", **variables)
-    assert done.returncode == 3 and done.stderr.startswith("error: SLURM_NTASKS is 4, but this task is a run of one")
+    command, variables = (tmp_path / "empty", 1, "--dry-run", *ON_THE_HUB[1]), {"SLURM_NTASKS": "4"}
+    done = stage_dry_run(*command, SLURM_PROCID="0", **variables)
+    assert done.code == 3 and done.stderr.startswith("error: SLURM_NTASKS is 4, but this task is a run of one")
     assert "torchrun" in done.stderr and done.stderr.count("\n") == 1
-    other = dry_run(tmp_path / "empty", *command, SLURM_PROCID="1", **variables)
-    assert (other.returncode, other.stderr) == (3, "")
-    assert dry_run(tmp_path / "empty", *command, RANK="0", WORLD_SIZE="4", **variables).returncode == 0
+    other = stage_dry_run(*command, SLURM_PROCID="1", **variables)
+    assert (other.code, other.stderr) == (3, "")
+    assert stage_dry_run(*command, RANK="0", WORLD_SIZE="4", **variables).code == 0
 
 
 @pytest.mark.parametrize("num_gpus", [1, 4])

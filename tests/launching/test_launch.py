@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_stub import ROOT, stub_environment, write_program
+from support.marks import slow_but
 
 from pipeline.errors import InputError
 
@@ -45,7 +46,7 @@ def without_port(words: list[str]) -> list[str]:
     return [*words[:place], "PORT", *words[place + 1 :]]
 
 
-@pytest.mark.parametrize("step", ["1", "2", "3"])
+@pytest.mark.parametrize("step", slow_but(["3"], ["1", "2", "3"]))
 def test_single_gpu(tmp_path, step):
     words, _ = launch(tmp_path, "single_gpu", step, "--seed", "1")
     assert without_port(words) == [
@@ -130,6 +131,7 @@ def test_words_survive(tmp_path, deployment):
     assert words[-len(given) :] == given
 
 
+@pytest.mark.slow
 def test_words_survive_pdsh(tmp_path):
     """Through the real DeepSpeed launcher and a pdsh that does what pdsh does: one shell line per host."""
     environment = stub_environment(tmp_path, gpus=2, PYTHON=sys.executable)

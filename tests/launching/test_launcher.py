@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
+from support.marks import slow
 
 from pipeline.errors import EnvironmentFault
 from pipeline.launching.machine import check_device_count, count_gpus, device_kind
@@ -23,13 +24,13 @@ from pipeline.launching.machine import check_device_count, count_gpus, device_ki
         ("0,0", "0", 0),
         ("0,0", "1", 0),  # torn down with an abort after all work was done
         ("4,1", "1", 4),
-        ("1,2", "1", 2),
+        slow(("1,2", "1", 2)),
         ("75,75", "1", 75),
         ("0,null", "1", 1),
-        ("1,0", "0", 1),
+        slow(("1,0", "0", 1)),
         ("", "3", 3),
-        ("", "0", 1),
-        ("", "250", 1),
+        slow(("", "0", 1)),
+        slow(("", "250", 1)),
     ],
 )
 def test_exit_code_is_derived_from_the_ranks(tmp_path, outcomes, launcher_code, code):
@@ -141,7 +142,9 @@ def test_a_second_signal_kills(tmp_path):
         os.kill(rank, 0)
 
 
-@pytest.mark.parametrize(("outcomes", "starts"), [("1", 3), ("null", 3), ("2", 1), ("4", 1), ("75", 1), ("5", 1)])
+@pytest.mark.parametrize(
+    ("outcomes", "starts"), [("1", 3), slow(("null", 3)), ("2", 1), slow(("4", 1)), ("75", 1), slow(("5", 1))]
+)
 def test_restarts(tmp_path, outcomes, starts):
     """Only after a fault or a killed rank: what else may end a run would end the next one too."""
     done = train(tmp_path, *TINY, "--step", "1", "--max-restarts", "2", STUB_OUTCOMES=outcomes, STUB_CODE="1")

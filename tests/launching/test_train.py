@@ -4,9 +4,11 @@ import json
 import re
 import shlex
 import socket
+from itertools import product
 
 import pytest
 from support.launch_stub import ROOT, TINY, fastest_run_s, make_model, started, train
+from support.marks import slow_but
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import InputError
@@ -352,8 +354,16 @@ def test_split_overrides():
     assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}
 
 
-@pytest.mark.parametrize("flag", ["--master-addr", "--include", "--exclude"])
-@pytest.mark.parametrize("value", ["$(touch X)", "-oProxyCommand=x", "a;touch X", "a b", "`x`", "a\nb"])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    slow_but(
+        [("--master-addr", "$(touch X)"), ("--include", "-oProxyCommand=x"), ("--exclude", "a\nb")],
+        product(
+            ["--master-addr", "--include", "--exclude"],
+            ["$(touch X)", "-oProxyCommand=x", "a;touch X", "a b", "`x`", "a\nb"],
+        ),
+    ),
+)
 def test_names_of_hosts_hold_nothing_that_a_shell_acts_on(tmp_path, flag, value):
     done = train(tmp_path, *TINY, "--deployment-type", "multi_node", f"{flag}={value}")
     assert done.returncode == 2 and "wanted names of hosts" in done.stderr

@@ -23,10 +23,10 @@ SHAPES = [
     (2, 3, "m2"),
 ]
 STAGES_1_AND_2 = [(1, 1, "m2"), (1, 2, "m2"), (2, 1, "m1"), (2, 2, "m1"), (1, 3, "m2")]
-QUICK_SHAPES = [(1, 0, "m4"), (2, 0, "m1"), (1, 3, "m1"), (2, 3, "m1"), (2, 2, "m1")]
+QUICK_SHAPES = [(1, 0, "m4"), (2, 0, "m1"), (2, 3, "m1"), (2, 2, "m1")]
 BOTH_STAGES = [f"z{stage} {name}" for stage in (0, 3) for name in ("lora", "small batches", "partial", "sampler")]
 VARIANTS = [*BOTH_STAGES, *(f"z{stage} ptx" for stage in range(4)), "z0 recomputed", "z0 two samples", "z0 kl in loss"]
-SLOW_VARIANTS = ["z3 partial", "z3 sampler", "z3 small batches", "z0 ptx", "z1 ptx", "z2 ptx"]
+SLOW_VARIANTS = [*(name for name in BOTH_STAGES if name.startswith("z3")), "z1 ptx", "z2 ptx", "z3 ptx"]
 BAD = [f"z{stage} bad {engine}" for stage in range(4) for engine in ("actor", "critic")]
 SAVED = [*(f"z{stage} saved" for stage in range(4)), "z3 unpartitioned saved"]
 
@@ -136,7 +136,7 @@ PARTITIONED = ["z3 by layers", "z3 unpartitioned", "z3 actor z0 critic"]
 OFFLOADED = ["z1 offload", "z2 offload", "z3 offload"]
 
 
-@pytest.mark.parametrize("case", slow_but(["z3 offload", "z3 actor z0 critic"], [*OFFLOADED, *PARTITIONED]))
+@pytest.mark.parametrize("case", slow_but(["z2 offload", "z3 actor z0 critic"], [*OFFLOADED, *PARTITIONED]))
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
         assert_equal_rollouts(mine, found[1][0]["z0 m2"])
@@ -221,7 +221,7 @@ def test_evaluation_counts_each_prompt_once(found: Found, stage: int) -> None:
 
 
 def test_ranks_agree_bit_for_bit(found: Found) -> None:
-    first, second = (rank["z3 ptx"] for rank in found[2])
+    first, second = (rank["z3 m1"] for rank in found[2])
     assert first["metrics"] == second["metrics"] and first["state"] == second["state"]
     for name, value in first["rollouts"][1]["experience"].items():
         assert torch.equal(value, second["rollouts"][1]["experience"][name])

@@ -113,7 +113,7 @@ def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
 SAVED = ["z0 saved", "z3 saved", "z0 saved lora", "z3 saved lora", "z3 unpartitioned saved lora"]
 
 
-@pytest.mark.parametrize("case", slow_but(["z0 saved", "z3 saved lora"], SAVED))
+@pytest.mark.parametrize("case", slow_but(["z0 saved"], SAVED))
 def test_saved_models_are_equal(found: Found, case: str) -> None:
     reference = found[1][0]["z0 saved lora" if case.endswith("lora") else "z0 saved"]
     assert bool(reference["adapter"]) == case.endswith("lora")

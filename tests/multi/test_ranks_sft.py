@@ -74,7 +74,7 @@ def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
 KINDS = ["z1 offload", "z2 offload", "z3 offload", "z3 offload parameters", "z3 by layers", UNPARTITIONED]
 
 
-@pytest.mark.parametrize("case", slow_but({*KINDS} - {"z1 offload", "z3 offload"}, KINDS))
+@pytest.mark.parametrize("case", slow_but({*KINDS} - {"z1 offload", "z3 offload", "z3 unpartitioned"}, KINDS))
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     reference = found[1][0]["z0 m2"]
     for mine in every_rank(found, case):
@@ -122,7 +122,7 @@ def test_packing_is_equal(found: Found, case: str) -> None:
         assert numbers_apart(mine["losses"], found[1][0]["z0 packed"]["losses"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 3], range(4)))
+@pytest.mark.parametrize("stage", slow_but([3], range(4)))
 def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
     """Stage 0 has an optimizer of its own in DeepSpeed: it once took a step with zero gradients at its start."""
     for mine in every_rank(found, f"z{stage} bf16"):
@@ -133,7 +133,7 @@ def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
 BAD = [*(f"z{stage} bad" for stage in range(4)), *(f"z{n} offload bad" for n in (1, 2, 3))]
 
 
-@pytest.mark.parametrize("case", slow_but(["z0 bad", "z2 bad", "z3 bad", "z1 offload bad"], BAD))
+@pytest.mark.parametrize("case", slow_but(["z2 bad", "z3 bad", "z1 offload bad"], BAD))
 def test_bad_gradient_of_one_rank_changes_nothing(found: Found, case: str) -> None:
     clean = found[1][0]["z0 m2"]
     weights = every_rank(found, case)[0]["weights"]
@@ -146,7 +146,7 @@ def test_bad_gradient_of_one_rank_changes_nothing(found: Found, case: str) -> No
         assert apart(mine["weights"], weights) < TOLERANCE
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 3], range(4)))
+@pytest.mark.parametrize("stage", slow_but([0], range(4)))
 def test_bad_gradient_in_bf16(found: Found, stage: int) -> None:
     for mine in every_rank(found, f"z{stage} bad bf16"):
         assert mine["moved"] == 0.0
@@ -154,7 +154,7 @@ def test_bad_gradient_in_bf16(found: Found, stage: int) -> None:
         assert numbers_apart(mine["losses"], found[1][0][f"z{stage} bf16"]["losses"][:1]) < TOLERANCE
 
 
-@pytest.mark.parametrize("stage", slow_but([1, 3], range(4)))
+@pytest.mark.parametrize("stage", slow_but([3], range(4)))
 def test_a_new_engine_goes_on_from_a_checkpoint(found: Found, stage: int) -> None:
     for mine in every_rank(found, f"z{stage} resume"):
         assert mine["resumed"] == mine["uninterrupted"]

@@ -162,6 +162,7 @@ def test_the_markdown_file_shows_texts_literally(bpe_folder, questions, capsys, 
     assert "| B | " in content and "max_new_tokens 100" in content
 
 
+@pytest.mark.slow
 def test_a_real_process_sends_tables_to_stdout_and_the_rest_to_stderr(plain, questions):
     command = [sys.executable, "prompt_eval.py", plain, plain, "--prompts", questions, "--max_new_tokens=4"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)

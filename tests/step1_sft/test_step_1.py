@@ -58,13 +58,21 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The same run by `python -m` and by torchrun with two ranks."""
+    """The same run by `python -m`, and with the two ranks of a launcher."""
     folder = make_folder(tmp_path_factory.mktemp("step-1"))
-    ended = {
-        ranks: run_fresh("step1_sft", words(folder, f"out{ranks}/sft", 8 // ranks), folder=folder, ranks=ranks)
-        for ranks in (1, 2)
-    }
-    return Trained(folder, ended)
+    alone = run_fresh("step1_sft", words(folder, "out1/sft", 8), folder=folder)
+    return Trained(
+        folder, {1: alone, 2: run_command("step1_sft", words(folder, "out2/sft", 4), folder=folder, ranks=2)}
+    )
+
+
+@pytest.mark.slow
+def test_torchrun_starts_two_ranks(trained: Trained) -> None:
+    ended = run_fresh("step1_sft", words(trained.folder, "out3/sft", 4), folder=trained.folder, ranks=2)
+    assert ended.code == 0, ended.stderr
+    assert "\r" not in ended.stdout + ended.stderr and "Traceback" not in ended.stderr
+    mine, theirs = ([line["loss"] for line in read_metrics(trained.run(n)) if "loss" in line] for n in (3, 2))
+    assert mine == theirs
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

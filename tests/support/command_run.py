@@ -50,9 +50,9 @@ def files_of(*folders: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in files if not each_start & set(file.parts)}
 
 
-def run_command(stage: str, words: Sequence[object], *, folder: Path, ranks: int = 1) -> Ended:
+def run_command(stage: str, words: Sequence[object], *, folder: Path, ranks: int = 1, **variables: str) -> Ended:
     """Run a stage's command in `folder` to its end, in forked processes, which start sooner than fresh ones."""
-    return Command(stage, words, folder, ranks).end()
+    return Command(stage, words, folder, ranks, **variables).end()
 
 
 def run_until(stage: str, words: Sequence[object], *, folder: Path, metrics: Path, step: int) -> Ended:
@@ -71,16 +71,16 @@ def run_until(stage: str, words: Sequence[object], *, folder: Path, metrics: Pat
 
 
 class Command:
-    """A stage's command that runs in `folder`, with a file there for what it prints."""
+    """A stage's command that runs in `folder`, with files beside it for what it prints."""
 
-    def __init__(self, stage: str, words: Sequence[object], folder: Path, ranks: int) -> None:
-        self.stdout, self.stderr = (folder / f".{time.monotonic_ns()}.{name}" for name in ("out", "err"))
+    def __init__(self, stage: str, words: Sequence[object], folder: Path, ranks: int, **variables: str) -> None:
+        self.stdout, self.stderr = (folder.parent / f".{time.monotonic_ns()}.{name}" for name in ("out", "err"))
         port = forks.free_port()
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
-            variables = forks.environment() | (forks.rank_variables(rank, ranks, port) if ranks > 1 else {})
-            files = (self.stdout, self.stderr)
-            self.processes.append(forks.start(child, stage, list(map(str, words)), folder, variables, files))
+            launched = forks.rank_variables(rank, ranks, port) if ranks > 1 else {}
+            own, files = forks.environment() | launched | variables, (self.stdout, self.stderr)
+            self.processes.append(forks.start(child, stage, list(map(str, words)), folder, own, files))
 
     def end(self) -> Ended:
         for process in self.processes:
