@@ -35,6 +35,8 @@ LONG = (
     "project/test_bench.py", "step1_sft/test_step_1.py", "multi/test_ranks_decode.py", "multi/test_ranks_reward.py",
     "multi/test_ranks_streaming.py", "rlhf/test_install.py", "generation/test_generation_runs.py",
     "multi/test_ranks_checkpoint.py", "generation/test_slot_sampling.py", "generation/test_family_tokens.py",
+    "launching/test_launcher.py", "launching/test_train.py", "faults/test_input_corpus.py",
+    "faults/test_security_names.py", "launching/test_launch.py",
 )  # fmt: skip
 
 
