@@ -18,8 +18,7 @@ from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import Seq2SeqBatch, SFTBatch, pack_rows, packed_sft_batch, seq2seq_batch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
-from pipeline.engine.build import language_model_engine
-from pipeline.engine.start import start_deepspeed
+from pipeline.engine.build import language_model_engine, start_engines
 from pipeline.errors import InputError
 from pipeline.heartbeat import beat
 from pipeline.models.loading import base_model, is_encoder_decoder
@@ -87,7 +86,7 @@ def train(run: Run, config: SFTConfig) -> None:
 
 def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
-    start_deepspeed(deterministic=config.run.deterministic)
+    start_engines(run)
     check_start_models(start_models(config, {}))
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)

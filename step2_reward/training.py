@@ -13,8 +13,7 @@ from pipeline.checkpoints.model_folder import is_saved, save_trained
 from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_device
-from pipeline.engine.build import value_model_engine
-from pipeline.engine.start import start_deepspeed
+from pipeline.engine.build import start_engines, value_model_engine
 from pipeline.heartbeat import beat
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import prepare_tokenizer
@@ -83,7 +82,7 @@ def train(run: Run, config: RewardConfig) -> None:
 
 def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
-    start_deepspeed(deterministic=config.run.deterministic)
+    start_engines(run)
     check_start_models(start_models(config, {}))
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)

@@ -15,9 +15,9 @@ from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader
+from pipeline.engine.build import start_engines
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.engine.start import start_deepspeed
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Sampling
 from pipeline.heartbeat import Phase, beat
@@ -29,7 +29,7 @@ from pipeline.run.run import Run
 from pipeline.training.halving import in_batches_that_fit
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Counters, rate_factor
-from step3_ppo.config import PPOConfig, check_generation
+from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Experience, Responses, Rewarded, Scores, reward_responses
 from step3_ppo.models import Models, generation_options, make_models, make_tokenizers
 from step3_ppo.rollout import Sampler, Schedule, make_prompts, make_schedule, make_text, sampling_line
@@ -191,8 +191,7 @@ class PPO:
 
 def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     """Everything that the loop works on, with the weights of the newest checkpoint; and the rest of that checkpoint."""
-    check_generation(config, run.world.size)
-    start_deepspeed(deterministic=config.run.deterministic)
+    start_engines(run)
     tokenizers = make_tokenizers(config)
     prompts = make_prompts(config, tokenizers.actor)
     text = make_text(run, config, tokenizers.actor)

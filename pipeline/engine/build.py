@@ -11,7 +11,7 @@ from pipeline import dist
 from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.engine.start import partitioned_loading
+from pipeline.engine.start import partitioned_loading, start_deepspeed
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loaded import check_finite
 from pipeline.models.loading import DTYPES, base_model, default_dtype, load_language_model, use_gradient_checkpointing
@@ -45,6 +45,12 @@ def placement(run: Run) -> Placement:
         run_dir=run.folder,
         one_node=dist.local_size() == world.size,
     )
+
+
+def start_engines(run: Run) -> None:
+    """Start DeepSpeed; raises InputError first for engine settings that contradict each other: no data are read yet."""
+    run.resolved.config.engine_jsons(run.resolved.origins, placement(run))
+    start_deepspeed(deterministic=run.resolved.config.run.deterministic)
 
 
 def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | None = None) -> TrainingEngine:

@@ -153,6 +153,23 @@ def test_a_length_beyond_the_positions_is_refused_before_the_model_is_loaded(
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "changes", "says"),
+    [
+        ("sft", {"quantization": "int8"}, "--quantization int8: quantised weights are not trained; give --lora_dim 16"),
+        ("reward", {"offload": "true"}, "--offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage"),
+        ("ppo", {"critic_quantization": "int8"}, "--critic_quantization int8: quantised weights are not trained"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused_before_data_are_read(
+    command: str, changes: dict[str, Any], says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stopped_at_the_models(monkeypatch):
+        ending = call(command, stage_words(command, folder, tmp_path, **changes))
+    assert ending.code == 2 and len(ending.errors) == 1 and says in ending.errors[0], ending.errors
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_valid_runs_come_to_their_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the cases could all be refused for another reason."""
     with stopped_at_the_models(monkeypatch):
