@@ -173,6 +173,7 @@ ONLY = {
 IDLE = {
     "activation_checkpointing": "use --gradient_checkpointing",
     "checkpoint": "checkpoints have a format of their own",
+    "zero_allow_untested_optimizer": "the optimizer is AdamW; for that of bitsandbytes use --optimizer_states 8bit",
     "dataloader_drop_last": "a last partial step is filled with padding rows",
     "zero_optimization.elastic_checkpoint": "any checkpoint fits any number of ranks",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights",

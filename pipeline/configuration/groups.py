@@ -186,11 +186,9 @@ class OptimizerConfig(Group):
         16, "Rows of an evaluation batch on a device", ge=1, on_resume="rounding", other_tools="eval_batch_size"
     )
     train_batch_size: int = flag(
-        0,
-        "Rows of an optimizer step over all ranks, which gradient_accumulation_steps follows; 0: it does not",
-        ge=0,
+        0, "Rows of an optimizer step over all ranks, which accumulation follows; 0: it does not", ge=0,
         on_resume="rounding",
-    )
+    )  # fmt: skip
     gradient_accumulation_steps: int = flag(
         1,
         "Micro-batches per optimizer step",
@@ -208,6 +206,9 @@ class OptimizerConfig(Group):
     adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ge=0, lt=1)
     adam_eps: float = flag(1e-8, "AdamW epsilon", gt=0)
+    optimizer_states: Literal["fp32", "8bit"] = flag(
+        "fp32", "AdamW's moments; 8bit: by bitsandbytes, without offload and ZeRO-3", on_resume="rounding"
+    )
     max_grad_norm: float = flag(
         1.0,
         "Gradient norm above which gradients are scaled down; 0: never",

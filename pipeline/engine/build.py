@@ -149,7 +149,12 @@ def training_engine(run: Run, module: Trained, model: ModelConfig, ds_json: dict
         use_gradient_checkpointing(base_model(module.model))
     groups, betas = parameter_groups(module, model), (optimizer.adam_beta1, optimizer.adam_beta2)
     gather = config.deepspeed.zero3_gather
-    engine = TrainingEngine(module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather)
+    states = optimizer.optimizer_states
+    if states == "8bit":
+        log.warning("AdamW's moments have 8 bits, those of embeddings too, which some models do not bear: see the loss")
+    engine = TrainingEngine(
+        module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather, states=states
+    )
     keep_norms_in_fp32(engine.module, model.quantization)
     check_finite(engine.module, model.model_name_or_path)
     return engine

@@ -8,7 +8,7 @@ ranks.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from pipeline import dist
+from pipeline.engine.eight_bit import adamw_8bit
 from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
 from pipeline.kernels.fused_layers import fuse_layers
 from pipeline.models.partitions import gathered
@@ -70,11 +71,16 @@ class TrainingEngine:
         betas: tuple[float, float],
         eps: float,
         gather: Gather = "auto",
+        states: Literal["fp32", "8bit"] = "fp32",
     ) -> None:
         self.module: Any = module
         dist.meet()  # ranks may read weights at very different speeds
         fuse_layers(module, torch.device(get_accelerator().device_name()))
-        optimizer = torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
+        optimizer = (
+            adamw_8bit(groups, betas=betas, eps=eps)
+            if states == "8bit"
+            else torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
+        )
         trainable = [parameter for group in groups for parameter in group["params"]]
         partitioned = config["zero_optimization"]["stage"] == 3
         once = partitioned and set_gathering(module, config, gather)
@@ -88,6 +94,7 @@ class TrainingEngine:
         self.weights = Zero3Weights(module, self.optimizer.parameter_offload, once=once) if partitioned else None
         synchronise_on_device(self.optimizer)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.states = states
         self.partitions_weights: bool = partitioned
         self.partitions_optimizer: bool = config["zero_optimization"]["stage"] > 0
         self.last_gradient_norm = 0.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.engine.state import MOMENTS, masters
+from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.models.partitions import local_share
 
@@ -63,8 +63,7 @@ def optimizer_tensors(engine: TrainingEngine) -> Iterator[torch.Tensor]:
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for master, _ in masters(engine):
         yield master.data
-        state = inner.state.get(master, {})
-        yield from (state[kind] for kind in MOMENTS if kind in state)
+        yield from (value for value in inner.state.get(master, {}).values() if torch.is_tensor(value) and value.dim())
 
 
 def gradient_bytes(engine: TrainingEngine) -> int:

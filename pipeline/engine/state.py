@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipeline import dist
+from pipeline.engine.eight_bit import BLOCK, moments, restore_moment, scales, start_state
 from pipeline.engine.engine import TrainingEngine, loss_scaler
 from pipeline.engine.fragments import Fragment, FragmentReader
 from pipeline.models.partitions import local_range
@@ -103,9 +104,11 @@ def engine_fragments(engine: TrainingEngine) -> Iterator[Fragment]:
     for number, (master, pieces) in enumerate(masters(engine)):
         with in_memory(engine, number):
             state = inner.state.get(master, {})
-            tensors = {"weights": master.data} | {kind: state[kind] for kind in MOMENTS if kind in state}
+            tensors = {"weights": master.data} | moments(state)
             if is_on_disk(engine, number):
                 tensors = {kind: tensor.clone() for kind, tensor in tensors.items()}  # the buffers are used again
+        for kind, values in scales(state).items():
+            yield Fragment(scales_name(engine, kind, number, master), 0, values)
         for piece in pieces:
             for kind, tensor in tensors.items():
                 yield Fragment(f"{kind}/{piece.name}", piece.start, tensor.reshape(-1)[piece.place])
@@ -119,10 +122,9 @@ def restore_fragments(engine: TrainingEngine, reader: FragmentReader) -> None:
     Raises:
         CheckpointError: the files lack a part of a parameter.
     """
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, (master, pieces) in enumerate(masters(engine)):
         with in_memory(engine, number):
-            restore_master(inner, master, pieces, reader)
+            restore_master(engine, number, master, pieces, reader)
     dist.meet()  # ranks may read at very different speeds
     refresh_weights(engine)
 
@@ -141,21 +143,41 @@ def read_weights(module: nn.Module, reader: FragmentReader, *, prefix: str = "we
             reader.read_into(f"{prefix}{name}", 0, parameter.data.view(-1))
 
 
-def restore_master(inner: Any, master: Any, pieces: list[Piece], reader: FragmentReader) -> None:
-    """Read one fp32 tensor of torch's optimizer `inner` with its moments and step count."""
+def scales_name(engine: TrainingEngine, kind: str, number: int, master: Any) -> str:
+    """Return the name of the scales of a moment in 8 bits: they belong to one cut of the parameters over ranks."""
+    return f"{kind}_scales/{dist.rank() if engine.partitions_optimizer else 0}/{number}/{master.numel()}"
+
+
+def restore_master(
+    engine: TrainingEngine, number: int, master: Any, pieces: list[Piece], reader: FragmentReader
+) -> None:
+    """Read the `number`-th of `masters`, an fp32 tensor of the inner optimizer, with its moments and step count."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for piece in pieces:
         reader.read_into(f"weights/{piece.name}", piece.start, master.data.view(-1)[piece.place])
     stepped = [piece for piece in pieces if f"step/{piece.name}" in reader]
     if not stepped:
         inner.state.pop(master, None)  # AdamW's state is empty before the first step
         return
-    step, state = torch.zeros(1), inner.state[master]
+    step = torch.zeros(1)
     reader.read_into(f"step/{stepped[0].name}", 0, step)
-    state["step"] = step[0].to(master.device, copy=True)
+    state = inner.state[master]
+    if engine.states == "8bit":
+        state = start_state(inner, master, int(step))
+    else:
+        state["step"] = step[0].to(master.device, copy=True)
     for kind in MOMENTS:
-        state[kind] = torch.zeros_like(master, requires_grad=False)
+        values = torch.zeros_like(master, requires_grad=False)
         for piece in stepped:
-            reader.read_into(f"{kind}/{piece.name}", piece.start, state[kind].view(-1)[piece.place])
+            reader.read_into(f"{kind}/{piece.name}", piece.start, values.view(-1)[piece.place])
+        if engine.states == "8bit":
+            name = scales_name(engine, kind, number, master)
+            saved = torch.zeros(-(-master.numel() // BLOCK), device=master.device)
+            if name in reader:
+                reader.read_into(name, 0, saved)
+            restore_moment(state, kind, values.view(-1), saved if name in reader else None)
+        else:
+            state[kind] = values
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from pipeline.configuration.ds_config import Json
@@ -39,9 +40,15 @@ def partitioned(stage: int) -> Callable[[Values, int], dict[str, Any]]:
     """Return the change to a ZeRO stage, where there are ranks to partition over."""
 
     def change(values: Values, ranks: int) -> dict[str, Any]:
-        return {name: stage for name in named(values, STAGE) if ranks > 1 and values[name] < stage}
+        new: dict[str, Any] = {name: stage for name in named(values, STAGE) if ranks > 1 and values[name] < stage}
+        return new | {"optimizer_states": "fp32"} if new and stage == 3 else new
 
     return change
+
+
+def states_in_8_bits(values: Values, ranks: int) -> dict[str, Any]:
+    """Round the moments where bitsandbytes is installed; offload and ZeRO stage 3 have them in fp32."""
+    return {"optimizer_states": "8bit"} if find_spec("bitsandbytes") else {}
 
 
 def states_away(values: Values, ranks: int) -> dict[str, Any]:
@@ -50,9 +57,12 @@ def states_away(values: Values, ranks: int) -> dict[str, Any]:
 
 
 def optimizer_offload(values: Values, ranks: int) -> dict[str, Any]:
+    """Keep optimizer states in host memory always, at ZeRO stage 1 at least."""
     if values["offload"]:
         return {}
-    changed = {"offload": True} | {name: 1 for name in named(values, STAGE) if not values[name]}
+    changed = {"offload": True, "optimizer_states": "fp32"} | {
+        name: 1 for name in named(values, STAGE) if not values[name]
+    }
     return changed | ({AWAY: False} if AWAY in values else {})
 
 
@@ -81,6 +91,7 @@ CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
     (with_checkpointing, "one more forward pass"),
     (partitioned(1), "the weights are gathered once a step"),
     (partitioned(2), "gradients are reduced in each micro-batch"),
+    (states_in_8_bits, "rounded moments"),
     (states_away, "states cross the bus twice a rollout"),
     (optimizer_offload, "states cross the bus each step"),
     (partitioned(3), "weights are gathered in each pass"),

@@ -7,7 +7,7 @@ come from `measurement.py`. Bytes throughout, of one rank.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.configuration.ds_config import Json
+from pipeline.configuration.ds_config import UNTESTED_OPTIMIZER, Json
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.models.partitions import GATHERED_SHARE_OF_DEVICE
@@ -15,7 +15,7 @@ from pipeline.planning.measurement import ModelSize, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass, StageNeeds
 
 FP32 = 4
-MOMENTS = 8  # AdamW's two, in fp32
+MOMENTS, MOMENTS_8BIT = 8, 2 + 8 / 256  # AdamW's two: in fp32, and in 8 bits with a scale for 256
 # Beside the tensors of a process: the CUDA context with its kernels, NCCL's buffers where there are several ranks, and
 # the allocator's unused rest of its blocks, as a share of the tensors. Expected and high; the largest rest that was
 # measured is 8.5 % (7B with LoRA, on a device with little memory to spare).
@@ -88,27 +88,30 @@ def gradient_bytes(size: ModelSize, engine: Json) -> int:
 def training_states(size: ModelSize, engine: Json, *, ranks: int, weights: int, gathered: int, host: int) -> States:
     """Count gradients, optimizer states and buffers of a trained model, whose weights are counted already."""
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
-    gradient = gradient_bytes(size, engine)
+    gradient, master = gradient_bytes(size, engine), FP32
+    moments = MOMENTS_8BIT if engine.get(UNTESTED_OPTIMIZER) else MOMENTS
+    if (engine.get("bf16") or {}).get("bf16_optimizer_states"):
+        master, moments = size.element, MOMENTS // 2
     share = -(-size.trained // ranks)  # elements of a partition
     if stage == 0:
         masters = FP32 * size.trained if size.element < FP32 else 0
         step = FP32 * size.trained if size.element < FP32 else 0
-        return States(weights, masters + MOMENTS * size.trained, 0, gradient * size.trained, 0, 0, step, host)
+        return States(weights, masters + int(moments * size.trained), 0, gradient * size.trained, 0, 0, step, host)
     bucket = gradient * zero.get("reduce_bucket_size", 500_000_000)
-    optimizer, offloaded = (FP32 + MOMENTS) * share, device_of(zero, "offload_optimizer")
+    optimizer, offloaded = int((master + moments) * share), device_of(zero, "offload_optimizer")
     if offloaded != "none":
         # Gradients in fp32 wait on the host too; what NVMe holds is no memory.
         host += FP32 * share + (optimizer if offloaded == "cpu" else 0)
         optimizer = 0
     if stage == 3:
-        step = FP32 * min(share, zero.get("sub_group_size", 10**9)) if offloaded == "none" else 0
+        step = master * min(share, zero.get("sub_group_size", 10**9)) if offloaded == "none" else 0
         kept = bucket + (gradient * share if offloaded == "none" else 0)
         buckets = bucket if ranks > 1 else 0  # the partitions that are reduced
         return States(weights, optimizer, gathered, 0, kept, buckets, step, host, True)
     buffers = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
     held = gradient * (size.trained if stage == 1 else share)
     # The step flattens the gradients of a partition and copies them in fp32, a group of parameters at a time.
-    step = (gradient + FP32) * share
+    step = (gradient + master) * share
     if offloaded != "none":
         held, step = (held if stage == 1 else 0), gradient * size.largest
     return States(weights, optimizer, 0, held, 0, buffers * bucket, step, host, stage == 2)

@@ -7,12 +7,13 @@ command, with the model that an earlier stage starts from in the place of the on
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from pipeline.configuration.groups import ModelConfig
-from pipeline.errors import InputError
+from pipeline.configuration.groups import ModelConfig, OptimizerConfig
+from pipeline.errors import EnvironmentFault, InputError
 from pipeline.models.loading import (
     adapter_base,
     attention_for,
@@ -58,12 +59,19 @@ def check_start_models(models: Sequence[StartModel]) -> None:
             check()
 
 
-def package_checks(settings: ModelConfig, prefix: str = "") -> list[Check]:
+def package_checks(settings: ModelConfig, optimizer: OptimizerConfig, prefix: str = "") -> list[Check]:
     """Return the checks of packages that a trained model needs; `prefix` is that of its flags (actor_)."""
     return [
+        partial(check_optimizer_states, optimizer.optimizer_states),
         partial(check_attention, settings.attn_implementation, f"--{prefix}attn_implementation"),
         partial(check_quantization, settings.quantization, f"--{prefix}quantization"),
     ]
+
+
+def check_optimizer_states(states: str) -> None:
+    """Raise EnvironmentFault for moments in 8 bits where bitsandbytes is not installed."""
+    if states == "8bit" and find_spec("bitsandbytes") is None:
+        raise EnvironmentFault("--optimizer_states 8bit: pip install bitsandbytes, which is not installed here")
 
 
 def check_settings(path: str, settings: ModelConfig, prefix: str = "") -> None:

@@ -58,12 +58,24 @@ def test_cheap_changes_come_first_and_those_that_give_nothing_are_left_out(tmp_p
     """With the first partition over four ranks, gradients and states are small beside what a step needs."""
     *lines, end = changes(0.9, tmp_path, gpus=4)
     flags = [CHANGE.match(line)[1].split()[0] for line in lines]
-    known = ["--per_device_train_batch_size", "--gradient_checkpointing", "--zero_stage", "--offload",
-             "--offload_parameters", "--lora_dim", "--quantization"]  # fmt: skip
+    known = ["--per_device_train_batch_size", "--gradient_checkpointing", "--zero_stage", "--optimizer_states",
+             "--offload", "--offload_parameters", "--lora_dim", "--quantization"]  # fmt: skip
     places = [known.index(flag) for flag in flags]
     assert places == sorted(places) and places[0] == 0 and "--zero_stage" in flags
     assert all(float(CHANGE.match(line)[2]) > 0 for line in lines)
     assert end.startswith("none of these is enough: take more GPUs")
+
+
+@pytest.mark.parametrize("is_installed", slow_but([True], [True, False]))
+def test_moments_are_rounded_before_they_are_offloaded_where_bitsandbytes_is(tmp_path, monkeypatch, is_installed):
+    """An offload after it has them in fp32 again: its AdamW is torch's."""
+    monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name: is_installed or None)
+    *lines, _ = ladder(*planned(1.6, tmp_path, more="--reduce_bucket_size 10000000"))
+    flags = [CHANGE.match(line)[1] for line in lines]
+    rounded = [place for place, line in enumerate(flags) if line == "--optimizer_states 8bit"]
+    offloaded = next(place for place, line in enumerate(flags) if line.startswith("--offload true"))
+    assert rounded == ([offloaded - 1] if is_installed else [])
+    assert ("--optimizer_states fp32" in flags[offloaded]) == is_installed
 
 
 @pytest.mark.slow

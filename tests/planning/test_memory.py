@@ -45,6 +45,21 @@ def test_states_of_each_zero_stage_by_hand():
     assert third.gathered == 2 * N and states(3, 8, zero3_gather="auto").host == 0  # an eighth of the device: whole
 
 
+def test_moments_in_8_bits_by_hand():
+    """The master in fp32, a byte for each moment, and a scale in fp32 for 256 of each."""
+    for stage, ranks in ((0, 1), (2, 8)):
+        json = built(zero_stage=stage, world_size=ranks, optimizer_states="8bit")
+        held = states_of(SIZE, json, ranks=ranks, trained=True, device_bytes=80 * GIB, gather="auto")
+        assert held.optimizer == (4 + 2 + 2 * 4 / 256) * N / ranks
+        assert replace(held, optimizer=0) == replace(states(stage, ranks), optimizer=0)
+
+
+def test_states_in_bf16_by_hand():
+    bf16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    held = states_of(SIZE, built(user_json=bf16), ranks=8, trained=True, device_bytes=80 * GIB, gather="auto")
+    assert (held.optimizer, held.step) == ((2 + 2 + 2) * N / 8, (2 + 2) * N / 8)
+
+
 def test_offload_puts_states_on_the_host():
     optimizer = states(2, 8, offload=True)
     assert (optimizer.optimizer, optimizer.gradients, optimizer.host) == (0, 0, (4 + 8 + 4) * N / 8)

@@ -9,7 +9,7 @@ import pytest
 from support.source_tree import ROOT, source_files, tree_of
 
 # torch's GPU builds bring triton, pydantic its core, and who logs to W&B or evaluates by BLEU or ROUGE installs those.
-OPTIONAL = {"pydantic-core", "rouge-score", "sacrebleu", "triton", "wandb"}
+OPTIONAL = {"bitsandbytes", "pydantic-core", "rouge-score", "sacrebleu", "triton", "wandb"}
 # Needed by others: the chat templates and tokenizers of transformers, torch.utils.tensorboard.
 NOT_IMPORTED = {"jinja2", "sentencepiece", "tensorboard"}
 WITHOUT_HASHES = re.compile(r"torch|triton|nvidia-|cuda-")

@@ -23,6 +23,7 @@ def built(
     gradient_accumulation_steps: int = 2,
     world_size: int = 8,
     max_grad_norm: float = 1.0,
+    optimizer_states: Literal["fp32", "8bit"] = "fp32",
     device: Literal["cpu", "cuda"] = "cuda",
     one_node: bool = False,
     user_json: dict[str, Any] | None = None,
@@ -37,6 +38,7 @@ def built(
         per_device_train_batch_size=micro_batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
         max_grad_norm=max_grad_norm,
+        optimizer_states=optimizer_states,
     )
     place = Placement(device=device, dtype=dtype, ranks=world_size, run_dir=Path("output/runs/sft"), one_node=one_node)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,67 @@
+"""AdamW of bitsandbytes, whose moments have 8 bits, and those moments as the fp32 tensors of a checkpoint.
+
+256 neighbours of a flattened tensor share a scale, their largest absolute value; the codes index a table of 256 shares
+of it. A checkpoint holds the values and, for a resume that cuts tensors alike, the scales: with them the codes return.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 256
+PLACES = {"exp_avg": "1", "exp_avg_sq": "2"}  # of the moments in the names of bitsandbytes
+
+
+def adamw_8bit(groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """Make an AdamW with moments in 8 bits; those of tensors below 4,096 elements are in fp32."""
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(list(groups), betas=betas, eps=eps)
+    return optimizer
+
+
+def moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return AdamW's moments of a tensor in fp32, by their names: views, or on the CPU what 8 bits stand for."""
+    if "state1" not in state:
+        return {kind: state[kind] for kind in PLACES if kind in state}
+    return {kind: state[f"state{n}"] if f"qmap{n}" not in state else values_of(state, n) for kind, n in PLACES.items()}
+
+
+def values_of(state: Mapping[str, Any], place: str) -> Tensor:
+    """Return the values of one moment's codes, in fp32 on the CPU."""
+    codes, table, scales = (state[f"{name}{place}"].cpu() for name in ("state", "qmap", "absmax"))
+    return table[codes.view(-1).int()] * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def scales(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the scales of both moments, one for each block; {} where they are in fp32."""
+    return {kind: state[f"absmax{n}"] for kind, n in PLACES.items() if f"absmax{n}" in state}
+
+
+def start_state(optimizer: Any, master: Tensor, step: int) -> dict[str, Any]:
+    """Allocate the state of a tensor of `adamw_8bit`'s optimizer, and return it."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter is master:
+                optimizer.init_state(group, master, number, position)
+    state: dict[str, Any] = optimizer.state[master]
+    state["step"] = step
+    return state
+
+
+def restore_moment(state: dict[str, Any], kind: str, values: Tensor, scales: Tensor | None) -> None:
+    """Set one moment to fp32 `values`, rounded to 8 bits by `scales`, or by those of the values themselves."""
+    place = PLACES[kind]
+    if f"qmap{place}" not in state:
+        state[f"state{place}"].view(-1).copy_(values)
+        return
+    blocks = functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1) if scales is None else scales
+    table = state[f"qmap{place}"].to(values.device)
+    shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    codes = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True).view(-1)[: len(values)]
+    state[f"state{place}"].view(-1).copy_(codes)
+    state[f"absmax{place}"].copy_(scales)
