@@ -173,6 +173,7 @@ ONLY = {
 IDLE = {
     "activation_checkpointing": "use --gradient_checkpointing",
     "checkpoint": "checkpoints have a format of their own",
+    "checkpoint.use_node_local_storage": "ranks find out whether hosts share storage; else each keeps a copy",
     "zero_allow_untested_optimizer": "the optimizer is AdamW; for that of bitsandbytes use --optimizer_states 8bit",
     "dataloader_drop_last": "a last partial step is filled with padding rows",
     "zero_optimization.elastic_checkpoint": "any checkpoint fits any number of ranks",

@@ -10,7 +10,7 @@ from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.duration import phase_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
-from pipeline.planning.memory import FP32, MOMENTS, MemoryPlan, plan_memory
+from pipeline.planning.memory import FP32, MOMENTS, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds, counted
 
 NeedsOf = Callable[..., StageNeeds]
@@ -113,7 +113,10 @@ def phase_lines(plan: MemoryPlan) -> list[str]:
     for name, peak in plan.phases.items():
         parts = (peak.states, peak.gradients, peak.gathered, peak.rollout, peak.activations)
         lines.append(row(name, [*map(gib, parts), *map(gib, (peak.total, *plan.reserved(peak.total)))]))
-    return lines
+    context = " to ".join(f"{value / GIB:.1f}" for value in plan.reserved(0))
+    rest = " to ".join(f"{share:.0%}" for share in UNUSED_REST)
+    what = "CUDA's and NCCL's own" if plan.ranks > 1 else "CUDA's own"
+    return [*lines, f"  besides  in expected and high: {context} GiB of {what}, and {rest} of blocks that are not full"]
 
 
 def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:

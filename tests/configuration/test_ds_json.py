@@ -187,12 +187,15 @@ def test_what_the_file_changes_is_told(tmp_path):
         "zero_optimization": {"stage": 3, "round_robin_gradients": True, "overlap_comm": "auto"},
         "gradient_clipping": 1.0, "bf16": {"enabled": True}, "steps_per_print": 10,
         "activation_checkpointing": {"cpu_checkpointing": True, "profile": False}, "optimizer": {"type": "AdamW"},
+        "checkpoint": {"use_node_local_storage": True},
     }  # fmt: skip
     file.write_text(json.dumps(user))
     assert parse(PPOConfig, ["--deepspeed_config", str(file)], section="ppo").notes == (
         f"{file}: sets --actor_zero_stage 3 (was 0), --critic_zero_stage 3 (was 0), --dtype bf16 (was auto)",
         f"{file}: gives to DeepSpeed zero_optimization.round_robin_gradients True, steps_per_print 10",
         f"{file}: activation_checkpointing: has no effect here: use --gradient_checkpointing",
+        f"{file}: checkpoint.use_node_local_storage: has no effect here: ranks find out whether hosts share "
+        "storage; else each keeps a copy",
     )
 
 

@@ -91,7 +91,11 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     done = planned("--target", "small.yaml")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 13
+    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 14
+    assert (
+        "  besides  in expected and high: 1.1 to 2.2 GiB of CUDA's and NCCL's own, and 4% to 9% of blocks"
+        in done.stdout
+    )
     assert "  batch    micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step" in lines
     assert any(line.startswith("  verdict  fits: ") for line in lines)
     data = next(line for line in lines if line.startswith("  data     train.jsonl: 8 rows of "))
