@@ -18,6 +18,9 @@ demo-seeds: $(VENV)/installed
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Tests start hundreds of processes, each of which would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # These run on the CPU, also where there are GPUs.
 test test-slow test-faults test-hosts: export DS_ACCELERATOR = cpu
 test test-slow test-faults test-hosts: export CUDA_VISIBLE_DEVICES =
