@@ -64,7 +64,8 @@ def run(argv: list[str], prog: str) -> None:
 def write_int8(path: str, output: Path) -> str:
     """Write the model at `path` with linear layers as int8 codes and fp32 scales; return a line that says so.
 
-    The other weights have 16 bits, and so has what is quantised: fp32 is rounded to bf16 first. Raises InputError for an adapter, and for an output that exists.
+    The other weights have 16 bits, and so has what is quantised: fp32 is rounded to bf16 first.
+    Raises InputError for an adapter, and for an output that exists.
     """
     from pipeline.checkpoints.model_card import settings_document, shareable
     from pipeline.checkpoints.model_folder import save_model
