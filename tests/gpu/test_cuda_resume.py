@@ -1,5 +1,6 @@
 """A killed run goes on exactly on GPUs too, with deterministic kernels (goal R17): bf16, all three steps."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from support.tiny_run import make_folder
 from test_kill import check, tell
 
 EXACT = "--dtype bf16 --deterministic true"
+IN_8_BITS = "--optimizer_states 8bit --critic_zero_stage 1"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,12 @@ def test_a_killed_run_goes_on_exactly(folder, stage):
 @pytest.mark.gpu
 def test_fp16_with_its_loss_scales(folder):
     check(tell(kill_and_compare, "ppo", folder, count=2, seed=2, more="--dtype fp16 --deterministic true"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_moments_in_8_bits(folder):
+    check(tell(kill_and_compare, "ppo", folder, count=2, seed=3, more=f"{EXACT} {IN_8_BITS}"))
 
 
 @pytest.mark.gpu
