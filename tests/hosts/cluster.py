@@ -88,7 +88,7 @@ class Running:
     def text(self) -> str:
         return self.errors.read_text(errors="replace")
 
-    def wait(self, timeout_s: float = 240) -> int:
+    def wait(self, timeout_s: float = 480) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
