@@ -45,7 +45,7 @@ estimate is above the device's memory. The batch of a step stays the same on oth
 The names from 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's recipes, of which 125m, 350m and 2.7b are
 ours after its neighbours. Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`; its `7b_mixz` is `llama-2-7b-lora`,
 without quantised weights under ZeRO-3. Chinese and Japanese are presets of stage 1 alone
-([how](running.md#models)). `t5-3b` is not planned: encoder-decoder models are not.
+([how](running.md#models)). `t5-3b` is not in the table: its shape is read from the hub.
 """
 
 

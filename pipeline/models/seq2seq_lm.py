@@ -38,7 +38,11 @@ class Seq2SeqLM(nn.Module):
             attention_mask=attention_mask,
             decoder_input_ids=inner.prepare_decoder_input_ids_from_labels(labels),
             use_cache=False,
-        ).logits  # (B, T, V)
+        ).logits
+        return self.label_log_probs(logits, labels)
+
+    def label_log_probs(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Map (B, T, V) logits to (B, T) log-probabilities of the labels; 0 where there is none."""
         index = (labels.flatten() != IGNORED).nonzero().squeeze(1)  # (M,) into (B, T)
         log_probs, _ = token_statistics(
             logits.flatten(0, 1).index_select(0, index),

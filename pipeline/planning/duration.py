@@ -37,11 +37,12 @@ def pass_flops(use: ModelUse, dtype: str, step: Pass) -> float:
 def phase_seconds(needs: StageNeeds, dtype: str, target: Target, *, slots: int) -> Mapping[str, float]:
     """Return the seconds of each phase of a step, of stage 3 of a rollout with its steps, for rows of full length.
 
-    Empty where the target's speeds are not known. slots: rows of the KV cache.
+    Empty where the target's speeds, or the work of a model, are not known. slots: rows of the KV cache.
     """
-    if not (target.tflops and target.tb_per_s):
-        return {}
     uses = {use.role: use for use in needs.models}
+    is_known = all(training_work(build(use, dtype).model).weights for use in needs.models)
+    if not (target.tflops and target.tb_per_s and is_known):
+        return {}
     seconds = dict[str, float]()
     for name, passes in needs.phases.items():
         if name == "evaluate":

@@ -18,6 +18,7 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
@@ -31,6 +32,7 @@ from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import DTYPES, base_model, load_config, use_gradient_checkpointing, without_dropout
 from pipeline.models.lora import add_lora, linear_names, quantise_to_int8
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
+from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.planning.needs import ModelUse, Pass
 
 ALLOCATION_UNIT = 512  # bytes, of torch's allocator for CUDA devices
@@ -40,11 +42,28 @@ COUNTED_ATTENTION = "counted_attention"
 
 
 def counted_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None = None, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as torch's flash kernel does, whatever the mask: it keeps inputs, output and one number per query."""
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
-    return attend(query, key, value, 0.0, True, False, scale=scaling)[0].transpose(1, 2).contiguous(), None
+    """Attend as torch's flash kernel does, whatever the mask: it keeps inputs, output and one number per query.
+
+    With a bias that is learned (T5) it is the memory-efficient kernel, which also keeps bias and mask of all rows.
+    """
+    if position_bias is None:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        out = attend(query, key, value, 0.0, True, False, scale=scaling)[0]
+    else:
+        bias = position_bias.to(query.dtype).expand(len(query), -1, -1, -1).contiguous()
+        attend = torch.ops.aten._scaled_dot_product_efficient_attention
+        out = attend(query, key, value, bias, True, 0.0, False, scale=scaling)[0]
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(COUNTED_ATTENTION, counted_attention)
@@ -86,6 +105,26 @@ class CountedLM(CausalLM):
     ) -> tuple[Tensor, Tensor | None]:
         """Map (m, H) hidden states to (m,) log-probabilities without values."""
         return KeepsLogits.apply(base_model(self.model).get_output_embeddings()(hidden)), None
+
+
+class KeepsSelectedLogits(KeepsLogits):
+    """Keeps what `KeepsLogits` keeps of rows that were selected, which are a copy with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return KeepsLogits.forward(ctx, logits.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.empty_like(KeepsLogits.backward(ctx, *gradients))
+
+
+class CountedSeq2SeqLM(Seq2SeqLM):
+    """An encoder-decoder model that keeps what it keeps on a GPU with triton, where every position has a label."""
+
+    def label_log_probs(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Map (B, T, V) logits to (B, T) log-probabilities without values."""
+        return KeepsSelectedLogits.apply(logits.flatten(0, 1)).view_as(labels)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -186,9 +225,7 @@ def build(use: ModelUse, dtype: str) -> Any:
         InputError, EnvironmentFault: its config.json cannot be read, or it is no decoder.
     """
     config, settings = without_dropout(planned_config(use.path)), use.settings
-    if config.is_encoder_decoder:
-        raise InputError(f"{use.path}: encoder-decoder models are not planned yet")
-    auto_class: Any = AutoModelForCausalLM
+    auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if use.has_values:
         auto_class, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("meta"), warnings.catch_warnings():
@@ -208,11 +245,13 @@ def build(use: ModelUse, dtype: str) -> Any:
         head = base_model(model).score
         head.__class__ = FloatLinear if type(head) is nn.Linear else type(head)
         return TokenValueModel(model).train(use.trained)
-    return CountedLM(model).train(use.trained)
+    counted = CountedSeq2SeqLM(model) if config.is_encoder_decoder else CountedLM(model)
+    return counted.train(use.trained)
 
 
 def with_lora(model: Any, use: ModelUse) -> Any:
     """Wrap a model with the adapters that training gives it."""
+    task = "SEQ_CLS" if use.has_values else "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     return add_lora(
         model,
         dim=use.settings.lora_dim,
@@ -220,7 +259,7 @@ def with_lora(model: Any, use: ModelUse) -> Any:
         dropout=0.0,
         module_name=use.settings.lora_module_name,
         only_lora=use.only_lora,
-        task="SEQ_CLS" if use.has_values else "CAUSAL_LM",
+        task=task,
         seed=0,
     )
 
@@ -250,7 +289,8 @@ def peak_bytes(use: ModelUse, dtype: str, work: Pass) -> int:
 def run_counted(use: ModelUse, dtype: str, work: Pass) -> int:
     """Run a pass on the meta device and return the peak of its bytes."""
     wrapped = build(use, dtype)
-    device, rows, length = torch.device("meta"), work.rows, work.length
+    of_two = isinstance(wrapped, Seq2SeqLM)
+    device, rows, length = torch.device("meta"), work.rows, work.length // 2 if of_two else work.length
     fuse_norms(wrapped, rows * length)
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -266,6 +306,8 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> int:
     with LiveBytes([*known, ids, mask, positions, selected]) as live, torch.set_grad_enabled(work.trains):
         if use.has_values:
             out = wrapped(ids, mask, positions, right_padded=True)
+        elif of_two:
+            out = wrapped(ids, attention_mask=mask, labels=ids)
         else:
             out = wrapped(
                 ids,

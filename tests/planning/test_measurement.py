@@ -5,16 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny_models import tiny_config
+from support.tiny_t5 import t5_config
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.kernels.fused_layers import MIN_ELEMENTS
 from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
+from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.planning import measurement
-from pipeline.planning.measurement import KeepsInput, model_size, peak_bytes
+from pipeline.planning.measurement import KeepsInput, KeepsLogits, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass
 
 ROWS, LENGTH, LORA = 4, 64, 4
@@ -28,15 +30,16 @@ def folders(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def real_peak(model: TokenValueModel, *, accumulates: bool, trains: bool) -> int:
+def real_peak(model: torch.nn.Module, *, accumulates: bool, trains: bool, **named: torch.Tensor) -> int:
     """The highest sum of what the CPU's allocator has given out in a pass, as torch's profiler sees it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
-    inputs = torch.zeros(ROWS, LENGTH, dtype=torch.int64), mask, torch.arange(LENGTH).unsqueeze(0)
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    inputs = () if named else (ids, mask, torch.arange(LENGTH).unsqueeze(0))
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter) if accumulates else None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, torch.set_grad_enabled(trains):
-        out = model(*inputs)
+        out = model(*inputs, **named)
         if trains:
             out.sum().backward()
     now = peak = 0
@@ -79,6 +82,46 @@ def test_a_pass_takes_what_the_allocator_gives_out(folders, name, flags, work):
     real = real_peak(real_model(name, settings), accumulates=work.accumulates, trains=work.trains)
     # Without gradients some products of torch's own on the CPU need a tensor less than on the meta device.
     assert peak_bytes(use, "fp32", work) == pytest.approx(real, rel=0.02 if work.trains else 0.1)
+
+
+class SelectingLM(Seq2SeqLM):
+    """The selection of `Seq2SeqLM`, with the stand-in for the kernel that follows it on a GPU."""
+
+    def label_log_probs(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return KeepsLogits.apply(logits.flatten(0, 1).index_select(0, torch.arange(labels.numel()))).view_as(labels)
+
+
+@pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}, {"lora_dim": LORA}], ids=str)
+def test_a_pass_of_an_encoder_decoder_takes_what_the_allocator_gives_out(tmp_path, flags):
+    """Half of a row's tokens are the encoder's, the others the decoder's."""
+    config = t5_config(500, d_model=64, d_ff=256, num_layers=3, dropout_rate=0.0)
+    config.save_pretrained(tmp_path)
+    settings = ModelConfig(attn_implementation="eager", **flags)
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    if settings.lora_dim:
+        model = add_lora(model, dim=LORA, alpha=16, dropout=0, module_name="all-linear", only_lora=True,
+                         task="SEQ_2_SEQ_LM", seed=1)  # fmt: skip
+    if settings.gradient_checkpointing:
+        use_gradient_checkpointing(base_model(model))
+    ids = torch.zeros(ROWS, LENGTH // 2, dtype=torch.int64)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones(1, 1, *[LENGTH // 2] * 2, dtype=torch.bool), "labels": ids}
+    real = real_peak(SelectingLM(model).train(), accumulates=True, trains=True, **inputs)
+    use = ModelUse("model", str(tmp_path), settings)
+    work = Pass("model", ROWS, LENGTH, trains=True, accumulates=True)
+    assert peak_bytes(use, "fp32", work) == pytest.approx(real, rel=0.03)
+    size = model_size(use, "bf16")
+    whole = sum(parameter.numel() for parameter in base_model(model).parameters())
+    assert size.weights == whole and size.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_an_attention_bias_that_is_learned_is_kept_for_each_row(tmp_path):
+    """By sdpa, 3 layers on each side: (1, 2, S, S) biases are kept as (B, 2, S, S); eager keeps scores besides."""
+    t5_config(500, num_layers=3).save_pretrained(tmp_path)
+    works = [Pass("model", rows, 512, trains=True, accumulates=True) for rows in (2, 4)]
+    few, many = (peak_bytes(ModelUse("model", str(tmp_path), ModelConfig()), "bf16", work) for work in works)
+    eager = ModelUse("model", str(tmp_path), ModelConfig(attn_implementation="eager"))
+    scores = 2 * 256**2 * 2 * 2  # of two rows, two heads, in bf16
+    assert many - few > 6 * scores and peak_bytes(eager, "bf16", works[1]) > many
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
