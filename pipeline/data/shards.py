@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -109,20 +109,46 @@ def tokenise(
             progress.add(len(shard.starts))
         return
     log.info("%s: %d processes", what, processes)
+    todo, finished, errors = iter(enumerate(shards)), list[int](), dict[int, Exception]()
+
+    def work(write: Callable[[Shard], None]) -> None:
+        """Write the first shard that nobody has begun, again and again, until none is left or one fails."""
+        for number, shard in todo:
+            try:
+                write(shard)
+                finished.append(len(shard.starts))
+            except Exception as error:
+                errors[number] = error
+                list(todo)  # nobody begins another
+
+    def write_here(shard: Shard) -> None:
+        write_shard(shard, tokenizer, options)
+        while finished:
+            progress.add(finished.pop())
+
+    def write_there(shard: Shard) -> None:
+        pool.submit(write_shard_in_worker, shard).result()
+
     # Not forked: a child of a process with other threads (torch's, NCCL's) may wait for ever for one of their locks.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, start_worker, (os.getpid(), tokenizer, options))
-    try:
-        written = [pool.submit(write_shard_in_worker, shard) for shard in shards]
-        for shard, future in zip(shards, written, strict=True):
-            result_of(future)
-            progress.add(len(shard.starts))
-    except BrokenProcessPool as error:
-        raise EnvironmentFault(
-            f"{what}: a process was killed (out of memory?); finished shards are kept, the same command goes on"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)  # waits for shards that are being written
+    arguments = processes - 1, context, start_worker, (os.getpid(), tokenizer, options)
+    # The threads outlive the processes that they start: Linux ends those with their thread. This process, which has
+    # imported all already, tokenises while they start.
+    with ThreadPoolExecutor(processes - 1) as threads, ProcessPoolExecutor(*arguments) as pool:
+        try:
+            workers = [threads.submit(work, write_there) for _ in range(processes - 1)]
+            work(write_here)
+            for worker in workers:
+                result_of(worker)
+        finally:
+            list(todo)
+    if errors:
+        error = errors[min(errors)]
+        if isinstance(error, BrokenProcessPool):
+            raise EnvironmentFault(
+                f"{what}: a process was killed (out of memory?); finished shards are kept, the same command goes on"
+            ) from error
+        raise error
 
 
 def num_processes(num_records: int) -> int:

@@ -72,10 +72,37 @@ def test_several_processes_give_the_same_bytes(options, bpe_tokenizer, small_sha
     monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     here, write = [], shards.write_shard
-    monkeypatch.setattr(shards, "write_shard", lambda shard, *rest: here.append(shard.file.name) or write(shard, *rest))
+
+    def write_late(shard, *rest):
+        """Write a shard when another process has written one of them."""
+        others = [shard.file.with_name(f"reward-{number:06d}.arrow") for number in range(9)]
+        deadline = time.monotonic() + 60.0
+        while "train" in str(shard.file) and not any(f.is_file() and f not in here for f in others):
+            assert time.monotonic() < deadline, "no other process writes"
+            time.sleep(0.02)
+        here.append(shard.file)
+        write(shard, *rest)
+
+    monkeypatch.setattr(shards, "write_shard", write_late)
     together = load_or_build("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
     assert files_of(together) == files_of(alone)
-    assert here == ["reward-000000.arrow"], "only the few evaluation rows are tokenised by this process"
+    assert any("train.shards" in str(file) for file in here), "this process tokenises too"
+
+
+def test_the_error_of_the_earliest_shard_is_told(options, bpe_tokenizer, small_shards, monkeypatch):
+    monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(shards, "write_shard_in_worker", print)  # the other process writes nothing
+    begun: list[str] = []
+
+    def refused(shard, *_):
+        begun.append(shard.file.name)
+        raise InputError(f"{shard.file.name} is refused")
+
+    monkeypatch.setattr(shards, "write_shard", refused)
+    with pytest.raises(InputError, match=r"reward-00000[01].arrow is refused"):
+        load_or_build("reward", options, bpe_tokenizer)
+    assert len(begun) == 1, "nobody begins another shard behind an error"
 
 
 def test_the_size_of_shards_does_not_change_rows_and_counts(options, bpe_tokenizer, monkeypatch, tmp_path):
@@ -194,7 +221,7 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(bpe_tokenizer, bpe_f
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(children, timeout=5.0)
+    _, alive = psutil.wait_procs(children, timeout=60.0)  # one that still imports ends when it has done so
     assert len(children) >= 2 and alive == []
     caplog.set_level(logging.INFO)
     options = DataOptions(data_path=options.data_path, cache_dir=options.cache_dir)
