@@ -6,6 +6,7 @@ Imports neither triton nor the fused backend, which eager generation does withou
 """
 
 import logging
+import sys
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 class CachedForward(Protocol):
     """The forward passes of a model for generation: prefill and decode steps over a KV cache.
 
-    can_grow: its caches have a method `grow(cache_length)`, and their length changes no result.
+    can_grow: its caches have a method `grow(cache_length, slots)`, and their length changes no result.
 
     Implemented by `fused.FusedForward` and `static.StaticCacheForward`. M slots (rows of the cache), V vocabulary.
     """
@@ -141,25 +142,18 @@ def whole_weights_fit(num_bytes: int, bytes_per_slot: int, device: torch.device)
     return num_bytes + cache <= CACHE_MEMORY_FRACTION * free
 
 
-def slots_that_fit(forward: CachedForward, requested: int, cache_length: int) -> int:
-    """Return how many slots of `cache_length` tokens fit in memory, from 0 to `requested`; all of them on a CPU."""
-    device, bytes_per_slot = forward.device, forward.bytes_per_token * cache_length
-    if device.type != "cuda":
-        return requested
-    free = free_bytes(device)
-    fitting = min(requested, int(CACHE_MEMORY_FRACTION * free // bytes_per_slot))
+def cached_tokens_that_fit(forward: CachedForward) -> int:
+    """Return how many tokens a KV cache has memory for, those of all its slots together; on a CPU without a limit."""
+    if forward.device.type != "cuda":
+        return sys.maxsize
+    free = free_bytes(forward.device)
+    fitting = int(CACHE_MEMORY_FRACTION * free // forward.bytes_per_token)
     log.info(
-        "generation: the KV cache takes %d slots x %d tokens x %.0f KiB = %.2f GiB of the %.2f GiB that are free",
-        requested,
-        cache_length,
-        forward.bytes_per_token / 2**10,
-        requested * bytes_per_slot / GIB,
+        "generation: %.2f GiB are free, for a KV cache of %d tokens of %.0f KiB",
         free / GIB,
+        fitting,
+        forward.bytes_per_token / 2**10,
     )
-    if fitting < requested:
-        log.warning(
-            "generation: memory for %d slots, not %d; the other responses wait for a free one", fitting, requested
-        )
     return fitting
 
 

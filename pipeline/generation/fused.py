@@ -4,7 +4,7 @@ It computes what the forward pass of transformers does, on the tensors of fused_
 slots (rows of the KV cache); H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,11 +39,15 @@ class KeyValueCache:
     keys: list[Tensor]
     values: list[Tensor]
 
-    def grow(self, cache_length: int) -> None:
-        """Give each slot `cache_length` positions, layer by layer: one layer at a time exists twice."""
+    def grow(self, cache_length: int, slots: Sequence[int]) -> None:
+        """Keep these slots alone, and give each `cache_length` positions; one layer at a time exists twice."""
         for tensors in (self.keys, self.values):
             for layer, shorter in enumerate(tensors):
-                tensors[layer] = functional.pad(shorter, (0, 0, 0, cache_length - shorter.shape[2]))
+                _, heads, length, head_dim = shorter.shape
+                tensors[layer] = shorter.new_zeros(len(slots), heads, cache_length, head_dim)
+                # Slot by slot: an index of them all would be a third copy.
+                for longer, slot in zip(tensors[layer], slots, strict=True):
+                    longer[:, :length] = shorter[slot]
 
 
 def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:

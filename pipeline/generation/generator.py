@@ -4,12 +4,13 @@ The generator keeps its buffers from call to call; scheduler.py decides which re
 is changes none of a response's random numbers, so that the work follows real lengths and the tokens do not.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
 from pipeline.dist import RankGroup
-from pipeline.generation.backends import CachedForward, no_slot_fits, slots_that_fit
+from pipeline.generation.backends import CachedForward, cached_tokens_that_fit, no_slot_fits
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, rollout_uniforms
 from pipeline.generation.scheduler import ContinuousBatching, Lockstep, overlapped_prefill_stream
@@ -19,6 +20,9 @@ from pipeline.tensor_ops import round_up
 # New tokens that a KV cache which can grow has positions for at first: responses that may be longer are often shorter.
 # At least split_kv.py's MAX_SPLITS * MIN_KEYS_PER_SPLIT, above which its length changes no result. Chosen by hand.
 FIRST_NEW_TOKENS = 512
+
+
+log = logging.getLogger(__name__)
 
 
 class Generator:
@@ -112,12 +116,18 @@ class Generator:
             max_length = round_up(max_length, CACHE_LENGTH_MULTIPLE)
             rest = request.sampling.max_new_tokens - FIRST_NEW_TOKENS
             first_length = round_up(max_length - rest, CACHE_LENGTH_MULTIPLE) if self.grows and rest > 0 else max_length
-            fitting = slots_that_fit(self.forward, request.num_slots, max_length)
-            num_slots = self.group.least(fitting, self.forward.device)
-            if any(self.lockstep.largest(num_slots == 0)):
+            fitting = self.group.least(cached_tokens_that_fit(self.forward), self.forward.device)
+            if any(self.lockstep.largest(fitting < max_length)):
                 raise no_slot_fits(self.forward, max_length)
             self._buffers = GenerationBuffers(
-                self.forward, request, num_slots=num_slots, cache_length=first_length, max_length=max_length,
+                self.forward, request, cache_length=first_length, max_length=max_length, max_cached_tokens=fitting,
                 eos=self._eos, pad_id=self.pad_id,
             )  # fmt: skip
+            if (num_slots := self._buffers.num_slots) < request.num_slots:
+                log.warning(
+                    "generation: memory for %d slots of %d tokens, not %d; the other responses wait for a free one",
+                    num_slots,
+                    first_length,
+                    request.num_slots,
+                )
         return self._buffers

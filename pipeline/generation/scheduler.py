@@ -4,6 +4,8 @@ For the generator. The host decides here what is enqueued and when it waits for 
 graph are in slots.py.
 """
 
+import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +37,8 @@ MIN_PREFILL_SHARE_OVERLAPPED = 1 / 16
 # Devices that run behind the host: while responses wait, a poll is read one scheduler iteration after it was made, so
 # that the next prefill is prepared while decode steps still run.
 DEFERRED_POLL_DEVICES = frozenset({"cuda"})
+
+log = logging.getLogger(__name__)
 
 
 class Lockstep:
@@ -162,9 +166,9 @@ class ContinuousBatching:
                 self.stream.synchronize()
 
     def _schedule(self, should_stop: Callable[[], bool]) -> None:
-        num_slots = self.buffers.num_slots
-        free = list(range(num_slots))
+        free = list(range(self.buffers.num_slots))
         while True:
+            num_slots = self.buffers.num_slots
             stop_requested = should_stop()
             self._start_prefilled()
             stream = self.stream if self.final_step > self.num_steps and len(free) < num_slots else None
@@ -198,10 +202,38 @@ class ContinuousBatching:
     def _grow_cache(self, steps: int) -> None:
         """Make the KV cache long enough for `steps` more tokens of each slot that the host does not know to be free."""
         length = self.num_steps + steps + max(self.offsets.values(), default=0)
-        if length > self.buffers.cache_length < self.buffers.max_length:
-            if self.stream is not None:
-                self.stream.synchronize()
-            self.buffers.grow(length)
+        if length <= self.buffers.cache_length or self.buffers.cache_length == self.buffers.max_length:
+            return
+        if self.stream is not None:
+            self.stream.synchronize()
+        cache_length = self.buffers.length_to_grow_to(length)
+        kept = list(range(self.buffers.num_slots))
+        if self.buffers.slots_that_fit(cache_length) < len(kept):
+            kept = self._evict(self.buffers.slots_that_fit(cache_length))
+        self.buffers.grow(cache_length, kept)
+
+    def _evict(self, num_slots: int) -> list[int]:
+        """Return the slots to keep, those with most tokens; the responses of the others wait again, before all others.
+
+        They start anew from their prompts, and get the same tokens from the same random numbers.
+        """
+        slots = self.buffers.slots
+        active, response = self.group.largest(slots.active).tolist(), slots.response.tolist()
+        order = sorted(range(len(active)), key=lambda slot: self.offsets[slot] if active[slot] else -sys.maxsize)
+        kept, lost = order[::-1][:num_slots], order[::-1][num_slots:]
+        evicted = [response[slot] for slot in lost if active[slot]]
+        evicted += [number for batch in self.prefilled for number in batch.responses.tolist()]
+        log.info(
+            "generation: memory for %d slots, not %d, as responses grew; %d responses start again",
+            num_slots,
+            len(active),
+            len(evicted),
+        )
+        self.waiting.extendleft(sorted(evicted, reverse=True))
+        self.prefilled.clear()
+        self.polls.clear()
+        self.offsets = {slot: self.offsets[old] for slot, old in enumerate(kept) if active[old]}
+        return kept
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:
         """Return the slots known to be free, by the previous poll if `deferred` and on a GPU."""

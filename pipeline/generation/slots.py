@@ -4,7 +4,8 @@ For the generator and its scheduler; all state of a decode step is in device mem
 without the host. M slots, each with at most one response; R responses of at most T tokens in one call; V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cache
 
 import torch
@@ -57,6 +58,11 @@ class Slots:
         small = [torch.zeros(num_slots, dtype=torch.int32, device=device) for _ in range(4)]
         return cls(torch.zeros(num_slots, dtype=torch.int64, device=device), *small)
 
+    def select(self, slots: Sequence[int]) -> "Slots":
+        """Return the state of these slots alone."""
+        index = torch.tensor(slots, device=self.tokens.device)
+        return Slots(*(getattr(self, field.name)[index] for field in fields(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseBuffers:
@@ -89,6 +95,7 @@ class GenerationBuffers:
     """KV cache, sampling state and CUDA graph of a request; reused by all requests that they cover.
 
     cache_length: positions of a slot now. max_length: what `grow` may make of it, the longest prompt and response.
+    max_cached_tokens: what the device has memory for, in all slots together; at least max_length.
     """
 
     def __init__(
@@ -96,15 +103,17 @@ class GenerationBuffers:
         forward: CachedForward,
         request: GenerationRequest,
         *,
-        num_slots: int,
         cache_length: int,
         max_length: int,
+        max_cached_tokens: int,
         eos: Tensor,
         pad_id: int,
     ) -> None:
         device = forward.device
-        self.request, self.num_slots = request, num_slots
+        self.request, self.max_cached_tokens = request, max_cached_tokens
         self.cache_length, self.max_length = cache_length, max_length
+        self.num_slots = num_slots = min(request.num_slots, self.slots_that_fit(cache_length))
+        self._has_lost_slots = False
         self.eos, self.pad_id, self.forward = eos, pad_id, forward
         forward.prepare(max_length)
         self.cache = forward.new_cache(num_slots, cache_length)
@@ -119,19 +128,36 @@ class GenerationBuffers:
     def can_serve(self, request: GenerationRequest, max_length: int) -> bool:
         """Return True where these buffers are large enough, and the weights are where the graph reads them."""
         large_enough = self.request.union(request) == self.request and self.max_length >= max_length
-        return large_enough and self._addresses == self.forward.addresses()
+        # A call begins with as many slots as the first one did: its bits do not depend on the calls before it.
+        return large_enough and not self._has_lost_slots and self._addresses == self.forward.addresses()
 
-    def grow(self, length: int) -> None:
-        """Make the KV cache longer where slots need `length` positions: by half at least, and never above max_length.
+    def slots_that_fit(self, cache_length: int) -> int:
+        """Return for how many slots of `cache_length` positions the device has memory."""
+        return self.max_cached_tokens // cache_length
+
+    def length_to_grow_to(self, length: int) -> int:
+        """Return how many positions slots get where `length` are needed: half more than now, and at most max_length.
+
+        Not half more where that would cost slots, and `length` alone does not.
+        """
+        needed, ample = (
+            min(round_up(positions, CACHE_LENGTH_MULTIPLE), self.max_length)
+            for positions in (length, self.cache_length * 3 // 2)
+        )
+        for_all_slots = self.max_cached_tokens // self.num_slots // CACHE_LENGTH_MULTIPLE * CACHE_LENGTH_MULTIPLE
+        return max(needed, min(ample, for_all_slots) if needed <= for_all_slots else ample)
+
+    def grow(self, cache_length: int, slots: Sequence[int]) -> None:
+        """Keep these slots alone, and make the KV cache longer.
 
         Work on other streams that uses the cache must have been waited for.
         """
-        if self.cache_length >= min(length, self.max_length):
-            return
-        longer = round_up(max(length, self.cache_length * 3 // 2), CACHE_LENGTH_MULTIPLE)
-        self.cache_length = min(longer, self.max_length)
+        self._has_lost_slots |= len(slots) < self.num_slots
+        self.cache_length, self.num_slots = cache_length, len(slots)
         self._graph = None  # it reads the shorter one
-        self.cache.grow(self.cache_length)
+        self.cache.grow(cache_length, slots)
+        self.slots = self.slots.select(slots)
+        self._all_slots = torch.arange(len(slots), device=self.forward.device)
         self._capture()
 
     def reset(self) -> None:

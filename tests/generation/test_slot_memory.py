@@ -1,6 +1,7 @@
 """Slots of the KV cache are those for which a device has memory; copies of weights must fit beside them."""
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from support.decode_models import (
 
 from pipeline.errors import InputError
 from pipeline.generation import generator, scheduler
-from pipeline.generation.backends import check_copies_fit, no_slot_fits, slots_that_fit
+from pipeline.generation.backends import cached_tokens_that_fit, check_copies_fit, no_slot_fits
 from pipeline.generation.generator import FIRST_NEW_TOKENS, Generator
 from pipeline.generation.rollouts import RandomKey, Sampling
 from pipeline.generation.slots import GenerationBuffers
@@ -46,30 +47,22 @@ def model_on(device: str, mib_per_token: int) -> Any:
     return SimpleNamespace(device=torch.device(device), bytes_per_token=mib_per_token * MIB)
 
 
-# 64 tokens of 1 MiB a row: 0.9 * 1024 MiB hold 14.4 rows.
-@pytest.mark.parametrize(("requested", "fitting"), [(10, 10), (14, 14), (15, 14), (900, 14)])
-def test_slots_are_those_that_fit_in_memory(free_memory, caplog, requested, fitting):
+def test_cached_tokens_are_those_that_fit_in_memory(free_memory, caplog):
     with caplog.at_level(logging.INFO, logger="pipeline.generation.backends"):
-        assert slots_that_fit(model_on("cuda", 1), requested, 64) == fitting
-    assert f"{requested} slots x 64 tokens x 1024 KiB = {requested * 64 / 1024:.2f} GiB of the 1.00 GiB" in caplog.text
-    assert (f"memory for 14 slots, not {requested}" in caplog.text) == (requested > 14)
+        assert cached_tokens_that_fit(model_on("cuda", 2)) == 460, "0.9 * 1024 MiB of 2 MiB each"
+    assert "1.00 GiB are free, for a KV cache of 460 tokens of 2048 KiB" in caplog.text
 
 
-def test_not_even_one_slot_is_an_error_that_says_what_to_do(free_memory):
-    model = model_on("cuda", 20)
-    assert slots_that_fit(model, 3, 64) == 0
+def test_not_even_one_slot_is_an_error_that_says_what_to_do(monkeypatch, free_memory):
     complaint = "--max_answer_seq_len: one slot of 64 tokens takes 1.25 GiB of KV cache, 1.00 GiB are free"
-    assert str(no_slot_fits(model, 64)).startswith(complaint)
-
-
-def test_generation_without_memory_for_a_slot_is_refused(monkeypatch, free_memory):
-    monkeypatch.setattr(generator, "slots_that_fit", lambda forward, requested, cache_length: 0)
+    assert str(no_slot_fits(model_on("cuda", 20), 64)).startswith(complaint)
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 63)
     with pytest.raises(InputError, match="max_answer_seq_len: one slot of 64 tokens"):
         generator_of(StaticCacheForward(llama())).generate(PROMPTS, **ONE_TOKEN)
 
 
-def test_a_cpu_has_all_slots(free_memory):
-    assert slots_that_fit(model_on("cpu", 20), 3, 64) == 3
+def test_a_cpu_has_no_limit(free_memory):
+    assert cached_tokens_that_fit(model_on("cpu", 20)) > 10**15
     check_copies_fit(2**40, torch.device("cpu"))
 
 
@@ -83,13 +76,14 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_copied(free_memory,
         check_copies_fit(3 * 2**29, torch.device("cuda"))
 
 
-def test_fewer_slots_than_requested_change_no_token(monkeypatch):
+def test_fewer_slots_than_requested_change_no_token(monkeypatch, caplog):
     poll_often(monkeypatch)
-    monkeypatch.setattr(generator, "slots_that_fit", lambda forward, requested, cache_length: 2)
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 2 * 64 + 63)
     model = llama()
     gen: Generator = generator_of(StaticCacheForward(model), ENDS)
     assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=6, ends=ENDS))
     assert gen._buffers.num_slots == 2 and gen.forward.device.type == DEVICE.type
+    assert "memory for 2 slots of 64 tokens, not 6" in caplog.text
 
 
 @pytest.fixture
@@ -133,6 +127,26 @@ def test_the_cache_grows_under_overlapped_prefills(monkeypatch, short_cache):
     settings: dict[str, Any] = {"sampling": Sampling(7), "num_samples": 2, "num_slots": 3, "ends": ENDS}
     assert_same(*rollouts(model, gen, PROMPTS, **settings))
     assert 5 + 1 < gen._buffers.cache_length <= gen._buffers.max_length
+
+
+@pytest.mark.parametrize(
+    ("memory", "ends", "left"),
+    [(36, (), []), (20, (), [2, 1]), (12, (), [1]), pytest.param(20, ENDS, [2, 1], id="beside a prefill")],
+)
+def test_slots_are_lost_when_responses_outgrow_the_memory(monkeypatch, short_cache, caplog, memory, ends, left):
+    """Prompts of 3, 5 and 1 tokens and 7 new ones need 12 positions; slots begin with 6, where there is memory."""
+    if ends:
+        monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: memory)
+    model = opt()
+    gen = generator_of(fused(model), ends)
+    settings: dict[str, Any] = {"sampling": Sampling(7), "num_samples": 3 if ends else 1, "num_slots": 3, "ends": ends}
+    with caplog.at_level(logging.INFO, logger="pipeline.generation.scheduler"):
+        assert_same(*rollouts(model, gen, PROMPTS, **settings))
+    assert left == [int(slots) for slots in re.findall(r"memory for (\d+) slots, not \d+, as", caplog.text)]
+    buffers = gen._buffers
+    assert buffers.num_slots * buffers.cache_length <= memory and buffers.cache_length == buffers.max_length == 12
+    assert buffers.can_serve(buffers.request, 12) == (not left), "the next call begins with all slots"
 
 
 def test_caches_whose_length_changes_results_do_not_grow(short_cache):
