@@ -86,8 +86,8 @@ def train(run: Run, config: SFTConfig) -> None:
 
 def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
-    check_start_models(start_models(config, {}))
     start_engines(run)
+    check_start_models(start_models(config, {}))
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     seq2seq = is_encoder_decoder(config.model.model_name_or_path)

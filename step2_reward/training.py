@@ -82,8 +82,8 @@ def train(run: Run, config: RewardConfig) -> None:
 
 def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
-    check_start_models(start_models(config, {}))
     start_engines(run)
+    check_start_models(start_models(config, {}))
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     pairs = prepare_data("reward", data, tokenizer=tokenizer)

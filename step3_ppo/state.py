@@ -191,8 +191,8 @@ class PPO:
 
 def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     """Everything that the loop works on, with the weights of the newest checkpoint; and the rest of that checkpoint."""
-    tokenizers = make_tokenizers(config)
     start_engines(run)
+    tokenizers = make_tokenizers(config)
     prompts = make_prompts(config, tokenizers.actor)
     text = make_text(run, config, tokenizers.actor)
     models = make_models(run, config, tokenizers)

@@ -23,7 +23,11 @@ TESTED = "torch 2.13.0 with deepspeed 0.19.8"
 # Attributes of torch; where one is missing, public functions compute the same, slower.
 TORCH = ("_addmm_activation", "_foreach_norm", "ops.aten._flash_attention_forward")
 # The same, without which a dry run makes no plan.
-TORCH_OF_PLANS = ("ops.aten._scaled_dot_product_flash_attention", "utils._python_dispatch.TorchDispatchMode")
+TORCH_OF_PLANS = (
+    "ops.aten._scaled_dot_product_efficient_attention",
+    "ops.aten._scaled_dot_product_flash_attention",
+    "utils._python_dispatch.TorchDispatchMode",
+)
 
 # Class or module of DeepSpeed -> attributes that it has, or that its methods set on some object. No public function
 # gives any of them.

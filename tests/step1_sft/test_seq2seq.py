@@ -26,7 +26,9 @@ from pipeline.launching.preflight import look_before_start
 from pipeline.models.loading import load_language_model
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import prepare_tokenizer
+from pipeline.training.start_models import check_start_models
 from rlhf.chat import main as chat
+from step1_sft.checks import start_models
 from step1_sft.config import SFTConfig
 from step1_sft.main import main
 from step2_reward.main import main as reward_main
@@ -234,7 +236,6 @@ def test_chat_answers_as_generate_does(folder: Path, capsys: pytest.CaptureFixtu
 REFUSED = {
     "packing": ({"packing": "true"}, "--packing: "),
     "prompts": ({"train_on_prompt": "true"}, "--train_on_prompt: "),
-    "fp16": ({"dtype": "fp16"}, "--dtype fp16: t5 overflows"),
     "plain text": ({"data_path": "text.jsonl"}, "--data_path: found plain text"),
 }
 
@@ -250,6 +251,13 @@ def test_what_such_a_model_cannot_do_is_one_line(
         assert main(words(folder, "refused", **changes)) == 2
     (line,) = error_lines(capfd.readouterr().err)
     assert line.startswith(f"error: {begin}")
+
+
+def test_fp16_is_refused_where_the_device_has_it(folder: Path, tmp_path: Path) -> None:
+    """On a CPU step 1 refuses it before it asks which model it is."""
+    resolved = parse(SFTConfig, words(folder, "refused", dtype="fp16", run_dir=tmp_path / "run"), section="sft")
+    with pytest.raises(InputError, match="^--dtype fp16: t5 overflows in fp16; give bf16 or fp32"):
+        check_start_models(start_models(resolved.config, {}))
 
 
 def test_a_conversation_is_counted_and_left_out(
