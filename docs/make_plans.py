@@ -31,9 +31,9 @@ HARDWARE = {
     "qwen2.5-0.5b": "1xH100", "qwen2.5-1.5b": "1xH100", "qwen2.5-3b": "4xH100", "qwen2.5-7b": "8xH100",
     "qwen3-0.6b": "1xH100", "qwen3-1.7b": "1xH100", "qwen3-4b": "4xH100", "qwen3-8b": "8xH100",
     "smollm2-135m": "1xRTX4090", "smollm2-360m": "1xL40S", "smollm2-1.7b": "1xH100",
-    "chinese": "8xA100-40GB", "japanese": "8xA100-40GB",
+    "chinese": "8xA100-40GB", "japanese": "8xA100-40GB", "t5-3b": "1xRTX4090",
 }  # fmt: skip
-SFT_ALONE = ("chinese", "japanese")
+SFT_ALONE = ("chinese", "japanese", "t5-3b")
 INTRODUCTION = """# Plans of the presets
 
 Made by `make plans` (minutes on a laptop, no network): **planned, not run**. Each row is what
@@ -44,8 +44,8 @@ estimate is above the device's memory. The batch of a step stays the same on oth
 
 The names from 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's recipes, of which 125m, 350m and 2.7b are
 ours after its neighbours. Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`; its `7b_mixz` is `llama-2-7b-lora`,
-without quantised weights under ZeRO-3. Chinese and Japanese are presets of stage 1 alone
-([how](running.md#models)). `t5-3b` is not in the table: its shape is read from the hub.
+without quantised weights under ZeRO-3. Chinese, Japanese and T5 are presets of stage 1 alone
+([how](running.md#models)); of T5, with everything in host memory, no time is planned.
 """
 
 
@@ -93,8 +93,9 @@ def row(name: str) -> str:
         plan, needs = planner.memory(resolved), planner.needs(resolved)
         expected, high = plan.reserved(plan.phases[plan.worst].total)
         seconds, _ = planner.seconds(resolved, plan)
+        step_s = sum(seconds.values()) / needs.steps_each
         verdict = "" if high <= target.memory else ", tight" if fits(plan, target) else ", **does not fit**"
-        cells.append(f"{expected / GIB:.1f}{verdict}; {seconds_text(sum(seconds.values()) / needs.steps_each)}")
+        cells.append(f"{expected / GIB:.1f}{verdict}{f'; {seconds_text(step_s)}' if seconds else ''}")
     return f"| {' | '.join(cells + [''] * (6 - len(cells)))} |"
 
 
