@@ -2,7 +2,7 @@
 
 Twin runs are made in this process; the other tests run in a pytest of their own, with the flag ignored in every process
 that it starts. FLAG_RESULTS names a file that gets a line for each flag; docs/make_flag_table.py makes the table of
-docs/reliability.md from such files. `--shard K/N` takes every N-th flag.
+docs/reliability.md from such files. `--shard K/N` takes one part of the flags.
 """
 
 import json
