@@ -171,11 +171,11 @@ def restore_master(
         for piece in stepped:
             reader.read_into(f"{kind}/{piece.name}", piece.start, values.view(-1)[piece.place])
         if engine.states == "8bit":
-            name = scales_name(engine, kind, number, master)
-            saved = torch.zeros(-(-master.numel() // BLOCK), device=master.device)
-            if name in reader:
+            saved = None
+            if (name := scales_name(engine, kind, number, master)) in reader:
+                saved = torch.zeros(-(-master.numel() // BLOCK), device=master.device)
                 reader.read_into(name, 0, saved)
-            restore_moment(state, kind, values.view(-1), saved if name in reader else None)
+            restore_moment(state, kind, values.view(-1), saved)
         else:
             state[kind] = values
 

@@ -21,7 +21,6 @@ from pipeline.tensor_ops import round_up
 # At least split_kv.py's MAX_SPLITS * MIN_KEYS_PER_SPLIT, above which its length changes no result. Chosen by hand.
 FIRST_NEW_TOKENS = 512
 
-
 log = logging.getLogger(__name__)
 
 

@@ -206,11 +206,9 @@ class ContinuousBatching:
             return
         if self.stream is not None:
             self.stream.synchronize()
-        cache_length = self.buffers.length_to_grow_to(length)
-        kept = list(range(self.buffers.num_slots))
-        if self.buffers.slots_that_fit(cache_length) < len(kept):
-            kept = self._evict(self.buffers.slots_that_fit(cache_length))
-        self.buffers.grow(cache_length, kept)
+        cache_length, num_slots = self.buffers.length_to_grow_to(length), self.buffers.num_slots
+        fitting = self.buffers.slots_that_fit(cache_length)
+        self.buffers.grow(cache_length, range(num_slots) if fitting >= num_slots else self._evict(fitting))
 
     def _evict(self, num_slots: int) -> list[int]:
         """Return the slots to keep, those with most tokens; the responses of the others wait again, before all others.
@@ -219,8 +217,9 @@ class ContinuousBatching:
         """
         slots = self.buffers.slots
         active, response = self.group.largest(slots.active).tolist(), slots.response.tolist()
-        order = sorted(range(len(active)), key=lambda slot: self.offsets[slot] if active[slot] else -sys.maxsize)
-        kept, lost = order[::-1][:num_slots], order[::-1][num_slots:]
+        tokens = [self.offsets[slot] if is_active else -sys.maxsize for slot, is_active in enumerate(active)]
+        order = sorted(range(len(active)), key=tokens.__getitem__, reverse=True)
+        kept, lost = order[:num_slots], order[num_slots:]
         evicted = [response[slot] for slot in lost if active[slot]]
         evicted += [number for batch in self.prefilled for number in batch.responses.tolist()]
         log.info(

@@ -60,7 +60,7 @@ class Slots:
 
     def select(self, slots: Sequence[int]) -> "Slots":
         """Return the state of these slots alone."""
-        index = torch.tensor(slots, device=self.tokens.device)
+        index = torch.tensor(list(slots), device=self.tokens.device)
         return Slots(*(getattr(self, field.name)[index] for field in fields(self)))
 
 

@@ -39,9 +39,10 @@ def phase_seconds(needs: StageNeeds, dtype: str, target: Target, *, slots: int) 
 
     Empty where the target's speeds, or the work of a model, are not known. slots: rows of the KV cache.
     """
+    if not (target.tflops and target.tb_per_s):
+        return {}
     uses = {use.role: use for use in needs.models}
-    is_known = all(training_work(build(use, dtype).model).weights for use in needs.models)
-    if not (target.tflops and target.tb_per_s and is_known):
+    if not all(training_work(build(use, dtype).model).weights for use in needs.models):
         return {}
     seconds = dict[str, float]()
     for name, passes in needs.phases.items():

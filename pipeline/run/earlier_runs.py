@@ -69,9 +69,8 @@ def automatic_words(resolved: Resolved, run_folder: Path) -> list[str] | None:
     config, file = resolved.config, automatic_file(run_folder)
     run: RunConfig = config.run
     saved = [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
-    if not (run.auto_fit or run.auto_batch) or run.resumes_from == "never" or not any(map(Path.is_file, saved)):
-        return None
-    if not file.is_file():
+    goes_on = run.resumes_from != "never" and any(map(Path.is_file, saved))
+    if not ((run.auto_fit or run.auto_batch) and goes_on and file.is_file()):
         return None
     flags, before = load_yaml(str(file)), dict[str, Any]()
     for line in file.read_text(encoding="utf-8").splitlines():
