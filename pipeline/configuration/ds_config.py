@@ -19,8 +19,6 @@ EngineDtype = Literal["bf16", "fp16", "fp32"]
 
 # DeepSpeed prints its own progress line every so many steps; ours come from pipeline/training/metrics.py.
 NEVER_PRINT = 1_000_000_000
-# In an engine's JSON only where moments have 8 bits.
-UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
 # With these ZeRO stage 1 has no hook at each parameter.
 WITHOUT_HOOKS = {"overlap_comm": False, "contiguous_gradients": False}
 
@@ -75,7 +73,6 @@ def training_json(
     user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else {}
     built = merge_user_json(built, user, flag_table(type(config)), origins, source=settings.deepspeed_config)
     weights_on_disk(built, two_models=hasattr(resolved.config, "critic"))
-    built.pop(UNTESTED_OPTIMIZER, None)
     if optimizer.optimizer_states == "8bit":
         built = with_8_bit_states(built)
     if ranks is not None:
@@ -118,7 +115,7 @@ def with_8_bit_states(config: Json) -> Json:
         raise InputError(
             f"--optimizer_states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, found {found}; give fp32"
         )
-    return config | {UNTESTED_OPTIMIZER: True}
+    return config | {"zero_allow_untested_optimizer": True}
 
 
 def without_hooks(config: Json) -> Json:

@@ -13,6 +13,7 @@ from pipeline.configuration.flag_table import flag
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Offload = Literal["auto", "none", "cpu"]
+OptimizerStates = Literal["fp32", "8bit"]
 # DeepSpeed-Chat's flags of special tokens, and why they change nothing here.
 TOKEN_FLAGS = {
     "add_eot_token": "the tokenizer's own end token is always trained",
@@ -206,7 +207,7 @@ class OptimizerConfig(Group):
     adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ge=0, lt=1)
     adam_eps: float = flag(1e-8, "AdamW epsilon", gt=0)
-    optimizer_states: Literal["fp32", "8bit"] = flag(
+    optimizer_states: OptimizerStates = flag(
         "fp32", "AdamW's moments; 8bit: by bitsandbytes, without offload and ZeRO-3", on_resume="rounding"
     )
     max_grad_norm: float = flag(

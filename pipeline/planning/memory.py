@@ -7,7 +7,8 @@ come from `measurement.py`. Bytes throughout, of one rank.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.configuration.ds_config import UNTESTED_OPTIMIZER, Json
+from pipeline.configuration.ds_config import Json
+from pipeline.configuration.groups import OptimizerStates
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.models.partitions import GATHERED_SHARE_OF_DEVICE
@@ -54,8 +55,15 @@ def device_of(zero: Json, key: str) -> str:
     return str((zero.get(key) or {}).get("device", "none"))
 
 
-def states_of(size: ModelSize, engine: Json, *, ranks: int, trained: bool, device_bytes: int, gather: str) -> States:
-    """Count what DeepSpeed holds of a model under the JSON `engine`; `gather` is --zero3_gather."""
+def states_of(
+    size: ModelSize, engine: Json, moments: OptimizerStates | None, *, ranks: int, device_bytes: int, gather: str
+) -> States:
+    """Count what DeepSpeed holds of a model under the JSON `engine`.
+
+    Args:
+        moments: --optimizer_states; None for a model that is not trained.
+        gather: --zero3_gather.
+    """
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
     weights, gathered = size.num_bytes, 0
     host = 0
@@ -70,9 +78,8 @@ def states_of(size: ModelSize, engine: Json, *, ranks: int, trained: bool, devic
             )
         live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), size.layer + size.embeddings))
         gathered = size.num_bytes if gathers_once(size, gather, device_bytes) and not offloaded else live * size.element
-    if not trained:
-        return States(weights, gathered=gathered, host=host)
-    return training_states(size, engine, ranks=ranks, weights=weights, gathered=gathered, host=host)
+    held = States(weights, gathered=gathered, host=host)
+    return training_states(size, engine, held, moments, ranks=ranks) if moments else held
 
 
 def gathers_once(size: ModelSize, gather: str, device_bytes: int) -> bool:
@@ -85,11 +92,12 @@ def gradient_bytes(size: ModelSize, engine: Json) -> int:
     return FP32 if (engine.get("data_types") or {}).get("grad_accum_dtype") == "fp32" else size.element
 
 
-def training_states(size: ModelSize, engine: Json, *, ranks: int, weights: int, gathered: int, host: int) -> States:
-    """Count gradients, optimizer states and buffers of a trained model, whose weights are counted already."""
+def training_states(size: ModelSize, engine: Json, held: States, kind: OptimizerStates, *, ranks: int) -> States:
+    """Add gradients, optimizer states and buffers of a trained model to its weights, which are counted already."""
+    weights, gathered, host = held.weights, held.gathered, held.host
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
     gradient, master = gradient_bytes(size, engine), FP32
-    moments = MOMENTS_8BIT if engine.get(UNTESTED_OPTIMIZER) else MOMENTS
+    moments = MOMENTS_8BIT if kind == "8bit" else MOMENTS
     if (engine.get("bf16") or {}).get("bf16_optimizer_states"):
         master, moments = size.element, MOMENTS // 2
     share = -(-size.trained // ranks)  # elements of a partition
@@ -109,12 +117,12 @@ def training_states(size: ModelSize, engine: Json, *, ranks: int, weights: int, 
         buckets = bucket if ranks > 1 else 0  # the partitions that are reduced
         return States(weights, optimizer, gathered, 0, kept, buckets, step, host, True)
     buffers = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
-    held = gradient * (size.trained if stage == 1 else share)
+    gradients = gradient * (size.trained if stage == 1 else share)
     # The step flattens the gradients of a partition and copies them in fp32, a group of parameters at a time.
     step = (gradient + master) * share
     if offloaded != "none":
-        held, step = (held if stage == 1 else 0), gradient * size.largest
-    return States(weights, optimizer, 0, held, 0, buffers * bucket, step, host, stage == 2)
+        gradients, step = (gradients if stage == 1 else 0), gradient * size.largest
+    return States(weights, optimizer, 0, gradients, 0, buffers * bucket, step, host, stage == 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +178,27 @@ def reserved(tensors: int, ranks: int) -> tuple[int, int]:
 
 
 def plan_memory(
-    needs: StageNeeds, engines: Mapping[str, Json], *, ranks: int, target: Target, dtype: str, gather: str
+    needs: StageNeeds, engines: Mapping[str, Json], target: Target, *, moments: OptimizerStates, dtype: str, gather: str
 ) -> MemoryPlan:
-    """Count the memory of a stage. Raises InputError or EnvironmentFault for a model whose config cannot be read."""
+    """Count the memory of a stage.
+
+    Args:
+        moments: --optimizer_states. gather: --zero3_gather.
+
+    Raises:
+        InputError, EnvironmentFault: a model whose config cannot be read.
+    """
+    ranks = target.num_gpus
     uses = {use.role: use for use in needs.models}
     sizes = {role: model_size(use, dtype) for role, use in uses.items()}
     states = {
         role: states_of(
-            sizes[role], engines[role], ranks=ranks, trained=use.trained, device_bytes=target.memory, gather=gather
+            sizes[role],
+            engines[role],
+            moments if use.trained else None,
+            ranks=ranks,
+            device_bytes=target.memory,
+            gather=gather,
         )
         for role, use in uses.items()
     }

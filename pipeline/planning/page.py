@@ -40,8 +40,8 @@ class StagePlanner:
         return plan_memory(
             self.needs(resolved),
             self.jsons_of(resolved),
-            ranks=self.target.num_gpus,
-            target=self.target,
+            self.target,
+            moments=resolved.config.optimizer.optimizer_states,
             dtype=self.dtype(resolved),
             gather=settings.zero3_gather,
         )

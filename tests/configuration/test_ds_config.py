@@ -194,7 +194,6 @@ def test_a_models_own_flags_are_named_where_they_are_refused():
 def test_moments_in_8_bits_stay_on_the_device_below_zero_stage_3():
     untested = {"zero_allow_untested_optimizer": True}
     assert built(optimizer_states="8bit") == built() | untested
-    assert built(user_json=untested) == built(), "without them the optimizer is one that DeepSpeed knows"
     message = "--optimizer_states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, found "
     assert refusal(built, zero_stage=3, optimizer_states="8bit") == [f"{message}ZeRO stage 3; give fp32"]
     on_host = [f"{message}optimizer states on cpu; give fp32"]

@@ -27,7 +27,7 @@ SIZE = ModelSize(weights=N, trained=N, embeddings=10**8, linear=8 * 10**8, large
 
 def states(stage: int, ranks: int, size: ModelSize = SIZE, **settings: object):
     json = built(DeepSpeedConfig(**settings), zero_stage=stage, world_size=ranks)
-    return states_of(size, json, ranks=ranks, trained=True, device_bytes=80 * GIB, gather="auto")
+    return states_of(size, json, "fp32", ranks=ranks, device_bytes=80 * GIB, gather="auto")
 
 
 def test_states_of_each_zero_stage_by_hand():
@@ -49,14 +49,14 @@ def test_moments_in_8_bits_by_hand():
     """The master in fp32, a byte for each moment, and a scale in fp32 for 256 of each."""
     for stage, ranks in ((0, 1), (2, 8)):
         json = built(zero_stage=stage, world_size=ranks, optimizer_states="8bit")
-        held = states_of(SIZE, json, ranks=ranks, trained=True, device_bytes=80 * GIB, gather="auto")
+        held = states_of(SIZE, json, "8bit", ranks=ranks, device_bytes=80 * GIB, gather="auto")
         assert held.optimizer == (4 + 2 + 2 * 4 / 256) * N / ranks
         assert replace(held, optimizer=0) == replace(states(stage, ranks), optimizer=0)
 
 
 def test_states_in_bf16_by_hand():
     bf16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-    held = states_of(SIZE, built(user_json=bf16), ranks=8, trained=True, device_bytes=80 * GIB, gather="auto")
+    held = states_of(SIZE, built(user_json=bf16), "fp32", ranks=8, device_bytes=80 * GIB, gather="auto")
     assert (held.optimizer, held.step) == ((2 + 2 + 2) * N / 8, (2 + 2) * N / 8)
 
 
@@ -70,7 +70,7 @@ def test_offload_puts_states_on_the_host():
 def test_weights_on_a_disk_leave_buffers_on_the_host():
     disk = {"device": "nvme", "nvme_path": "/disk", "buffer_count": 14, "buffer_size": 1000, "max_in_cpu": 100}
     json = {"zero_optimization": {"stage": 3, "offload_param": disk}}
-    held = states_of(SIZE, json, ranks=8, trained=False, device_bytes=80 * GIB, gather="auto")
+    held = states_of(SIZE, json, None, ranks=8, device_bytes=80 * GIB, gather="auto")
     assert (held.weights, held.host) == (0, 2 * (14 * 1000 + 100))
 
 
@@ -97,7 +97,7 @@ def test_states_are_those_of_a_real_engine(stage, dtype):
     size = replace(SIZE, weights=numel, trained=numel, num_bytes=numel * element, element=element)
     json = built(DeepSpeedConfig(dtype=dtype), zero_stage=stage, dtype=dtype, world_size=1, device="cpu")
     json["zero_optimization"]["stage"] = stage
-    held = states_of(size, json, ranks=1, trained=True, device_bytes=GIB, gather="auto")
+    held = states_of(size, json, "fp32", ranks=1, device_bytes=GIB, gather="auto")
     bucket = element * json["zero_optimization"].get("reduce_bucket_size", 0)
     assert held.weights == pytest.approx(real.weights, abs=4 * element)
     assert held.optimizer == pytest.approx(real.optimizer, abs=12 * 4)
@@ -123,6 +123,17 @@ def test_the_table_in_the_documents_is_the_scripts():
 def plan_of(words: str, target: str, folder: Path):
     planner, resolved = planner_of("ppo", words, target, folder)
     return planner.memory(resolved)
+
+
+def test_the_flag_alone_says_that_moments_have_8_bits(tmp_path):
+    """DeepSpeed's key that lets it take such an optimizer is not the sign of one: a user's file may hold it, too."""
+    (tmp_path / "ds.json").write_text('{"zero_allow_untested_optimizer": true}')
+    words = ("", f"--deepspeed_config {tmp_path / 'ds.json'}", "--optimizer_states 8bit")
+    plain, file, rounded = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200", tmp_path) for more in words)
+    assert file == plain
+    for role, held in rounded.states.items():
+        saved = (8 - 2 - 8 / 256) * plain.sizes[role].trained if plain.states[role].optimizer else 0
+        assert held.optimizer == pytest.approx(plain.states[role].optimizer - saved, abs=1)
 
 
 def test_what_makes_room_for_what(tmp_path):

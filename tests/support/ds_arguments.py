@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.configuration.ds_config import EngineDtype, Placement, training_json
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig, OptimizerStates
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 
@@ -23,7 +23,7 @@ def built(
     gradient_accumulation_steps: int = 2,
     world_size: int = 8,
     max_grad_norm: float = 1.0,
-    optimizer_states: Literal["fp32", "8bit"] = "fp32",
+    optimizer_states: OptimizerStates = "fp32",
     device: Literal["cpu", "cuda"] = "cuda",
     one_node: bool = False,
     user_json: dict[str, Any] | None = None,
