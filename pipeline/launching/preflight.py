@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,15 +20,14 @@ from pipeline.data.formats import read_records
 from pipeline.data.selection import SHARE_INDEX, DataOptions, Stage, options_of, parse_shares
 from pipeline.data.shards import TOKENISERS, kind_of
 from pipeline.data.sources import is_local, parse_path, read_rows
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import GIB, existing, free_bytes
 from pipeline.hub import is_reachable
+from pipeline.launching.target import this_machine
 from pipeline.run.layout import model_folders, run_folder
 
 T = TypeVar("T")
 SAMPLED_RECORDS, COUNTED_RECORDS = 1_000, 200_000  # of each source, for lengths in a plan, and for its steps
-SAVED_BYTES = 2  # of a weight in a model folder, at least
-STATE_BYTES = 12  # of a trained weight in a checkpoint: the weight and AdamW's moments in fp32
 
 
 @dataclass(slots=True)
@@ -248,25 +246,18 @@ def sample_of(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> 
 
 
 def output_bytes(config: Any, section: str, made: Mapping[str, str]) -> Iterator[tuple[Path, int]]:
-    """Yield (folder, bytes) of a stage's outputs at least: its models, and a checkpoint of what is trained in full.
+    """Yield (folder, bytes) of a stage's outputs at least, as its plan counts them: its models, and a checkpoint.
 
-    Models whose size is not known, because they are on the hub, count nothing.
+    Nothing where a model cannot be planned, because its configuration is not here.
     """
-    parts = [config.model] if section != "ppo" else [config.actor, config.critic]
-    for folder, part in zip(model_folders(config, section), parts, strict=False):
-        path = made.get(part.model_name_or_path, part.model_name_or_path)
-        count = num_weights(path)
-        yield folder, count * SAVED_BYTES
-        if config.run.keep_checkpoints and not part.lora_dim:
-            yield run_folder(config.run, section), count * STATE_BYTES
-
-
-def num_weights(path: str) -> int:
-    """Return the number of weights in the safetensors files of a model folder; 0 where there are none to read."""
-    from pipeline.models.weight_files import read_shapes, weight_files
-
+    # By name: they plan models, which are above this package.
+    needs = importlib.import_module(f"{module_of_stage(config)}.needs").needs
+    disk = importlib.import_module("pipeline.planning.disk")
+    dtype = config.deepspeed.dtype if config.deepspeed.dtype != "auto" else this_machine(1).dtype
     try:
-        shapes = [shape for file in weight_files(Path(path).expanduser()) for shape in read_shapes(file).values()]
-    except InputError:
-        return 0  # told by the check of the model
-    return sum(prod(shape) for shape in shapes)
+        taken = disk.outputs(needs(config, made, dtype, 1).models, dtype, config)
+    except RunError:
+        return  # told by the check of the model
+    yield from zip(model_folders(config, section), taken.models, strict=True)
+    if taken.kept:
+        yield run_folder(config.run, section), taken.checkpoint

@@ -8,9 +8,10 @@ from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flags import Resolved
 from pipeline.files import GIB
 from pipeline.launching.target import Target
+from pipeline.planning.disk import Outputs, outputs
 from pipeline.planning.duration import phase_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
-from pipeline.planning.memory import FP32, MOMENTS, UNUSED_REST, MemoryPlan, plan_memory
+from pipeline.planning.memory import UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds, counted
 
 NeedsOf = Callable[..., StageNeeds]
@@ -78,7 +79,7 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
     lines += [*phase_lines(plan), *verdict_lines(plan, planner.target)]
     times = planner.seconds(resolved, plan)
     lines += time_lines(needs, plan, *times, num_steps)
-    return [*lines, disk_line(needs, plan, resolved.config)], plan
+    return [*lines, disk_line(outputs(needs.models, planner.dtype(resolved), resolved.config))], plan
 
 
 def row(name: str, values: Sequence[str]) -> str:
@@ -159,19 +160,10 @@ def exchange_lines(
     return lines
 
 
-def disk_line(needs: StageNeeds, plan: MemoryPlan, config: Any) -> str:
-    """Return what the stage's models and its checkpoints take on the disk: saved weights, and states in fp32."""
-    run, models, checkpoint = config.run, 0, 0
-    for use in needs.models:
-        size, copies = plan.sizes[use.role], 2 if use.averaged else 1
-        element = size.element if run.save_dtype == "auto" else FP32 if run.save_dtype == "fp32" else FP32 // 2
-        only_adapter = config.deepspeed.save_adapter_only and not use.has_values or use.settings.quantization != "none"
-        if use.trained:
-            models += (size.trained if only_adapter else size.weights) * element * copies
-            checkpoint += size.trained * (FP32 * copies + MOMENTS)
-    kept = run.keep_checkpoints and 1 + (run.keep_checkpoints if run.save_steps else 0)
-    each = f", {kept} x {gib(checkpoint)} GiB of checkpoints at most" if kept else ", no checkpoint"
-    return f"  disk     {gib(models)} GiB of models{each}"
+def disk_line(taken: Outputs) -> str:
+    """Return what the stage's models and its checkpoints take on the disk."""
+    each = f", {taken.kept} x {gib(taken.checkpoint)} GiB of checkpoints at most" if taken.kept else ", no checkpoint"
+    return f"  disk     {gib(sum(taken.models))} GiB of models{each}"
 
 
 def verdict(plan: MemoryPlan, target: Target) -> str:

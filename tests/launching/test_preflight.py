@@ -8,7 +8,7 @@ import pytest
 from support.families import family_config
 from support.launch_stub import ROOT
 from support.tiny_run import make_folder, make_tokenizer, save_base, write_lines
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline import hub
 from pipeline.configuration.flags import parse
@@ -147,18 +147,24 @@ def test_a_dry_run_downloads_no_rows(monkeypatch):
     assert notes == ["--data_path org/rows: not looked at: a dry run downloads no rows"]
 
 
-def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(inputs, monkeypatch):
-    """In fp32, as the files are, a checkpoint holds each weight three times, and a model folder half of it at least."""
-    weights = (inputs / "base" / "model.safetensors").stat().st_size
-    needed = 4 * (weights / 2 + 3 * weights)
-    for share, fits in ((1.05, True), (0.95, False)):
+@pytest.mark.parametrize("averaged", [False, True])
+def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(monkeypatch, averaged):
+    """In fp32, on this CPU, a model has 4 bytes a weight, a checkpoint 12; an average adds a model, and 4 bytes."""
+    classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
+    policy, values = (sum(w.numel() for w in of.from_pretrained("base", num_labels=1).parameters()) for of in classes)
+    needed = 2 * (4 + 12) * (policy + values) + (averaged and (4 + 4) * policy)
+    flags = {"ppo": "--enable_ema"} if averaged else {}
+    for share, fits in ((1.0001, True), (0.9999, False)):
         monkeypatch.setattr(preflight, "free_bytes", lambda folder, share=share: share * needed)
         if fits:
-            assert look_before_start(configs(), dry_run=True) == []
-    (line,) = problems(EnvironmentFault)
+            assert look_before_start(configs(**flags), dry_run=True) == []
+    (line,) = problems(EnvironmentFault, **flags)
     assert ": the outputs need " in line and " GiB are free; " in line
-    few = dict.fromkeys(CLASSES, "--keep_checkpoints 0")
+    few = {stage: f"--keep_checkpoints 0 {flags.get(stage, '')}" for stage in CLASSES}
     assert look_before_start(configs(**few), dry_run=True) == []
+    adapters = {stage: f"--lora_dim 2 {flags.get(stage, '')}" for stage in ("sft", "reward")}
+    lora = {"ppo": f"--actor_lora_dim 2 --critic_lora_dim 2 {flags.get('ppo', '')}"}
+    assert look_before_start(configs(**adapters, **lora), dry_run=True) == [], "a checkpoint holds what is trained"
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])
