@@ -84,7 +84,9 @@ if [[ $deployment != multi_node ]]; then
         'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')")
     if ! has_gpu; then
         export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
-        # The devices are processes then: share the cores, and let no GPU number hide them.
+        # The devices are processes then, one if no number says more (DeepSpeed would take one for each NUMA node).
+        # They share the cores, and no GPU number hides them.
+        [[ -n $num_gpus$chosen ]] || num_gpus=1
         ranks="${num_gpus:-1}"
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((ranks < $(nproc) ? $(nproc) / ranks : 1))}"
         unset CUDA_VISIBLE_DEVICES

@@ -23,17 +23,16 @@ from pipeline.files import has_config
 from pipeline.launching.dry_run import NOTHING_STARTED, engine_jsons, show_stage
 from pipeline.launching.launcher import launch_file, run_script
 from pipeline.launching.machine import (
+    NO_HOSTFILE,
     check_device_count,
     check_port,
-    chosen_gpus,
-    count_gpus,
-    count_present_gpus,
     hosts_of_launcher,
+    num_ranks,
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, as_override, make_plan, path_from_here, without_flag
 from pipeline.launching.preflight_job import start_preflight
 from pipeline.launching.target import Target, parse_target
-from pipeline.launching.train_config import TrainConfig, known_model
+from pipeline.launching.train_config import HOST_FLAGS, TrainConfig, known_model
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import evaluations
 from pipeline.run.output_checks import check_outputs
@@ -49,6 +48,7 @@ STAGES = {
 DEMO = Path("output/demo")
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
 NO_SSH = "none"  # of --launcher
+HOSTFILE = "HOSTFILE"  # in the commands for a target of several hosts whose names are not known
 MEANING = {
     1: "a fault of the program, or a process that was killed",
     2: "bad input",
@@ -68,6 +68,15 @@ def command_of(stage: Stage, config: TrainConfig) -> list[str]:
     return ["bash", script, *launcher, str(stage.number), *stage.argv]
 
 
+def words_for_launcher(config: TrainConfig) -> list[str]:
+    """Return the words that the launch script makes of the launcher's flags (launch/_run.sh), as far as ranks go."""
+    words = launcher_words(config)
+    if config.deployment_type == "multi_node":
+        return words
+    one = config.deployment_type == "single_gpu" and not (config.include or config.exclude)
+    return ["--hostfile", NO_HOSTFILE, *words, *(["--num_gpus", "1"] if one else [])]
+
+
 def launcher_words(config: TrainConfig) -> list[str]:
     """Return the flags of the launcher as words; of several hosts also how they are reached."""
     values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
@@ -78,25 +87,14 @@ def launcher_words(config: TrainConfig) -> list[str]:
     return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
 
 
-def num_ranks(config: TrainConfig, gpus: int) -> int | None:
-    """Return the number of ranks of a run on `gpus` visible GPUs; None where only the launcher will know.
+def ranks_of(plan: Plan) -> int | None:
+    """Return the number of ranks: the GPUs that `--target` describes, else those of this machine and its flags.
 
     Raises:
-        InputError: the host file, or a host or GPU number of --include or --exclude.
+        InputError, EnvironmentFault: see `machine.num_ranks`.
     """
-    if config.deployment_type == "multi_node":
-        return sum(map(len, hosts_of_launcher(launcher_words(config)).values()))
-    if config.include or config.exclude:
-        hosts = {"localhost": count_present_gpus()}
-        chosen = chosen_gpus(hosts, included=config.include, excluded=config.exclude)
-        return sum(map(len, chosen.values())) if all(hosts.values()) else None
-    return 1 if config.deployment_type == "single_gpu" else config.num_gpus or gpus or 1
-
-
-def ranks_of(plan: Plan) -> int | None:
-    """Return the number of ranks: the GPUs that `--target` describes, else those of this machine and its flags."""
     target = target_of(plan)
-    return target.num_gpus if target else num_ranks(plan.config, count_gpus())
+    return target.num_gpus if target else num_ranks(words_for_launcher(plan.config))
 
 
 def target_of(plan: Plan) -> Target | None:
@@ -105,18 +103,25 @@ def target_of(plan: Plan) -> Target | None:
     return parse_target(described) if described else None
 
 
-def num_hosts(config: TrainConfig) -> int:
-    """Return the number of machines of a run."""
-    several = config.deployment_type == "multi_node"
-    return len(hosts_of_launcher(launcher_words(config))) if several else 1
+def hosts_of(plan: Plan) -> int:
+    """Return the number of machines of a run: those of `--target`, else those of this machine's flags."""
+    if target := target_of(plan):
+        return target.hosts
+    several = plan.config.deployment_type == "multi_node"
+    return len(hosts_of_launcher(launcher_words(plan.config))) if several else 1
 
 
 def on_target(plan: Plan) -> Plan:
     """Return the plan with the launcher's flags for the hardware of `--target`, if it is given. Raises InputError."""
     if (target := target_of(plan)) is None:
         return plan
-    kind = "multi_node" if target.hosts > 1 else "single_node" if target.gpus > 1 else "single_gpu"
-    changes = {"deployment_type": kind, "num_gpus": target.gpus if target.num_gpus > 1 else 0}
+    several = target.hosts > 1
+    kind = "multi_node" if several else "single_node" if target.gpus > 1 else "single_gpu"
+    changes = {name: getattr(TrainConfig(), name) for name in (("include", "exclude") if several else HOST_FLAGS)}
+    changes |= {"deployment_type": kind, "num_gpus": target.gpus if target.num_gpus > 1 else 0}
+    if several and not plan.config.hostfile:
+        changes["hostfile"] = HOSTFILE
+        print(f"note: {HOSTFILE} stands for a file of {target.hosts} lines `name slots={target.gpus}`")
     return replace(plan, config=plan.config.model_copy(update=changes))
 
 
@@ -260,7 +265,7 @@ def run(argv: list[str], prog: str) -> int:
     if dry_run:
         show_plan(on_target(plan))
     to_run = {stage.kind.section: stage.argv for stage in plan.chosen if stage.number not in finished}
-    ranks, hosts = ranks_of(plan), num_hosts(plan.config)
+    ranks, hosts = ranks_of(plan), hosts_of(plan)
     python, code = environment["PYTHON"], EXIT_DONE
     if to_run:
         code = start_preflight(to_run, python, dry_run=dry_run, ranks=ranks, hosts=hosts)

@@ -23,13 +23,7 @@ from pipeline.configuration.run_flags import RESUME
 from pipeline.data.cache import cache_folder
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, Signals
-from pipeline.launching.machine import (
-    check_port,
-    chosen_gpus,
-    count_gpus,
-    count_present_gpus,
-    hosts_of_launcher,
-)
+from pipeline.launching.machine import check_port, is_on_one_machine, num_ranks
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
@@ -67,7 +61,7 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
     if os.environ.get(PARENT) == str(os.getppid()):
         end_with_parent(os.getppid(), signal.SIGTERM)
     resolved, section = stage_flags(module, words)
-    ranks = num_ranks(command)
+    ranks = None if resolved.config.run.target else num_ranks(command)
     if resolved.config.run.starts_nothing:
         dry_run_stage(resolved, section, ranks=ranks)
         return errors.EXIT_DONE
@@ -132,33 +126,9 @@ def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
     return read_flags(config_class, words, section, prog=module), section
 
 
-def is_on_one_machine(command: Sequence[str]) -> bool:
-    """Return True if the launcher is told to read no host file (launch/_run.sh)."""
-    return ("--hostfile", "/dev/null") in zip(command, command[1:], strict=False)
-
-
 def is_first_host(command: Sequence[str]) -> bool:
     """Return True unless another host is the first of several that are started by hand (--node_rank)."""
     return dict(zip(command, command[1:], strict=False)).get("--node_rank", "0") == "0"
-
-
-def num_ranks(command: Sequence[str]) -> int | None:
-    """Return the number of ranks that the launcher starts; None where only it will know.
-
-    Raises:
-        InputError: the host file, or a host or GPU number that is not in it.
-    """
-    words = list(command)
-    if not is_on_one_machine(words):
-        return sum(map(len, hosts_of_launcher(words).values()))
-    given = dict(zip(words, words[1:], strict=False))
-    if "--num_gpus" in given:
-        return int(given["--num_gpus"])
-    if "--include" not in given and "--exclude" not in given:
-        return count_gpus() or None
-    hosts = {"localhost": count_present_gpus()}
-    chosen = chosen_gpus(hosts, included=given.get("--include", ""), excluded=given.get("--exclude", ""))
-    return sum(map(len, chosen.values())) or None
 
 
 def check_local_port(command: Sequence[str], *, patience_s: float = 0.0) -> None:

@@ -14,6 +14,7 @@ from pipeline.errors import EnvironmentFault, InputError, nearest
 # A name that began with a dash would be an option to ssh.
 HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
+NO_HOSTFILE = "/dev/null"  # launch/_run.sh names it where all ranks are on this machine
 # Flags of DeepSpeed's launcher that choose hosts and GPUs, and their other names.
 LAUNCHER_NAMES = {
     "--hostfile": "-H",
@@ -21,6 +22,7 @@ LAUNCHER_NAMES = {
     "--exclude": "-e",
     "--num_nodes": "--num_nodes",
     "--num_gpus": "--num_accelerators",
+    "--node_rank": "--node_rank",
 }
 
 
@@ -163,11 +165,16 @@ def chosen_gpus(
     return chosen
 
 
-def hosts_of_launcher(words: Sequence[str]) -> dict[str, list[int]]:
-    """Return host -> numbers of its GPUs that a launcher's words choose, up to --module. Raises InputError."""
+def launcher_values(words: Sequence[str]) -> dict[str, str]:
+    """Return the values of LAUNCHER_NAMES in a launcher's words, up to --module; "" for those that are not given."""
     own = words[: words.index("--module")] if "--module" in words else words
     given = dict(zip(own, own[1:], strict=False))
-    values = {flag: given.get(flag) or given.get(name, "") for flag, name in LAUNCHER_NAMES.items()}
+    return {flag: given.get(flag) or given.get(name, "") for flag, name in LAUNCHER_NAMES.items()}
+
+
+def hosts_of_launcher(words: Sequence[str]) -> dict[str, list[int]]:
+    """Return host -> numbers of its GPUs that a launcher's words choose, up to --module. Raises InputError."""
+    values = launcher_values(words)
     file = Path(values["--hostfile"] or DEFAULT_HOSTFILE)
     if not values["--hostfile"] and not file.is_file():
         raise InputError(f"--hostfile: several machines need one, and there is no {file}; lines of one: `name slots=8`")
@@ -181,9 +188,34 @@ def hosts_of_launcher(words: Sequence[str]) -> dict[str, list[int]]:
     hosts = chosen_gpus(
         read_hostfile(file), included=include, excluded=exclude, num_nodes=counts[0], num_gpus=counts[1]
     )
-    node_rank = given.get("--node_rank", "0")
+    node_rank = values["--node_rank"] or "0"
     if not node_rank.isdigit() or int(node_rank) >= len(hosts):
         raise InputError(
             f"--node_rank: found {node_rank}, wanted 0 to {len(hosts) - 1}, the place of this host in {file}"
         )
     return hosts
+
+
+def is_on_one_machine(command: Sequence[str]) -> bool:
+    """Return True if the launcher is told to read no host file (launch/_run.sh)."""
+    return ("--hostfile", NO_HOSTFILE) in zip(command, command[1:], strict=False)
+
+
+def num_ranks(words: Sequence[str]) -> int | None:
+    """Return the number of ranks that a launcher's words start: on a CPU one process, without a number.
+
+    None where only the launcher will know: it counts GPUs that nvidia-smi does not.
+
+    Raises:
+        InputError: the host file, or a host or GPU number that is not in it.
+    """
+    if not is_on_one_machine(words):
+        return sum(map(len, hosts_of_launcher(words).values()))
+    given = launcher_values(words)
+    if given["--num_gpus"]:
+        return int(given["--num_gpus"])
+    if given["--include"] or given["--exclude"]:
+        hosts = {"localhost": count_present_gpus()}
+        chosen = chosen_gpus(hosts, included=given["--include"], excluded=given["--exclude"])
+        return sum(map(len, chosen.values())) or None
+    return count_gpus() or (1 if device_kind() == "cpu" else None)

@@ -15,7 +15,6 @@ from pipeline.configuration.groups import Group
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
 from pipeline.errors import InputError, nearest
 from pipeline.launching.launcher import launch_file
-from pipeline.launching.machine import DEFAULT_HOSTFILE
 from pipeline.models.paths import check_model_path
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "1.3b-lora", "6.7b-lora")
@@ -185,10 +184,6 @@ def contradictions(config: TrainConfig) -> list[str]:
         errors.append(f"--node-rank: found {config.node_rank} with --launcher {config.launcher}; give --launcher none")
     if config.check and config.launcher in ("pdsh", "none"):
         errors.append(f"--check: found --launcher {config.launcher}; give --launcher ssh or srun")
-    if config.deployment_type == "multi_node" and not config.hostfile and not DEFAULT_HOSTFILE.is_file():
-        errors.append(
-            f"--hostfile: multi_node needs one, and there is no {DEFAULT_HOSTFILE}; each line of one is `name slots=8`"
-        )
     if config.include and config.exclude:
         errors.append("--include and --exclude: give one of them")
     if config.num_gpus and (config.include or config.exclude):

@@ -21,9 +21,9 @@ from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, StoppedRun
 from pipeline.files import write_json
 from pipeline.launching.dry_run import stage_planner
-from pipeline.launching.job import ENDING_S, Trial, check_local_port, is_on_one_machine, num_ranks, say, training_lines
+from pipeline.launching.job import ENDING_S, Trial, check_local_port, say, training_lines
 from pipeline.launching.launcher import Signals
-from pipeline.launching.machine import hosts_of_launcher
+from pipeline.launching.machine import hosts_of_launcher, is_on_one_machine, num_ranks
 from pipeline.launching.target import Target, this_machine
 from pipeline.models.loading import load_config
 from pipeline.planning.ladder import changes

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flags import Resolved

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from support.launch_stub import ROOT, write_program
 
-from pipeline.launching.machine import hosts_of_launcher
+from pipeline.launching.machine import hosts_of_launcher, num_ranks
 from pipeline.launching.plan import make_plan
-from rlhf.train import STAGES, launcher_words, num_ranks
+from rlhf.train import STAGES, launcher_words
 
 PYTHON_STUB = """#!/bin/bash
 printf '%s\\0' "$@" >"$NOTES"
@@ -62,7 +62,7 @@ def test_kubeflow_trainer(tmp_path):
     torch |= {"PET_MASTER_ADDR": "rlhf-node-0-0.rlhf", "PET_MASTER_PORT": "29400"}
     torch |= {variable["name"]: variable["value"] for variable in trainer["env"]}
     config = planned(tmp_path, trainer["args"][0], **torch)
-    assert launcher_words(config)[:3] == ["--no_ssh", "--node_rank", "1"] and num_ranks(config, 0) == 16
+    assert launcher_words(config)[:3] == ["--no_ssh", "--node_rank", "1"] and num_ranks(launcher_words(config)) == 16
     assert (config.master_addr, config.master_port) == ("rlhf-node-0-0.rlhf", 29400)
 
 

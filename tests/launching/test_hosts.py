@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
+from support.marks import slow_but
 
 from pipeline.errors import InputError
 from pipeline.launching.machine import chosen_gpus, hosts_of_launcher, read_hostfile
@@ -111,6 +112,17 @@ def test_the_dry_run_names_unknown_hosts_of_a_host_file(tmp_path):
     assert bad.stderr == (
         "error: --include: worker-2: unknown host; did you mean worker-1?; there are worker-0, worker-1\n"
     )
+
+
+@pytest.mark.parametrize("file", slow_but([""], ["", "nowhere"]))
+def test_hosts_that_are_described_need_no_host_file(tmp_path, file):
+    words = (*TINY, "--step", "1", "--deployment-type", "multi_node", "--target", "2x8xA100-40GB", "--explain")
+    done = train(tmp_path, *words, *(("--hostfile", file) if file else ("--include", "worker-0")))
+    assert done.returncode == 0, done.stderr
+    assert f"/multi_node.sh --hostfile {file or 'HOSTFILE'} --num_gpus 8 1 --preset " in done.stdout
+    note = "note: HOSTFILE stands for a file of 2 lines `name slots=8`\n"
+    assert done.stdout.startswith(note) == (not file)
+    assert ["gradient_accumulation_steps", "1"] in [line.split()[:2] for line in done.stdout.splitlines()]
 
 
 def test_the_check_of_hosts_is_of_every_stage_and_starts_none(tmp_path):

@@ -14,6 +14,10 @@ from support.launch_stub import ROOT, stub_environment, write_program
 from support.marks import slow_but
 
 from pipeline.errors import InputError
+from pipeline.launching.machine import num_ranks
+from pipeline.launching.plan import make_plan
+from rlhf.train import STAGES as KINDS
+from rlhf.train import ranks_of
 
 MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main"}
 HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--data_output_path=x y"]
@@ -208,6 +212,28 @@ def test_environment_without_gpu(tmp_path):
     assert note["environment"]["OMP_NUM_THREADS"] == "7"
 
 
+RANKS = [
+    (0, "single_node", (), 1),
+    (0, "single_node", ("--num_gpus", "2"), 2),
+    (2, "single_node", (), 2),
+    (2, "single_gpu", (), 1),
+    (4, "single_node", ("--exclude", "localhost:1"), 3),
+]
+
+
+@no_real_gpu
+@pytest.mark.parametrize("gpus, deployment, words, ranks", slow_but(RANKS[:1], RANKS))
+def test_train_plans_as_many_ranks_as_the_launch_script_starts(tmp_path, monkeypatch, gpus, deployment, words, ranks):
+    argv, _ = launch(tmp_path, deployment, *words, "1", gpus=gpus)
+    if not gpus:  # else the launcher would take a process for each NUMA node
+        assert argv[argv.index("--num_gpus") + 1] == str(ranks)
+    monkeypatch.setenv("PATH", stub_environment(tmp_path, gpus=gpus)["PATH"])
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plan = make_plan(["--actor-model", "tiny", "--deployment-type", deployment, *words], KINDS, prog="rlhf train")
+    assert ranks_of(plan) == num_ranks(argv) == ranks
+
+
 def test_python_of_the_path(tmp_path):
     environment = stub_environment(tmp_path, gpus=1)
     del environment["PYTHON"]
@@ -294,7 +320,6 @@ def test_a_taken_port_is_found_at_once(tmp_path):
 def test_the_supervisor_knows_the_stages(tmp_path):
     """It names them, since nothing in pipeline/ imports them."""
     from pipeline.launching.job import STAGES, stage_flags
-    from rlhf.train import STAGES as KINDS
 
     assert list(STAGES) == list(MODULES.values())
     for module, kind in zip(STAGES, KINDS.values(), strict=True):

@@ -14,6 +14,7 @@ from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.launching.dry_run import num_steps
+from pipeline.launching.job import run_job
 from pipeline.launching.target import parse_target
 from step1_sft.main import main
 from step3_ppo.config import PPOConfig
@@ -101,6 +102,14 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     data = next(line for line in lines if line.startswith("  data     train.jsonl: 8 rows of "))
     assert "from the first 8 records" in data and data.endswith("; 20% of the prompts are for this stage")
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
+
+
+def test_a_launcher_of_several_hosts_plans_for_those_that_are_described(planned, inputs, capsys):
+    """Its command has no host file; the plan of a stage by itself is the same."""
+    words = [*STAGE, "--target", "small.yaml"]
+    assert run_job("step1_sft.main", words, ["--launcher", "ssh", "--module", "step1_sft.main", *words], None) == 0
+    by_launcher = capsys.readouterr().out
+    assert by_launcher == planned("--target", "small.yaml").stdout and "plan of sft, on 2 x small" in by_launcher
 
 
 def test_the_steps_of_a_run_are_told_from_its_rows(planned):
