@@ -26,7 +26,10 @@ def start_models(config: SFTConfig, made: Mapping[str, str]) -> list[StartModel]
     if data.packing:
         fits.append(partial(check_packing, start, "--packing"))
     fits += [partial(check_seq2seq, config, start), partial(check_settings, start, config.model)]
-    packages: list[Check] = [*package_checks(config.model, config.optimizer), partial(check_metric, config.eval_metric)]
+    packages: list[Check] = [
+        *package_checks(config.model, config.optimizer, config.deepspeed),
+        partial(check_metric, config.eval_metric),
+    ]
     return [StartModel("--model_name_or_path", path, check_language_model, packages, fits)]
 
 

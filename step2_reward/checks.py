@@ -20,4 +20,5 @@ def start_models(config: RewardConfig, made: Mapping[str, str]) -> list[StartMod
         partial(check_head, start, new_head=True, quantization=config.model.quantization),
         partial(check_settings, start, config.model),
     ]
-    return [StartModel(flag, path, check_model_path, package_checks(config.model, config.optimizer), fits)]
+    packages = package_checks(config.model, config.optimizer, config.deepspeed)
+    return [StartModel(flag, path, check_model_path, packages, fits)]

@@ -31,7 +31,8 @@ def start_models(config: PPOConfig, made: Mapping[str, str]) -> list[StartModel]
             fits.insert(0, partial(check_critic_tokens, start, actor, flag))
             fits += [] if path in made else [partial(check_head, path)]
         kind = check_language_model if role == "actor" else check_reward_model
-        models.append(StartModel(flag, path, kind, package_checks(settings, config.optimizer, f"{role}_"), fits))
+        packages = package_checks(settings, config.optimizer, config.deepspeed, f"{role}_")
+        models.append(StartModel(flag, path, kind, packages, fits))
     if path := config.reward_model_name_or_path:
         flag = "--reward_model_name_or_path"
         fits = [partial(check_decoder, made.get(path, path), flag)]

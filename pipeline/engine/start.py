@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +17,8 @@ from transformers import AutoModel
 
 from pipeline import dist
 from pipeline.engine.private_names import check_private_names
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import InputError
 from pipeline.models.loading import load_config, num_experts
-
-BUILT_WITH = {"g++": "Debian, Ubuntu: apt-get install g++", "ninja": "pip install ninja"}
 
 
 def start_deepspeed(*, deterministic: bool = False) -> None:
@@ -57,21 +54,9 @@ def check_values(config: dict[str, Any]) -> None:
         raise InputError(f"DeepSpeed refuses its JSON: {' '.join(str(error).split())}") from None
 
 
-def check_disk_offload(config: dict[str, Any]) -> None:
-    """Look for what DeepSpeed compiles its asynchronous files with, where `config` offloads to NVMe.
-
-    Raises:
-        EnvironmentFault: something is missing; a line names its package.
-    """
-    blocks = {name: config["zero_optimization"].get(name) or {} for name in ("offload_optimizer", "offload_param")}
-    asked = [f"zero_optimization.{name}.device nvme" for name, block in blocks.items() if block.get("device") == "nvme"]
-    if not asked:
-        return
-    missing = [f"{program} ({package})" for program, package in BUILT_WITH.items() if shutil.which(program) is None]
-    if not missing and not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
-        missing = ["libaio and its headers (Debian, Ubuntu: apt-get install libaio-dev)"]
-    if missing:
-        raise EnvironmentFault(f"{asked[0]}: found no {' and no '.join(missing)}; install it, or offload to cpu")
+def has_asynchronous_files() -> bool:
+    """Tell whether libaio is installed with its headers, with which DeepSpeed compiles what offloads to NVMe."""
+    return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False))
 
 
 def check_swap_buffers(config: dict[str, Any], path: str) -> None:
@@ -114,10 +99,8 @@ def partitioned_loading(config: dict[str, Any], path: str) -> Iterator[None]:
 
     Raises:
         InputError: it is a mixture of experts, or DeepSpeed refuses the JSON `config`.
-        EnvironmentFault: what offload to NVMe needs is missing.
     """
     check_values(config)
-    check_disk_offload(config)
     check_swap_buffers(config, path)
     if config["zero_optimization"]["stage"] < 3:
         yield

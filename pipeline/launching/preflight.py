@@ -80,11 +80,12 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
         InputError, EnvironmentFault: all problems, one per line.
     """
     findings, made = Findings(dry_run), dict[str, str]()
+    elsewhere = any(config.run.target for config in stages.values())  # on a machine of unknown disks and packages
     needed: dict[int, tuple[Path, int]] = {}  # of each disk: a folder on it, and the bytes of outputs
     for section, config in stages.items():
         findings.dashes = f"--{section}." if named_by_section else "--"
         findings.flags = frozenset(flag_table(type(config)))
-        start = look_at_models(findings, start_models(config, made), made)
+        start = look_at_models(findings, start_models(config, made), made, elsewhere=elsewhere)
         tokenizer = look_at_tokenizer(findings, config, start)
         for stage, options in findings.look("--column_map", partial(data_of, config, section)) or ():
             look_at_rows(findings, stage, options, tokenizer)
@@ -92,7 +93,6 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
         for folder, size in output_bytes(config, section, made):
             disk = os.stat(existing(folder)).st_dev
             needed[disk] = (folder, needed.get(disk, (folder, 0))[1] + size)
-    elsewhere = any(config.run.target for config in stages.values())  # with disks that are not known
     for folder, size in () if elsewhere else needed.values():
         if size > (free := free_bytes(folder)):
             findings.faults.append(
@@ -117,11 +117,14 @@ def module_of_stage(config: Any) -> str:
     return type(config).__module__.rpartition(".")[0]
 
 
-def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str, str]) -> str:
-    """Make the checks of a stage's `StartModel`s; return the path whose tokenizer reads its data, "" if unusable."""
+def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str, str], *, elsewhere: bool) -> str:
+    """Make the checks of a stage's `StartModel`s; return the path whose tokenizer reads its data, "" if unusable.
+
+    elsewhere: the run is on another machine, with packages of its own.
+    """
     usable: list[str] = []  # paths of models whose configuration can be read, "" for the others
     for model in models:
-        for check in model.packages:
+        for check in () if elsewhere else model.packages:
             findings.look(model.flag, check)
         found = made.get(model.path)
         if found is None:

@@ -4,6 +4,7 @@ A stage makes the checks before it reads data. The dry run and `rlhf train` make
 command, with the model that an earlier stage starts from in the place of the one that it will make.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,8 @@ from importlib.util import find_spec
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from pipeline.configuration.groups import ModelConfig, OptimizerConfig
+from pipeline.configuration.ds_json import read_user_json
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.models.loading import (
     adapter_base,
@@ -27,6 +29,8 @@ from pipeline.models.lora import check_quantization, linear_names
 from pipeline.models.tokenizers import load_tokenizer
 
 Check = Callable[[], object]
+# Programs with which DeepSpeed compiles its asynchronous files -> where they are from.
+BUILT_WITH = {"g++": "Debian, Ubuntu: apt-get install g++", "ninja": "pip install ninja"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,13 @@ def check_start_models(models: Sequence[StartModel]) -> None:
             check()
 
 
-def package_checks(settings: ModelConfig, optimizer: OptimizerConfig, prefix: str = "") -> list[Check]:
+def package_checks(
+    settings: ModelConfig, optimizer: OptimizerConfig, deepspeed: DeepSpeedConfig, prefix: str = ""
+) -> list[Check]:
     """Return the checks of packages that a trained model needs; `prefix` is that of its flags (actor_)."""
     return [
         partial(check_optimizer_states, optimizer.optimizer_states),
+        partial(check_disk_offload, deepspeed.deepspeed_config),
         partial(check_attention, settings.attn_implementation, f"--{prefix}attn_implementation"),
         partial(check_quantization, settings.quantization, f"--{prefix}quantization"),
     ]
@@ -72,6 +79,28 @@ def check_optimizer_states(states: str) -> None:
     """Raise EnvironmentFault for moments in 8 bits where bitsandbytes is not installed."""
     if states == "8bit" and find_spec("bitsandbytes") is None:
         raise EnvironmentFault("--optimizer_states 8bit: pip install bitsandbytes, which is not installed here")
+
+
+def check_disk_offload(file: str) -> None:
+    """Look for what DeepSpeed compiles its asynchronous files with, where the user's JSON `file` offloads to NVMe.
+
+    Raises:
+        EnvironmentFault: something is missing; a line names its package.
+    """
+    zero = read_user_json(file).get("zero_optimization", {}) if file else {}
+    asked = [name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"]
+    if not asked:
+        return
+    missing = [f"{program} ({package})" for program, package in BUILT_WITH.items() if shutil.which(program) is None]
+    if not missing:
+        from pipeline.engine.start import has_asynchronous_files  # imports DeepSpeed, which takes seconds
+
+        missing = (
+            [] if has_asynchronous_files() else ["libaio and its headers (Debian, Ubuntu: apt-get install libaio-dev)"]
+        )
+    if missing:
+        key = f"--deepspeed_config {file}: zero_optimization.{asked[0]}.device nvme"
+        raise EnvironmentFault(f"{key}: found no {' and no '.join(missing)}; install it, or offload to cpu")
 
 
 def check_settings(path: str, settings: ModelConfig, prefix: str = "") -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
-from pipeline.engine import start
+from pipeline.training import start_models
 from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
@@ -96,13 +97,21 @@ def test_what_a_disk_needs_is_one_line_with_its_package(
 ) -> None:
     """The compiler and the ninja of this machine are not asked: only what is missing is looked at."""
     builder = get_accelerator().get_op_builder("AsyncIOBuilder")
-    monkeypatch.setattr(start.shutil, "which", lambda name: None if name == missing else f"/usr/bin/{name}")
+    which, here = shutil.which, {name: name for name in start_models.BUILT_WITH if name != missing}
+    monkeypatch.setattr(
+        start_models.shutil, "which", lambda name: here.get(name) if name in start_models.BUILT_WITH else which(name)
+    )
     monkeypatch.setattr(builder, "is_compatible", lambda self, verbose: missing != "libaio")
     user = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
-    (tmp_path / "ds.json").write_text(json.dumps(user))
-    train(folder, tmp_path / "sft", code=3, deepspeed_config=tmp_path / "ds.json", max_steps=1, **sft)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert re.fullmatch(f"error: zero_optimization.offload_optimizer.device nvme: found {told}", line)
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(user))
+    for kind in ({"max_steps": 1}, {"dry_run": "true"}):
+        train(folder, tmp_path / "sft", code=3, deepspeed_config=file, **kind, **sft)
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        key = f"error: --deepspeed_config {file}: zero_optimization.offload_optimizer.device nvme"
+        assert re.fullmatch(f"{re.escape(key)}: found {told}", line)
+    train(folder, tmp_path / "sft", deepspeed_config=file, target="1xH100", **sft)
+    assert "verdict  fits: " in capsys.readouterr().out, "on another machine, nobody knows"
 
 
 @pytest.fixture
@@ -176,7 +185,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
 def test_buffers_that_do_not_hold_the_weights_of_a_layer_are_refused(
     folder, sft, tmp_path, on_disk, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(start, "check_disk_offload", lambda config: None)  # of the compiler and libaio
+    monkeypatch.setattr(start_models, "check_disk_offload", lambda file: None)  # of the compiler and libaio
     given = {**sft, **on_disk("offload_param", buffer_size=1000, buffer_count=5), "stage3_max_reuse_distance": 0}
     train(folder, tmp_path / "sft", code=2, max_steps=1, **given)
     said = refusal(capsys)
