@@ -276,7 +276,8 @@ def run(argv: list[str], prog: str) -> int:
     if dry_run or code != EXIT_DONE:
         return code
     if plan.config.check:
-        return max(run_script(command_of(stage, plan.config), environment)[0] for stage in plan.chosen)
+        stages = plan.chosen if plan.config.deployment_type == "multi_node" else plan.chosen[:1]  # one machine: no data
+        return max(run_script(command_of(stage, plan.config), environment)[0] for stage in stages)
     if (code := run_stages(plan, finished, environment)) == EXIT_DONE:
         last = plan.chosen[-1]
         # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.

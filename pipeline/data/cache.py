@@ -49,10 +49,15 @@ class StageData:
     counts: Counts
 
 
-def cache_folder(cache_dir: str | None) -> Path:
-    """Create the cache directory with mode 0700: `cache_dir`, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache."""
+def cache_path(cache_dir: str | None) -> Path:
+    """Return the path of the cache: `cache_dir`, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
+    return Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Create the cache directory (see `cache_path`) with mode 0700. Raises EnvironmentFault."""
+    folder = cache_path(cache_dir)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

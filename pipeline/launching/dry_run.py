@@ -20,7 +20,7 @@ from pipeline.configuration.resume_rules import batch_sizes, memory_flags
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.machine import device_kind
 from pipeline.launching.preflight import look_before_start, module_of_stage, sample_sources, start_models
-from pipeline.launching.target import GIB, Target, parse_target, this_machine
+from pipeline.launching.target import GIB, Target, parse_target, this_machine, with_constants
 from pipeline.run.evaluations import memory_peaks, run_flags
 from pipeline.run.layout import model_folders, run_folder
 
@@ -73,7 +73,7 @@ def planning_module(name: str) -> Any:
 
 
 def stage_planner(given: Resolved, section: str, target: Target, made: Mapping[str, str]) -> tuple[Any, Resolved]:
-    """Return the `StagePlanner` of a stage on a target, and its settings on so many ranks.
+    """Return the `StagePlanner` of a stage on a target, with its measured constants, and the settings on so many ranks.
 
     made: folder of an earlier stage's output -> the model that it starts from.
 
@@ -83,7 +83,7 @@ def stage_planner(given: Resolved, section: str, target: Target, made: Mapping[s
     resolved = with_ranks(given, target.num_gpus)
     jsons_of = partial(engine_jsons, section=section, ranks=target.num_gpus)
     needs = importlib.import_module(f"{module_of_stage(resolved.config)}.needs").needs
-    return planning_module("page").StagePlanner(needs, jsons_of, dict(made), target), resolved
+    return planning_module("page").StagePlanner(needs, jsons_of, dict(made), with_constants(target)), resolved
 
 
 def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int = 1) -> None:
@@ -104,6 +104,7 @@ def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int
             print(f"plan of {section}: none: the number of ranks is not known here; describe the GPUs by --target")
             continue
         planner, resolved = stage_planner(given, section, target, made)
+        target = planner.target
         start = start_models(resolved.config, made)[0].path
         start = made.get(start, start)
         samples = list(sample_sources(resolved.config, section, start))

@@ -156,7 +156,7 @@ class Launcher:
             print(
                 f"{host.name}: {gpus} GPUs, {len(host.ranks)} ranks, {words}; {self.run_dir.name}: {folder}", flush=True
             )
-        module, self.command = self.command[1], ["--module", "pipeline.run.bandwidth"]
+        module, self.command = self.command[1], ["--module", "pipeline.run.measure_device"]
         if not self.flags.no_ssh:
             self.start()
             if self.watch() and not self.end:

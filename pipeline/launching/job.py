@@ -41,7 +41,7 @@ STAGES = {
     "step2_reward.main": ("step2_reward.config", "RewardConfig", "reward"),
     "step3_ppo.main": ("step3_ppo.config", "PPOConfig", "ppo"),
 }
-HOST_LAUNCHER = "pipeline.launching.host_launcher"
+HOST_LAUNCHER, MEASURING = "pipeline.launching.host_launcher", "pipeline.run.measure_device"
 POLL_S = 0.2
 TRIAL_STEPS = 3  # that a micro-batch must have memory for
 RANKS_PER_POLL = 64  # with more ranks the files are read less often
@@ -67,6 +67,9 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
         return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)
     if "--check" in command:
+        if is_on_one_machine(command):
+            own = [word for word in command[: command.index("--module")] if word != "--check"]
+            return subprocess.call([*own, "--module", MEASURING])
         with locked(run_dir):
             return subprocess.call(command, env={**os.environ, RUN_DIR: str(run_dir.resolve())})
     again, variables = list[str](), dict[str, str]()

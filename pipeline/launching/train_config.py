@@ -60,7 +60,7 @@ class TrainConfig(Group):
     overwrite: bool = flag(False, "run finished stages again")
     max_restarts: int = flag(0, "resume a stage after a fault, killed or hung", ge=0)
     dry_run: bool = flag(False, "check and show all, start nothing")
-    check: bool = flag(False, "multi_node: check all hosts, start nothing")
+    check: bool = flag(False, "check hosts, measure the GPU, start no stage")
     debug: bool = flag(False, "show tracebacks")
 
 
@@ -176,7 +176,7 @@ def contradictions(config: TrainConfig) -> list[str]:
     errors = []
     if config.deployment_type == "single_gpu" and config.num_gpus > 1:
         errors.append(f"--num-gpus: found {config.num_gpus} with single_gpu; give --deployment-type single_node")
-    for name in ("hostfile", "launcher", "node_rank", "check") if config.deployment_type != "multi_node" else ():
+    for name in ("hostfile", "launcher", "node_rank") if config.deployment_type != "multi_node" else ():
         if (value := getattr(config, name)) != getattr(TrainConfig(), name):
             word = f"--{name.replace('_', '-')}"
             errors.append(f"{word}: found {value} with {config.deployment_type}; give --deployment-type multi_node")

@@ -8,7 +8,6 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from pipeline.configuration.flags import Resolved, flag_words, validated
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, StoppedRun
-from pipeline.files import write_json
+from pipeline.files import read_object, write_json
 from pipeline.launching.dry_run import stage_planner
 from pipeline.launching.job import ENDING_S, Trial, check_local_port, say, training_lines
 from pipeline.launching.launcher import Signals
@@ -76,6 +75,7 @@ def flags_that_fit(resolved: Resolved, section: str, target: Target) -> dict[str
         EnvironmentFault: all changes together are not enough.
     """
     planner, resolved = stage_planner(resolved, section, target, {})
+    target = planner.target
     plan, flags = planner.memory(resolved), dict[str, Any]()
     say(f"auto_fit: {verdict(plan, target)}")
     for change in changes(planner, resolved):
@@ -104,7 +104,7 @@ def largest_micro_batch(
     optimizer = resolved.config.optimizer
     micro = optimizer.per_device_train_batch_size
     rows = micro * optimizer.gradient_accumulation_steps
-    known, key = read_known(file), shape_key(resolved, section, target)
+    known, key = read_object(file), shape_key(resolved, section, target)
 
     def flags_of(size: int) -> dict[str, Any]:
         accumulation = {} if optimizer.train_batch_size else {"gradient_accumulation_steps": rows // size}
@@ -117,7 +117,7 @@ def largest_micro_batch(
     size = search(lambda size: tries(resolved, flags_of(size)), sizes, start=micro)
     if size is None:
         raise EnvironmentFault("--auto_batch: a micro-batch of 1 lacks memory; --auto_fit changes other flags")
-    write_json(file, read_known(file) | {key: size})
+    write_json(file, read_object(file) | {key: size})
     say(f"auto_batch: {shlex.join(flag_words(flags_of(size)))}; remembered in {file}")
     return flags_of(size)
 
@@ -134,13 +134,6 @@ def search(has_memory: Callable[[int], bool], sizes: Sequence[int], *, start: in
         if high == len(sizes):
             place = next((n for n in range(low + 1, high) if sizes[n] >= 2 * sizes[low]), high - 1)
     return sizes[low] if low >= 0 else None
-
-
-def read_known(file: Path) -> dict[str, int]:
-    """Return shape -> largest micro-batch from the user's cache; {} where there is none that can be read."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    return {}
 
 
 def shape_key(resolved: Resolved, section: str, target: Target) -> str:

@@ -13,11 +13,10 @@ from statistics import mean
 from typing import Self
 
 from pipeline.configuration.ds_config import Json
-from pipeline.launching.target import Target
+from pipeline.launching.target import LINKS, Target
 from pipeline.planning.memory import MemoryPlan, device_of, gathers_once, gradient_bytes
 from pipeline.planning.needs import Rollout, StageNeeds
 
-REACHED = 0.69  # of a link's bandwidth: two H200s reduced 1 GB in 3.2 ms
 # Seconds of a collective, and of each hop of its ring: hops as in NCCL's own model of rings, the start from rollouts
 # that two and four GPUs shared.
 SIMULATED_RANKS = 512  # at least, so that a few ranks are simulated several times
@@ -37,7 +36,7 @@ class Ring:
         """Return the ring of so many neighbouring GPUs. Between machines all GPUs of one share its network."""
         hosts = -(-ranks // target.gpus)
         gb_per_s = target.link_gb_per_s if hosts == 1 else min(target.link_gb_per_s, target.network_gb_per_s)
-        return cls(ranks, hosts, gb_per_s * 1e9 * REACHED)
+        return cls(ranks, hosts, gb_per_s * 1e9 * LINKS)
 
     def gather(self, num_bytes: float, calls: float = 1) -> float:
         """Return the seconds of all-gathers, or reduce-scatters, of so many bytes of whole tensors in `calls`."""

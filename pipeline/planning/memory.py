@@ -17,9 +17,10 @@ from pipeline.planning.needs import ModelUse, Pass, StageNeeds
 
 FP32 = 4
 MOMENTS, MOMENTS_8BIT = 8, 2 + 8 / 256  # AdamW's two: in fp32, and in 8 bits with a scale for 256
-# Beside the tensors of a process: the CUDA context with its kernels, NCCL's buffers where there are several ranks, and
-# the allocator's unused rest of its blocks, as a share of the tensors. Expected and high; the largest rest that was
-# measured is 8.5 % (7B with LoRA, on a device with little memory to spare).
+# Expected and high, of what is beside the tensors of a process: the CUDA context with its kernels, NCCL's buffers where
+# there are several ranks (of an H200; a measured figure replaces the first, and the second keeps its distance), and the
+# allocator's unused rest of its blocks, as a share of the tensors. The largest rest that was measured is 8.5 % (7B with
+# LoRA, on a device with little memory to spare).
 CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
 NCCL = (GIB // 2, GIB)
 UNUSED_REST = (0.04, 0.09)
@@ -149,7 +150,7 @@ class MemoryPlan:
     """The memory of a stage on a target: states by role, peaks by phase, and the host's bytes for each machine.
 
     slots: rows of the KV cache that fit; 0 for a stage that samples nothing. keeps_rollout: the buffers of generation
-    are kept during an update.
+    are kept during an update. besides: bytes that CUDA and NCCL take of a GPU, expected and high.
     """
 
     sizes: Mapping[str, ModelSize]
@@ -159,6 +160,7 @@ class MemoryPlan:
     keeps_rollout: bool
     host: int
     ranks: int
+    besides: tuple[int, int]
 
     @property
     def worst(self) -> str:
@@ -167,14 +169,21 @@ class MemoryPlan:
 
     def reserved(self, tensors: int) -> tuple[int, int]:
         """Return what a process takes of the device, expected and high, when its tensors have so many bytes."""
-        return reserved(tensors, self.ranks)
+        return reserved(tensors, self.besides)
 
 
-def reserved(tensors: int, ranks: int) -> tuple[int, int]:
+def reserved(tensors: int, besides: tuple[int, int]) -> tuple[int, int]:
     """Return what a process takes of a device, expected and high, when its tensors have so many bytes."""
-    nccl = NCCL if ranks > 1 else (0, 0)
-    low, high = (int(tensors * (1 + UNUSED_REST[i])) + CONTEXT[i] + nccl[i] for i in (0, 1))
-    return low, high
+    expected, high = (int(tensors * (1 + share)) + own for share, own in zip(UNUSED_REST, besides, strict=True))
+    return expected, high
+
+
+def bytes_of_libraries(target: Target, ranks: int) -> tuple[int, int]:
+    """Return what CUDA takes of a device, and NCCL where there are several ranks, expected and high."""
+    measured = (target.measured.context, target.measured.nccl) if target.measured else (0, 0)
+    parts = list(zip(measured, (CONTEXT, NCCL), strict=True))[: 1 if ranks == 1 else 2]
+    expected = sum(own or known[0] for own, known in parts)
+    return expected, expected + sum(known[1] - known[0] for _, known in parts)
 
 
 def plan_memory(
@@ -205,10 +214,11 @@ def plan_memory(
     resident = sum(held.resident for held in states.values())
     resident += sum(FP32 * sizes[role].trained for role, use in uses.items() if use.averaged)
     leaving = sum(held.optimizer for held in states.values()) if needs.idle_states_leave else 0
+    besides = bytes_of_libraries(target, ranks)
     rollout = slots = 0
     keeps = False
     if needs.rollout:
-        free = target.memory - resident + leaving - CONTEXT[0]
+        free = target.memory - resident + leaving - besides[0]
         slots = needs.rollout.slots if not target.memory else needs.rollout.slots_that_fit(free)
         rollout = needs.rollout.num_bytes(slots)
     phases: dict[str, PhaseMemory] = {}
@@ -217,14 +227,14 @@ def plan_memory(
         phases[name] = phase_memory(passes, uses, states, dtype=dtype, resident=held)
     if needs.rollout:
         others = max(phase.total for name, phase in phases.items() if name != "generate")
-        is_short = 0 < target.memory < reserved(others + rollout, ranks)[1]
+        is_short = 0 < target.memory < reserved(others + rollout, besides)[1]
         keeps = not (needs.rollout.always_released or is_short)
     for name in phases if keeps else ["generate"] if rollout else []:
         phases[name] = replace(phases[name], rollout=rollout)
     if needs.rollout and needs.rollout.copied_bytes:  # nothing is gathered besides the copies
         phases["generate"] = replace(phases["generate"], gathered=0)
     host = sum(held.host for held in states.values()) + leaving
-    return MemoryPlan(sizes, states, phases, slots, keeps, host * min(ranks, target.gpus), ranks)
+    return MemoryPlan(sizes, states, phases, slots, keeps, host * min(ranks, target.gpus), ranks, besides)
 
 
 def phase_memory(

@@ -77,6 +77,8 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
         lines.append(f"  steps    {num_steps} of the optimizer{rollouts} ({why})")
     lines += [*phase_lines(plan), *verdict_lines(plan, planner.target)]
     times = planner.seconds(resolved, plan)
+    if planner.target.memory:
+        lines.append(f"  device   {planner.target.source}")
     lines += time_lines(needs, plan, *times, num_steps)
     return [*lines, disk_line(outputs(needs.models, planner.dtype(resolved), resolved.config))], plan
 
@@ -113,7 +115,7 @@ def phase_lines(plan: MemoryPlan) -> list[str]:
     for name, peak in plan.phases.items():
         parts = (peak.states, peak.gradients, peak.gathered, peak.rollout, peak.activations)
         lines.append(row(name, [*map(gib, parts), *map(gib, (peak.total, *plan.reserved(peak.total)))]))
-    context = " to ".join(f"{value / GIB:.1f}" for value in plan.reserved(0))
+    context = " to ".join(f"{value / GIB:.1f}" for value in plan.besides)
     rest = " to ".join(f"{share:.0%}" for share in UNUSED_REST)
     what = "CUDA's and NCCL's own" if plan.ranks > 1 else "CUDA's own"
     return [*lines, f"  besides  in expected and high: {context} GiB of {what}, and {rest} of blocks that are not full"]
@@ -142,7 +144,7 @@ def time_lines(
     hours = sum(seconds.values()) / needs.steps_each * num_steps / 3600
     run = f", {num_steps} steps {hours:.2g} h" if num_steps else ""
     whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
-    line = f"  time     {phases}{whole}{run}: not measured; from the data sheet, by the shares that an H200 reached"
+    line = f"  time     {phases}{whole}{run}: not measured; by the device's speeds and shares that an H200 reached"
     return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]
 
 

@@ -2,17 +2,15 @@
 
 import argparse
 import json
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from statistics import median
 
 import torch
+
+from pipeline.run.measure_device import copy_bandwidth, matrix_throughput
 
 # Word in a device's name -> bytes/s of its data sheet, and dense bf16 operations/s (H200: the figure that real matrices
 # reach, against which MFU is given).
 DATA_SHEETS = {"H200": (4.8e12, 790e12), "H100": (3.35e12, 790e12), "A100": (2.04e12, 312e12)}
-WARM_UP, REPEATS = 3, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,41 +28,6 @@ def data_sheet(measured: Device) -> Device:
         if word in measured.name:
             return Device(measured.name, bandwidth, flops)
     return measured
-
-
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call, the device's work included."""
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        synchronize(device)
-        started = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append(time.perf_counter() - started)
-    return median(times[WARM_UP:])
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes/s of a copy within the device's memory; what is read and what is written both count."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device)
-
-
-def matrix_throughput(device: torch.device, size: int) -> float:
-    """Operations/s of a product of two random square matrices; with zeros a GPU would be faster than in use.
-
-    In bf16 on a GPU; in fp32 on a CPU, where few have fast units for bf16.
-    """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = torch.empty_like(left)
-    return 2.0 * size**3 / seconds_of(lambda: torch.mm(left, right, out=product), device)
 
 
 def measure(*, copy_mib: int = 0, matrix: int = 0) -> Device:

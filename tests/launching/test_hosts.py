@@ -129,8 +129,13 @@ def test_the_check_of_hosts_is_of_every_stage_and_starts_none(tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\n")
     done = train(tmp_path, *TINY, "--deployment-type", "multi_node", "--hostfile", "hosts", "--check")
     assert done.returncode == 0 and ["--check" in words for words in started(tmp_path)] == [True] * 3
-    wrong = train(tmp_path, *TINY, "--check").stderr
-    assert wrong == "error: --check: found True with single_gpu; give --deployment-type multi_node\n"
+
+
+def test_the_check_of_one_machine_measures_its_device_once_and_starts_no_stage(tmp_path):
+    done = train(tmp_path, *TINY, "--check")
+    assert done.returncode == 0, done.stderr
+    (words,) = started(tmp_path)
+    assert words[-2:] == ["--module", "pipeline.run.measure_device"] and "--check" not in words
 
 
 def test_without_ssh_each_host_is_started_by_itself(tmp_path):

@@ -15,7 +15,8 @@ from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.launching.dry_run import num_steps
 from pipeline.launching.job import run_job
-from pipeline.launching.target import parse_target
+from pipeline.launching.target import DEVICES, PRODUCTS, parse_target
+from pipeline.run.device import DeviceConstants, keep_constants
 from step1_sft.main import main
 from step3_ppo.config import PPOConfig
 
@@ -145,7 +146,7 @@ def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):
     content = {name: {"value": value, "from": "default"} for name, value in saved.items()}
     (inputs / "earlier/config.json").write_text(json.dumps(content), encoding="utf-8")
     assert f"{told}, then with --per_device_train_batch_size 4\n" in planned(*words).stdout, "the rate needs no memory"
-    assert "measured" not in planned("--target", "small.yaml").stdout
+    assert "  measured" not in planned("--target", "small.yaml").stdout
 
 
 def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
@@ -166,3 +167,27 @@ def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
     lines = changed.stdout.partition("--auto_fit makes it fit, each with those before it:\n")[2].splitlines()
     assert lines[0].startswith("    --per_device_train_batch_size 16384 --gradient_accumulation_steps 2: gives back ")
     assert "    with these it fits" in lines
+
+
+def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sheet(planned, tmp_path, monkeypatch):
+    """The context replaces 0.6 GiB in the expected figure, half the speed doubles the time; an A100 keeps its sheet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pipeline.run.device.query_gpu", lambda *fields: ["NVIDIA H200", "570.1"])
+
+    def page(target: str) -> dict[str, str]:
+        lines = planned("--target", target).stdout.splitlines()
+        return {line.split()[0]: line for line in lines if line.strip()}
+
+    def seconds(lines: dict[str, str]) -> float:
+        return float(re.search(r"train ([\d.e-]+) s", lines["time"])[1])
+
+    sheet = page("1xH200")
+    assert sheet["device"] == "  device   data sheet, not measured"
+    speed = DEVICES["H200-141GB"][2] * PRODUCTS / 2
+    keep_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 4.28, 55.0, 3 * GIB))
+    found = page("1xH200")
+    assert found["device"] == "  device   measured here on 2026-11-22"
+    assert seconds(found) == pytest.approx(2 * seconds(sheet), rel=0.06)
+    low, expected, high = (float(value) for value in found["train"].split()[-3:])
+    assert expected == pytest.approx(1.04 * low + 3, abs=0.02) and high == pytest.approx(1.09 * low + 3.6, abs=0.02)
+    assert " of 139.00 GiB " in found["verdict"] and "data sheet" in page("1xA100-80GB")["device"]

@@ -8,8 +8,8 @@ import pytest
 from bench.planned import FOUR, H200, OPT, SHARED, planner_of, ppo, shared_row, shared_seconds
 from support.source_tree import ROOT
 
-from pipeline.launching.target import parse_target
-from pipeline.planning.exchange import HOP, NETWORK_HOP, REACHED, START, Ring, exchange_seconds, waiting_share
+from pipeline.launching.target import LINKS, parse_target
+from pipeline.planning.exchange import HOP, NETWORK_HOP, START, Ring, exchange_seconds, waiting_share
 from pipeline.planning.measurement import model_size
 from pipeline.planning.memory import MemoryPlan
 
@@ -26,10 +26,10 @@ def test_a_ring_by_hand():
     target = parse_target("8x8xA100-80GB")
     inside, outside = Ring.of(target, 8), Ring.of(target, 64)
     hops = START + 7 * HOP
-    assert inside.gather(8e9) == pytest.approx(7e9 / (300e9 * REACHED) + hops)
-    assert inside.reduce(8e9) == pytest.approx(2 * 7e9 / (300e9 * REACHED) + hops + 7 * HOP)
+    assert inside.gather(8e9) == pytest.approx(7e9 / (300e9 * LINKS) + hops)
+    assert inside.reduce(8e9) == pytest.approx(2 * 7e9 / (300e9 * LINKS) + hops + 7 * HOP)
     between = START + 56 * HOP + 8 * NETWORK_HOP
-    assert outside.gather(64e9, calls=3) == pytest.approx(63e9 / (200e9 * REACHED) + 3 * between)
+    assert outside.gather(64e9, calls=3) == pytest.approx(63e9 / (200e9 * LINKS) + 3 * between)
     assert Ring.of(parse_target("1xA100-80GB"), 1).reduce(1e9) == 0.0
     # What the share of the bandwidth was taken from: 1 GB reduced on two H200s in 3.2 ms.
     assert Ring.of(parse_target("2xH200"), 2).reduce(1e9) == pytest.approx(3.2e-3, rel=0.02)
@@ -37,12 +37,12 @@ def test_a_ring_by_hand():
 
 def test_what_each_zero_stage_exchanges_by_hand(tmp_path):
     """OPT-1.3B and 350M: 1.647e9 weights in bf16; 4 GPUs send 3/4 of them for each gather, twice that for a sum."""
-    whole = 2 * (1_315_758_080 + 331_196_416) * 3 / 4 / (450e9 * REACHED)
+    whole = 2 * (1_315_758_080 + 331_196_416) * 3 / 4 / (450e9 * LINKS)
     exchanged = []
     for stage in range(4):
         planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, stage), FOUR, tmp_path)
         needs, engines = planner.needs(resolved), planner.jsons_of(resolved)
-        plan = MemoryPlan({use.role: model_size(use, "bf16") for use in needs.models}, {}, {}, 64, True, 0, 4)
+        plan = MemoryPlan({use.role: model_size(use, "bf16") for use in needs.models}, {}, {}, 64, True, 0, 4, (0, 0))
         exchanged.append(exchange_seconds(needs, engines, plan, planner.target, gather="auto"))
     assert exchanged[0]["train"] == pytest.approx(2 * whole, rel=0.02)  # summed once a step
     assert exchanged[1]["train"] == pytest.approx(3 * whole, rel=0.02)  # and weights gathered

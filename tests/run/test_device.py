@@ -1,0 +1,79 @@
+"""Constants of a GPU are measured once, kept by device, torch and driver, and read again; nvidia-smi is a stand-in."""
+
+import json
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.launch_stub import write_program
+
+from pipeline import dist
+from pipeline.run import measure_device
+from pipeline.run.device import DeviceConstants, constants_file, keep_constants, kept_constants
+
+CPU = torch.device("cpu")
+H200 = DeviceConstants("NVIDIA H200", "2026-11-22", 140 * 2**30, 792.0, 4.28, 55.0, 500 * 2**20)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine whose nvidia-smi tells a name, a driver, and 512 MiB more in use at each question."""
+    machine = SimpleNamespace(file=tmp_path / "driver", name=lambda text: (tmp_path / "driver").write_text(text))
+    machine.name("NVIDIA H200, 570.1")
+    used = f"n=$(cat {tmp_path}/used || echo 0); echo $((n + 512)) | tee {tmp_path}/used"
+    script = f'#!/bin/sh\ncase "$*" in *memory.used*) {used} ;; *) cat {machine.file} ;; esac 2>/dev/null\n'
+    write_program(tmp_path / "bin/nvidia-smi", script)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return machine
+
+
+def test_constants_hold_for_a_device_with_its_driver_and_stand_beside_those_of_others(gpu):
+    assert kept_constants() is None and not constants_file().parent.exists(), "reading makes no folder"
+    keep_constants(H200)
+    assert kept_constants() == H200
+    gpu.name("NVIDIA H200, 580.2")
+    assert kept_constants() is None
+    keep_constants(DeviceConstants("NVIDIA H200", "2026-11-23", 1, 1.0, 1.0, 1.0))
+    gpu.name("NVIDIA H200, 570.1")
+    assert kept_constants() == H200
+    names = json.loads(constants_file().read_text())
+    assert set(names) == {f"NVIDIA H200, torch {torch.__version__}, driver {number}" for number in ("570.1", "580.2")}
+    constants_file().write_text("{")
+    assert kept_constants() is None
+
+
+def test_speeds_and_what_the_device_lost_meanwhile_are_measured(gpu):
+    found = measure_device.measure(CPU, measure_device.used_bytes())
+    assert found.context == 512 * 2**20 and found.day == str(date.today())
+    assert 1e-4 < found.tflops < 1e4 and 1e-4 < found.tb_per_s < 10 and 0.1 < found.host_gb_per_s < 1e4
+    assert measure_device.measure(CPU, 2**50).context == 0, "less is in use than before"
+
+
+def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monkeypatch, capsys):
+    calls = SimpleNamespace(measured=0)
+
+    def measure(device: torch.device, before: int) -> DeviceConstants:
+        calls.measured += 1
+        return H200
+
+    ranks = SimpleNamespace(add=lambda values: values)
+    stand_ins = {
+        "read_environment": lambda: (0, 2, 0), "has_gpu": lambda: True, "pick_device": lambda _: CPU,
+        "start": lambda **_: dist.World(0, 2, 0, CPU), "RankGroup": lambda _: ranks, "local_size": lambda: 2,
+        "finish": lambda: None,
+    }  # fmt: skip
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(dist, name, value)
+    monkeypatch.setattr(measure_device, "measure", measure)
+    assert measure_device.main() == 0
+    first = kept_constants()
+    assert first and first.nccl == 512 * 2**20 and first.link_gb_per_s > 0 and first.tflops == 792.0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("all-reduce of 0.0625 GiB over 2 ranks: ") and lines[1].endswith("devices.json")
+    said = "NVIDIA H200, measured 2026-11-22: 792 TFLOP/s, 4.28 TB/s, 55 GB/s from the host, 0.49 GiB of CUDA's own;"
+    assert lines[1].startswith(said)
+    monkeypatch.setattr(dist, "local_size", lambda: 1)  # two machines: nothing of this machine's links is known
+    assert measure_device.main() == 0 and kept_constants() == first and calls.measured == 1
