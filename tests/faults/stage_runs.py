@@ -61,6 +61,9 @@ class Story:
     def run_dir(self, out: str) -> Path:
         return self.folder / out / "runs" / self.stage
 
+    def log(self, out: str) -> Path:
+        return self.folder / f"{out}.{self.stage}.log"
+
 
 PRETRAINING = {
     "max_seq_len": 96,
@@ -101,7 +104,7 @@ def child(story: Story, out: str, words: list[str], rank: int, port: int, first:
     """The body of a child; it never returns."""
     code = 70
     try:
-        log = story.folder / f"{out}.{story.stage}.log"
+        log = story.log(out)
         forks.write_output_to(log, log)
         if story.ranks > 1:
             os.environ |= forks.rank_variables(rank, story.ranks, port)
@@ -202,11 +205,17 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 # --- whole runs against disturbed ones --------------------------------------------------------------------------------
 
 
+def run_well(story: Story, out: str) -> None:
+    """Run to the end, which has to be reached without an error."""
+    log = story.log(out)
+    assert run(story, out) == 0, log.read_text(encoding="utf-8")[-2000:]
+
+
 def tell_whole(story: Story) -> tuple[dict[str, Any], float]:
     """(findings of a run in one go, seconds of a second one, which finds the data built as the killed ones will)."""
-    assert run(story, "whole") == 0
+    run_well(story, "whole")
     started = time.monotonic()
-    assert run(story, "again") == 0
+    run_well(story, "again")
     seconds = time.monotonic() - started
     expected = findings(story, "whole")
     apart = differences(findings(story, "again"), expected)

@@ -278,7 +278,8 @@ def test_adapters_of_some_joined_layers_have_the_type_of_the_model():
     """The layers between them add no scale's fp32 to the product of 16-bit values."""
     model = with_lora(llama(), int8=True, module_name="v_proj").bfloat16().get_base_model()
     attention = model.model.layers[0].self_attn
-    layers, x = [attention.q_proj, attention.k_proj, attention.v_proj], torch.randn(5, 32, dtype=torch.bfloat16)
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    x = torch.randn(5, 32, device=DEVICE, dtype=torch.bfloat16)
     projection = Projection(layers, 0, Shard())
     for tensor in projection.tensors:
         tensor.refresh()
@@ -305,7 +306,7 @@ def test_codes_are_never_copied():
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shards_of_int8_layers_with_adapters_make_up_the_whole(dim):
     attention = with_lora(llama(num_key_value_heads=2), int8=True).get_base_model().model.layers[0].self_attn
-    layers, x = [attention.q_proj, attention.v_proj], torch.randn(5, 32)
+    layers, x = [attention.q_proj, attention.v_proj], torch.randn(5, 32, device=DEVICE)
     parts = []
     for rank in range(2):
         projection = Projection(layers, dim, Shard(rank, 2))
