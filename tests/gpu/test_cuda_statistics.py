@@ -1,8 +1,14 @@
 """The kernels of the head's log-probabilities, compiled: against torch in fp32, with gradients, in 16 bits and fp32."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
+from support.decode_models import DEVICE
 
+from pipeline.generation.rollouts import Sampling
+from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padded_eos
 from pipeline.kernels.token_statistics import LogitScaling, plain_statistics, token_statistics
 
 pytestmark = pytest.mark.gpu
@@ -31,3 +37,47 @@ def test_compiled_kernels_equal_torch(num_tokens, dtype):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     error = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
     assert error < {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
+
+
+# --- a large vocabulary: no second copy of the logits ---
+
+LARGE = (1024, 262_144)  # half a GiB in 16 bits
+
+
+def bytes_beside(logits: torch.Tensor, work: Callable[[], object]) -> float:
+    """Return the most memory that `work` takes beside what is allocated already, as a share of the logits' bytes."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / logits.nbytes
+
+
+def test_log_probabilities_of_256k_tokens_copy_no_logits():
+    """Forward and backward: the gradient takes the place of the logits."""
+    head = torch.randn(LARGE[1], 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    logits = torch.randn(LARGE[0], 16, device="cuda", dtype=torch.bfloat16) @ head.T
+    targets = torch.randint(LARGE[1], LARGE[:1], device="cuda")
+
+    def work() -> None:
+        log_probs, _ = token_statistics(logits, targets, LogitScaling(temperature=0.7), with_entropy=True)
+        log_probs.sum().backward()
+
+    assert bytes_beside(logits, work) < 0.1
+    assert head.grad is not None and bool(head.grad.isfinite().all())
+
+
+def test_draws_from_256k_tokens_copy_no_logits():
+    logits = torch.randn(LARGE, device="cuda", dtype=torch.bfloat16)
+    rows = torch.arange(LARGE[0], device="cuda")
+    slots, responses = Slots.empty(LARGE[0], DEVICE), ResponseBuffers.empty((LARGE[0], 1), pad_id=0, device=DEVICE)
+    slots.active.fill_(1)
+    slots.response.copy_(rows)
+    responses = replace(responses, uniforms=torch.rand(LARGE[0], 1, device="cuda", dtype=torch.float64))
+
+    def work() -> None:
+        draw_tokens(logits, rows, rows, slots, responses, eos=padded_eos(frozenset(), DEVICE), sampling=Sampling(1))
+
+    assert bytes_beside(logits, work) < 0.1
+    assert responses.tokens.unique().numel() > 500
