@@ -91,7 +91,7 @@ def row(name: str) -> str:
     cells = [f"`{name}`", str(target).partition(",")[0], f"{target.memory / GIB:.1f}"]
     for _, planner, resolved in planners(name, target):
         plan, needs = planner.memory(resolved), planner.needs(resolved)
-        expected, high = plan.reserved(plan.phases[plan.worst].total)
+        expected, high = plan.reserved()
         seconds, _ = planner.seconds(resolved, plan)
         step_s = sum(seconds.values()) / needs.steps_each
         verdict = "" if high <= target.memory else ", tight" if fits(plan, target) else ", **does not fit**"
@@ -109,7 +109,7 @@ def scale_row(name: str, gpus: str, responses: int, zero_stage: int, network: fl
     *_, (_, planner, resolved) = planners(name, target, *words.split())
     plan = planner.memory(resolved)
     seconds, exchanged = planner.seconds(resolved, plan)
-    whole, (expected, _) = sum(seconds.values()), plan.reserved(plan.phases[plan.worst].total)
+    whole, (expected, _) = sum(seconds.values()), plan.reserved()
     cells = [name, f"{target.num_gpus}", f"{target.network_gb_per_s:g}" if target.hosts > 1 else "", f"{zero_stage}",
              f"{responses:,}", *(f"{value:.2f}" for value in seconds.values()), f"{sum(exchanged.values()):.2f}",
              f"{responses / whole:,.1f}", f"{expected / GIB:.0f}"]  # fmt: skip

@@ -12,6 +12,8 @@ from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
 from step3_ppo.config import PPOConfig
 
+TRUNCATION_BYTES = 24  # of a logit: it is scaled, masked, ordered, made a probability, summed and compared, all in fp32
+
 
 def needs(config: PPOConfig, made: Mapping[str, str], dtype: str, ranks: int) -> StageNeeds:
     """Return the needs of a rank; `made`: folder of an earlier stage's output -> the model which that starts from."""
@@ -104,6 +106,7 @@ def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollo
     sampling, size = config.sampling, model_size(actor, dtype)
     longest = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     model_config, streamed = planned_config(actor.path), sampling.rollout_weights == "streamed"
+    truncates = sampling.top_k > 0 or sampling.top_p < 1.0
     return Rollout(
         slots=num_slots(config),
         cache_length=round_up(longest, CACHE_LENGTH_MULTIPLE),
@@ -115,6 +118,7 @@ def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollo
         always_released=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         tensor_parallel_size=sampling.inference_tp_size,
         hidden_bytes=model_config.hidden_size * size.element,
+        logits_bytes=model_config.vocab_size * (size.element + (TRUNCATION_BYTES if truncates else 0)),
         gathers_per_step=-(-size.linear * size.element // GROUP_BYTES) if streamed else 0,
     )
 

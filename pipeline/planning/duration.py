@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from pipeline.launching.target import Target
 from pipeline.models.flops import TrainingWork, training_work
 from pipeline.planning.measurement import build, model_size
+from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import ModelUse, Pass, StageNeeds
 
 TRAINED, SCORED = 0.5, 0.55  # of the TFLOP/s: with gradients, and without
 READ = 0.65  # of the bandwidth, by decode steps
+# A graph is captured after two decode steps that are launched one kernel after the other, like itself; the host takes
+# so many seconds for a layer (OPT-1.3B's 256 decode steps of 24 layers took 1.92 s so, docs/benchmarks).
+LAUNCHED_STEPS, LAUNCH_S = 3, 0.3e-3
 
 
 def forward_flops(work: TrainingWork, step: Pass) -> float:
@@ -32,6 +36,22 @@ def pass_flops(use: ModelUse, dtype: str, step: Pass) -> float:
     tokens = step.rows * step.length
     both = work.flops(num_tokens=tokens, num_squares=tokens * step.length, num_head_tokens=step.num_head_tokens)
     return step.times * (both + (forward if use.settings.gradient_checkpointing else 0.0))
+
+
+def renewal_seconds(needs: StageNeeds, plan: MemoryPlan, target: Target) -> float:
+    """Return the seconds in which a rollout gets back what left the device after the last one; 0: none, or not known.
+
+    The KV cache is zeroed and its graph captured; optimizer states go to the host and back at its measured speed. What
+    the driver takes to free and allocate is not counted.
+    """
+    seconds = 0.0
+    if needs.rollout and target.tb_per_s and not plan.keeps_rollout:
+        cache = needs.rollout.num_bytes(plan.slots) - needs.rollout.copied_bytes
+        seconds += cache / (target.tb_per_s * 1e12 * READ) + LAUNCHED_STEPS * LAUNCH_S * plan.sizes["actor"].num_layers
+    if needs.idle_states_leave and target.measured:
+        leaving = sum(held.optimizer for held in plan.states.values())
+        seconds += 2 * leaving / (target.measured.host_gb_per_s * 1e9)
+    return seconds
 
 
 def phase_seconds(needs: StageNeeds, dtype: str, target: Target, *, slots: int) -> Mapping[str, float]:

@@ -114,7 +114,7 @@ class Change:
 
     def __str__(self) -> str:
         flags = " ".join(f"--{name} {str(value).lower()}" for name, value in self.flags.items())
-        expected, _ = self.plan.reserved(self.plan.phases[self.plan.worst].total)
+        expected, _ = self.plan.reserved()
         gained = f"{self.gained / GIB:.1f} GiB ({expected / GIB:.1f} expected)"
         if self.gained <= 0:
             gained = f"{self.gained_on_host / GIB:.1f} GiB of the host"
@@ -138,7 +138,7 @@ def changes(planner: StagePlanner, resolved: Resolved) -> Iterator[Change]:
                 break  # settings that do not go together
             gained = before.phases[before.worst].total - plan.phases[plan.worst].total
             gained_on_host = before.host - plan.host
-            device_lacks = before.reserved(before.phases[before.worst].total)[0] > target.memory
+            device_lacks = before.reserved()[0] > target.memory
             if gained_on_host <= 0 and (gained <= 0 or not device_lacks):
                 break
             resolved, before = changed, plan

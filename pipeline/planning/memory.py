@@ -24,6 +24,7 @@ MOMENTS, MOMENTS_8BIT = 8, 2 + 8 / 256  # AdamW's two: in fp32, and in 8 bits wi
 CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
 NCCL = (GIB // 2, GIB)
 UNUSED_REST = (0.04, 0.09)
+POOL_BLOCK = 20 * 2**20  # that torch's allocator takes for tensors of 1 to 10 MiB, also in the pool of a CUDA graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class PhaseMemory:
     """The peak of a phase on one GPU, in bytes of tensors, by what holds them.
 
     states: weights, optimizer and what else lasts. gradients: with buckets and temporary copies. gathered: by ZeRO
-    stage 3. rollout: KV cache and copied weights. activations: with logits.
+    stage 3. rollout: KV cache and copied weights. activations: with logits. graph: the pool of the decode step's CUDA
+    graph, which is reserved and in no tensor: it counts in expected and high alone.
     """
 
     states: int
@@ -139,6 +141,7 @@ class PhaseMemory:
     gathered: int = 0
     rollout: int = 0
     activations: int = 0
+    graph: int = 0
 
     @property
     def total(self) -> int:
@@ -167,14 +170,14 @@ class MemoryPlan:
         """The phase with the highest peak."""
         return max(self.phases, key=lambda name: self.phases[name].total)
 
-    def reserved(self, tensors: int) -> tuple[int, int]:
-        """Return what a process takes of the device, expected and high, when its tensors have so many bytes."""
-        return reserved(tensors, self.besides)
+    def reserved(self, phase: str = "") -> tuple[int, int]:
+        """Return what a process takes of the device in a phase, by default the worst: expected and high."""
+        return reserved(self.phases[phase or self.worst], self.besides)
 
 
-def reserved(tensors: int, besides: tuple[int, int]) -> tuple[int, int]:
-    """Return what a process takes of a device, expected and high, when its tensors have so many bytes."""
-    expected, high = (int(tensors * (1 + share)) + own for share, own in zip(UNUSED_REST, besides, strict=True))
+def reserved(peak: PhaseMemory, besides: tuple[int, int]) -> tuple[int, int]:
+    """Return what a process takes of a device at a peak, expected and high."""
+    expected, high = (int(peak.total * (1 + UNUSED_REST[i])) + peak.graph + besides[i] for i in (0, 1))
     return expected, high
 
 
@@ -215,22 +218,23 @@ def plan_memory(
     resident += sum(FP32 * sizes[role].trained for role, use in uses.items() if use.averaged)
     leaving = sum(held.optimizer for held in states.values()) if needs.idle_states_leave else 0
     besides = bytes_of_libraries(target, ranks)
-    rollout = slots = 0
-    keeps = False
+    slots, keeps, buffers = 0, False, dict[str, int]()
     if needs.rollout:
         free = target.memory - resident + leaving - besides[0]
         slots = needs.rollout.slots if not target.memory else needs.rollout.slots_that_fit(free)
-        rollout = needs.rollout.num_bytes(slots)
+        step = peak_bytes(uses["actor"], dtype, Pass("actor", slots, 1)) + slots * needs.rollout.logits_bytes
+        pool = -(-step // POOL_BLOCK) * POOL_BLOCK if target.memory else 0
+        buffers = {"rollout": needs.rollout.num_bytes(slots), "graph": pool}
     phases: dict[str, PhaseMemory] = {}
     for name, passes in needs.phases.items():
         held = resident if name == "train" else resident - leaving
         phases[name] = phase_memory(passes, uses, states, dtype=dtype, resident=held)
     if needs.rollout:
-        others = max(phase.total for name, phase in phases.items() if name != "generate")
-        is_short = 0 < target.memory < reserved(others + rollout, besides)[1]
+        others = max((phase for name, phase in phases.items() if name != "generate"), key=lambda phase: phase.total)
+        is_short = 0 < target.memory < reserved(replace(others, **buffers), besides)[1]
         keeps = not (needs.rollout.always_released or is_short)
-    for name in phases if keeps else ["generate"] if rollout else []:
-        phases[name] = replace(phases[name], rollout=rollout)
+    for name in phases if keeps else ["generate"] if buffers else []:
+        phases[name] = replace(phases[name], **buffers)
     if needs.rollout and needs.rollout.copied_bytes:  # nothing is gathered besides the copies
         phases["generate"] = replace(phases["generate"], gathered=0)
     host = sum(held.host for held in states.values()) + leaving

@@ -49,7 +49,8 @@ class Rollout:
     num_responses, num_new_tokens: of a rollout on a rank, at most. share_of_free: of the free memory that the cache may
     take; with fewer slots the other responses wait. always_released: the buffers are given back before the update; else
     they are where it has no memory beside them. tensor_parallel_size: GPUs that share the weights, each with as many
-    rows; hidden_bytes: of a token's hidden state, which they exchange.
+    rows; hidden_bytes: of a token's hidden state, which they exchange. logits_bytes: of a slot's logits at a decode
+    step, with what the draw makes of them.
     gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: they are not streamed.
     """
 
@@ -63,6 +64,7 @@ class Rollout:
     always_released: bool
     tensor_parallel_size: int
     hidden_bytes: int
+    logits_bytes: int
     gathers_per_step: int
 
     def rounds(self, slots: int) -> int:

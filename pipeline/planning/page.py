@@ -8,7 +8,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import Outputs, outputs
-from pipeline.planning.duration import phase_seconds
+from pipeline.planning.duration import phase_seconds, renewal_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
 from pipeline.planning.memory import UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds, counted
@@ -51,7 +51,9 @@ class StagePlanner:
         needs, target = self.needs(resolved), self.target
         gather = resolved.config.deepspeed.zero3_gather
         exchanged = exchange_seconds(needs, self.jsons_of(resolved), plan, target, gather=gather)
-        own = phase_seconds(needs, self.dtype(resolved), target, slots=plan.slots)
+        own = dict(phase_seconds(needs, self.dtype(resolved), target, slots=plan.slots))
+        if needs.rollout and own:
+            own["generate"] += renewal_seconds(needs, plan, target)
         return {name: value + exchanged.get(name, 0.0) for name, value in own.items()}, exchanged
 
     def dtype(self, resolved: Resolved) -> str:
@@ -75,7 +77,7 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
         why = "--max_steps" if run.max_steps else f"about; --num_train_epochs {run.num_train_epochs:g}"
         rollouts = f" in {-(-num_steps // needs.steps_each)} rollouts" if needs.rollout else ""
         lines.append(f"  steps    {num_steps} of the optimizer{rollouts} ({why})")
-    lines += [*phase_lines(plan), *verdict_lines(plan, planner.target)]
+    lines += [*phase_lines(plan), *verdict_lines(needs, plan, planner.target)]
     times = planner.seconds(resolved, plan)
     if planner.target.memory:
         lines.append(f"  device   {planner.target.source}")
@@ -114,20 +116,25 @@ def phase_lines(plan: MemoryPlan) -> list[str]:
     lines = [row("phase, GiB", head)]
     for name, peak in plan.phases.items():
         parts = (peak.states, peak.gradients, peak.gathered, peak.rollout, peak.activations)
-        lines.append(row(name, [*map(gib, parts), *map(gib, (peak.total, *plan.reserved(peak.total)))]))
+        lines.append(row(name, [*map(gib, parts), *map(gib, (peak.total, *plan.reserved(name)))]))
     context = " to ".join(f"{value / GIB:.1f}" for value in plan.besides)
     rest = " to ".join(f"{share:.0%}" for share in UNUSED_REST)
     what = "CUDA's and NCCL's own" if plan.ranks > 1 else "CUDA's own"
-    return [*lines, f"  besides  in expected and high: {context} GiB of {what}, and {rest} of blocks that are not full"]
+    lines.append(f"  besides  in expected and high: {context} GiB of {what}, and {rest} of blocks that are not full")
+    if graphs := [f"{gib(peak.graph)} in {name}" for name, peak in plan.phases.items() if peak.graph]:
+        lines.append(f"  graph    {', '.join(graphs)}: pool of a decode step's CUDA graph, estimated from its tensors")
+    return lines
 
 
-def verdict_lines(plan: MemoryPlan, target: Target) -> list[str]:
+def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target) -> list[str]:
     """Return whether the stage fits, by how much, and what it takes of the host."""
     lines = []
     if plan.slots:
         kept = "kept during the update"
         if not plan.keeps_rollout:
             kept = "given back before the update, and allocated and its graph captured again for each rollout"
+        if renewal := renewal_seconds(needs, plan, target):
+            kept += f", {seconds_text(renewal)} of it (estimate)"
         lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {kept}")
     if plan.host:
         lines.append(f"  host     {gib(plan.host)} GiB of each machine hold offloaded states")
@@ -169,7 +176,7 @@ def disk_line(taken: Outputs) -> str:
 
 def verdict(plan: MemoryPlan, target: Target) -> str:
     """Return `fits`, `tight` or `does not fit`, with the figures of the worst phase."""
-    expected, high = plan.reserved(plan.phases[plan.worst].total)
+    expected, high = plan.reserved()
     if not target.memory:
         return "not judged: no GPU of known memory"
     peak = f"{gib(expected)} to {gib(high)} of {gib(target.memory)} GiB in phase {plan.worst}"
@@ -183,6 +190,6 @@ def verdict(plan: MemoryPlan, target: Target) -> str:
 
 def fits(plan: MemoryPlan, target: Target) -> bool:
     """Tell whether the expected peak is within the device's memory, and offloaded states within the host's."""
-    expected, _ = plan.reserved(plan.phases[plan.worst].total)
+    expected, _ = plan.reserved()
     host_fits = not target.host_memory or plan.host <= target.host_memory
     return not target.memory or (expected <= target.memory and host_fits)

@@ -1,10 +1,14 @@
 """Times of phases by hand, and against what was measured on H200s."""
 
+from dataclasses import replace
+
 import pytest
 from bench.planned import OPT, RUNS, planned_seconds, planner_of, ppo
 
+from pipeline.files import GIB
 from pipeline.launching.target import parse_target
-from pipeline.planning.duration import READ, SCORED, TRAINED, phase_seconds
+from pipeline.planning.duration import LAUNCH_S, READ, SCORED, TRAINED, phase_seconds, renewal_seconds
+from pipeline.run.device import DeviceConstants
 
 WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
 HEAD = 50_272 * 2048
@@ -29,6 +33,22 @@ def test_the_seconds_of_phases_by_hand(tmp_path):
     assert seconds["train"] * target.tflops * 1e12 * TRAINED == pytest.approx(actor + critic, rel=1e-6)
     halves = phase_seconds(needs, "bf16", target, slots=32)  # two rounds, each reads the weights
     assert halves["generate"] - seconds["generate"] == pytest.approx(256 * numel / (target.tb_per_s * 1e12 * READ))
+
+
+def test_the_time_to_make_again_what_was_given_back_by_hand(tmp_path):
+    """6 GiB of cache are zeroed, three decode steps of 24 layers launched; states go both ways at 50 GB/s."""
+    made = 6 * GIB / (4.8e12 * READ) + 3 * 24 * LAUNCH_S
+    seconds = {}
+    for words in ("", "--release_inference_cache true", "--offload_optimizer_during_rollout true"):
+        planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200", tmp_path)
+        plan = planner.memory(resolved)
+        seconds[words], _ = planner.seconds(resolved, plan)
+        assert renewal_seconds(planner.needs(resolved), plan, planner.target) == pytest.approx(made if words else 0)
+    kept, released, _ = seconds.values()
+    assert released["generate"] - kept["generate"] == pytest.approx(made) and released["train"] == kept["train"]
+    constants = DeviceConstants("NVIDIA H200", "2026-11-22", 0, 0.0, 0.0, host_gb_per_s=50.0)
+    measured = renewal_seconds(planner.needs(resolved), plan, replace(planner.target, measured=constants))
+    assert measured == pytest.approx(made + 2 * 12 * (1_315_758_080 + 331_196_416) / 50e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(TIMED)))])

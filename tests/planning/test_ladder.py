@@ -41,7 +41,7 @@ def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) 
     for line in lines:
         words += CHANGE.match(line)[1].split()
     plan = planner.memory(parse(SFTConfig, words, section="sft"))
-    return fits(plan, planner.target), plan.reserved(plan.phases[plan.worst].total)[0] / GIB
+    return fits(plan, planner.target), plan.reserved()[0] / GIB
 
 
 @pytest.mark.parametrize("memory_gib, gpus", slow_but([(2.6, 1)], [(2.6, 1), (2.2, 1), (3.2, 2)]))

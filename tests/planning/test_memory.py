@@ -151,6 +151,20 @@ def test_what_makes_room_for_what(tmp_path):
     assert few.slots == 1 and few.phases["generate"].total > 23.6 * GIB
 
 
+def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor(tmp_path):
+    """64 rows of 50,272 logits in bf16, 6.1 MiB, 24 bytes each where the nucleus is drawn from; 2.8 MiB of a layer."""
+    plain, nucleus = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200", tmp_path) for more in ("", "--top_p 0.9"))
+    small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB", tmp_path)  # whose cache is given back
+    assert {name: phase.graph // 2**20 for name, phase in plain.phases.items()} == dict.fromkeys(plain.phases, 20)
+    assert {name: phase.graph // 2**20 for name, phase in small.phases.items()} == {
+        "generate": 20,
+        "score": 0,
+        "train": 0,
+    }
+    assert nucleus.phases["generate"] == replace(plain.phases["generate"], graph=100 * 2**20)
+    assert nucleus.reserved("generate")[0] - plain.reserved("generate")[0] == 80 * 2**20
+
+
 def test_layers_are_gathered_where_the_weights_are_large(tmp_path):
     """On 40 GB an eighth is less than Llama-7B's 12.6 GiB, so a thousand million elements are whole at a time."""
     from bench.planned import LLAMA
