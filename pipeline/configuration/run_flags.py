@@ -7,6 +7,11 @@ from pipeline.configuration.groups import Dtype, Group
 
 # Flags behind those of a first start, with which a run goes on from what it has saved since.
 RESUME = ("--overwrite", "false", "--resume", "auto")
+# Flags of a run that only tries other flags.
+TRIED = {
+    "resume": "never", "overwrite": False, "keep_checkpoints": 0, "save_steps": 0, "eval_iters": 1, "print_steps": 1,
+    "enable_tensorboard": False, "enable_wandb": False,
+}  # fmt: skip
 
 
 class RunConfig(Group):

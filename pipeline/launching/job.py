@@ -19,11 +19,12 @@ from typing import IO, Any
 
 from pipeline import errors
 from pipeline.configuration.flags import Resolved, flag_words
-from pipeline.configuration.run_flags import RESUME
+from pipeline.configuration.run_flags import RESUME, RunConfig
 from pipeline.data.cache import cache_folder
 from pipeline.launching.dry_run import dry_run_stage
-from pipeline.launching.launcher import PARENT, Signals
-from pipeline.launching.machine import check_port, is_on_one_machine, num_ranks
+from pipeline.launching.launcher import PARENT, POLL_S, Signals, tuned_flags
+from pipeline.launching.machine import check_port, is_on_one_machine, launcher_values, num_ranks
+from pipeline.launching.plan import without_flag
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
@@ -42,7 +43,6 @@ STAGES = {
     "step3_ppo.main": ("step3_ppo.config", "PPOConfig", "ppo"),
 }
 HOST_LAUNCHER, MEASURING = "pipeline.launching.host_launcher", "pipeline.run.measure_device"
-POLL_S = 0.2
 TRIAL_STEPS = 3  # that a micro-batch must have memory for
 RANKS_PER_POLL = 64  # with more ranks the files are read less often
 SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
@@ -51,7 +51,7 @@ LAUNCHER_S = 6.0  # for the launcher to end with the signal that a rank died of
 ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop together, after the save
 
 
-def run_job(module: str, words: list[str], command: Sequence[str], signals: Signals) -> int:
+def run_job(module: str, words: list[str], command: list[str], signals: Signals) -> int:
     """Run `command`, which starts the stage `module` with `words`; print how it ended; return the exit code.
 
     Raises:
@@ -60,7 +60,9 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
     # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
     if os.environ.get(PARENT) == str(os.getppid()):
         end_with_parent(os.getppid(), signal.SIGTERM)
-    resolved, section = stage_flags(module, words)
+    tuning = launcher_values(command)["--autotuning"]
+    # The file of a search holds lists, of which a stage never hears.
+    resolved, section = stage_flags(module, without_flag(words, "deepspeed_config") if tuning else words)
     ranks = None if resolved.config.run.target else num_ranks(command)
     if resolved.config.run.starts_nothing:
         dry_run_stage(resolved, section, ranks=ranks)
@@ -74,8 +76,12 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
             return subprocess.call(command, env={**os.environ, RUN_DIR: str(run_dir.resolve())})
     again, variables = list[str](), dict[str, str]()
     with locked(run_dir) if is_first_host(command) else nullcontext():
-        if resolved.config.run.auto_fit or resolved.config.run.auto_batch:
+        if tuning or resolved.config.run.auto_fit or resolved.config.run.auto_batch:
             command = [*command, *chosen_words(resolved, section, command, signals)]
+        if tuning == "tune":
+            return errors.EXIT_DONE
+        if tuning:
+            del command[(place := command.index("--autotuning")) : place + 2]
         while True:
             check_nobody_left(run_dir)
             if is_first_host(command):
@@ -99,24 +105,31 @@ def run_job(module: str, words: list[str], command: Sequence[str], signals: Sign
 
 
 def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signals: Signals) -> list[str]:
-    """Return the words that --auto_fit and --auto_batch add to a command, and write them as a preset for resumes.
+    """Return the words that --auto_fit, --auto_batch and --autotuning add to a command, and write them as a preset.
 
     Raises:
-        EnvironmentFault, StoppedRun: see `planning.automatic.chosen_flags`.
+        InputError, EnvironmentFault, StoppedRun: see `planning.automatic.chosen_flags` and `tuned_flags`.
     """
-    run_dir = run_folder(resolved.config.run, section)
+    run: RunConfig = resolved.config.run
+    run_dir = run_folder(run, section)
     file = automatic_file(run_dir)
-    if (words := automatic_words(resolved, run_dir)) is not None:
+    tuning = launcher_values(command)["--autotuning"]
+    if (words := automatic_words(resolved, run_dir, tuned=tuning == "run")) is not None:
         say(f"as chosen before ({file}): {shlex.join(words) or 'nothing that no flag of this command replaces'}")
         return words
-    # By name: it plans models, which are above this package.
-    automatic = importlib.import_module("pipeline.planning.automatic")
-    cache = cache_folder(resolved.config.data.data_output_path or None)
-    flags = automatic.chosen_flags(resolved, section, command, signals, run_dir=run_dir, cache=cache)
+    if tuning:
+        if section != "sft" or not is_on_one_machine(command) or run.auto_fit or run.auto_batch:
+            raise errors.InputError("--autotuning: for stage 1 on one machine, and without --auto_fit and --auto_batch")
+        flags = tuned_flags(command, signals, run_dir)
+    else:
+        # By name: it plans models, which are above this package.
+        automatic = importlib.import_module("pipeline.planning.automatic")
+        cache = cache_folder(resolved.config.data.data_output_path or None)
+        flags = automatic.chosen_flags(resolved, section, command, signals, run_dir=run_dir, cache=cache)
     file.unlink(missing_ok=True)  # of an earlier run, which nothing is to resume with
     if flags:
         write_choice(file, resolved, flags)
-        say(f"written to {file}, which a resumed run takes")
+        say(f"written to {file}, a file for --preset or --config")
     return flag_words(flags)
 
 

@@ -1,22 +1,40 @@
-"""Launch scripts as child processes of `rlhf train`: their paths, their start, its signals, their exit codes.
+"""Child processes that start jobs: launch scripts with their signals and exit codes, and DeepSpeed's autotuning.
 
 The ranks are watched by the script's supervisor (pipeline/launching/supervisor.py).
 """
 
+import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from pipeline.errors import EXIT_STOPPED
-from pipeline.processes import REPEAT_S
+from pipeline.configuration.ds_json import read_user_json
+from pipeline.configuration.flags import flag_words
+from pipeline.configuration.run_flags import TRIED
+from pipeline.errors import EXIT_STOPPED, EnvironmentFault, InputError, StoppedRun
+from pipeline.files import write_text
+from pipeline.processes import REPEAT_S, kill_session
+from pipeline.run.layout import automatic_file
 
 # Process id of an `rlhf train`, at whose death the supervisor stops.
 PARENT = "RLHF_TRAIN_PID"
+POLL_S = 0.2
+# Flags whose values the JSON of a search holds, also where the command gives others.
+TUNED = {
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+# Where DeepSpeed looks for programs: this environment is not always on the path.
+SEARCHED = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def launch_file(name: str) -> Path:
@@ -66,3 +84,52 @@ class Signals:
             self.first = now
         elif now - self.first >= REPEAT_S:
             self.second = number
+
+
+def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path) -> dict[str, Any]:
+    """Return the flags that DeepSpeed's autotuning has found: a copy of its JSON in the run folder.
+
+    Its experiments are runs of the stage's script, in a folder that is deleted.
+
+    Raises:
+        InputError: no file with an autotuning block. EnvironmentFault: it needs a program, or has found nothing.
+        StoppedRun: on a signal.
+    """
+    place = command.index("--module")
+    module, words = command[place + 1], command[place + 2 :]
+    missing = [] if shutil.which("pdsh", path=SEARCHED) else ["pdsh (Debian, Ubuntu: apt-get install pdsh)"]
+    missing += [] if find_spec("tabulate") else ["tabulate (pip install tabulate)"]
+    if missing:
+        raise EnvironmentFault(f"--autotuning: DeepSpeed's search needs {' and '.join(missing)}; install it")
+    results = results_folder(dict(zip(words, words[1:], strict=False)).get("--deepspeed_config", ""))
+    found, script, folder = results / "ds_config_optimal.json", find_spec(module), run_dir / "autotuning"
+    found.unlink(missing_ok=True)
+    tried = flag_words({**TRIED, "run_dir": folder / "run", "output_dir": folder / "model"})
+    shown = ("--log_level", "info", "--autotuning", "tune")  # the run after it is ours to watch
+    search = [*command[:place], *shown, str(script and script.origin), *words, *tried]
+    environment = {**os.environ, "PATH": SEARCHED}
+    process = subprocess.Popen(search, start_new_session=True, stdin=subprocess.DEVNULL, env=environment)
+    try:
+        while process.poll() is None and signals.first is None:
+            time.sleep(POLL_S)
+    finally:
+        kill_session(process.pid)
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+    if signals.first is not None:
+        raise StoppedRun("stopped while DeepSpeed searched; the same command starts again")
+    if not found.is_file():
+        raise EnvironmentFault(f"--autotuning: DeepSpeed has found nothing that runs; see {results}/*/stderr.log")
+    kept = automatic_file(run_dir.resolve()).with_suffix(".json")
+    write_text(kept, found.read_text(encoding="utf-8"))
+    tuned = read_user_json(kept)
+    return {"deepspeed_config": str(kept)} | {flag: tuned[key] for flag, key in TUNED.items() if key in tuned}
+
+
+def results_folder(file: str) -> Path:
+    """Return the folder of DeepSpeed's results that its JSON names. Raises InputError where it asks for no search."""
+    try:
+        tuning = json.loads(Path(file).read_text(encoding="utf-8"))["autotuning"]
+        return Path(tuning.get("results_dir", "autotuning_results"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise InputError(f"--deepspeed_config {file}: wanted a JSON with a block autotuning (docs/memory.md)") from None

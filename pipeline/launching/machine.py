@@ -15,7 +15,7 @@ from pipeline.errors import EnvironmentFault, InputError, nearest
 HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
 NO_HOSTFILE = "/dev/null"  # launch/_run.sh names it where all ranks are on this machine
-# Flags of DeepSpeed's launcher that choose hosts and GPUs, and their other names.
+# Flags of DeepSpeed's launcher that choose hosts and GPUs, or a search before the run, and their other names.
 LAUNCHER_NAMES = {
     "--hostfile": "-H",
     "--include": "-i",
@@ -23,6 +23,7 @@ LAUNCHER_NAMES = {
     "--num_nodes": "--num_nodes",
     "--num_gpus": "--num_accelerators",
     "--node_rank": "--node_rank",
+    "--autotuning": "--autotuning",
 }
 
 

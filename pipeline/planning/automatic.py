@@ -17,6 +17,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, flag_words, validated
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
+from pipeline.configuration.run_flags import TRIED
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, StoppedRun
 from pipeline.files import read_object, write_json
 from pipeline.launching.dry_run import stage_planner
@@ -29,11 +30,6 @@ from pipeline.planning.ladder import changes
 from pipeline.planning.page import fits, verdict
 
 MEMORY_WORDS = "out of memory"
-# Flags of a run that only tries a micro-batch.
-TRIED = {
-    "resume": "never", "overwrite": False, "keep_checkpoints": 0, "save_steps": 0, "eval_iters": 1, "print_steps": 1,
-    "enable_tensorboard": False, "enable_wandb": False,
-}  # fmt: skip
 
 
 def chosen_flags(

@@ -45,8 +45,8 @@ def clear(run_folder: Path) -> None:
 
 
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:
-    """Write the flags that --auto_fit and --auto_batch chose as a preset, with the values that were given for them."""
-    heading = "# Chosen by --auto_fit and --auto_batch; a preset for --preset or --config.\n"
+    """Write the flags that a search chose as a preset, with the values that were given for them."""
+    heading = "# Chosen by --auto_fit, --auto_batch or --autotuning; a preset for --preset or --config.\n"
     replaced = f"{IN_PLACE_OF}{json.dumps(given_values(resolved, flags))}\n"
     write_text(file, heading + replaced + yaml.safe_dump(dict(flags), sort_keys=False))
 
@@ -57,8 +57,10 @@ def given_values(resolved: Resolved, names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if resolved.origins[name] != "default"}
 
 
-def automatic_words(resolved: Resolved, run_folder: Path) -> list[str] | None:
+def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False) -> list[str] | None:
     """Return the flags that --auto_fit and --auto_batch chose for the run that goes on here, as words; else None.
+
+    So for those of --autotuning, where the run is `tuned`, in whatever rows of a step.
 
     A flag that is given now and was not given so then is left out: the given value holds. None, too, where another
     number of rows is asked for in an optimizer step: it is not hidden by what was chosen.
@@ -70,13 +72,13 @@ def automatic_words(resolved: Resolved, run_folder: Path) -> list[str] | None:
     run: RunConfig = config.run
     saved = [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
     goes_on = run.resumes_from != "never" and any(map(Path.is_file, saved))
-    if not ((run.auto_fit or run.auto_batch) and goes_on and file.is_file()):
+    if not ((run.auto_fit or run.auto_batch or tuned) and goes_on and file.is_file()):
         return None
     flags, before = load_yaml(str(file)), dict[str, Any]()
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith(IN_PLACE_OF):
             before = json.loads(line.removeprefix(IN_PLACE_OF))
-    if BATCH[1] in flags:
+    if BATCH[1] in flags and not tuned:
         rows = flags[BATCH[0]] * flags[BATCH[1]]
         if rows != batch_sizes(config, 1)["rows of an optimizer step"]:
             return None

@@ -49,7 +49,7 @@ def environment_file(run_dir: Path) -> Path:
 
 
 def automatic_file(run_dir: Path) -> Path:
-    """Return the preset that --auto_fit and --auto_batch write: the flags that they have chosen for a run."""
+    """Return the preset that --auto_fit, --auto_batch and --autotuning write: the flags that they chose for a run."""
     return run_dir / "automatic.yaml"
 
 

@@ -12,7 +12,8 @@ TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
 
 # Plays `python -m deepspeed.launcher.runner` or our launcher of hosts.
 # It notes its words, then what $STUB_OUTCOMES wants: "0,0" are two ranks that
-# write these codes ("null": none), "wait" is one rank that runs until SIGTERM. Everything else goes to the real Python.
+# write these codes ("null": none), "wait" is one rank that runs until SIGTERM. A search (--autotuning)
+# finds $STUB_TUNED. Everything else goes to the real Python.
 PYTHON_STUB = """#!{python}
 import json, os, signal, socket, sys, time
 from contextlib import suppress
@@ -26,6 +27,11 @@ names = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONWARNINGS", "C
 environment = {{name: os.environ.get(name) for name in names}}
 with open(os.environ["STUB_LOG"], "a") as log:
     log.write(json.dumps({{"argv": sys.argv[3:], "environment": environment, "cwd": os.getcwd()}}) + "\\n")
+if "--autotuning" in sys.argv:
+    if "STUB_TUNED" in os.environ:
+        Path("autotuning_results").mkdir()
+        Path("autotuning_results/ds_config_optimal.json").write_text(os.environ["STUB_TUNED"])
+    sys.exit(0)
 wanted = os.environ.get("STUB_OUTCOMES")
 if wanted is None:
     sys.exit(0)
