@@ -36,7 +36,7 @@ from pipeline.models.lora import (
     quantization_of,
 )
 from pipeline.models.paths import at_flag, check_language_model, read_adapter_config, reading_error
-from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, kernel_fields, warn_once
+from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, check_text_model, warn_once
 from pipeline.out_of_memory import is_out_of_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,13 +74,7 @@ def load_config(path: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
     except Exception as error:
         raise reading_error(path, "cannot read a model configuration", error) from error
-    if fields := list(kernel_fields(raw)):
-        raise InputError(f"{path}: config.json: {fields[0]}: code from the hub is never run; remove the field")
-    if tower := next((kind for kind in ("vision", "audio") if f"{kind}_config" in raw), None):
-        raise InputError(
-            f"{path}: {config.model_type} has a {tower} tower (config.json: {tower}_config); only text decoders are "
-            "trained here: give a checkpoint of the language model alone"
-        )
+    check_text_model(path, config, raw)
     # Fields that are private to transformers steer what it loads.
     declared = getattr(type(config), "__dataclass_fields__", {})
     private = [name for name in raw if name.startswith("_") and name not in (*HARMLESS_FIELDS, *declared)]
@@ -209,7 +203,8 @@ def with_adapter(model: Any, path: str, *, merged: bool) -> Any:
         if not model.can_generate() and config.task_type == "CAUSAL_LM":
             config.task_type = None  # a reward model that starts from the adapter of a language model
         wrapped: Any = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merged)
-        return wrapped.merge_and_unload() if merged else wrapped
+        # peft froze the base for its adapter; a merged model is trained as a whole.
+        return wrapped.merge_and_unload().requires_grad_(True) if merged else wrapped
     except Exception as error:
         raise reading_error(path, "cannot load the adapter", error) from error
 
@@ -307,14 +302,21 @@ def load_pretrained(
 
 
 def stored_quantization(config: PretrainedConfig) -> str:
-    """Return how the linear layers of a model with this configuration are stored: int8 by `rlhf export`, else none."""
+    """Return how the linear layers are stored: int8 by `rlhf export`, another program's method (gptq, fp8), or none."""
     entry = getattr(config, "quantization_config", None) or {}
-    return "int8" if entry.get("quant_method") == STORED_INT8 else "none"
+    method = str(entry.get("quant_method") or "none")
+    return "int8" if method == STORED_INT8 else method
 
 
 def check_stored_quantization(path: str, quantization: str, flag: str) -> None:
-    """Raise InputError if the model at `path` is stored as int8, which the value of `flag` is not."""
-    if (stored := stored_quantization(load_config(path))) not in ("none", quantization):
+    """Raise InputError if the model at `path` is stored as int8, which the value of `flag` is not, or as others do."""
+    stored = stored_quantization(load_config(path))
+    if stored not in ("none", "int8"):
+        raise InputError(
+            f"{path}: its weights are stored as {stored} (config.json: quantization_config), which cannot be trained "
+            f"here; give its checkpoint in 16 bits, and {flag} int8 or nf4 with LoRA to quantise that while loading"
+        )
+    if stored not in ("none", quantization):
         raise InputError(f"{path}: its weights are stored as {stored}; give {flag} {stored}, with LoRA")
 
 

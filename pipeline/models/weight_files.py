@@ -87,6 +87,35 @@ def check_code(folder: Path, config: Mapping[str, Any], flag: str = "") -> None:
         warn_once(f"{folder}: model type {kind} is untested here; {', '.join(TESTED_TYPES)} are tested")
 
 
+def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
+    """Raise InputError for a model that is not for text alone, does not generate it, or would run code from the hub.
+
+    Args:
+        config: configuration that transformers made of `raw`, the content of config.json.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    if fields := list(kernel_fields(raw)):
+        raise InputError(f"{path}: config.json: {fields[0]}: code from the hub is never run; remove the field")
+    kind = config.model_type
+    if tower := next((name for name in ("vision", "audio") if f"{name}_config" in raw), None):
+        raise InputError(
+            f"{path}: {kind} has a {tower} tower (config.json: {tower}_config); only text decoders are trained here: "
+            "give a checkpoint of the language model alone"
+        )
+    classes: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder:
+        classes = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    # transformers has a causal class for most encoders, too, which sees the tokens that follow unless this is set.
+    elif type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        classes = ()
+    if type(config) not in classes:
+        raise InputError(
+            f"{path}: {kind} does not generate text from left to right (encoders such as BERT do not); give a language "
+            "model (OPT, Llama, Qwen, ...)"
+        )
+
+
 def kernel_fields(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Yield fields of a config.json, at any depth, that name an attention or expert implementation from the hub.
 

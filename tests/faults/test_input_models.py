@@ -218,6 +218,21 @@ def test_a_model_whose_weights_are_not_finite(
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
+@pytest.mark.parametrize("command", ["sft", "reward", "ppo"])
+def test_a_start_model_that_another_program_quantised(
+    command: str, method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks for a package, or loads weights without gradients, after all rows are tokenised."""
+    path, prefix = tmp_path / "base", "actor_" if command == "ppo" else ""
+    shutil.copytree(folder / "base", path)
+    config(quantization_config={"quant_method": method, "bits": 4})(path)
+    with stopped_at_the_models(monkeypatch):
+        ending = call(command, stage_words(command, folder, tmp_path, **{f"{prefix}model_name_or_path": path}))
+    says = f"{path}: its weights are stored as {method} (config.json: quantization_config), which cannot be trained"
+    assert says in refusal(ending) and f"--{prefix}quantization int8 or nf4" in refusal(ending)
+
+
 FLASH = {
     "sft": ["attn_implementation"],
     "reward": ["attn_implementation"],

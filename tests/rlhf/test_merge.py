@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,14 @@ def test_merged_weights_are_the_original_ones_plus_the_product(base: str, adapte
             weight = weight + 8 / 4 * lora[f"{layer}.lora_B.weight"] @ lora[f"{layer}.lora_A.weight"]
         torch.testing.assert_close(found[name], weight)
     assert len(lora) == 2 * 2 * 7
+
+
+def test_an_adapter_that_is_merged_while_loading_is_trained_as_a_whole(adapter: str) -> None:
+    """peft froze the weights of its base."""
+    models = [load_causal_lm(adapter, dtype=torch.float32)]
+    settings: dict[str, Any] = {"dtype": torch.float32, "quantization": "none", "new_head": True}
+    models.append(load_reward_model(adapter, **settings).model)
+    assert all(parameter.requires_grad for model in models for parameter in model.parameters())
 
 
 @torch.no_grad()
