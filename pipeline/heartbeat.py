@@ -113,10 +113,13 @@ def replace_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 class RowProgress:
-    """Rows that are done, of `total` where it is known; every PROGRESS_INTERVAL_S a line tells number and rate."""
+    """Rows that are done, of `total` where it is known; every PROGRESS_INTERVAL_S a line tells number and rate.
+
+    Where there was such a line, the last row has one, too.
+    """
 
     def __init__(self, what: str, total: int | None = None) -> None:
-        self._what, self._of = what, "" if total is None else f" of {total:,}"
+        self._what, self._total, self._of = what, total, "" if total is None else f" of {total:,}"
         self._done = 0
         self._started = self._told = time.monotonic()
 
@@ -125,7 +128,8 @@ class RowProgress:
         self._done += num_rows
         beat_again()
         now = time.monotonic()
-        if now - self._told >= PROGRESS_INTERVAL_S:
+        is_end = self._done == self._total and self._told > self._started
+        if is_end or now - self._told >= PROGRESS_INTERVAL_S:
             self._told = now
             rate = self._done / (now - self._started)
             log.info("%s: %s%s rows, %s rows/s", self._what, f"{self._done:,}", self._of, f"{rate:,.0f}")

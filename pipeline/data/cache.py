@@ -21,7 +21,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts, Fate
 from pipeline.data.selection import DataOptions, Stage, mixed_sizes, ratios_of, select_records, uniform
-from pipeline.data.shards import SHARDS, write_rows
+from pipeline.data.shards import SHARDS, ShardWriters, write_rows
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.spool import Spool
 from pipeline.data.templates import set_template
@@ -144,7 +144,7 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
 
     def write(name: str, fate: Fate, chosen: "np.ndarray") -> int:
         own, file = Counts(), partial / f"{name}.arrow"
-        num_rows = write_rows(file, stage, records, chosen, tokenizer=tokenizer, options=options, counts=own)
+        num_rows = write_rows(file, stage, records, chosen, writers=writers, block_size=options.max_seq_len, counts=own)
         for path, part in records.by_source(chosen):
             own.settle(fate, path, len(part))
         for fates in own.sources.values():
@@ -169,7 +169,10 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
     try:
         partial.mkdir(mode=0o700, exist_ok=True)
         (partial / CACHE_TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n", encoding="utf-8")
-        with Spool(partial / "records.jsonl") as records:
+        with (
+            ShardWriters(tokenizer, options) as writers,
+            Spool(partial / "records.jsonl", writers.start) as records,
+        ):
             selected = select_records(stage, options, records, counts)
             num_train = write_train(selected.train)
             write("eval", "held out", selected.eval)

@@ -172,7 +172,7 @@ def _kept_records(text: str, options: DataOptions, records: Spool, counts: Count
     counts.sources.setdefault(path, Counter())  # in the order of the paths, whatever happens to their rows
     first = len(records)
     for record in read_records(rows, counts, column_map=options.column_map):
-        if mixture == "ratio" or uniform("weight", options.seed, record.prompt_id) < weight:
+        if mixture == "ratio" or weight == 1.0 or uniform("weight", options.seed, record.prompt_id) < weight:
             records.append(record)
         else:
             counts.add("left out", "prompt beyond the weight of its data path", record.origin)

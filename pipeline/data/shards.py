@@ -7,15 +7,20 @@ one shard per process, all of which are finished at the end only, and forks a pr
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
@@ -23,7 +28,7 @@ from pipeline.data.counts import Counts
 from pipeline.data.spool import Spool, records_at
 from pipeline.data.tokenization import TokenizationOptions, documents, pair_rows, prompt_rows, sft_rows
 from pipeline.errors import EnvironmentFault
-from pipeline.heartbeat import RowProgress, result_of
+from pipeline.heartbeat import INTERVAL_S, RowProgress, beat_again
 from pipeline.processes import GIB, end_with_parent
 
 if TYPE_CHECKING:
@@ -34,7 +39,7 @@ log = logging.getLogger(__name__)
 
 SHARDS = ".shards"
 SHARD_RECORDS = 1000
-PARALLEL_RECORDS = 5_000  # for fewer the start of processes takes longer than it saves
+PARALLEL_RECORDS = 2_000  # for fewer the start of processes takes longer than it saves
 WORKER_BYTES = GIB // 4  # of a process that tokenises, with a large vocabulary
 TOKENISERS: dict[str, Callable[..., Iterator[Any]]] = {
     "sft": sft_rows,
@@ -68,14 +73,14 @@ def write_rows(
     records: Spool,
     positions: "np.ndarray",
     *,
-    tokenizer: "PreTrainedTokenizerBase",
-    options: TokenizationOptions,
+    writers: "ShardWriters",
+    block_size: int,
     counts: Counts,
 ) -> int:
     """Write the rows of the records at these positions to an Arrow stream file, and return the number of rows.
 
-    `counts` gets what was dropped. Documents are joined to blocks behind all other rows. Shards are kept in a folder
-    beside `file`, of suffix SHARDS.
+    `counts` gets what was dropped. Documents are joined to blocks of `block_size` tokens behind all other rows. Shards
+    are kept in a folder beside `file`, of suffix SHARDS.
 
     Raises:
         InputError: the earliest shard's error. EnvironmentFault: a process was killed.
@@ -92,63 +97,135 @@ def write_rows(
     missing = [shard for shard in shards if not shard.file.is_file()]
     if len(missing) < len(shards):
         log.info("%s: %d of %d shards are finished already", file.stem, len(shards) - len(missing), len(shards))
-    tokenise(missing, tokenizer, options, what=f"tokenising {file.stem} rows")
-    return join(file, stage, shards, options.max_seq_len, counts)
+    writers.write(missing, what=f"tokenising {file.stem} rows")
+    return join(file, stage, shards, block_size, counts)
 
 
-def tokenise(
-    shards: Sequence[Shard], tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, *, what: str
-) -> None:
-    """Write the files of all shards, by several processes where there are many records."""
-    num_records = sum(len(shard.starts) for shard in shards)
-    progress = RowProgress(what, num_records)
-    processes = num_processes(num_records)
-    if processes == 1:
-        for shard in shards:
-            write_shard(shard, tokenizer, options)
-            progress.add(len(shard.starts))
-        return
-    log.info("%s: %d processes", what, processes)
-    todo, finished, errors = iter(enumerate(shards)), list[int](), dict[int, Exception]()
+class ShardWriters:
+    """This process and those that write the shards of a preparation with it; they end with the context.
 
-    def work(write: Callable[[Shard], None]) -> None:
-        """Write the first shard that nobody has begun, again and again, until none is left or one fails."""
-        for number, shard in todo:
-            try:
-                write(shard)
-                finished.append(len(shard.starts))
-            except Exception as error:
-                errors[number] = error
-                list(todo)  # nobody begins another
+    They are started while the sources are read, one more for every SHARD_RECORDS records, and import meanwhile. Each is
+    a program of its own: a forked child of a process with other threads (torch's, NCCL's) may wait for ever for one of
+    their locks.
+    """
 
-    def write_here(shard: Shard) -> None:
-        write_shard(shard, tokenizer, options)
-        while finished:
-            progress.add(finished.pop())
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions) -> None:
+        self._work = tokenizer, options
+        self._todo: SimpleQueue[tuple[int, Shard] | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[int, Shard, Exception | None]] = SimpleQueue()
+        self._others: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
 
-    def write_there(shard: Shard) -> None:
-        pool.submit(write_shard_in_worker, shard).result()
+    def __enter__(self) -> Self:
+        return self
 
-    # Not forked: a child of a process with other threads (torch's, NCCL's) may wait for ever for one of their locks.
-    context = multiprocessing.get_context("spawn")
-    arguments = processes - 1, context, start_worker, (os.getpid(), tokenizer, options)
-    # The threads outlive the processes that they start: Linux ends those with their thread. This process, which has
-    # imported all already, tokenises while they start.
-    with ThreadPoolExecutor(processes - 1) as threads, ProcessPoolExecutor(*arguments) as pool:
+    def __exit__(self, *error: object) -> None:
+        self._drop_rest()
+        for process, _ in self._others:
+            process.kill()
+            self._todo.put(None)
+        for process, thread in self._others:
+            thread.join()
+            process.wait()
+
+    def start(self, num_records: int) -> None:
+        """Start the processes that this number of records is worth, as far as they do not run yet."""
+        while num_records % SHARD_RECORDS == 0 and len(self._others) + 1 < num_processes(num_records):
+            process, connection = start_process()
+            thread = threading.Thread(target=self._hand_over, args=(connection,))
+            self._others.append((process, thread))
+            thread.start()
+
+    def write(self, shards: Sequence[Shard], *, what: str) -> None:
+        """Write the files of all shards. Raises the earliest shard's error, behind which no other shard is begun."""
+        progress = RowProgress(what, sum(len(shard.starts) for shard in shards))
+        if shards and self._others:
+            log.info("%s: %d processes", what, len(self._others) + 1)
+        num_left, errors = len(shards), dict[int, Exception]()
+        for item in enumerate(shards):
+            self._todo.put(item)
+        while num_left:
+            with suppress(Empty):
+                self._write_one()
+            beat_again()
+            with suppress(Empty):
+                while num_left:
+                    number, shard, error = self._done.get(timeout=INTERVAL_S * self._todo.empty())
+                    num_left -= 1
+                    if error:
+                        errors[number] = error
+                        num_left -= self._drop_rest()
+                    else:
+                        progress.add(len(shard.starts))
+        if errors:
+            raise errors[min(errors)]
+
+    def _write_one(self) -> None:
+        """Write the first shard that nobody has begun, in this process."""
+        item = self._todo.get_nowait()
+        assert item
+        error = None
         try:
-            workers = [threads.submit(work, write_there) for _ in range(processes - 1)]
-            work(write_here)
-            for worker in workers:
-                result_of(worker)
-        finally:
-            list(todo)
-    if errors:
-        error = errors[min(errors)]
-        if isinstance(error, BrokenProcessPool):
-            raise EnvironmentFault(
-                f"{what}: a process was killed (out of memory?); finished shards are kept, the same command goes on"
-            ) from error
-        raise error
+            write_shard(item[1], *self._work)
+        except Exception as raised:
+            error = raised
+        self._done.put((*item, error))
+
+    def _drop_rest(self) -> int:
+        """Drop the shards that nobody has begun, and return their number."""
+        number = 0
+        with suppress(Empty):
+            while self._todo.get_nowait():
+                number += 1
+        return number
+
+    def _hand_over(self, connection: Connection) -> None:
+        """Hand shards to a process, until None is there instead of one; the whole work of a thread."""
+        with connection:
+            with suppress(OSError):  # as for a shard, which tells it
+                connection.send(self._work)  # a large one is sent once the process reads
+            for item in iter(self._todo.get, None):
+                error: Exception | None
+                try:
+                    connection.send(item[1])
+                    error = connection.recv()
+                except (OSError, EOFError):
+                    error = EnvironmentFault(
+                        "a process that tokenises was killed (out of memory?); finished shards are kept, the same "
+                        "command goes on"
+                    )
+                self._done.put((*item, error))
+
+
+def start_process() -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that runs `serve`, and return it with the connection to it; Ctrl-C does not reach it.
+
+    Python's own "spawn" would first import the main program, with all that this imports.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    here, there = Pipe()
+    code = "from pipeline.data.shards import serve; serve()"
+    command = [sys.executable, "-P", "-c", code, str(os.getpid()), str(there.fileno())]
+    with there:  # the other process has its own: where it ends, `here` ends
+        process = subprocess.Popen(command, env=environment, pass_fds=[there.fileno()], process_group=0)
+    return process, here
+
+
+def serve() -> None:
+    """Write the shards that come, in a process that ends with its parent, and answer each with None or an error."""
+    parent, file = map(int, sys.argv[1:])
+    end_with_parent(parent, signal.SIGKILL)
+    connection = Connection(file)
+    tokenizer, options = connection.recv()  # imports transformers
+    while True:
+        shard, answer = connection.recv(), None
+        try:
+            write_shard(shard, tokenizer, options)
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            answer = error
+        connection.send(answer)
 
 
 def num_processes(num_records: int) -> int:
@@ -157,22 +234,6 @@ def num_processes(num_records: int) -> int:
         return 1
     in_memory = psutil.virtual_memory().available // WORKER_BYTES
     return max(1, min(len(os.sched_getaffinity(0)), num_records // SHARD_RECORDS, in_memory))
-
-
-_worker: tuple[Any, TokenizationOptions]  # tokenizer and options of a worker process
-
-
-def start_worker(parent: int, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions) -> None:
-    """Prepare a worker process, which ends with its parent and leaves Ctrl-C to it."""
-    global _worker
-    end_with_parent(parent, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = tokenizer, options
-
-
-def write_shard_in_worker(shard: Shard) -> None:
-    write_shard(shard, *_worker)
 
 
 def write_shard(shard: Shard, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions) -> None:
