@@ -20,6 +20,7 @@ PHASES = {
     "score": "activations, logits",
     "train": "gradients, activations, logits",
 }
+RESERVED = "gpu_reserved_gib"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +103,20 @@ class Peaks:
     def begin(self, phase: str) -> float:
         """Begin `phase` (one of PHASES, or empty); return the time, in seconds of time.monotonic()."""
         if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device) / GIB
-            self._peaks[self._phase] = max(peak, self._peaks.get(self._phase, 0.0))
+            allocated, reserved = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
+            for name, peak in ((self._phase, allocated), (RESERVED, reserved)):
+                self._peaks[name] = max(peak(self._device) / GIB, self._peaks.get(name, 0.0))
             torch.cuda.reset_peak_memory_stats(self._device)
         self._phase = phase
         return time.monotonic()
 
     def taken(self) -> dict[str, float]:
-        """End the phase; return `memory/<phase>_gib` and `gpu_memory_gib` since the last call."""
+        """End the phase; return `memory/<phase>_gib`, `gpu_memory_gib` and `gpu_reserved_gib` since the last call."""
         self.begin("")
         peaks, self._peaks = self._peaks, {}
         by_phase = {f"memory/{phase}_gib": peaks[phase] for phase in PHASES if phase in peaks}
+        if RESERVED in peaks:
+            by_phase[RESERVED] = peaks.pop(RESERVED)
         return by_phase | ({"gpu_memory_gib": max(peaks.values())} if peaks else {})
 
 

@@ -205,7 +205,7 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
 
 
 def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]:
-    """Make a run on these GPUs; return the GiB of its phases, or its highest. Raises BenchError."""
+    """Make a run on these GPUs; return the GiB of its phases, or its highest, and `reserved`. Raises BenchError."""
     output = inputs / "runs" / plain(run.name)
     output.mkdir(parents=True, exist_ok=True)
     command = launched(f"{STAGES[run.section]}.main", [*run_words(run, inputs), *output_words(output)], gpus=run.gpus)
@@ -218,7 +218,9 @@ def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]
     shutil.rmtree(output, ignore_errors=True)
     by_phase = {phase: found[f"{phase}_peak_gib"] for phase in phases.PHASES if f"{phase}_peak_gib" in found}
     # Stages 1 and 2 have one figure, that of training: nothing is evaluated.
-    return {phase: round(gib, 3) for phase, gib in (by_phase or {"train": found["peak_gib"]}).items()}
+    by_phase = by_phase or {"train": found["peak_gib"]}
+    by_phase["reserved"] = max(line.get("gpu_reserved_gib", 0.0) for line in lines)  # no phase: what the allocator held
+    return {phase: round(gib, 3) for phase, gib in by_phase.items()}
 
 
 def read_peaks(file: Path) -> Peaks:
@@ -233,7 +235,8 @@ def table(planned: Peaks, measured: Peaks) -> list[str]:
         if run.name not in measured:
             worst = max(planned[run.name], key=lambda phase, peaks=planned[run.name]: peaks[phase])
             lines.append(f"| {name} | {run.gpus} | {worst} | {planned[run.name][worst]:.1f} | not run | | |")
-        for phase, value in measured.get(run.name, {}).items():
+        phases_measured = {name: value for name, value in measured.get(run.name, {}).items() if name != "reserved"}
+        for phase, value in phases_measured.items():
             expected = planned[run.name][phase]
             near = "yes" if abs(expected - value) <= max(1.0, 0.05 * value) else "NO"
             cells = (name, run.gpus, phase, f"{expected:.1f}", f"{value:.1f}", f"{expected - value:+.1f}", near)

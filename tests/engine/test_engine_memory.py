@@ -160,13 +160,16 @@ class Meter:
     def max_memory_allocated(self, device: torch.device) -> int:
         return int(self.peak * 2**30)
 
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return int(self.peak * 2**31)
+
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.peak = 1.0
 
 
 def test_peaks_are_those_of_each_phase(monkeypatch):
     meter = Meter()
-    for name in ("max_memory_allocated", "reset_peak_memory_stats"):
+    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, getattr(meter, name))
     peaks = Peaks(torch.device("cuda"))
     meter.use(9.0)  # before the first phase: loading, an evaluation
@@ -174,11 +177,12 @@ def test_peaks_are_those_of_each_phase(monkeypatch):
         peaks.begin(phase)
         meter.use(peak)
     assert peaks.taken() == {
-        "memory/generate_gib": 5.0, "memory/score_gib": 3.0, "memory/train_gib": 4.0, "gpu_memory_gib": 9.0
+        "memory/generate_gib": 5.0, "memory/score_gib": 3.0, "memory/train_gib": 4.0, "gpu_memory_gib": 9.0,
+        "gpu_reserved_gib": 18.0,
     }  # fmt: skip
     peaks.begin("train")
     meter.use(6.0)
-    assert peaks.taken() == {"memory/train_gib": 6.0, "gpu_memory_gib": 6.0}
+    assert peaks.taken() == {"memory/train_gib": 6.0, "gpu_memory_gib": 6.0, "gpu_reserved_gib": 12.0}
     on_cpu = Peaks(CPU)
     on_cpu.begin("train")
     assert on_cpu.taken() == {}

@@ -75,6 +75,7 @@ def test_a_run_goes_the_same_way_with_and_without(tmp_path: Path, stage: int):
         lines = [line for line in read_metrics(run) if "step_s" in line]
         names = [f"memory/{phase}_gib" for phase in ("generate", "score", "train")]
         assert all(0 < line[name] <= line["gpu_memory_gib"] for line in lines for name in names)
+        assert all(line["gpu_memory_gib"] <= line["gpu_reserved_gib"] for line in lines)
         log = (run / "log.txt").read_text()
         assert log.count("memory of this rank") == 1 and "peak of generate" in log
         assert all(f"\n  {name} " in log for name in ("actor", "critic", "reference", "reward"))
