@@ -61,6 +61,10 @@ esac
 
 # --- the Python of the environment ----------------------------------------------------------------------------------
 PYTHON="${PYTHON:-$(command -v python || command -v python3)}"
+if ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("deepspeed") is None)'; then
+    echo "error: deepspeed is not installed for $PYTHON; activate the environment of the project (README.md, Install)" >&2
+    exit 3
+fi
 if [[ -e $root/pyproject.toml ]]; then
     # A checkout; an installed project is found without this.
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

@@ -134,3 +134,22 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class Signals:
+    """The first and second SIGINT, SIGTERM or SIGHUP to this process, kept until the job's loop asks."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.second: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has SIGHUP ignored, and means it.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+        elif now - self.first >= REPEAT_S:
+            self.second = number

@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from pipeline.console import outlive_console, quit_on_interrupt
-from pipeline.errors import EXIT_DONE, EXIT_INPUT, nearest
+from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest
 
 # Subcommand, which is also the module in this package -> its line of help.
 SUBCOMMANDS = {
@@ -41,7 +41,13 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
 def run_subcommand(name: str, words: list[str], *, prog: str) -> int:
     """Import a subcommand, which Ctrl-C ends quietly, and run it; returns the exit code."""
     quit_on_interrupt()
-    return importlib.import_module(f"rlhf.{name}").main(words, prog=prog)
+    try:
+        module = importlib.import_module(f"rlhf.{name}")
+    except ModuleNotFoundError as error:
+        what = f"{error.name} is not installed for {sys.executable}"
+        print(f"error: {what}; activate the environment of the project (README.md, Install)", file=sys.stderr)
+        return EXIT_ENVIRONMENT
+    return module.main(words, prog=prog)
 
 
 if __name__ == "__main__":

@@ -198,13 +198,17 @@ def finished_stages(plan: Plan) -> set[int]:
     return finished
 
 
-def show_plan(plan: Plan) -> None:
-    """Print the commands, and the dry run of every stage."""
+def show_plan(plan: Plan, finished: Collection[int]) -> None:
+    """Print the commands, and the dry run of every stage; of those that are `finished` that they are."""
     ranks = ranks_of(plan)
     for stage in plan.chosen:
-        print(header(stage, plan.config))
+        print(finished_line(stage) if stage.number in finished else header(stage, plan.config))
         show_stage(stage.resolved, stage.kind.section, ranks=ranks)
     sys.stdout.flush()
+
+
+def finished_line(stage: Stage) -> str:
+    return f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again"
 
 
 def header(stage: Stage, config: TrainConfig) -> str:
@@ -255,15 +259,16 @@ def run(argv: list[str], prog: str) -> int:
     if target_of(plan) is None:
         check_machine(plan.config)
     check_outputs({stage.kind.section: stage.resolved.config for stage in plan.chosen}, named_by_section=True)
-    finished = finished_stages(plan)
+    finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # a plan for elsewhere is of all
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
         if known_model(model) is None:
-            print(f"note: {flag} {model}: no preset; the built-in defaults hold where --config and flags say nothing")
+            note = "no preset; the built-in defaults hold where --config and flags say nothing"
+            print(f"note: {flag} {model}: {note}", flush=True)
     dry_run = plan.config.dry_run or any(stage.resolved.config.run.starts_nothing for stage in plan.chosen)
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:
-        show_plan(on_target(plan))
+        show_plan(on_target(plan), finished)
     to_run = {stage.kind.section: stage.argv for stage in plan.chosen if stage.number not in finished}
     ranks, hosts = ranks_of(plan), hosts_of(plan)
     python, code = environment["PYTHON"], EXIT_DONE
@@ -291,7 +296,7 @@ def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, 
     try:
         for stage in plan.chosen:
             if stage.number in finished:
-                print(f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again")
+                print(finished_line(stage))
             elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
                 return code
     except KeyboardInterrupt:

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError, InputError
+from pipeline.errors import CheckpointError
 from pipeline.files import digest, write_json
+from pipeline.run.earlier_runs import check_resume
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +101,7 @@ def find(run_dir: Path, resume: str) -> Path | None:
     """
     if resume == "never":
         return None
-    if resume != "auto" and not Path(resume).is_dir():
-        raise InputError(f"--resume {resume}: no such folder; wanted auto, never, or a checkpoint folder")
+    check_resume(resume)
     for left in (run_dir / "checkpoints").glob(".step-*.writing"):
         log.warning("checkpoint skipped: %s: was never finished", left)
     folders = candidates(run_dir / "checkpoints") if resume == "auto" else [Path(resume)]

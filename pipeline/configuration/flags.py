@@ -272,7 +272,7 @@ def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -
 def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """Return a line for one pydantic error: flag, value, origin, what would be right."""
     location = tuple(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "wanted")
     for name, flag in table.items():
         if location[: len(flag.path)] == flag.path:
             found = problem["input"]

@@ -22,13 +22,13 @@ from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.run_flags import RESUME, RunConfig
 from pipeline.data.cache import cache_folder
 from pipeline.launching.dry_run import dry_run_stage
-from pipeline.launching.launcher import PARENT, POLL_S, Signals, tuned_flags
+from pipeline.launching.launcher import PARENT, POLL_S, tuned_flags
 from pipeline.launching.machine import check_port, is_on_one_machine, launcher_values, num_ranks
 from pipeline.launching.plan import without_flag
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
-from pipeline.processes import end_with_parent, free_memory, kill_session, num_oom_kills, send
+from pipeline.processes import Signals, end_with_parent, free_memory, kill_session, num_oom_kills, send
 from pipeline.run.earlier_runs import automatic_words, write_choice
 from pipeline.run.entry import read_flags
 from pipeline.run.evaluations import metrics_lines

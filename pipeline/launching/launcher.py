@@ -22,7 +22,7 @@ from pipeline.configuration.flags import flag_words
 from pipeline.configuration.run_flags import TRIED
 from pipeline.errors import EXIT_STOPPED, EnvironmentFault, InputError, StoppedRun
 from pipeline.files import write_text
-from pipeline.processes import REPEAT_S, kill_session
+from pipeline.processes import Signals, kill_session
 from pipeline.run.layout import automatic_file
 
 # Process id of an `rlhf train`, at whose death the supervisor stops.
@@ -65,25 +65,6 @@ def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
     if received and code < 0:
         return EXIT_STOPPED, True  # the shell died of the signal before it had started anything
     return (code if code >= 0 else 128 - code), bool(received)
-
-
-class Signals:
-    """The first and second SIGINT, SIGTERM or SIGHUP to this process, kept until the job's loop asks."""
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.second: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has SIGHUP ignored, and means it.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.first is None:
-            self.first = now
-        elif now - self.first >= REPEAT_S:
-            self.second = number
 
 
 def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path) -> dict[str, Any]:

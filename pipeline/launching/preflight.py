@@ -24,6 +24,7 @@ from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import GIB, existing, free_bytes
 from pipeline.hub import is_reachable
 from pipeline.launching.target import this_machine
+from pipeline.run.earlier_runs import check_resume
 from pipeline.run.layout import model_folders, run_folder
 
 T = TypeVar("T")
@@ -87,6 +88,8 @@ def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_sect
         findings.flags = frozenset(flag_table(type(config)))
         start = look_at_models(findings, start_models(config, made), made, elsewhere=elsewhere)
         tokenizer = look_at_tokenizer(findings, config, start)
+        if not elsewhere:
+            findings.look("--resume", partial(check_resume, config.run.resume))
         for stage, options in findings.look("--column_map", partial(data_of, config, section)) or ():
             look_at_rows(findings, stage, options, tokenizer)
         made |= {str(folder): start for folder in model_folders(config, section)[:1]}

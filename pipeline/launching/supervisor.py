@@ -9,7 +9,7 @@ import sys
 
 from pipeline.console import outlive_console
 from pipeline.errors import RunError, StoppedRun, print_error
-from pipeline.launching.launcher import Signals
+from pipeline.processes import Signals
 
 
 def main(argv: list[str]) -> int:

@@ -22,12 +22,12 @@ from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputErro
 from pipeline.files import read_object, write_json
 from pipeline.launching.dry_run import stage_planner
 from pipeline.launching.job import ENDING_S, Trial, check_local_port, say, training_lines
-from pipeline.launching.launcher import Signals
 from pipeline.launching.machine import hosts_of_launcher, is_on_one_machine, num_ranks
 from pipeline.launching.target import Target, this_machine
 from pipeline.models.loading import load_config
 from pipeline.planning.ladder import changes
 from pipeline.planning.page import fits, verdict
+from pipeline.processes import Signals
 
 MEMORY_WORDS = "out of memory"
 

@@ -44,6 +44,12 @@ def clear(run_folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def check_resume(resume: str) -> None:
+    """Raise InputError for the value of --resume that names a folder which does not exist."""
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise InputError(f"--resume {resume}: no such folder; wanted auto, never, or a checkpoint folder")
+
+
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:
     """Write the flags that a search chose as a preset, with the values that were given for them."""
     heading = "# Chosen by --auto_fit, --auto_batch or --autotuning; a preset for --preset or --config.\n"

@@ -267,4 +267,4 @@ def test_a_value_of_the_json_is_checked_like_a_flag(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 4}}')
     (line,) = refusal(parse, SFTConfig, ["--deepspeed_config", str(file)], section="sft")
-    assert line.startswith(f"--zero_stage: found 4 ({file}): Input should be less than")
+    assert line.startswith(f"--zero_stage: found 4 ({file}): wanted less than")

@@ -122,7 +122,7 @@ def test_numbers():
     assert one("--steps", "5e2").config.steps == 500
     assert one("--rate", "2e-5").config.model.rate == 2e-5
     assert errors_of("--steps", "5e-1") == [
-        "--steps: found '5e-1' (command line): Input should be a valid integer, unable to parse string as an integer"
+        "--steps: found '5e-1' (command line): wanted a valid integer, unable to parse string as an integer"
     ]
 
 
@@ -209,14 +209,14 @@ def test_all_errors_together(tmp_path):
         "--kindd: unknown flag; did you mean --kind?",
         "--columns: found 2 values (a b), wanted one; quote a value with spaces",
         f"{file}: shufle: unknown flag; did you mean shuffle?",
-        "--rate: found 'x' (command line): Input should be a valid number, unable to parse string as a number",
-        f"--stage: found 9 ({file}): Input should be less than or equal to 3",
+        "--rate: found 'x' (command line): wanted a valid number, unable to parse string as a number",
+        f"--stage: found 9 ({file}): wanted less than or equal to 3",
     ]
 
 
 def test_choices_name_the_nearest():
     assert errors_of("--kind", "plane") == [
-        "--kind: found 'plane' (command line): Input should be 'auto' or 'plain'; did you mean plain?"
+        "--kind: found 'plane' (command line): wanted 'auto' or 'plain'; did you mean plain?"
     ]
 
 
@@ -319,7 +319,7 @@ def test_an_unknown_section_hides_no_other_error(tmp_path):
         f"{file}: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo are right",
         f"{file}: rate: beside the sections sft; put flags into a section",
         f"{file}: stpes: unknown flag; did you mean steps?",
-        f"--stage: found 9 ({file}): Input should be less than or equal to 3",
+        f"--stage: found 9 ({file}): wanted less than or equal to 3",
     ]
 
 

@@ -63,7 +63,7 @@ CASES = [
     Case("train", {"actor-model": "1.5b"}, "--actor-model: found '1.5b'"),
     Case("train", {"deployment-type": "single_gpus"}, "did you mean single_gpu?"),
     # Types.
-    Case("sft", {"max_seq_len": "many"}, "--max_seq_len: found 'many' (command line): Input should be a valid integer"),
+    Case("sft", {"max_seq_len": "many"}, "--max_seq_len: found 'many' (command line): wanted a valid integer"),
     Case("sft", {"learning_rate": "fast"}, "--learning_rate: found 'fast'"),
     Case("reward", {"packing": "true"}, "--packing: unknown flag"),
     Case("sft", {"packing": "maybe"}, "--packing: found 'maybe'"),
@@ -72,7 +72,7 @@ CASES = [
     in_yaml("sft", "sft: {seed: [1]}", "--seed: found [1] ("),
     in_yaml("reward", "learning_rate: {a: 1}", "learning_rate: unknown section"),
     # Ranges.
-    Case("sft", {"max_seq_len": 4}, "--max_seq_len: found '4' (command line): Input should be greater than or equal"),
+    Case("sft", {"max_seq_len": 4}, "--max_seq_len: found '4' (command line): wanted greater than or equal"),
     Case("sft", {"learning_rate": "-1e-5"}, "--learning_rate: found '-1e-5'"),
     Case("sft", {"learning_rate": "nan"}, "--learning_rate: found 'nan'"),
     Case("sft", {"learning_rate": "inf"}, "--learning_rate: found 'inf'"),

@@ -69,6 +69,19 @@ def test_a_program_runs_as_a_module(program):
 
 
 @pytest.mark.parametrize(
+    "command", [("train.py", "--dry-run"), ("chat.py", "x"), ("bash", "launch/single_gpu.sh", "1")]
+)
+def test_a_python_without_the_environment_is_told_in_one_line(tmp_path, command):
+    bare = write_program(tmp_path / "python", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    words = command if command[0] == "bash" else (str(bare), *command)
+    environment = {**os.environ, "PYTHON": str(bare)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert f" is not installed for {bare}; activate the environment" in done.stderr.replace(sys.executable, str(bare))
+
+
+@pytest.mark.parametrize(
     ("words", "module"),
     [
         (("train.py",), "pydantic"),

@@ -78,6 +78,9 @@ def test_finished_steps_are_skipped(finished):
     again = train(finished, *TINY, "--step", "1", STUB_OUTCOMES="0")
     assert again.returncode == 0 and "stage 1: finished already (output/sft)" in again.stdout
     assert len(started(finished)) == 1
+    assert f"\n{again.stdout.splitlines()[0]}\n" in f"\n{train(finished, *TINY, '--step', '1', '--dry-run').stdout}"
+    elsewhere = train(finished, *TINY, "--step", "1", "--sft.learning_rate", "1", "--target", "1xH100")
+    assert elsewhere.returncode == 0 and "\n$ bash" in elsewhere.stdout, "a plan for another machine is not of this run"
     train(finished, *TINY, "--step", "1", "--sft.max_steps", "10", "--sft.print_steps", "3", STUB_OUTCOMES="0")
     assert len(started(finished)) == 1, "the stub's run had 10 steps"
     train(finished, *TINY, "--step", "1", "--sft.max_steps", "11", STUB_OUTCOMES="0")

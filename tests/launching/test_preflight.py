@@ -102,6 +102,7 @@ CASES = {
     "soft caps": (
         {"sft": "--model_name_or_path capped --attn_implementation sdpa"}, "--sft.attn_implementation sdpa: capped caps"
     ),
+    "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; wanted auto, never, or a check"),
     "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),
 }  # fmt: skip
 

@@ -227,8 +227,7 @@ def test_all_errors_of_all_steps_at_once(tmp_path):
     assert lines == [
         "error: --stp: unknown flag; did you mean --step?",
         "error: --sft.learning_rat: unknown flag; did you mean --sft.learning_rate?",
-        "error: --reward.seed: found 'x' (command line): Input should be a valid integer, "
-        "unable to parse string as an integer",
+        "error: --reward.seed: found 'x' (command line): wanted a valid integer, unable to parse string as an integer",
         "error: --ppo.kl_coeff: unknown flag; did you mean --ppo.kl_coef?",
     ]
 
@@ -240,7 +239,7 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         "run.yaml: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo are right",
         "run.yaml: stp: unknown flag; did you mean step?",
         "sft: run.yaml: epochs: unknown flag; here it is num_train_epochs",
-        "--ppo.kl_coef: found -1 (run.yaml): Input should be greater than or equal to 0",
+        "--ppo.kl_coef: found -1 (run.yaml): wanted greater than or equal to 0",
     ]
 
 
