@@ -97,20 +97,21 @@ def main() -> int:
         world = dist.start(timeout_s=TIMEOUT_S)
         num_bytes = ALL_REDUCE_BYTES[device.type]
         seconds = all_reduce_seconds(world, num_bytes) if size > 1 else 0.0
-    except (EnvironmentFault, RuntimeError) as error:  # gloo's and nccl's own
+        if rank == 0 and size > 1:
+            sent = 2 * (size - 1) / size * num_bytes / seconds / 1e9
+            exchanged = f"all-reduce of {num_bytes / GIB:.3g} GiB over {size} ranks"
+            print(f"{exchanged}: {seconds * 1e3:.3g} ms, each sends {sent:.3g} GB/s", flush=True)
+            if constants and dist.local_size() == size:
+                constants = replace(constants, nccl=max(0, used_bytes() - before), link_gb_per_s=sent)
+        what = str(constants_file())
+        if constants:
+            keep_constants(constants)
+            print(f"{constants}; kept in {what}", flush=True)
+        elif rank == 0:
+            print("no GPU here: no constants are kept", flush=True)
+    except (EnvironmentFault, RuntimeError, OSError) as error:  # gloo's and nccl's own, a disk that refuses
         print(f"error: {what}: {str(error).splitlines()[0]}", file=sys.stderr)
         return EXIT_ENVIRONMENT
-    if rank == 0 and size > 1:
-        sent = 2 * (size - 1) / size * num_bytes / seconds / 1e9
-        what = f"all-reduce of {num_bytes / GIB:.3g} GiB over {size} ranks"
-        print(f"{what}: {seconds * 1e3:.3g} ms, each sends {sent:.3g} GB/s", flush=True)
-        if constants and dist.local_size() == size:
-            constants = replace(constants, nccl=max(0, used_bytes() - before), link_gb_per_s=sent)
-    if constants:
-        keep_constants(constants)
-        print(f"{constants}; kept in {constants_file()}", flush=True)
-    elif rank == 0:
-        print("no GPU here: no constants are kept", flush=True)
     dist.finish()
     return EXIT_DONE
 

@@ -77,3 +77,6 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
     assert lines[1].startswith(said)
     monkeypatch.setattr(dist, "local_size", lambda: 1)  # two machines: nothing of this machine's links is known
     assert measure_device.main() == 0 and kept_constants() == first and calls.measured == 1
+    constants_file().unlink()
+    constants_file().mkdir()  # nothing can be written there
+    assert measure_device.main() == 3 and f"error: {constants_file()}: " in capsys.readouterr().err
