@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.configuration.groups import ModelConfig
 from pipeline.data.templates import set_template
 from pipeline.engine.build import frozen_engine, language_model_engine, value_model_engine
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -114,7 +115,7 @@ def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
         score_std=std,
     )
     for trained, flags in ((models.actor, config.actor), (models.critic, config.critic)):
-        if flags.quantization != "none" and adapter_base(flags.model_name_or_path) is not None:
+        if holds_start(config, flags) and adapter_base(flags.model_name_or_path) is not None:
             keep_start_adapter(trained.module.model)
     for engine in models.named().values():
         enable_packed_attention(base_model(engine.module.model), device=run.world.device)
@@ -133,9 +134,19 @@ def separate_tokenizer(reward_path: str, tokenizer: Any, template: str) -> Any:
     return None if same else reward_tokenizer
 
 
+def holds_start(config: PPOConfig, model: ModelConfig) -> bool:
+    """Return whether switching adapters gives the model that training began with, so that no second one is loaded.
+
+    An adapter that goes on is copied for that, which ZeRO stage 3 has partitioned.
+    """
+    is_copied = adapter_base(model.model_name_or_path) is not None
+    switches = bool(model.lora_dim) and config.deepspeed.only_optimize_lora
+    return switches and not (is_copied and model.partitioned == "weights")
+
+
 def make_reference(run: Run, config: PPOConfig) -> FrozenEngine | None:
     """Load the policy before PPO; none where switching the actor's adapters off gives it."""
-    if config.actor.lora_dim and config.deepspeed.only_optimize_lora:
+    if holds_start(config, config.actor):
         return None
 
     def load(path: str, **settings: Any) -> CausalLM:
@@ -147,7 +158,7 @@ def make_reference(run: Run, config: PPOConfig) -> FrozenEngine | None:
 
 def make_reward(run: Run, config: PPOConfig, path: str) -> FrozenEngine | None:
     """Load the reward model; none where switching the critic's adapters off gives it."""
-    if config.critic.lora_dim and config.deepspeed.only_optimize_lora and path == config.critic.model_name_or_path:
+    if holds_start(config, config.critic) and path == config.critic.model_name_or_path:
         return None
     return frozen_engine(run, load_reward_model, path, config.critic, offload=config.offload_reward_model)
 

@@ -201,6 +201,8 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
             errors.append(f"{name}: quantised weights are not trained; give --{role}lora_dim 16, found 0")
         elif not settings.only_optimize_lora:
             errors.append(f"{name}: quantised weights are not trained; leave --only_optimize_lora false out")
+    if model.lora_dim and settings.save_adapter_only and not settings.only_optimize_lora and role != "critic_":
+        errors.append("--save_adapter_only: what --only_optimize_lora false trains beside it is not saved; drop one")
     if placement.dtype == "fp16" and placement.device == "cpu":
         errors.append("--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32")
     if errors:

@@ -15,7 +15,7 @@ from pipeline.engine.start import partitioned_loading, start_deepspeed
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loaded import check_finite
 from pipeline.models.loading import DTYPES, base_model, default_dtype, load_language_model, use_gradient_checkpointing
-from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32
+from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32, unfreeze
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.run.run import Run
@@ -62,12 +62,13 @@ def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | N
 
 
 def start_language_model(model: ModelConfig, dtype: torch.dtype) -> CausalLM | Seq2SeqLM:
-    """Load the language model that training starts from."""
+    """Load the language model that training starts from; with LoRA, the adapter in its folder goes on."""
     loaded = load_language_model(
         model.model_name_or_path,
         dtype=dtype,
         attn_implementation=model.attn_implementation,
         quantization=model.quantization,
+        merged=not model.lora_dim,
     )
     return (Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM)(loaded)
 
@@ -103,6 +104,7 @@ def start_value_model(
         attn_implementation=model.attn_implementation,
         quantization=model.quantization,
         new_head=new_head,
+        merged=new_head or not model.lora_dim,
     )
     if normalised:
         loaded.score_mean, loaded.score_std = score_constants(loaded.model.source_config)
@@ -165,6 +167,8 @@ def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
     config = run.resolved.config
     if is_lora(module.model):
         log.info("%s: training goes on with its adapter, whatever --lora_dim says", model.model_name_or_path)
+        if not config.deepspeed.only_optimize_lora:
+            unfreeze(module.model)
     elif model.lora_dim:
         module.model = add_lora(
             module.model,

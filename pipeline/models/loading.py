@@ -31,6 +31,7 @@ from pipeline.models.lora import (
     STORED_INT8,
     check_quantization,
     keep_one_layout,
+    merge_adapter,
     nf4_options,
     quantise_to_int8,
     quantization_of,
@@ -203,8 +204,7 @@ def with_adapter(model: Any, path: str, *, merged: bool) -> Any:
         if not model.can_generate() and config.task_type == "CAUSAL_LM":
             config.task_type = None  # a reward model that starts from the adapter of a language model
         wrapped: Any = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merged)
-        # peft froze the base for its adapter; a merged model is trained as a whole.
-        return wrapped.merge_and_unload().requires_grad_(True) if merged else wrapped
+        return merge_adapter(wrapped) if merged else wrapped
     except Exception as error:
         raise reading_error(path, "cannot load the adapter", error) from error
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
@@ -22,6 +23,7 @@ from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import commits_read
 from pipeline.kernels.int8_linear import Int8Linear
+from pipeline.models.partitions import gathered, is_partitioned
 
 # Method that config.json of a folder with stored int8 codes names, and what else it says there.
 STORED_INT8 = "rlhf_int8"
@@ -99,12 +101,17 @@ def add_lora(
         wrapped: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
     # A set so far, whose order in adapter_config.json would be another one in each process.
     config.target_modules = sorted(config.target_modules or ())
-    if not only_lora:  # all but the base weights of LoRA layers and the originals of saved modules
-        frozen = {id(module.get_base_layer().weight) for module in wrapped.modules() if isinstance(module, LoraLayer)}
-        for name, parameter in wrapped.named_parameters():
-            if id(parameter) not in frozen and "original_module" not in name:
-                parameter.requires_grad_(True)
+    if not only_lora:
+        unfreeze(wrapped)
     return wrapped
+
+
+def unfreeze(wrapped: Any) -> None:
+    """Train all of a peft model but the base weights of LoRA layers and the originals of saved modules."""
+    frozen = {id(module.get_base_layer().weight) for module in wrapped.modules() if isinstance(module, LoraLayer)}
+    for name, parameter in wrapped.named_parameters():
+        if id(parameter) not in frozen and "original_module" not in name:
+            parameter.requires_grad_(True)
 
 
 def is_lora(model: Any) -> bool:
@@ -133,6 +140,22 @@ def start_model(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_adapter("default")
+
+
+def merge_adapter(wrapped: Any) -> Any:
+    """Merge a peft model's adapter into its base and return the base, to be trained as a whole.
+
+    Under ZeRO-3 a collective, which gathers one layer at a time.
+    """
+    if any(map(is_partitioned, wrapped.parameters())):
+        for layer in [module for module in wrapped.modules() if isinstance(module, BaseTunerLayer)]:
+            base: Any = layer.get_base_layer()
+            with gathered(base.parameters(), writer=True):
+                layer.merge()
+        merged = wrapped.unload()
+    else:
+        merged = wrapped.merge_and_unload()
+    return merged.requires_grad_(True)  # peft froze it for its adapter
 
 
 @torch.no_grad()

@@ -208,6 +208,8 @@ def test_quantised_weights_are_neither_partitioned_nor_trained():
         ]
     (line,) = refusal(built, DeepSpeedConfig(only_optimize_lora=False), quantization="int8", lora_dim=4)
     assert "leave --only_optimize_lora false out" in line
+    (line,) = refusal(built, DeepSpeedConfig(only_optimize_lora=False, save_adapter_only=True), lora_dim=4)
+    assert line == "--save_adapter_only: what --only_optimize_lora false trains beside it is not saved; drop one"
     assert built(quantization="int8", lora_dim=4, zero_stage=2)["zero_optimization"]["stage"] == 2
 
 

@@ -1,0 +1,76 @@
+"""Stages that start from an adapter folder: with LoRA its adapter goes on, else it is merged; nothing of it is lost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from support.command_run import run_command
+from support.tiny_models import random_rows
+from support.tiny_run import make_folder, read_metrics
+from transformers import AutoModelForCausalLM
+
+ROW = random_rows(0, (12,))[0].unsqueeze(0)
+SHARED = {
+    "data_path": "train.jsonl", "data_split": "none", "data_output_path": "cache", "max_steps": 1, "dtype": "fp32",
+    "eval_fraction": 0, "keep_checkpoints": 0, "enable_tensorboard": "false",
+}  # fmt: skip
+UNCHANGED = 1e-12  # a learning rate
+LORA = {"lora_dim": 2, "save_adapter_only": "true"}
+
+
+def run(folder: Path, stage: str, **flags: Any) -> None:
+    words = [word for name, value in (SHARED | flags).items() for word in (f"--{name}", value)]
+    ended = run_command(stage, words, folder=folder)
+    assert ended.code == 0, ended.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, the models `base` and `scorer`, and `adapter`, trained on the base."""
+    folder = make_folder(tmp_path_factory.mktemp("starts"), num_train=8, num_test=2)
+    start = {"model_name_or_path": "base", "output_dir": "adapter", "max_seq_len": 96}
+    run(folder, "step1_sft", **start, **LORA, lora_learning_rate=0.05)
+    return folder
+
+
+@torch.no_grad()
+def by_peft(base: Path, adapter: Path | None = None) -> torch.Tensor:
+    """Logits of a model, or of an adapter on its base, by transformers and peft alone."""
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    return (PeftModel.from_pretrained(model, adapter) if adapter else model).eval()(ROW).logits
+
+
+def assert_still_there(folder: Path, found: torch.Tensor) -> None:
+    expected = by_peft(folder / "base", folder / "adapter")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (expected - by_peft(folder / "base")).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_adapter_that_is_saved_alone_holds_the_one_before_it(zero: int, folder: Path) -> None:
+    start = {"model_name_or_path": "adapter", "output_dir": f"second-{zero}", "max_seq_len": 96}
+    run(folder, "step1_sft", **start, **LORA, lora_learning_rate=UNCHANGED, zero_stage=zero)
+    assert_still_there(folder, by_peft(folder / "base", folder / f"second-{zero}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
+def test_without_lora_the_adapter_is_trained_as_a_part_of_the_weights(zero: int, folder: Path) -> None:
+    start = {"model_name_or_path": "adapter", "output_dir": f"whole-{zero}", "max_seq_len": 96}
+    run(folder, "step1_sft", **start, learning_rate=UNCHANGED, zero_stage=zero)
+    assert_still_there(folder, by_peft(folder / f"whole-{zero}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ppo_goes_on_with_an_adapter_whose_start_is_the_reference(zero: int, folder: Path) -> None:
+    """Under ZeRO stage 3 the reference is a model of its own, whose partitioned weights get the adapter."""
+    starts = {"actor_model_name_or_path": "adapter", "critic_model_name_or_path": "scorer", "actor_lora_dim": 2}
+    stages = {"actor_zero_stage": zero, "critic_zero_stage": zero, "max_prompt_seq_len": 48, "max_answer_seq_len": 4}
+    run(folder, "step3_ppo", **starts, **stages, output_dir=f"ppo-{zero}", save_adapter_only="true",
+        actor_lora_learning_rate=UNCHANGED)  # fmt: skip
+    assert_still_there(folder, by_peft(folder / "base", folder / f"ppo-{zero}" / "actor"))
+    (line,) = (line for line in read_metrics(folder / f"ppo-{zero}" / "runs" / "ppo") if "objective/kl" in line)
+    assert line["objective/kl"] == pytest.approx(0, abs=1e-5)
