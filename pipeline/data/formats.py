@@ -185,11 +185,14 @@ def _renamed(row: Row, column_map: Mapping[str, str]) -> Values:
 
 def _format_of(values: Values, origin: Origin) -> Format:
     # datasets fills columns that a row lacks with None, so null columns count only if no format fits without them.
-    for columns in (_present(values), tuple(values)):
-        for form in FORMATS:
-            if set(form.needed) <= set(columns) and (not form.any_of or not set(form.any_of).isdisjoint(columns)):
-                return form
+    if form := _first_fitting(_present(values)) or _first_fitting(tuple(values)):
+        return form
     raise UnknownColumnsError(f"{origin}: {_unknown_columns(list(values))}")
+
+
+@lru_cache(maxsize=1024)
+def _first_fitting(columns: tuple[str, ...]) -> Format | None:
+    return next((form for form in FORMATS if form.fits(columns)), None)
 
 
 def _unknown_columns(columns: list[str]) -> str:

@@ -90,7 +90,7 @@ def _lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
 
 def _parsed_json(text: str, where: str, right: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        return parsed(text)
     except (ValueError, RecursionError) as error:
         # In a text of one line the parser's "line 1" would contradict the line of the file.
         alone = isinstance(error, json.JSONDecodeError) and "\n" not in text
@@ -105,6 +105,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> Values:
         twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
         raise ValueError(f"the field {twice!r} is repeated")
     return values
+
+
+parsed = json.JSONDecoder(object_pairs_hook=_unique_keys).decode  # json.loads would make a decoder for each row
 
 
 def _checked_object(value: Any, where: str) -> Values:

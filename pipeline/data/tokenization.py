@@ -20,7 +20,7 @@ from pipeline.data.templates import (
     encode_text,
     special_tokens,
 )
-from pipeline.data.turns import BadRowError, Message, Turns, broken_up, special_texts, turns_to_json
+from pipeline.data.turns import BadRowError, Message, Turns, broken_up, special_texts, spells_special, turns_to_json
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class _RowMaker:
         return encoded
 
     def _count_special(self, record: Record, turns: Turns) -> None:
-        if any(token in turn.content for turn in turns for token in self.special.texts):
+        if any(spells_special(turn.content, self.special.texts) for turn in turns):
             self.counts.add("kept", SPECIAL_BROKEN, record.origin)
 
     def _without_start(self, ids: list[int], num_kept: int) -> list[int]:
@@ -232,6 +232,6 @@ def documents(
         if record.text is None:
             counts.add("dropped", "no plain text", record.origin)
             continue
-        if any(token in record.text for token in special):
+        if spells_special(record.text, special):
             counts.add("kept", SPECIAL_BROKEN, record.origin)
         yield DocumentRow([*encode_text(tokenizer, broken_up(record.text, special)), tokenizer.eos_token_id])

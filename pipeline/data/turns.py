@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -118,14 +119,23 @@ def special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
     return tuple(sorted({*tokenizer.all_special_tokens, *added} - {""}, key=lambda text: (-len(text), text)))
 
 
+def spells_special(text: str, special: tuple[str, ...]) -> bool:
+    """Return True if the text holds one of these, which may be hundreds: most texts lack even their first letters."""
+    return any(first in text for first in _first_letters(special)) and any(token in text for token in special)
+
+
+@lru_cache(maxsize=16)
+def _first_letters(texts: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(text[0] for text in texts)
+
+
 def broken_up(text: str, special: Sequence[str]) -> str:
     """Put a space inside whatever spells a special token in `text`: '</s>' -> '< /s>'.
 
     Unchanged it would be encoded as the real token: a forged end of turn, from a file or from a chat's user.
     """
-    for token in special:
-        if token in text:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
+    for token in special if spells_special(text, tuple(special)) else ():
+        text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
 
 

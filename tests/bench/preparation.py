@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -151,15 +152,21 @@ def timed(library: str, given: argparse.Namespace, tokenizer: Any) -> dict[str, 
 
     with tempfile.TemporaryDirectory() as folder:
         words = given.stage, given.data, tokenizer, folder
-        load, started = os.getloadavg()[0], time.perf_counter()
+        load, started, used = os.getloadavg()[0], time.perf_counter(), cpu_seconds()
         found = prepared_by_trl(*words, given.cores) if library == "trl" else prepared_here(*words)
-        seconds = time.perf_counter() - started
+        seconds, cpu = time.perf_counter() - started, cpu_seconds() - used
         rows = found.pop("rows")
         names = [name for name in ("input_ids", "ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
         lengths = map(compute.list_value_length, rows.select_columns(names).with_format("arrow")[:].columns)
         tokens = sum(compute.sum(column).as_py() for column in lengths)
     found |= {"rows_per_s": len(rows) / seconds, "tokens_per_s": tokens / seconds, "rows": len(rows)}
-    return found | {"tokens": tokens, "seconds": seconds, "load": load}
+    return found | {"tokens": tokens, "seconds": seconds, "cpu_s": cpu, "load": load}
+
+
+def cpu_seconds() -> float:
+    """Return the processor time that this process and those that it started have used."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def main() -> None:
@@ -191,6 +198,7 @@ def main() -> None:
     for library, found in runs.items():
         found.sort(key=lambda run: run["rows_per_s"])
         ends = {"slowest": found[0]["rows_per_s"], "fastest": found[-1]["rows_per_s"]}
+        ends["cpu_s"] = sorted(run["cpu_s"] for run in found)[len(found) // 2]
         result[library] = found[len(found) // 2] | ends
     print(json.dumps(result), flush=True)
 

@@ -36,6 +36,7 @@ COLUMNS = (
     ("slowest", "slowest", "{:,.0f}"),
     ("fastest", "fastest", "{:,.0f}"),
     ("load", "load before", "{:.1f}"),
+    ("cpu_s", "CPU s", "{:.1f}"),
     ("processes", "processes", "{}"),
     ("mean_length", "response", "{:.0f}"),
     ("score", "score, last 10 steps", "{:.3f}"),
