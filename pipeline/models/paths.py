@@ -141,5 +141,5 @@ def reading_error(path: str, what: str, error: Exception) -> RunError:
         name, revision = split_revision(path)
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
         hint = f"run `{command}` on a machine with a network, or give a local folder"
-        return EnvironmentFault(f"{path}: cannot be fetched; {hint} ({reason})")
+        return EnvironmentFault(f"{path}: cannot be fetched; {hint} ({reason.partition('. Check your')[0]})")
     return InputError(f"{path}: {what}: {reason}")

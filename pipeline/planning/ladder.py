@@ -122,28 +122,44 @@ class Change:
 
 
 def changes(planner: StagePlanner, resolved: Resolved) -> Iterator[Change]:
-    """Yield each change that gives memory back, planned with those before it, until the plan fits."""
+    """Yield each change that gives memory back, planned with those before it, until the plan fits.
+
+    After each one the cheapest are tried first again: activations may be the peak once states are small.
+    """
     target, before = planner.target, planner.memory(resolved)
-    for change, cost in CHANGES:
-        while not fits(before, target):
-            values = dict(flat_items(resolved.config))
-            new = {name: value for name, value in change(values, target.num_gpus).items() if values[name] != value}
-            if not new:
-                break
-            try:
-                config: Any = validated(type(resolved.config), values | new, resolved.origins)
-                changed = replace(resolved, config=config)
-                plan = planner.memory(changed)
-            except RunError:
-                break  # settings that do not go together
-            gained = before.phases[before.worst].total - plan.phases[plan.worst].total
-            gained_on_host = before.host - plan.host
-            device_lacks = before.reserved()[0] > target.memory
-            if gained_on_host <= 0 and (gained <= 0 or not device_lacks):
-                break
-            resolved, before = changed, plan
-            new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)  # it follows
-            yield Change(new, resolved, plan, gained, gained_on_host, cost)
+    while not fits(before, target):
+        found = next(filter(None, (changed(planner, resolved, before, *change) for change in CHANGES)), None)
+        if found is None:
+            return
+        resolved, before = found.resolved, found.plan
+        yield found
+
+
+def changed(
+    planner: StagePlanner,
+    resolved: Resolved,
+    before: MemoryPlan,
+    change: Callable[[Values, int], dict[str, Any]],
+    cost: str,
+) -> Change | None:
+    """Return a change of settings that are planned as `before`; None where it changes nothing or gives nothing back."""
+    target, values = planner.target, dict(flat_items(resolved.config))
+    new = {name: value for name, value in change(values, target.num_gpus).items() if values[name] != value}
+    if not new:
+        return None
+    try:
+        config: Any = validated(type(resolved.config), values | new, resolved.origins)
+        resolved = replace(resolved, config=config)
+        plan = planner.memory(resolved)
+    except RunError:
+        return None  # settings that do not go together
+    gained = before.phases[before.worst].total - plan.phases[plan.worst].total
+    gained_on_host = before.host - plan.host
+    device_lacks = before.reserved()[0] > target.memory
+    if gained_on_host <= 0 and (gained <= 0 or not device_lacks):
+        return None
+    new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)  # it follows
+    return Change(new, resolved, plan, gained, gained_on_host, cost)
 
 
 def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
