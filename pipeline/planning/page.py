@@ -132,9 +132,10 @@ def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target) -> list[s
     if plan.slots:
         kept = "kept during the update"
         if not plan.keeps_rollout:
-            kept = "given back before the update, and allocated and its graph captured again for each rollout"
+            kept = "given back before the update, and made again with its graph for each rollout"
         if renewal := renewal_seconds(needs, plan, target):
-            kept += f", {seconds_text(renewal)} of it (estimate)"
+            states = " with optimizer states moved to the host and back" if needs.idle_states_leave else ""
+            kept += f": {seconds_text(renewal)}{states if target.measured else ''} (estimate)"
         lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {kept}")
     if plan.host:
         lines.append(f"  host     {gib(plan.host)} GiB of each machine hold offloaded states")

@@ -8,6 +8,7 @@ from bench.planned import OPT, RUNS, planned_seconds, planner_of, ppo
 from pipeline.files import GIB
 from pipeline.launching.target import parse_target
 from pipeline.planning.duration import LAUNCH_S, READ, SCORED, TRAINED, phase_seconds, renewal_seconds
+from pipeline.planning.page import verdict_lines
 from pipeline.run.device import DeviceConstants
 
 WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
@@ -44,6 +45,8 @@ def test_the_time_to_make_again_what_was_given_back_by_hand(tmp_path):
         plan = planner.memory(resolved)
         seconds[words], _ = planner.seconds(resolved, plan)
         assert renewal_seconds(planner.needs(resolved), plan, planner.target) == pytest.approx(made if words else 0)
+        line = next(line for line in verdict_lines(planner.needs(resolved), plan, planner.target) if "KV cache" in line)
+        assert line.endswith(" for each rollout: 0.024 s (estimate)" if words else "kept during the update")
     kept, released, _ = seconds.values()
     assert released["generate"] - kept["generate"] == pytest.approx(made) and released["train"] == kept["train"]
     constants = DeviceConstants("NVIDIA H200", "2026-11-22", 0, 0.0, 0.0, host_gb_per_s=50.0)

@@ -18,6 +18,7 @@ from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.planning.measurement import ModelSize
 from pipeline.planning.memory import states_of
+from pipeline.planning.page import phase_lines
 from pipeline.training.steps import step_together
 
 N = 10**9
@@ -162,6 +163,7 @@ def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor(tmp_path):
         "train": 0,
     }
     assert nucleus.phases["generate"] == replace(plain.phases["generate"], graph=100 * 2**20)
+    assert phase_lines(small)[-1].startswith("  graph    0.02 in generate: ") and "besides" in phase_lines(small)[-2]
     assert nucleus.reserved("generate")[0] - plain.reserved("generate")[0] == 80 * 2**20
 
 
