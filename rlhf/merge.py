@@ -69,12 +69,17 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.inference.answers import load_chat_tokenizer
     from pipeline.models.loading import DTYPES, load_config, stored_quantization
     from pipeline.models.lora import check_quantization
+    from pipeline.models.weight_files import check_model_files
 
     transformers.logging.disable_progress_bar()
     check_quantization(quantization, "--quantization")
     base: str = adapter["base_model_name_or_path"]
+    check_model_files(path, "--folders")
     if (stored := stored_quantization(load_config(base))) != "none":
-        raise InputError(f"--folders: {path}: its base {base} is stored as {stored}; merging needs 16-bit weights")
+        raise InputError(
+            f"--folders: {path}: its base {base} is stored as {stored}; name the 16-bit folder that it was made of "
+            "as base_model_name_or_path in adapter_config.json"
+        )
     dtype = DTYPES.get(config.dtype) or sixteen_bits(load_config(path))
     tokenizer = load_chat_tokenizer(path)
     sentences = config.sentences or SENTENCES

@@ -143,6 +143,9 @@ def save_model(
             rewrite_json(fresh / CONFIG_NAME, with_former_fields)
         if lora_weights is not None:
             adapter = fresh / "adapter" if merged else fresh
+            settings = model.peft_config["default"]
+            if (base := Path(settings.base_model_name_or_path or "").expanduser()).is_dir():
+                settings.base_model_name_or_path = str(base.resolve())  # elsewhere it would look like a hub id
             model.save_pretrained(str(adapter), state_dict=lora_weights, selected_adapters=["default"])
             (adapter / "README.md").unlink(missing_ok=True)  # peft's card: a form, with the base's absolute path
         tokenizer.save_pretrained(fresh)

@@ -13,6 +13,7 @@ from typing import Any
 import safetensors
 
 from pipeline.errors import InputError
+from pipeline.files import CONFIG_FILES
 from pipeline.marks import OURS
 from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config
 
@@ -63,7 +64,8 @@ def check_model_files(path: str, flag: str = "", *, pickles: bool = True) -> Non
         base = adapter["base_model_name_or_path"]
         if read_adapter_config(Path(base).expanduser()) is not None:
             raise InputError(f"{at_flag(flag)}{path}: its base {base} is an adapter itself; merge that one first")
-        check_model_files(base, flag, pickles=pickles)
+        named = f"{at_flag(flag)}{folder / CONFIG_FILES[1]}: base_model_name_or_path"
+        check_model_files(base, named, pickles=pickles)
     elif folder.is_dir():
         config = read_config(folder)
         check_code(folder, config, flag)

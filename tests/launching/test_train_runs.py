@@ -79,7 +79,7 @@ def test_the_stages_hand_on_adapters_of_quantised_bases(tmp_path: Path) -> None:
     for name in ("sft", "reward", "actor", "critic"):
         assert not (folder / "output" / name / "model.safetensors").exists()
         adapter = json.loads((folder / "output" / name / "adapter_config.json").read_text())
-        assert adapter["base_model_name_or_path"] == "base"
+        assert adapter["base_model_name_or_path"] == str((folder / "base").resolve())
     assert train(folder, *flags).stdout.count("finished already") == 3
     merge = [sys.executable, "-m", "rlhf", "merge", "output/actor", "output/merged", "--dtype", "fp32"]
     merged = subprocess.run(merge, cwd=folder, env=forks.environment(), capture_output=True, text=True, timeout=100)

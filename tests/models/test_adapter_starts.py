@@ -1,5 +1,8 @@
 """Stages that start from an adapter folder: with LoRA its adapter goes on, else it is merged; nothing of it is lost."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,11 @@ from support.command_run import run_command
 from support.tiny_models import random_rows
 from support.tiny_run import make_folder, read_metrics
 from transformers import AutoModelForCausalLM
+
+from pipeline.errors import EXIT_INPUT, InputError
+from pipeline.models.loading import load_causal_lm
+from pipeline.models.weight_files import check_model_files
+from rlhf import merge
 
 ROW = random_rows(0, (12,))[0].unsqueeze(0)
 SHARED = {
@@ -33,6 +41,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = {"model_name_or_path": "base", "output_dir": "adapter", "max_seq_len": 96}
     run(folder, "step1_sft", **start, **LORA, lora_learning_rate=0.05)
     return folder
+
+
+def test_the_base_of_an_adapter_is_found_from_any_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path would be looked for below the working directory, and then on the hub."""
+    monkeypatch.chdir(tmp_path)
+    with torch.no_grad():
+        assert_still_there(folder, load_causal_lm(str(folder / "adapter"), dtype=torch.float32)(ROW).logits)
+
+
+def test_a_base_that_is_gone_is_told_with_the_file_that_names_it(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter = Path(shutil.copytree(folder / "adapter", tmp_path / "moved"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": f"{tmp_path}/gone"}))
+    where = f"{adapter}/adapter_config.json: base_model_name_or_path: {tmp_path}/gone: no such folder"
+    with pytest.raises(InputError, match=re.escape(where)):
+        check_model_files(str(adapter))
+    assert merge.main([str(adapter), f"{tmp_path}/merged"]) == EXIT_INPUT
+    assert f"--folders: {where}" in capfd.readouterr().err
 
 
 @torch.no_grad()

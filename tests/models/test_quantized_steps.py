@@ -115,7 +115,7 @@ def test_step_3_goes_on_with_adapters_on_shared_bases(kind: str, folder: Path, t
     for name, start in (("actor", "sft"), ("critic", "reward")):
         assert is_adapter_alone(tmp_path / name)
         adapter = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        assert adapter["base_model_name_or_path"] == "base"
+        assert adapter["base_model_name_or_path"] == str((folder / "base").resolve())
         before, after = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in (start, name))
         assert before.keys() == after.keys() and any(not before[key].equal(after[key]) for key in before)
         resumed = load_file(tmp_path / "resumed" / name / "adapter_model.safetensors")
