@@ -149,22 +149,30 @@ def check_stages(plan: Plan) -> None:
         raise InputError("\n".join(errors))
 
 
+def missing_inputs(plan: Plan) -> dict[str, Stage]:
+    """Return the flags of stage 3's start models that do not exist, with the stages of other runs that make them."""
+    if 3 not in plan.config.step:
+        return {}
+    values = dict(flat_items(plan.stages[3].resolved.config))
+    flags = {"actor_model_name_or_path": plan.stages[1], "critic_model_name_or_path": plan.stages[2]}
+    return {
+        flag: stage
+        for flag, stage in flags.items()
+        if values[flag] == str(stage.model_dir)
+        and stage not in plan.chosen
+        and not (has_config(stage.model_dir) and any(stage.model_dir.rglob("*.safetensors")))
+    }
+
+
 def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
     """Raise InputError if stage 3 needs a model that does not exist and that no stage of this run makes."""
-    if 3 not in plan.config.step:
-        return
-    flags = {1: "actor_model_name_or_path", 2: "critic_model_name_or_path"}
-    values, errors = dict(flat_items(plan.stages[3].resolved.config)), []
-    for number, flag in flags.items():
-        folder = plan.stages[number].model_dir
-        is_made = number in plan.config.step or (has_config(folder) and any(folder.rglob("*.safetensors")))
-        if values[flag] != str(folder) or is_made:
-            continue
+    errors = []
+    for flag, stage in missing_inputs(plan).items():
         rest = argv
-        for name in ("step", "dry_run", "explain", "target"):
+        for name in ("step", "dry_run", "explain"):
             rest = without_flag(rest, name)
-        make = shlex.join([*prog.split(), "--step", str(number), *rest])
-        errors.append(f"--ppo.{flag}: {folder}: found no config.json and *.safetensors; make them: {make}")
+        make = shlex.join([*prog.split(), "--step", str(stage.number), *rest])
+        errors.append(f"--ppo.{flag}: {stage.model_dir}: found no config.json and *.safetensors; make them: {make}")
     if errors:
         raise InputError("\n".join(errors))
 
@@ -255,9 +263,13 @@ def run(argv: list[str], prog: str) -> int:
     """Run the stages that `argv` asks for. Returns the exit code; raises RunError for errors before a stage starts."""
     plan = make_plan(argv, STAGES, prog=prog)
     check_stages(plan)
-    check_inputs(plan, argv, prog)
+    made = dict[str, str]()  # folders that a plan for another machine takes as made from a model
     if target_of(plan) is None:
+        check_inputs(plan, argv, prog)
         check_machine(plan.config)
+    else:
+        starts = {stage.model_dir: stage.resolved.config.model for stage in missing_inputs(plan).values()}
+        made = {str(folder): model.model_name_or_path for folder, model in starts.items()}
     check_outputs({stage.kind.section: stage.resolved.config for stage in plan.chosen}, named_by_section=True)
     finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # a plan for elsewhere is of all
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
@@ -268,12 +280,14 @@ def run(argv: list[str], prog: str) -> int:
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:
+        for folder, start in made.items():
+            print(f"note: {folder} does not exist: planned as made from {start}")
         show_plan(on_target(plan), finished)
     to_run = {stage.kind.section: stage.argv for stage in plan.chosen if stage.number not in finished}
     ranks, hosts = ranks_of(plan), hosts_of(plan)
     python, code = environment["PYTHON"], EXIT_DONE
     if to_run:
-        code = start_preflight(to_run, python, dry_run=dry_run, ranks=ranks, hosts=hosts)
+        code = start_preflight(to_run, python, dry_run=dry_run, ranks=ranks, hosts=hosts, made=made)
     if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
         print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
     if dry_run:

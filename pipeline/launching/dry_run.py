@@ -19,7 +19,7 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import batch_sizes, memory_flags
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.machine import device_kind
-from pipeline.launching.preflight import look_before_start, module_of_stage, sample_sources, start_models
+from pipeline.launching.preflight import NOTHING_MADE, look_before_start, module_of_stage, sample_sources, start_models
 from pipeline.launching.target import GIB, Target, parse_target, this_machine, with_constants
 from pipeline.run.evaluations import memory_peaks, run_flags
 from pipeline.run.layout import model_folders, run_folder
@@ -86,17 +86,20 @@ def stage_planner(given: Resolved, section: str, target: Target, made: Mapping[s
     return planning_module("page").StagePlanner(needs, jsons_of, dict(made), with_constants(target)), resolved
 
 
-def plan_stages(stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int = 1) -> None:
+def plan_stages(
+    stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int = 1, made: Mapping[str, str] = NOTHING_MADE
+) -> None:
     """Print the plan of each stage, by its section: sizes, batches, memory, and a ladder of changes if it does not fit.
 
     Args:
         ranks, hosts: of this machine; ignored where `--target` describes another one. None: not known.
+        made: see `look_before_start`.
 
     Raises:
         EnvironmentFault: a line for each stage that does not fit.
     """
     page, ladder = (planning_module(name) for name in ("page", "ladder"))
-    made, errors = dict[str, str](), list[str]()
+    made, errors = dict(made), list[str]()
     for section, given in stages.items():
         described = given.config.run.target
         target = parse_target(described) if described else None if ranks is None else this_machine(ranks, hosts)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from pipeline.configuration.flag_table import flag_table
@@ -28,6 +29,7 @@ from pipeline.run.earlier_runs import check_resume
 from pipeline.run.layout import model_folders, run_folder
 
 T = TypeVar("T")
+NOTHING_MADE: Mapping[str, str] = MappingProxyType({})
 SAMPLED_RECORDS, COUNTED_RECORDS = 1_000, 200_000  # of each source, for lengths in a plan, and for its steps
 
 
@@ -69,18 +71,22 @@ class Findings:
         return False
 
 
-def look_before_start(stages: Mapping[str, Any], *, dry_run: bool, named_by_section: bool = False) -> list[str]:
+def look_before_start(
+    stages: Mapping[str, Any], *, dry_run: bool, named_by_section: bool = False, made: Mapping[str, str] = NOTHING_MADE
+) -> list[str]:
     """Look at start models, one row of each source and free disk space; return lines on what was not looked at.
 
     Args:
         stages: section -> configuration of the stages to run, in order. A model that one of them makes is not looked
             at; settings are checked against the model that it starts from.
         named_by_section: call flags `--sft.data_path`, as the user of `rlhf train` types them.
+        made: folder of an earlier stage, which is not among `stages`, -> the model from which it is taken as made.
 
     Raises:
         InputError, EnvironmentFault: all problems, one per line.
     """
-    findings, made = Findings(dry_run), dict[str, str]()
+    findings = Findings(dry_run)
+    made = {folder: model_in_reach(findings, start) for folder, start in made.items()}
     elsewhere = any(config.run.target for config in stages.values())  # on a machine of unknown disks and packages
     needed: dict[int, tuple[Path, int]] = {}  # of each disk: a folder on it, and the bytes of outputs
     for section, config in stages.items():
@@ -138,13 +144,18 @@ def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str,
     return usable[0]
 
 
+def model_in_reach(findings: Findings, path: str, flag: str = "--model_name_or_path") -> str:
+    """Return a path, or "" with a note for a hub id that a dry run does not reach."""
+    return path if Path(path).expanduser().is_dir() or not findings.is_out_of_reach(flag, path) else ""
+
+
 def model_path(findings: Findings, model: Any) -> str:
     """Return the path of a start model, "" for a hub id out of reach. Raises InputError, EnvironmentFault."""
     model.check_kind(model.path, model.flag)
-    if not Path(model.path).expanduser().is_dir() and findings.is_out_of_reach(model.flag, model.path):
-        return ""
-    model.check_files()
-    return str(model.path)
+    path = model_in_reach(findings, model.path, model.flag)
+    if path:
+        model.check_files()
+    return path
 
 
 def look_at_tokenizer(findings: Findings, config: Any, path: str) -> Any:

@@ -16,7 +16,13 @@ MODULES = {section: module for module, (_, _, section) in STAGES.items()}
 
 
 def start_preflight(
-    stages: Mapping[str, list[str]], python: str, *, dry_run: bool, ranks: int | None = None, hosts: int = 1
+    stages: Mapping[str, list[str]],
+    python: str,
+    *,
+    dry_run: bool,
+    ranks: int | None,
+    hosts: int,
+    made: Mapping[str, str],
 ) -> int:
     """Run `look_before_start` in a process of its own, which prints notes and errors; return its exit code.
 
@@ -26,10 +32,11 @@ def start_preflight(
         stages: section -> the words of the stage's flags, in the order of the stages.
         python: the interpreter.
         ranks, hosts: those of the run, for its plan.
+        made: folder of a stage that is not among `stages` -> the model from which it is taken as made.
     """
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    task = json.dumps({"stages": stages, "dry_run": dry_run, "ranks": ranks, "hosts": hosts})
+    task = json.dumps({"stages": stages, "dry_run": dry_run, "ranks": ranks, "hosts": hosts, "made": made})
     command = [python, "-m", "pipeline.launching.preflight_job", task]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     # A session of its own: Ctrl-C in a terminal reaches this process alone, and `run` then kills the other.
@@ -42,10 +49,10 @@ def main(task: str) -> int:
     stages = {section: stage_flags(MODULES[section], words)[0] for section, words in content["stages"].items()}
     configs = {section: resolved.config for section, resolved in stages.items()}
     try:
-        notes = look_before_start(configs, dry_run=content["dry_run"], named_by_section=True)
+        notes = look_before_start(configs, dry_run=content["dry_run"], named_by_section=True, made=content["made"])
         print(*(f"note: {line}" for line in notes), sep="\n", end="\n" if notes else "")
         if content["dry_run"]:
-            plan_stages(stages, ranks=content["ranks"], hosts=content["hosts"])
+            plan_stages(stages, ranks=content["ranks"], hosts=content["hosts"], made=content["made"])
     except RunError as error:
         sys.stdout.flush()
         return print_error(error)

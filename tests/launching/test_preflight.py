@@ -114,6 +114,14 @@ def test_what_would_end_a_later_stage_is_found_before_the_first(name):
     assert found.startswith(line)
 
 
+def test_a_stage_alone_may_take_earlier_ones_as_made():
+    alone = {"ppo": configs()["ppo"]}
+    assert look_before_start(alone, dry_run=True) != [], "they might be models of the hub"
+    assert look_before_start(alone, dry_run=True, made={"out/sft": "base", "out/reward": "base"}) == []
+    note = "--model_name_or_path org/model: not looked at: no network"
+    assert look_before_start(alone, dry_run=True, made=dict.fromkeys(("out/sft", "out/reward"), "org/model")) == [note]
+
+
 def test_all_problems_of_all_stages_are_told_together():
     lines = problems(sft="--data_path ./a.jsonl", reward="--model_name_or_path ./b", ppo="--data_path ./c.jsonl")
     assert [line.split(":")[0] for line in lines] == [

@@ -293,6 +293,9 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
     assert first.startswith("error: --ppo.actor_model_name_or_path: output/sft: found no config.json")
     assert first.endswith("python train.py --step 1 --actor-model tiny --reward-model tiny")
     assert "output/reward" in second and "--step 2" in second
+    planned = train(tmp_path, *TINY, "--step", "3", "--target", "1xH100")
+    assert planned.returncode == 0, planned.stderr
+    assert "note: output/reward does not exist: planned as made from output/demo/base\n" in planned.stdout
     make_model(tmp_path / "output" / "sft")
     make_model(tmp_path / "output" / "reward")
     assert train(tmp_path, *TINY, "--step", "3", STUB_OUTCOMES="0").returncode == 0
