@@ -4,6 +4,8 @@ import functools
 import os
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -40,6 +42,20 @@ def is_reachable() -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Keep the hub's client in offline mode in the body: it reads its cache or fails at once."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def go_offline_without_network() -> None:

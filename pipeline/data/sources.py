@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS, KnownSet
 from pipeline.data.readers import READERS, Row, Split, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
-from pipeline.hub import commits_read, go_offline_without_network, split_revision
+from pipeline.hub import commits_read, go_offline_without_network, offline, split_revision
 from pipeline.marks import CACHE_TAG, OURS, RUN_LOCK
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,13 @@ def _local_path(path: str) -> Path | None:
 def is_local(path: str) -> bool:
     """Return True for a path of this machine, whether it exists or not; False for a hub id."""
     return Path(path).expanduser().exists() or looks_local(path)
+
+
+def is_cached(path: str) -> bool:
+    """Return True for a hub data set that the local cache of `datasets` holds."""
+    with suppress(InputError, EnvironmentFault), offline():
+        return bool(_load_hub(path))
+    return False
 
 
 def looks_local(path: str) -> bool:

@@ -8,6 +8,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -20,10 +21,10 @@ from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.selection import SHARE_INDEX, DataOptions, Stage, options_of, parse_shares
 from pipeline.data.shards import TOKENISERS, kind_of
-from pipeline.data.sources import is_local, parse_path, read_rows
+from pipeline.data.sources import is_cached, is_local, parse_path, read_rows
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import GIB, existing, free_bytes
-from pipeline.hub import is_reachable
+from pipeline.hub import is_reachable, offline
 from pipeline.launching.target import this_machine
 from pipeline.run.earlier_runs import check_resume
 from pipeline.run.layout import model_folders, run_folder
@@ -63,8 +64,8 @@ class Findings:
         return re.sub(r"--(\w+)", lambda m: self.dashes + m[1] if m[1] in self.flags else m[0], line)
 
     def is_out_of_reach(self, flag: str, hub_id: str, *, rows: bool = False) -> bool:
-        """Return True, with a note, for a hub id that a dry run does not look at."""
-        if self.dry_run and (rows or not is_reachable()):
+        """Return True, with a note, for a hub id that a dry run does not look at; rows: it is a data set."""
+        if self.dry_run and not (is_cached(hub_id) if rows else is_reachable()):
             reason = "a dry run downloads no rows" if is_reachable() else "no network"
             self.notes.append(self.as_typed(flag, f"{flag} {hub_id}: not looked at: {reason}"))
             return True
@@ -188,7 +189,8 @@ def look_at_rows(findings: Findings, stage: Stage, options: DataOptions, tokeniz
         for text in texts:
             path, _ = findings.look(flag, partial(parse_path, text)) or ("", 1.0)
             if path and (is_local(path) or not findings.is_out_of_reach(flag, path, rows=True)):
-                findings.look(flag, partial(first_row, stage, path, options, tokenizer))
+                with offline() if findings.dry_run else nullcontext():
+                    findings.look(flag, partial(first_row, stage, path, options, tokenizer))
 
 
 def first_row(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> None:
@@ -209,8 +211,8 @@ def first_row(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> 
 class Sample:
     """The rows of a source that its first records give.
 
-    line: rows, their lengths, what is dropped, and the stage's share, in words; empty for a source on the hub. rows: to
-    train on in one epoch, about; None where they were not counted.
+    line: rows, their lengths, what is dropped, and the stage's share, in words; empty for a hub data set that was not
+    downloaded before. rows: to train on in one epoch, about; None where they were not counted.
     """
 
     line: str
@@ -230,10 +232,11 @@ def sample_sources(config: Any, section: str, start: str) -> Iterator[Sample]:
         note = f"; {share:.0%} of the prompts are for this stage" if shares else ""
         for text in options.data_path:
             path, weight = parse_path(text)
-            if tokenizer is None or not is_local(path):
+            if tokenizer is None or not (is_local(path) or is_cached(path)):
                 yield Sample("", None)
                 continue
-            line, rows = sample_of(stage, path, options, tokenizer)
+            with offline():
+                line, rows = sample_of(stage, path, options, tokenizer)
             if stage == "text":
                 rows = 0.0
             elif options.mixture == "ratio" or options.sft_only_data_path or getattr(config.data, "packing", False):

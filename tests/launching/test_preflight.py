@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 from support.families import family_config
 from support.launch_stub import ROOT
@@ -150,10 +152,26 @@ def test_a_start_without_network_ends_where_its_hub_ids_are_not_in_the_cache(mon
     assert line.startswith("--sft.model_name_or_path: org/no-such-model: cannot be fetched")
 
 
-def test_a_dry_run_downloads_no_rows(monkeypatch):
-    monkeypatch.setattr(preflight, "is_reachable", lambda: True)
-    notes = look_before_start(configs(reward="--data_path org/rows"), dry_run=True)
-    assert notes == ["--data_path org/rows: not looked at: a dry run downloads no rows"]
+def test_a_dry_run_downloads_no_rows_and_samples_those_of_the_cache(monkeypatch):
+    """The double of `datasets` holds one set in its cache, and fails where it is not in offline mode."""
+    settings = datasets.config, huggingface_hub.constants
+    for module in (preflight, hub):
+        monkeypatch.setattr(module, "is_reachable", lambda: True)
+    for module in settings:
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+
+    def load_dataset(name):
+        assert all(module.HF_HUB_OFFLINE for module in settings)
+        if name != "org/cached":
+            raise ConnectionError("offline mode is enabled")
+        return {"train": datasets.Dataset.from_list([{"prompt": "a?", "chosen": "good", "rejected": "bad"}] * 3)}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    plan = configs(reward="--data_path org/rows org/cached")
+    assert look_before_start(plan, dry_run=True) == ["--data_path org/rows: not looked at: a dry run downloads no rows"]
+    samples = [sample.line for sample in preflight.sample_sources(plan["reward"], "reward", "base")]
+    assert samples[0] == "" and samples[1].startswith("org/cached: 3 rows of ")
+    assert not any(module.HF_HUB_OFFLINE for module in settings), "left as it was"
 
 
 @pytest.mark.parametrize("averaged", [False, True])
