@@ -72,6 +72,20 @@ def check_model_files(path: str, flag: str = "", *, pickles: bool = True) -> Non
         check_weights(folder, config, flag, pickles=pickles)
 
 
+def check_plain_lora(path: str) -> None:
+    """Raise InputError if the adapter folder `path` holds more than matrices A and B, which the sampler merges."""
+    others = [
+        name
+        for name in read_shapes(Path(path).expanduser() / ADAPTER_WEIGHTS)
+        if not name.endswith((".lora_A.weight", ".lora_B.weight", "score.weight"))
+    ]
+    if others:
+        raise InputError(
+            f"{path}: an adapter with more than LoRA's A and B ({others[0]}) is not trained on; rlhf merge {path} "
+            "FOLDER makes a whole model to start from"
+        )
+
+
 def check_code(folder: Path, config: Mapping[str, Any], flag: str = "") -> None:
     """Raise InputError for a model that needs code from its folder; a class that transformers has needs none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES

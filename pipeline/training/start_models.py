@@ -27,6 +27,7 @@ from pipeline.models.loading import (
 )
 from pipeline.models.lora import check_quantization, linear_names
 from pipeline.models.tokenizers import load_tokenizer
+from pipeline.models.weight_files import check_plain_lora
 
 Check = Callable[[], object]
 # Programs with which DeepSpeed compiles its asynchronous files -> where they are from.
@@ -111,8 +112,10 @@ def check_settings(path: str, settings: ModelConfig, prefix: str = "") -> None:
     """
     check_stored_quantization(adapter_base(path) or path, settings.quantization, f"--{prefix}quantization")
     attention_for(load_config(path), settings.attn_implementation, path, flag=f"--{prefix}attn_implementation")
-    goes_on = settings.quantization != "none" and adapter_base(path) is not None
-    if settings.lora_dim and not goes_on:
+    is_adapter, is_quantised = adapter_base(path) is not None, settings.quantization != "none"
+    if settings.lora_dim and is_adapter and not is_quantised:
+        check_plain_lora(path)
+    if settings.lora_dim and not (is_adapter and is_quantised):
         auto_class = AutoModelForSeq2SeqLM if is_encoder_decoder(path) else AutoModelForCausalLM
         with torch.device("meta"):
             model = auto_class.from_config(load_config(path))

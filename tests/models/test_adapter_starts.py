@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from support.command_run import run_command
 from support.tiny_models import random_rows
 from support.tiny_run import make_folder, read_metrics
 from transformers import AutoModelForCausalLM
 
+from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import EXIT_INPUT, InputError
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.weight_files import check_model_files
+from pipeline.training.start_models import check_settings
 from rlhf import merge
 
 ROW = random_rows(0, (12,))[0].unsqueeze(0)
@@ -41,6 +43,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = {"model_name_or_path": "base", "output_dir": "adapter", "max_seq_len": 96}
     run(folder, "step1_sft", **start, **LORA, lora_learning_rate=0.05)
     return folder
+
+
+KINDS: dict[str, PeftConfig] = {
+    "lora_magnitude_vector": LoraConfig(use_dora=True, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "embed_tokens": LoraConfig(target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM"),
+    "ia3_l": IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_adapter_that_is_not_plain_lora_is_merged_first(name: str, folder: Path, tmp_path: Path) -> None:
+    """DoRA's magnitudes, for one, have no place in W + BA."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "base")
+    get_peft_model(model, KINDS[name]).save_pretrained(tmp_path)
+    check_settings(str(tmp_path), ModelConfig(model_name_or_path=str(tmp_path)))
+    with pytest.raises(InputError, match=rf"{name}.*; rlhf merge {tmp_path} FOLDER makes a whole model"):
+        check_settings(str(tmp_path), ModelConfig(model_name_or_path=str(tmp_path), lora_dim=2))
 
 
 def test_the_base_of_an_adapter_is_found_from_any_folder(
