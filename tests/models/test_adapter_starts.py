@@ -26,13 +26,14 @@ SHARED = {
     "data_path": "train.jsonl", "data_split": "none", "data_output_path": "cache", "max_steps": 1, "dtype": "fp32",
     "eval_fraction": 0, "keep_checkpoints": 0, "enable_tensorboard": "false",
 }  # fmt: skip
+RANKS = {0: 1, 3: 2}  # of a ZeRO stage
 UNCHANGED = 1e-12  # a learning rate
 LORA = {"lora_dim": 2, "save_adapter_only": "true"}
 
 
-def run(folder: Path, stage: str, **flags: Any) -> None:
+def run(folder: Path, stage: str, *, ranks: int = 1, **flags: Any) -> None:
     words = [word for name, value in (SHARED | flags).items() for word in (f"--{name}", value)]
-    ended = run_command(stage, words, folder=folder)
+    ended = run_command(stage, words, folder=folder, ranks=ranks)
     assert ended.code == 0, ended.stderr
 
 
@@ -100,7 +101,7 @@ def assert_still_there(folder: Path, found: torch.Tensor) -> None:
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_adapter_that_is_saved_alone_holds_the_one_before_it(zero: int, folder: Path) -> None:
     start = {"model_name_or_path": "adapter", "output_dir": f"second-{zero}", "max_seq_len": 96}
-    run(folder, "step1_sft", **start, **LORA, lora_learning_rate=UNCHANGED, zero_stage=zero)
+    run(folder, "step1_sft", **start, **LORA, lora_learning_rate=UNCHANGED, zero_stage=zero, ranks=RANKS[zero])
     assert_still_there(folder, by_peft(folder / "base", folder / f"second-{zero}"))
 
 
@@ -108,7 +109,7 @@ def test_an_adapter_that_is_saved_alone_holds_the_one_before_it(zero: int, folde
 @pytest.mark.parametrize("zero", [0, 3])
 def test_without_lora_the_adapter_is_trained_as_a_part_of_the_weights(zero: int, folder: Path) -> None:
     start = {"model_name_or_path": "adapter", "output_dir": f"whole-{zero}", "max_seq_len": 96}
-    run(folder, "step1_sft", **start, learning_rate=UNCHANGED, zero_stage=zero)
+    run(folder, "step1_sft", **start, learning_rate=UNCHANGED, zero_stage=zero, ranks=RANKS[zero])
     assert_still_there(folder, by_peft(folder / f"whole-{zero}"))
 
 
@@ -119,7 +120,7 @@ def test_ppo_goes_on_with_an_adapter_whose_start_is_the_reference(zero: int, fol
     starts = {"actor_model_name_or_path": "adapter", "critic_model_name_or_path": "scorer", "actor_lora_dim": 2}
     stages = {"actor_zero_stage": zero, "critic_zero_stage": zero, "max_prompt_seq_len": 48, "max_answer_seq_len": 4}
     run(folder, "step3_ppo", **starts, **stages, output_dir=f"ppo-{zero}", save_adapter_only="true",
-        actor_lora_learning_rate=UNCHANGED)  # fmt: skip
+        actor_lora_learning_rate=UNCHANGED, ranks=RANKS[zero])  # fmt: skip
     assert_still_there(folder, by_peft(folder / "base", folder / f"ppo-{zero}" / "actor"))
     (line,) = (line for line in read_metrics(folder / f"ppo-{zero}" / "runs" / "ppo") if "objective/kl" in line)
     assert line["objective/kl"] == pytest.approx(0, abs=1e-5)
