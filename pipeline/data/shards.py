@@ -27,7 +27,7 @@ import psutil
 from pipeline.data.counts import Counts
 from pipeline.data.spool import Spool, records_at
 from pipeline.data.tokenization import TokenizationOptions, documents, pair_rows, prompt_rows, sft_rows
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import EnvironmentFault, RunError
 from pipeline.heartbeat import INTERVAL_S, RowProgress, beat_again
 from pipeline.processes import GIB, end_with_parent
 
@@ -179,10 +179,11 @@ class ShardWriters:
         return number
 
     def _hand_over(self, connection: Connection) -> None:
-        """Hand shards to a process, until None is there instead of one; the whole work of a thread."""
+        """Hand shards to a process that is ready, until None is there instead of one; the whole work of a thread."""
         with connection:
-            with suppress(OSError):  # as for a shard, which tells it
-                connection.send(self._work)  # a large one is sent once the process reads
+            with suppress(OSError, EOFError):  # as for a shard, which tells it
+                connection.send(self._work)
+                connection.recv()  # until it has imported all it needs, others take the shards
             for item in iter(self._todo.get, None):
                 error: Exception | None
                 try:
@@ -213,19 +214,24 @@ def start_process() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def serve() -> None:
-    """Write the shards that come, in a process that ends with its parent, and answer each with None or an error."""
+    """Write the shards that come, in a process that ends with its parent; answer each with None or an error.
+
+    The tokenizer and its options come first, and are answered with None.
+    """
     parent, file = map(int, sys.argv[1:])
     end_with_parent(parent, signal.SIGKILL)
-    connection = Connection(file)
+    connection, answer = Connection(file), None
     tokenizer, options = connection.recv()  # imports transformers
     while True:
+        connection.send(answer)
         shard, answer = connection.recv(), None
         try:
             write_shard(shard, tokenizer, options)
         except Exception as error:
-            error.add_note(traceback.format_exc())
-            answer = error
-        connection.send(answer)
+            told = traceback.format_exc()
+            error.add_note(told)
+            # Of other classes some can be written to a pipe and not be read again.
+            answer = error if isinstance(error, (RunError, OSError)) else RuntimeError(told)
 
 
 def num_processes(num_records: int) -> int:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,7 +88,7 @@ def run_job(module: str, words: list[str], command: list[str], signals: Signals)
             if is_first_host(command):
                 clear_outcomes(run_dir)
             check_local_port(command, patience_s=ENDING_S if variables else 0.0)
-            job = Job(run_dir, [*command, *again], signals, resolved.config.run.rank_timeout_s, variables)
+            job = Job(run_dir, [*command, *again], resolved.config.run.rank_timeout_s, variables, signals=signals)
             try:
                 verdict = job.supervise()
             finally:
@@ -125,7 +126,8 @@ def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signa
         # By name: it plans models, which are above this package.
         automatic = importlib.import_module("pipeline.planning.automatic")
         cache = cache_folder(resolved.config.data.data_output_path or None)
-        flags = automatic.chosen_flags(resolved, section, command, signals, run_dir=run_dir, cache=cache)
+        trial = partial(Trial, signals=signals)
+        flags = automatic.chosen_flags(resolved, section, command, trial, run_dir=run_dir, cache=cache)
     file.unlink(missing_ok=True)  # of an earlier run, which nothing is to resume with
     if flags:
         write_choice(file, resolved, flags)
@@ -144,7 +146,7 @@ def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
 
 def is_first_host(command: Sequence[str]) -> bool:
     """Return True unless another host is the first of several that are started by hand (--node_rank)."""
-    return dict(zip(command, command[1:], strict=False)).get("--node_rank", "0") == "0"
+    return launcher_values(command)["--node_rank"] in ("", "0")
 
 
 def check_local_port(command: Sequence[str], *, patience_s: float = 0.0) -> None:
@@ -169,10 +171,10 @@ class Job:
         self,
         run_dir: Path,
         command: Sequence[str],
-        signals: Signals,
         rank_timeout_s: float,
         variables: Mapping[str, str],
         *,
+        signals: Signals,
         output: IO[bytes] | None = None,
     ) -> None:
         name = f"{os.getpid()}@{socket.gethostname()}"
@@ -192,6 +194,11 @@ class Job:
         self._memory = ""
         self._ended_first: float | None = None
 
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """True once this process got a signal that ends the job."""
+        return self._signals.first is not None
+
     def supervise(self) -> Verdict:
         """Watch until the job has ended or must be ended; processes may be left."""
         while True:
@@ -206,7 +213,7 @@ class Job:
         """Return the verdict if the job is to end now; forwards a stop request."""
         if self._signals.second is not None:
             return Verdict(128 + self._signals.second, ["second signal: killed all processes of this step"])
-        if self._signals.first is not None and not self.forward_stop():
+        if self.is_asked_to_stop and not self.forward_stop():
             return self.verdict(None)
         if self._watch.has_failed():
             return self.after_failure()
@@ -274,7 +281,7 @@ class Job:
         return JobStatus(
             self._watch.run_dir,
             launcher_code,
-            asked_to_stop=self._signals.first is not None,
+            asked_to_stop=self.is_asked_to_stop,
             memory=self._memory,
             oom_kills=num_oom_kills() - self._oom_kills,
         )

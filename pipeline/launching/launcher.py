@@ -33,8 +33,6 @@ TUNED = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-# Where DeepSpeed looks for programs: this environment is not always on the path.
-SEARCHED = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def launch_file(name: str) -> Path:
@@ -78,7 +76,9 @@ def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path) -> dict
     """
     place = command.index("--module")
     module, words = command[place + 1], command[place + 2 :]
-    missing = [] if shutil.which("pdsh", path=SEARCHED) else ["pdsh (Debian, Ubuntu: apt-get install pdsh)"]
+    # Where DeepSpeed looks for programs: this environment is not always on the path.
+    searched = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    missing = [] if shutil.which("pdsh", path=searched) else ["pdsh (Debian, Ubuntu: apt-get install pdsh)"]
     missing += [] if find_spec("tabulate") else ["tabulate (pip install tabulate)"]
     if missing:
         raise EnvironmentFault(f"--autotuning: DeepSpeed's search needs {' and '.join(missing)}; install it")
@@ -88,7 +88,7 @@ def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path) -> dict
     tried = flag_words({**TRIED, "run_dir": folder / "run", "output_dir": folder / "model"})
     shown = ("--log_level", "info", "--autotuning", "tune")  # the run after it is ours to watch
     search = [*command[:place], *shown, str(script and script.origin), *words, *tried]
-    environment = {**os.environ, "PATH": SEARCHED}
+    environment = {**os.environ, "PATH": searched}
     process = subprocess.Popen(search, start_new_session=True, stdin=subprocess.DEVNULL, env=environment)
     try:
         while process.poll() is None and signals.first is None:

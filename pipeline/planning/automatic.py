@@ -27,17 +27,19 @@ from pipeline.launching.target import Target, this_machine
 from pipeline.models.loading import load_config
 from pipeline.planning.ladder import changes
 from pipeline.planning.page import fits, verdict
-from pipeline.processes import Signals
+
+TrialOf = Callable[..., Trial]
 
 MEMORY_WORDS = "out of memory"
 
 
 def chosen_flags(
-    resolved: Resolved, section: str, command: Sequence[str], signals: Signals, *, run_dir: Path, cache: Path
+    resolved: Resolved, section: str, command: Sequence[str], trial: TrialOf, *, run_dir: Path, cache: Path
 ) -> dict[str, Any]:
     """Return the flags that --auto_fit and --auto_batch add to a job's command; say each.
 
     Args:
+        trial: starts a `Trial`, as its class does; it knows the signals of this process.
         cache: the folder that remembers micro-batches.
 
     Raises:
@@ -52,7 +54,7 @@ def chosen_flags(
         flags = flags_that_fit(resolved, section, target)
         resolved = with_flags(resolved, flags, ranks)
     if run.auto_batch:
-        tries = partial(try_batch, [*command, *flag_words(flags)], signals, run_dir / "auto_batch")
+        tries = partial(try_batch, [*command, *flag_words(flags)], trial, run_dir / "auto_batch")
         flags |= largest_micro_batch(resolved, section, target, tries, cache / "micro_batches.json")
     return flags
 
@@ -145,9 +147,7 @@ def shape_key(resolved: Resolved, section: str, target: Target) -> str:
     return f"{section}/{hashlib.sha256(content.encode()).hexdigest()[:16]}/{target.num_gpus} x {target.name}"
 
 
-def try_batch(
-    command: Sequence[str], signals: Signals, folder: Path, resolved: Resolved, flags: dict[str, Any]
-) -> bool:
+def try_batch(command: Sequence[str], trial: TrialOf, folder: Path, resolved: Resolved, flags: dict[str, Any]) -> bool:
     """Run three steps of a stage with other `flags`, in a folder that is deleted; tell whether it had memory for them.
 
     Raises:
@@ -160,13 +160,13 @@ def try_batch(
     check_local_port(command, patience_s=ENDING_S)
     with (folder / "output.txt").open("wb") as output:
         words = flag_words({**TRIED, **places, **flags})
-        job = Trial(run_dir, [*command, *words], signals, resolved.config.run.rank_timeout_s, {}, output=output)
+        job = trial(run_dir, [*command, *words], resolved.config.run.rank_timeout_s, {}, output=output)
         try:
             ended = job.supervise()
         finally:
             job.kill()
     lines, text = training_lines(run_dir), "\n".join(ended.lines)
-    if ended.code == EXIT_STOPPED or signals.first is not None:
+    if ended.code == EXIT_STOPPED or job.is_asked_to_stop:
         shutil.rmtree(folder, ignore_errors=True)
         raise StoppedRun("stopped while micro-batches were tried; the same command starts again")
     lacks = bool(ended.halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)

@@ -10,11 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import psutil
 import pytest
+from support.launch_stub import write_program
 from support.source_tree import ROOT
 
 from pipeline.data import cache, shards
@@ -108,6 +111,41 @@ def test_the_error_of_the_earliest_shard_is_told(options, bpe_tokenizer, small_s
     with pytest.raises(InputError, match=r"reward-00000[01].arrow is refused"):
         load_or_build("reward", options, bpe_tokenizer)
     assert len(begun) == 1, "nobody begins another shard behind an error"
+
+
+def test_a_process_that_is_not_ready_delays_nobody(options, bpe_tokenizer, small_shards, monkeypatch, tmp_path):
+    """One that never is, here."""
+    monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(sys, "executable", str(write_program(tmp_path / "python", "#!/bin/sh\nexec sleep 20\n")))
+    started = time.monotonic()
+    assert len(load_or_build("reward", options, bpe_tokenizer).train) > 50
+    assert time.monotonic() - started < 10 and psutil.Process().children() == []
+
+
+class OddError(Exception):
+    """An exception that pickle writes and cannot read again."""
+
+    def __init__(self, row: int, why: str) -> None:
+        super().__init__(f"row {row}: {why}")
+
+
+def test_a_process_answers_with_an_error_that_no_pipe_carries(monkeypatch):
+    def refused(shard, *_):
+        raise OddError(shard, "odd")
+
+    here, there = Pipe()
+    monkeypatch.setattr(shards, "write_shard", refused)
+    monkeypatch.setattr(shards, "end_with_parent", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["", "0", str(os.dup(there.fileno()))])
+    there.close()
+    with ThreadPoolExecutor(1) as pool, here:
+        served = pool.submit(shards.serve)
+        for message in (("tokenizer", "options"), 7):
+            here.send(message)
+        ready, error = here.recv(), here.recv()
+    assert ready is None and isinstance(error, RuntimeError) and "OddError: row 7: odd" in str(error)
+    assert isinstance(served.exception(), EOFError)
 
 
 def test_the_size_of_shards_does_not_change_rows_and_counts(options, bpe_tokenizer, monkeypatch, tmp_path):

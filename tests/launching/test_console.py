@@ -63,8 +63,10 @@ def test_a_run_without_a_console_stops_in_order(tmp_path):
 
 @pytest.mark.parametrize("program", ["train", "chat", "compare", "main"])
 def test_a_program_runs_as_a_module(program):
+    """Also where there is no PATH."""
     command = [sys.executable, "-m", f"rlhf.{program}", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PATH"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and f"usage: python -m rlhf.{program}" in done.stdout
 
 
