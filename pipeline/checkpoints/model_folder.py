@@ -144,8 +144,8 @@ def save_model(
         if lora_weights is not None:
             adapter = fresh / "adapter" if merged else fresh
             settings = model.peft_config["default"]
-            if (base := Path(settings.base_model_name_or_path or "").expanduser()).is_dir():
-                settings.base_model_name_or_path = str(base.resolve())  # elsewhere it would look like a hub id
+            if (base := settings.base_model_name_or_path) and (path := Path(base).expanduser()).is_dir():
+                settings.base_model_name_or_path = str(path.resolve())  # elsewhere it would look like a hub id
             model.save_pretrained(str(adapter), state_dict=lora_weights, selected_adapters=["default"])
             (adapter / "README.md").unlink(missing_ok=True)  # peft's card: a form, with the base's absolute path
         tokenizer.save_pretrained(fresh)

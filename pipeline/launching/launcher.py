@@ -75,7 +75,9 @@ def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path) -> dict
         StoppedRun: on a signal.
     """
     place = command.index("--module")
-    module, words = command[place + 1], command[place + 2 :]
+    module, words = command[place + 1], list[str]()
+    for word in command[place + 2 :]:  # DeepSpeed looks for its file behind a flag without "="
+        words += word.split("=", 1) if word.startswith("--deepspeed_config=") else [word]
     # Where DeepSpeed looks for programs: this environment is not always on the path.
     searched = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     missing = [] if shutil.which("pdsh", path=searched) else ["pdsh (Debian, Ubuntu: apt-get install pdsh)"]

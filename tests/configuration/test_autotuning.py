@@ -82,7 +82,7 @@ def launched(folder: Path, *words: str, **more: str) -> subprocess.CompletedProc
     environment = stub_environment(folder, gpus=1, **more)
     write_program(folder / "bin/pdsh", "#!/bin/sh\n")
     (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": ["all"]}, "autotuning": {}}))
-    words = (*words, "--deepspeed_config", "ds.json", "--model_name_or_path", "base", "--output_dir", "out/sft")
+    words = (*words, "--deepspeed_config=ds.json", "--model_name_or_path", "base", "--output_dir", "out/sft")
     command = ["bash", str(ROOT / "launch/single_gpu.sh"), "--autotuning", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -95,6 +95,7 @@ def test_what_the_search_has_found_is_a_preset_and_what_is_run(tmp_path, mode):
     done = launched(tmp_path, *words, STUB_TUNED=json.dumps(found), STUB_OUTCOMES="0")
     assert done.returncode == 0, done.stderr
     search, *runs = started(tmp_path)
+    assert search[search.index("--deepspeed_config") + 1] == "ds.json", "DeepSpeed looks for two words"
     script = search.index(str(ROOT / "step1_sft/main.py"))
     assert search[script - 4 : script] == ["--log_level", "info", "--autotuning", "tune"]
     assert search[-4:] == ["--run_dir", "out/runs/sft/autotuning/run", "--output_dir", "out/runs/sft/autotuning/model"]

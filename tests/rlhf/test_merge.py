@@ -56,6 +56,14 @@ def test_the_base_of_an_adapter_alone_is_not_copied(adapter: str) -> None:
     assert not (Path(adapter) / "config.json").exists()
 
 
+def test_a_base_without_a_name_gets_none(base: str, tmp_path: Path) -> None:
+    """Nothing is taken for the working directory."""
+    model: Any = add_lora(load_causal_lm(base, dtype=torch.float32), **SETTINGS, task="CAUSAL_LM")
+    model.peft_config["default"].base_model_name_or_path = ""
+    folder = save_adapter(model, base, tmp_path / "adapter", "none", merged=False)
+    assert not json.loads(Path(folder, "adapter_config.json").read_text())["base_model_name_or_path"]
+
+
 def test_merged_weights_are_the_original_ones_plus_the_product(base: str, adapter: str, tmp_path: Path) -> None:
     assert main([adapter, f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
     original, lora = load_file(f"{base}/model.safetensors"), load_file(f"{adapter}/adapter_model.safetensors")
