@@ -164,6 +164,33 @@ def measured_lines(config: Any, section: str, memory: Any) -> list[str]:
     return [f"  measured {peaks} GiB (low) in {folder}{', then with ' if others else ''}{' '.join(others)}"]
 
 
+def look_and_plan(
+    stages: Mapping[str, Resolved],
+    *,
+    ranks: int | None,
+    hosts: int = 1,
+    made: Mapping[str, str] = NOTHING_MADE,
+    named_by_section: bool = False,
+) -> None:
+    """Print notes of `look_before_start` and the plan of each stage, also where this machine lacks something.
+
+    Raises:
+        InputError, EnvironmentFault: all that would end the run, one per line.
+    """
+    configs, faults = {section: resolved.config for section, resolved in stages.items()}, list[str]()
+    try:
+        for line in look_before_start(configs, dry_run=True, named_by_section=named_by_section, made=made):
+            print(f"  note: {line}")
+    except EnvironmentFault as fault:
+        faults.append(str(fault))
+    try:
+        plan_stages(stages, ranks=ranks, hosts=hosts, made=made)
+    except EnvironmentFault as fault:
+        faults.append(str(fault))
+    if faults:
+        raise EnvironmentFault("\n".join(faults))
+
+
 def dry_run_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
     """Print what a stage would run with, and look at its models, data, disk and memory.
 
@@ -173,9 +200,7 @@ def dry_run_stage(resolved: Resolved, section: str, *, ranks: int | None) -> Non
     described = resolved.config.run.target
     show_stage(resolved, section, ranks=parse_target(described).num_gpus if described else ranks)
     try:
-        for line in look_before_start({section: resolved.config}, dry_run=True):
-            print(f"  note: {line}")
-        plan_stages({section: resolved}, ranks=ranks)
+        look_and_plan({section: resolved}, ranks=ranks)
     finally:
         print(NOTHING_STARTED)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import EXIT_DONE, RunError, print_error
-from pipeline.launching.dry_run import plan_stages
+from pipeline.launching.dry_run import look_and_plan
 from pipeline.launching.job import STAGES, stage_flags
 from pipeline.launching.preflight import look_before_start
 
@@ -47,12 +47,14 @@ def main(task: str) -> int:
     """Do the work of the process that `start_preflight` starts; return its exit code."""
     content = json.loads(task)
     stages = {section: stage_flags(MODULES[section], words)[0] for section, words in content["stages"].items()}
-    configs = {section: resolved.config for section, resolved in stages.items()}
     try:
-        notes = look_before_start(configs, dry_run=content["dry_run"], named_by_section=True, made=content["made"])
-        print(*(f"note: {line}" for line in notes), sep="\n", end="\n" if notes else "")
         if content["dry_run"]:
-            plan_stages(stages, ranks=content["ranks"], hosts=content["hosts"], made=content["made"])
+            given = {name: content[name] for name in ("ranks", "hosts", "made")}
+            look_and_plan(stages, **given, named_by_section=True)
+        else:
+            configs = {section: resolved.config for section, resolved in stages.items()}
+            for line in look_before_start(configs, dry_run=False, named_by_section=True, made=content["made"]):
+                print(f"note: {line}")
     except RunError as error:
         sys.stdout.flush()
         return print_error(error)

@@ -176,13 +176,17 @@ class MemoryPlan:
 
 
 def reserved(peak: PhaseMemory, besides: tuple[int, int]) -> tuple[int, int]:
-    """Return what a process takes of a device at a peak, expected and high."""
+    """Return what a process takes of a device at a peak, expected and high; of a CPU its tensors alone."""
+    if not any(besides):
+        return peak.total, peak.total
     expected, high = (int(peak.total * (1 + UNUSED_REST[i])) + peak.graph + besides[i] for i in (0, 1))
     return expected, high
 
 
 def bytes_of_libraries(target: Target, ranks: int) -> tuple[int, int]:
-    """Return what CUDA takes of a device, and NCCL where there are several ranks, expected and high."""
+    """Return what CUDA takes of a device, and NCCL where there are several ranks, expected and high; 0 of a CPU."""
+    if target.name == "CPU":
+        return 0, 0
     measured = (target.measured.context, target.measured.nccl) if target.measured else (0, 0)
     parts = list(zip(measured, (CONTEXT, NCCL), strict=True))[: 1 if ranks == 1 else 2]
     expected = sum(own or known[0] for own, known in parts)

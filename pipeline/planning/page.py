@@ -117,6 +117,8 @@ def phase_lines(plan: MemoryPlan) -> list[str]:
     for name, peak in plan.phases.items():
         parts = (peak.states, peak.gradients, peak.gathered, peak.rollout, peak.activations)
         lines.append(row(name, [*map(gib, parts), *map(gib, (peak.total, *plan.reserved(name)))]))
+    if not any(plan.besides):  # a CPU
+        return lines
     context = " to ".join(f"{value / GIB:.1f}" for value in plan.besides)
     rest = " to ".join(f"{share:.0%}" for share in UNUSED_REST)
     what = "CUDA's and NCCL's own" if plan.ranks > 1 else "CUDA's own"

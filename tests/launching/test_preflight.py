@@ -16,6 +16,7 @@ from pipeline import hub
 from pipeline.configuration.flags import parse
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.launching import preflight
+from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.preflight import look_before_start
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -192,6 +193,15 @@ def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(mon
     adapters = {stage: f"--lora_dim 2 {flags.get(stage, '')}" for stage in ("sft", "reward")}
     lora = {"ppo": f"--actor_lora_dim 2 --critic_lora_dim 2 {flags.get('ppo', '')}"}
     assert look_before_start(configs(**adapters, **lora), dry_run=True) == [], "a checkpoint holds what is trained"
+
+
+def test_a_dry_run_prints_its_plan_where_the_disk_is_too_small(monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "free_bytes", lambda folder: 1)
+    words = "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96"
+    with pytest.raises(EnvironmentFault, match=r"^out/runs/sft: the outputs need .* are free"):
+        dry_run_stage(parse(SFTConfig, words.split(), section="sft"), "sft", ranks=1)
+    plan = capsys.readouterr().out
+    assert plan.startswith("plan of sft, on 1 x CPU") and "CUDA" not in plan
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])
