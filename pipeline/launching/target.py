@@ -97,9 +97,14 @@ def this_machine(ranks: int, hosts: int = 1) -> Target:
     if not count_gpus():
         return Target("CPU", 0, hosts, per_host, host_memory=host_memory, described=False)
     name, mib = query_gpu("name", "memory.total") or ("GPU", "0")
-    known = next((sheet for device, sheet in DEVICES.items() if device.partition("-")[0] in name), (0,) + (0.0,) * 4)
+    known = next((sheet for device, sheet in DEVICES.items() if is_model(device, name)), (0,) + (0.0,) * 4)
     memory = int(int(mib) * 2**20 * USABLE) if mib.isdigit() else 0
     return Target(name, memory, hosts, per_host, known[1], known[2], host_memory, False, known[3], known[4])
+
+
+def is_model(device: str, name: str) -> bool:
+    """Return True if a GPU of this name is a device of DEVICES, as a `NVIDIA GeForce RTX 4090` is RTX4090-24GB."""
+    return device.partition("-")[0] in name.replace(" ", "")
 
 
 def with_constants(target: Target) -> Target:
@@ -107,7 +112,7 @@ def with_constants(target: Target) -> Target:
     found = kept_constants()
     if found is None or target.name == "CPU":
         return target
-    same_name = target.name in DEVICES and target.name.partition("-")[0] in found.name
+    same_name = target.name in DEVICES and is_model(target.name, found.name)
     if target.described and not (same_name and abs(found.memory / target.memory - 1) < SAME_MEMORY):
         return target
     return replace(

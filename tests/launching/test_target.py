@@ -13,6 +13,7 @@ from pipeline import hub
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from pipeline.files import GIB
+from pipeline.launching import target
 from pipeline.launching.dry_run import num_steps
 from pipeline.launching.job import run_job
 from pipeline.launching.target import DEVICES, PRODUCTS, parse_target
@@ -167,6 +168,27 @@ def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
     lines = changed.stdout.partition("--auto_fit makes it fit, each with those before it:\n")[2].splitlines()
     assert lines[0].startswith("    --per_device_train_batch_size 16384 --gradient_accumulation_steps 2: gives back ")
     assert "    with these it fits" in lines
+
+
+@pytest.mark.parametrize(
+    "name, mib, sheet",
+    [
+        ("NVIDIA GeForce RTX 4090", 24564, "RTX4090-24GB"),
+        ("NVIDIA L40S", 46068, "L40S-48GB"),
+        ("Tesla T4", 15360, "T4-16GB"),
+    ],
+)
+def test_this_machine_has_the_data_sheet_of_its_gpu(monkeypatch, name, mib, sheet):
+    """Under the name that nvidia-smi gives it."""
+    monkeypatch.setattr(target, "count_gpus", lambda: 1)
+    monkeypatch.setattr(target, "query_gpu", lambda *fields: [name, str(mib)])
+    found = target.this_machine(1)
+    assert (found.tb_per_s, found.tflops) == DEVICES[sheet][1:3]
+    described = target.parse_target(f"1x{sheet}")
+    monkeypatch.setattr(
+        target, "kept_constants", lambda: DeviceConstants(name, "2026-11-22", described.memory, 1, 1, 1)
+    )
+    assert target.with_constants(described).measured, "of the same kind"
 
 
 def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sheet(planned, tmp_path, monkeypatch):
