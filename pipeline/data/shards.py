@@ -228,10 +228,10 @@ def serve() -> None:
         try:
             write_shard(shard, tokenizer, options)
         except Exception as error:
-            told = traceback.format_exc()
-            error.add_note(told)
+            trace = traceback.format_exc()
+            error.add_note(trace)
             # Of other classes some can be written to a pipe and not be read again.
-            answer = error if isinstance(error, (RunError, OSError)) else RuntimeError(told)
+            answer = error if isinstance(error, (RunError, OSError)) else RuntimeError(trace)
 
 
 def num_processes(num_records: int) -> int:
