@@ -68,7 +68,7 @@ class Target:
 
     @property
     def source(self) -> str:
-        """Where its constants are from, in words."""
+        """The source of its constants, in words."""
         if self.measured:
             return f"measured here on {self.measured.day}"
         if self.described:
