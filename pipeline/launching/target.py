@@ -97,8 +97,10 @@ def this_machine(ranks: int, hosts: int = 1) -> Target:
     if not count_gpus():
         return Target("CPU", 0, hosts, per_host, host_memory=host_memory, described=False)
     name, mib = query_gpu("name", "memory.total") or ("GPU", "0")
-    known = next((sheet for device, sheet in DEVICES.items() if is_model(device, name)), (0,) + (0.0,) * 4)
     memory = int(int(mib) * 2**20 * USABLE) if mib.isdigit() else 0
+    sheets = [sheet for device, sheet in DEVICES.items() if is_model(device, name)]
+    # Of an A100 there are two.
+    known = min(sheets, key=lambda sheet: abs(sheet[0] * GIB - memory), default=(0,) + (0.0,) * 4)
     return Target(name, memory, hosts, per_host, known[1], known[2], host_memory, False, known[3], known[4])
 
 
@@ -112,8 +114,10 @@ def with_constants(target: Target) -> Target:
     found = kept_constants()
     if found is None or target.name == "CPU":
         return target
-    same_name = target.name in DEVICES and is_model(target.name, found.name)
-    if target.described and not (same_name and abs(found.memory / target.memory - 1) < SAME_MEMORY):
+    # Of a file with a device's name that says other speeds, these are meant.
+    is_sheet = target.name in DEVICES and DEVICES[target.name][1:3] == (target.tb_per_s, target.tflops)
+    is_same = is_sheet and is_model(target.name, found.name) and abs(found.memory / target.memory - 1) < SAME_MEMORY
+    if target.described and not is_same:
         return target
     return replace(
         target,

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,6 +177,7 @@ def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
         ("NVIDIA GeForce RTX 4090", 24564, "RTX4090-24GB"),
         ("NVIDIA L40S", 46068, "L40S-48GB"),
         ("Tesla T4", 15360, "T4-16GB"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "A100-40GB"),
     ],
 )
 def test_this_machine_has_the_data_sheet_of_its_gpu(monkeypatch, name, mib, sheet):
@@ -189,6 +191,8 @@ def test_this_machine_has_the_data_sheet_of_its_gpu(monkeypatch, name, mib, shee
         target, "kept_constants", lambda: DeviceConstants(name, "2026-11-22", described.memory, 1, 1, 1)
     )
     assert target.with_constants(described).measured, "of the same kind"
+    own = replace(described, tflops=7.0)
+    assert target.with_constants(own) == own, "a file's own speeds are kept"
 
 
 def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sheet(planned, tmp_path, monkeypatch):
