@@ -123,12 +123,12 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
         started(tmp_path)[-1][-len(flag_words(chosen)) :] == flag_words(chosen) and done.stderr.count("gives back") >= 3
     )
     read = parse(SFTConfig, ["--preset", str(preset)], section="sft").config
-    assert read.optimizer.per_device_train_batch_size == 2 and read.deepspeed.offload
+    assert read.optimizer.per_device_train_batch_size == 1 and read.deepspeed.offload
     finished = parse(SFTConfig, [*map(str, words)], section="sft")
     assert automatic_words(finished, preset.parent) == flag_words(chosen), "the run is finished here"
     assert automatic_words(parse(SFTConfig, [*map(str, words), "--overwrite"], section="sft"), preset.parent) is None
     again = launched(tmp_path, *words, memory_mib=80000)
-    assert f"as chosen before ({preset}): --per_device_train_batch_size 2 " in again.stderr
+    assert f"as chosen before ({preset}): --per_device_train_batch_size 1 " in again.stderr
     assert "gives back" not in again.stderr and started(tmp_path)[-1] == started(tmp_path)[0]
     lacking = launched(tmp_path, *words, "--overwrite", memory_mib=700)
     assert lacking.returncode == 3 and lacking.stderr.splitlines()[-1].startswith("error: --auto_fit: does not fit: ")
