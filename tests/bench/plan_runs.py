@@ -2,7 +2,8 @@
 
 `plan_runs.py plan PLANNED` writes what the planner says of each run, on any machine; `measure PLANNED MEASURED GPUS`
 makes the runs, several at a time where their planned memory allows; `table PLANNED MEASURED` prints both as Markdown.
-Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows.
+Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows. Runs that have their GPUs
+to themselves are compared in their times, too.
 """
 
 import json
@@ -10,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,9 +27,10 @@ from bench.random_models import make_model, make_pairs, make_prompts
 from demo.make import make_data, make_tokenizer
 from pipeline.files import GIB, write_json
 
+PHASE_NAMES, TIMES = (*phases.PHASES, "evaluate"), tuple(phases.PPO_TIMES)
 STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
-Peaks = dict[str, dict[str, float]]  # run -> phase -> GiB
-STEPS, AT_ONCE = 3, 10
+Peaks = dict[str, dict[str, float]]  # run -> phase -> GiB, and of timed runs `<phase>_s` -> seconds
+STEPS, TIMED_STEPS, WARM_UP, AT_ONCE = 3, 5, 2, 10
 ROOM_GIB = 4.0  # of each process beside its planned tensors: context, libraries, the allocator's unused blocks
 ADAPTERS = "--actor_lora_dim 64 --save_adapter_only true"
 CHECKPOINTED = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
@@ -36,13 +38,21 @@ CHECKPOINTED = "--actor_gradient_checkpointing true --critic_gradient_checkpoint
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run by its stage's command line: model flags name shapes of random_models.SHAPES."""
+    """A run by its stage's command line: model flags name shapes of random_models.SHAPES.
+
+    alone: nothing else is on its GPUs, and its times are compared.
+    """
 
     name: str
     section: str
     words: str
     gpus: int = 1
     held_out: bool = False
+    alone: bool = False
+
+    @property
+    def steps(self) -> int:
+        return TIMED_STEPS if self.alone else STEPS
 
 
 def sft(model: str, zero_stage: int, micro: int, rest: str = "") -> str:
@@ -102,6 +112,13 @@ RUNS = (
     PlannedRun("PPO, OPT-1.3B and 350M, ZeRO-1", "ppo", ppo("1.3b", "350m", 1, 16), gpus=2, held_out=True),
     PlannedRun("PPO, Qwen2.5-1.5B and 0.5B, ZeRO-3", "ppo", ppo("qwen2.5-1.5b", "qwen2.5-0.5b", 3, 8), gpus=2,
                held_out=True),
+    PlannedRun("SFT, Qwen2.5-1.5B, ZeRO-1", "sft", sft("qwen2.5-1.5b", 1, 8), gpus=4, held_out=True, alone=True),
+    PlannedRun("PPO, Llama-3-1B and Qwen2.5-0.5B, ZeRO-2", "ppo", ppo("llama-3-1b", "qwen2.5-0.5b", 2, 8), gpus=4,
+               held_out=True, alone=True),
+    PlannedRun("PPO, OPT-13B and 350M, ZeRO-3, checkpointing", "ppo", ppo("13b", "350m", 3, 8, CHECKPOINTED), gpus=4,
+               held_out=True, alone=True),
+    PlannedRun("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing", "ppo",
+               ppo("30b", "350m", 3, 8, f"{ADAPTERS} {CHECKPOINTED}"), gpus=4, held_out=True, alone=True),
 )  # fmt: skip
 
 
@@ -113,13 +130,15 @@ def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
 
 
 def plan(file: Path) -> None:
-    """Write the planned GiB of each run's phases, as JSON."""
+    """Write the planned GiB of each run's phases, and the seconds of those that are timed, as JSON."""
     planned = {}
     with tempfile.TemporaryDirectory() as folder:
         for run in RUNS:
             planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200", Path(folder))
-            peaks = planner.memory(resolved).phases
-            planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in peaks.items()}
+            memory = planner.memory(resolved)
+            planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
+            seconds = planner.seconds(resolved, memory)[0] if run.alone else {}
+            planned[run.name] |= {f"{phase}_s": round(value, 3) for phase, value in seconds.items()}
     write_json(file, planned)
 
 
@@ -149,15 +168,18 @@ class Room:
             self.free[gpu] += gib
 
 
-def make_inputs(folder: Path) -> None:
-    """Write the models of all runs and rows that are longer than they may be."""
-    make_data(folder, seed=0)
+def make_inputs(folder: Path, runs: Sequence[PlannedRun]) -> None:
+    """Write the models of these runs, those that are not there yet, and rows that are longer than they may be."""
+    if not (folder / "pairs.jsonl").exists():
+        make_data(folder, seed=0)
+        make_prompts(folder / "prompts.jsonl", 4 * TIMED_STEPS * 32, words=500)
+        make_pairs(folder / "sft.jsonl", 400, prompt_words=9, responses=(1000, 1000))
+        make_pairs(folder / "pairs.jsonl", 400, prompt_words=1000, responses=(60, 60))
     tokenizer = make_tokenizer(folder)
-    for shape, scores in sorted({model for run in RUNS for model in shapes_of(run)}):
-        make_model(folder / folder_name(shape, scores), shape, tokenizer, scores=scores)
-    make_prompts(folder / "prompts.jsonl", 2 * STEPS * 32, words=500)
-    make_pairs(folder / "sft.jsonl", 400, prompt_words=9, responses=(1000, 1000))
-    make_pairs(folder / "pairs.jsonl", 400, prompt_words=1000, responses=(60, 60))
+    for shape, scores in sorted({model for run in runs for model in shapes_of(run)}):
+        model = folder / folder_name(shape, scores)
+        if not (model / "tokenizer.json").exists():
+            make_model(model, shape, tokenizer, scores=scores)
 
 
 def folder_name(shape: str, scores: bool) -> str:
@@ -171,7 +193,7 @@ def run_words(run: PlannedRun, inputs: Path) -> list[object]:
         if str(word).endswith("model_name_or_path"):
             words[n + 1] = inputs / folder_name(str(words[n + 1]), scores=str(word).startswith("--critic"))
     rows = {"sft": "sft", "reward": "pairs", "ppo": "prompts"}[run.section]
-    shared = {"data_path": inputs / f"{rows}.jsonl", "data_output_path": inputs / "cache", "max_steps": STEPS}
+    shared = {"data_path": inputs / f"{rows}.jsonl", "data_output_path": inputs / "cache", "max_steps": run.steps}
     return [*words, *flags(shared), *NO_HELD_OUT]
 
 
@@ -183,13 +205,19 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
     import torch
 
     inputs, measured = file.parent / "plan-inputs", read_peaks(file)
-    if not (inputs / "pairs.jsonl").exists():
-        make_inputs(inputs)
+    waiting = [run for run in RUNS if run.gpus <= num_gpus and only in run.name and run.name not in measured]
+    make_inputs(inputs, waiting)
     torch.cuda.empty_cache()
-    room = Room([torch.cuda.get_device_properties(0).total_memory / GIB] * num_gpus)
+    whole = torch.cuda.get_device_properties(0).total_memory / GIB
+    room = Room([whole] * num_gpus)
+    # Not the last byte: sums of floats.
+    all_of_it = 0.99 * whole
+
+    def highest(run: PlannedRun) -> float:
+        return max(gib for name, gib in planned[run.name].items() if name in PHASE_NAMES)
 
     def made(run: PlannedRun) -> None:
-        with room.take(run.gpus, max(planned[run.name].values()) * 1.1 + ROOM_GIB) as gpus:
+        with room.take(run.gpus, all_of_it if run.alone else highest(run) * 1.1 + ROOM_GIB) as gpus:
             try:
                 peaks = peaks_of(run, inputs, gpus)
             except BenchError as error:
@@ -199,13 +227,13 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
                 measured[run.name] = peaks
                 write_json(file, measured)
 
-    waiting = [run for run in RUNS if run.gpus <= num_gpus and only in run.name and run.name not in measured]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(made, sorted(waiting, key=lambda run: -max(planned[run.name].values()))))
+        list(pool.map(made, sorted(waiting, key=lambda run: (run.alone, -highest(run)))))
 
 
 def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]:
-    """Make a run on these GPUs; return the GiB of its phases, or its highest, and `reserved`. Raises BenchError."""
+    """Make a run on these GPUs; return the GiB of its phases, or its highest, and `reserved`, and of a run that is
+    timed the seconds of its phases. Raises BenchError."""
     output = inputs / "runs" / plain(run.name)
     output.mkdir(parents=True, exist_ok=True)
     command = launched(f"{STAGES[run.section]}.main", [*run_words(run, inputs), *output_words(output)], gpus=run.gpus)
@@ -214,13 +242,16 @@ def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]
     lines = phases.training_lines(output / "run")
     if len({line["micro_batch_size"] for line in lines}) > 1:
         raise BenchError(f"{run.name}: the micro-batch was halved, there was no memory beside other runs")
-    found = phases.measure(output / "run", warm_up=0)
+    found = phases.measure(output / "run", warm_up=WARM_UP if run.alone else 0)
     shutil.rmtree(output, ignore_errors=True)
     by_phase = {phase: found[f"{phase}_peak_gib"] for phase in phases.PHASES if f"{phase}_peak_gib" in found}
     # Stages 1 and 2 have one figure, that of training: nothing is evaluated.
     by_phase = by_phase or {"train": found["peak_gib"]}
+    if run.alone:
+        times = [name for name in TIMES if name in found]
+        by_phase |= {name: found[name] for name in times} or {"train_s": found["step_s"]}
     by_phase["reserved"] = max(line.get("gpu_reserved_gib", 0.0) for line in lines)  # no phase: what the allocator held
-    return {phase: round(gib, 3) for phase, gib in by_phase.items()}
+    return {name: round(value, 3) for name, value in by_phase.items()}
 
 
 def read_peaks(file: Path) -> Peaks:
@@ -233,9 +264,10 @@ def table(planned: Peaks, measured: Peaks) -> list[str]:
     for run in RUNS:
         name = f"{run.name} (held out)" if run.held_out else run.name
         if run.name not in measured:
-            worst = max(planned[run.name], key=lambda phase, peaks=planned[run.name]: peaks[phase])
+            peaks = {name: gib for name, gib in planned[run.name].items() if name in PHASE_NAMES}
+            worst = max(peaks, key=lambda phase, peaks=peaks: peaks[phase])
             lines.append(f"| {name} | {run.gpus} | {worst} | {planned[run.name][worst]:.1f} | not run | | |")
-        phases_measured = {name: value for name, value in measured.get(run.name, {}).items() if name != "reserved"}
+        phases_measured = {name: value for name, value in measured.get(run.name, {}).items() if name in PHASE_NAMES}
         for phase, value in phases_measured.items():
             expected = planned[run.name][phase]
             near = "yes" if abs(expected - value) <= max(1.0, 0.05 * value) else "NO"
@@ -244,8 +276,20 @@ def table(planned: Peaks, measured: Peaks) -> list[str]:
     return lines
 
 
+def time_table(planned: Peaks, measured: Peaks) -> list[str]:
+    """Return the lines of the table of times in Markdown: each phase of the runs that were alone on their GPUs."""
+    lines = ["| run | GPUs | phase | planned | measured | difference |", "|---|---|---|---|---|---|"]
+    for run in filter(lambda run: run.alone, RUNS):
+        for name in TIMES:
+            if (value := measured.get(run.name, {}).get(name)) is not None:
+                expected = planned[run.name][name]
+                cells = (run.name, run.gpus, name.removesuffix("_s"), f"{expected:.2f} s", f"{value:.2f} s")
+                lines.append(f"| {' | '.join(map(str, cells))} | {expected / value - 1:+.0%} |")
+    return lines
+
+
 def main() -> None:
-    """Plan, measure, or print the table."""
+    """Plan, measure, or print the tables."""
     command, file = sys.argv[1], Path(sys.argv[2])
     if command == "plan":
         plan(file)
@@ -253,7 +297,8 @@ def main() -> None:
     planned, measured = read_peaks(file), Path(sys.argv[3])
     if command == "measure":
         measure(measured, planned, int(sys.argv[4]), *sys.argv[5:])
-    print(*table(planned, read_peaks(measured)), sep="\n")
+    found = read_peaks(measured)
+    print(*table(planned, found), "", *time_table(planned, found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "do_layer_norm_before": False,
     },
     "1.3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192},
+    "13b": {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "ffn_dim": 20480},
+    "30b": {"hidden_size": 7168, "num_hidden_layers": 48, "num_attention_heads": 56, "ffn_dim": 28672},
     "llama-tiny": {
         "hidden_size": 32,
         "num_hidden_layers": 2,

@@ -2,7 +2,7 @@
 
 import threading
 
-from bench.plan_runs import RUNS, Room, shapes_of, table
+from bench.plan_runs import RUNS, Room, shapes_of, table, time_table
 from bench.random_models import SHAPES
 
 
@@ -11,7 +11,7 @@ def test_runs_have_names_of_their_own_and_known_models():
     assert all(shape in SHAPES for run in RUNS for shape, _ in shapes_of(run))
     known = {shape for run in RUNS if not run.held_out for shape, _ in shapes_of(run)}
     for run in (run for run in RUNS if run.held_out):
-        assert run.gpus == 2 or not known.issuperset(shape for shape, _ in shapes_of(run)), run.name
+        assert run.gpus > 1 or not known.issuperset(shape for shape, _ in shapes_of(run)), run.name
 
 
 def test_the_larger_of_a_gib_and_a_twentieth_is_near():
@@ -43,3 +43,15 @@ def test_a_run_waits_for_memory_of_its_gpus():
         assert not order
     waiting.join(5)
     assert order == [[0, 1]] and room.free == [100.0, 100.0]
+
+
+def test_times_are_compared_of_runs_that_were_alone():
+    alone = next(run for run in RUNS if run.alone and run.section == "ppo")
+    other = next(run for run in RUNS if not run.alone and run.section == "ppo")
+    seconds = {"generate_s": 1.5, "score_s": 0.5, "train_s": 2.0}
+    found = {run.name: {"train": 9.0, "generate_s": 2.0, "score_s": 0.5, "train_s": 1.0} for run in (alone, other)}
+    assert [line.split(" | ")[2:] for line in time_table({alone.name: seconds, other.name: seconds}, found)[2:]] == [
+        ["generate", "1.50 s", "2.00 s", "-25% |"],
+        ["score", "0.50 s", "0.50 s", "+0% |"],
+        ["train", "2.00 s", "1.00 s", "+100% |"],
+    ]
