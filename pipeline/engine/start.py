@@ -18,7 +18,7 @@ from transformers import AutoModel
 from pipeline import dist
 from pipeline.engine.private_names import check_private_names
 from pipeline.errors import InputError
-from pipeline.models.loading import load_config, num_experts
+from pipeline.models.loading import check_whole_experts, load_config
 
 
 def start_deepspeed(*, deterministic: bool = False) -> None:
@@ -105,11 +105,7 @@ def partitioned_loading(config: dict[str, Any], path: str) -> Iterator[None]:
     if config["zero_optimization"]["stage"] < 3:
         yield
         return
-    if count := num_experts(load_config(path)):
-        raise InputError(
-            f"{path}: a mixture of {count} experts under ZeRO stage 3: all experts of a layer would be gathered for "
-            "the few that a token uses; take ZeRO stage 0, 1 or 2"
-        )
+    check_whole_experts(path)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of ZeRO++'s hpZ; each engine makes its own

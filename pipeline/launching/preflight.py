@@ -142,6 +142,10 @@ def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str,
         usable.append(found or "")
         for check in model.fits if all(usable) else ():
             findings.look(model.flag, check)
+    if all(usable) and not findings.errors:
+        for model in models:
+            if model.path not in made:
+                model.warn_if_untested()
     return usable[0]
 
 

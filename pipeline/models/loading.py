@@ -21,10 +21,10 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import cached_file, is_flash_attn_2_available
+from transformers.utils import cached_file
 
 from pipeline import dist
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import InputError
 from pipeline.files import CONFIG_FILES
 from pipeline.hub import commits_read, go_offline_without_network, split_revision
 from pipeline.models.lora import (
@@ -94,8 +94,17 @@ def num_positions(config: PretrainedConfig) -> int | None:
 
 def num_experts(config: PretrainedConfig) -> int:
     """Return how many experts a layer of a mixture of experts has, 0 for any other model."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return max(getattr(config.get_text_config(), name, None) or 0 for name in names)
+
+
+def check_whole_experts(path: str) -> None:
+    """Raise InputError for a mixture of experts, which ZeRO-3 does not partition. Reads only config.json."""
+    if count := num_experts(load_config(path)):
+        raise InputError(
+            f"{path}: a mixture of {count} experts under ZeRO stage 3: all experts of a layer would be gathered for "
+            "the few that a token uses; take ZeRO stage 0, 1 or 2"
+        )
 
 
 def dropout_fields(config: PretrainedConfig) -> list[str]:
@@ -134,15 +143,6 @@ def check_decoder(path: str, flag: str = "") -> None:
         raise InputError(
             f"{at_flag(flag)}{path} is an encoder-decoder model ({load_config(path).model_type}): stage 1 alone trains "
             "these; give a decoder (OPT, Llama, Qwen, ...)"
-        )
-
-
-def check_attention(implementation: str, flag: str) -> None:
-    """Raise EnvironmentFault for an attention implementation, the value of `flag`, whose package is not installed."""
-    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        raise EnvironmentFault(
-            f"{flag} flash_attention_2: the package flash_attn is not installed; give {flag} sdpa, which has a flash "
-            "kernel of its own on GPUs"
         )
 
 

@@ -98,9 +98,12 @@ def check_code(folder: Path, config: Mapping[str, Any], flag: str = "") -> None:
         if not known:
             raise InputError(f"{at_flag(flag)}{folder}: needs code of its own ({files}), which is never run here")
         warn_once(f"{folder}: its code ({files}) is not run; transformers' own class is used")
-    # A model that a step of this project wrote was warned of there.
-    if known and kind not in TESTED_TYPES and not (folder / OURS).is_file():
-        warn_once(f"{folder}: model type {kind} is untested here; {', '.join(TESTED_TYPES)} are tested")
+
+
+def warn_if_untested(path: str, kind: str) -> None:
+    """Warn of a model whose type no test trains; one that a stage wrote was warned of where it entered."""
+    if kind not in TESTED_TYPES and not (Path(path).expanduser() / OURS).is_file():
+        warn_once(f"{path}: model type {kind} is untested here; {', '.join(TESTED_TYPES)} are tested")
 
 
 def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.utils import is_flash_attn_2_available
 
 from pipeline.configuration.ds_json import read_user_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
@@ -19,15 +20,15 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.models.loading import (
     adapter_base,
     attention_for,
-    check_attention,
     check_model,
     check_stored_quantization,
+    check_whole_experts,
     is_encoder_decoder,
     load_config,
 )
 from pipeline.models.lora import check_quantization, linear_names
 from pipeline.models.tokenizers import load_tokenizer
-from pipeline.models.weight_files import check_plain_lora
+from pipeline.models.weight_files import check_plain_lora, warn_if_untested
 
 Check = Callable[[], object]
 # Programs with which DeepSpeed compiles its asynchronous files -> where they are from.
@@ -55,6 +56,10 @@ class StartModel:
         self.check_kind(self.path, self.flag)
         check_model(self.path, self.flag)
 
+    def warn_if_untested(self) -> None:
+        """Warn of a type of model that no test trains."""
+        warn_if_untested(self.path, load_config(self.path).model_type)
+
 
 def check_start_models(models: Sequence[StartModel]) -> None:
     """Make all checks of a stage's start models. Raises the first InputError or EnvironmentFault."""
@@ -62,6 +67,8 @@ def check_start_models(models: Sequence[StartModel]) -> None:
         model.check_files()
         for check in (*model.packages, *model.fits):
             check()
+    for model in models:  # of models that nothing refuses
+        model.warn_if_untested()
 
 
 def package_checks(
@@ -74,6 +81,15 @@ def package_checks(
         partial(check_attention, settings.attn_implementation, f"--{prefix}attn_implementation"),
         partial(check_quantization, settings.quantization, f"--{prefix}quantization"),
     ]
+
+
+def check_attention(implementation: str, flag: str) -> None:
+    """Raise EnvironmentFault for an attention implementation, the value of `flag`, whose package is not installed."""
+    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        raise EnvironmentFault(
+            f"{flag} flash_attention_2: the package flash_attn is not installed; give {flag} sdpa, which has a flash "
+            "kernel of its own on GPUs"
+        )
 
 
 def check_optimizer_states(states: str) -> None:
@@ -107,9 +123,11 @@ def check_disk_offload(file: str) -> None:
 def check_settings(path: str, settings: ModelConfig, prefix: str = "") -> None:
     """Raise InputError if the model at `path` cannot follow its flags, which begin with `prefix` (actor_).
 
-    Weights that are stored as int8 are trained on as such, the attention implementation leaves no soft caps out, and
-    LoRA's pattern matches a layer of the model, which is built without memory.
+    Weights that are stored as int8 are trained on as such, ZeRO-3 partitions no experts, the attention implementation
+    leaves no soft caps out, and LoRA's pattern matches a layer of the model, which is built without memory.
     """
+    if settings.partitioned == "weights":
+        check_whole_experts(path)
     check_stored_quantization(adapter_base(path) or path, settings.quantization, f"--{prefix}quantization")
     attention_for(load_config(path), settings.attn_implementation, path, flag=f"--{prefix}attn_implementation")
     is_adapter, is_quantised = adapter_base(path) is not None, settings.quantization != "none"

@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
-from support.families import family_config
+from support.families import save_family
 from support.launch_stub import ROOT
 from support.tiny_run import make_folder, make_tokenizer, save_base, write_lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -34,8 +34,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "other.jsonl", [{"ask": "Who?", "reply": "Me."}])
     save_base(folder / "stranger", make_tokenizer(["Other words, and so other pairs of letters."]))
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "capped")
-    AutoModelForCausalLM.from_config(family_config("gemma-2", len(tokenizer))).save_pretrained(folder / "capped")
+    for name, family in (("capped", "gemma-2"), ("experts", "qwen3-moe"), ("untested", "stablelm")):
+        tokenizer.save_pretrained(folder / name)
+        save_family(family, folder / name)
     write_lines(folder / "odd.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}])
     return folder
 
@@ -105,6 +106,10 @@ CASES = {
     "soft caps": (
         {"sft": "--model_name_or_path capped --attn_implementation sdpa"}, "--sft.attn_implementation sdpa: capped caps"
     ),
+    "experts in stage 3": (
+        {"sft": "--model_name_or_path experts", "ppo": "--actor_zero_stage 3"},
+        "--ppo.actor_model_name_or_path: experts: a mixture of 4 experts under ZeRO stage 3",
+    ),
     "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; wanted auto, never, or a check"),
     "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),
 }  # fmt: skip
@@ -115,6 +120,12 @@ def test_what_would_end_a_later_stage_is_found_before_the_first(name):
     changed, line = CASES[name]
     (found,) = problems(**changed)
     assert found.startswith(line)
+
+
+def test_an_untested_type_is_called_so_only_where_nothing_is_refused(caplog):
+    assert problems(sft="--model_name_or_path untested --max_seq_len 1000") and not caplog.messages
+    look_before_start(configs(sft="--model_name_or_path untested"), dry_run=True, named_by_section=True)
+    assert [line.partition(" here")[0] for line in caplog.messages] == ["untested: model type stablelm is untested"]
 
 
 def test_a_stage_alone_may_take_earlier_ones_as_made():
