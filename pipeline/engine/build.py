@@ -12,19 +12,31 @@ from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start import partitioned_loading, start_deepspeed
+from pipeline.errors import InputError
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loaded import check_finite
-from pipeline.models.loading import DTYPES, base_model, default_dtype, load_language_model, use_gradient_checkpointing
+from pipeline.models.loading import (
+    DTYPES,
+    base_model,
+    default_device,
+    default_dtype,
+    load_language_model,
+    use_gradient_checkpointing,
+)
 from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32, unfreeze
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
 from pipeline.models.seq2seq_lm import Seq2SeqLM
+from pipeline.models.weight_files import TESTED_TYPES
 from pipeline.run.run import Run
+from pipeline.tensor_ops import gather_log_probs
 
 log = logging.getLogger(__name__)
 
 Trained = CausalLM | Seq2SeqLM | TokenValueModel
 # peft's names of what a model is for.
 TASKS = {CausalLM: "CAUSAL_LM", Seq2SeqLM: "SEQ_2_SEQ_LM", TokenValueModel: "SEQ_CLS"}
+# Tokens whose log-probabilities are compared with transformers' own.
+NUM_PROBED = 4
 
 
 def compute_dtype(run: Run) -> EngineDtype:
@@ -122,6 +134,7 @@ def frozen_engine(
     engine = FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)
     keep_norms_in_fp32(engine.module, model.quantization)
     check_finite(engine.module, path)
+    check_function(engine, path)
     return engine
 
 
@@ -159,7 +172,35 @@ def training_engine(run: Run, module: Trained, model: ModelConfig, ds_json: dict
     )
     keep_norms_in_fp32(engine.module, model.quantization)
     check_finite(engine.module, model.model_name_or_path)
+    check_function(engine, model.model_name_or_path)
     return engine
+
+
+@torch.no_grad()
+def check_function(engine: FrozenEngine | TrainingEngine, path: str) -> None:
+    """Refuse a decoder, loaded from `path`, whose log-probabilities are not those of transformers' own forward pass.
+
+    Its logits are made piece by piece from the backbone's output (`causal_lm.py`). An architecture may have more
+    between the two than its head and what `LogitScaling` knows. Types that the tests train are not looked at. A
+    collective under ZeRO-3.
+    """
+    module = engine.module
+    if not isinstance(module, CausalLM) or module.config.model_type in TESTED_TYPES:
+        return
+    was_training = module.training
+    module.eval()
+    ids = torch.arange(NUM_PROBED, device=default_device()).unsqueeze(0)
+    everything = torch.ones_like(ids, dtype=torch.bool)
+    found = engine(ids, attention_mask=everything, selected=everything[:, 1:]).log_probs
+    logits = module.model(input_ids=ids, use_cache=False).logits[:, :-1]
+    engine.release_gathered()
+    module.train(was_training)
+    error = (found - gather_log_probs(logits, ids[:, 1:])).abs().max()
+    if error > 1e-4 + 4 * torch.finfo(logits.dtype).eps * logits.abs().max():
+        raise InputError(
+            f"{path}: {module.config.model_type} makes its logits in a way that is not known here (not by its head and "
+            "a scale or soft cap in config.json alone); take another model"
+        )
 
 
 def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
