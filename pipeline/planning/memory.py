@@ -80,6 +80,8 @@ def states_of(
             )
         live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), size.layer + size.embeddings))
         gathered = size.num_bytes if gathers_once(size, gather, device_bytes) and not offloaded else live * size.element
+        if ranks == 1 and not offloaded:  # its partition is the whole, and is used where it lies
+            gathered = 0
     held = States(weights, gathered=gathered, host=host)
     return training_states(size, engine, held, moments, ranks=ranks) if moments else held
 

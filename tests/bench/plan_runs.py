@@ -40,7 +40,8 @@ CHECKPOINTED = "--actor_gradient_checkpointing true --critic_gradient_checkpoint
 class PlannedRun:
     """A run by its stage's command line: model flags name shapes of random_models.SHAPES.
 
-    alone: nothing else is on its GPUs, and its times are compared.
+    alone: nothing else is on its GPUs, and its times are compared. A run whose memory decides whether it keeps its KV
+    cache has to be.
     """
 
     name: str
@@ -95,9 +96,9 @@ RUNS = (
                ppo("1.3b", "350m", 2, 8, "--actor_offload_optimizer cpu --critic_offload_optimizer cpu")),
     PlannedRun("PPO, Llama-1B and OPT-350M, ZeRO-1", "ppo", ppo("llama-1b", "350m", 1, 8)),
     PlannedRun("PPO, Llama-7B LoRA 64 and Llama-1B, ZeRO-2", "ppo",
-               ppo("llama-7b", "llama-1b", 2, 4, ADAPTERS)),
+               ppo("llama-7b", "llama-1b", 2, 4, ADAPTERS), alone=True),
     PlannedRun("PPO, Llama-7B int8 LoRA 64 and OPT-350M, ZeRO-0", "ppo",
-               ppo("llama-7b", "350m", 0, 4, f"{ADAPTERS} --actor_quantization int8")),
+               ppo("llama-7b", "350m", 0, 4, f"{ADAPTERS} --actor_quantization int8"), alone=True),
     PlannedRun("SFT, Qwen2.5-0.5B, ZeRO-2", "sft", sft("qwen2.5-0.5b", 2, 8), held_out=True),
     PlannedRun("SFT, Qwen2.5-1.5B, ZeRO-0, LoRA 64", "sft", sft("qwen2.5-1.5b", 0, 8, "--lora_dim 64"), held_out=True),
     PlannedRun("reward, Qwen2.5-0.5B, ZeRO-1", "reward", reward("qwen2.5-0.5b", 1, 8), held_out=True),
@@ -105,7 +106,7 @@ RUNS = (
     PlannedRun("PPO, Qwen2.5-1.5B and 0.5B, ZeRO-2, LoRA 64", "ppo",
                ppo("qwen2.5-1.5b", "qwen2.5-0.5b", 2, 8, "--actor_lora_dim 64"), held_out=True),
     PlannedRun("PPO, Llama-3-8B LoRA 64 and Llama-3-1B, ZeRO-2", "ppo",
-               ppo("llama-3-8b", "llama-3-1b", 2, 4, ADAPTERS), held_out=True),
+               ppo("llama-3-8b", "llama-3-1b", 2, 4, ADAPTERS), held_out=True, alone=True),
     PlannedRun("SFT, OPT-1.3B, ZeRO-2", "sft", sft("1.3b", 2, 8), gpus=2, held_out=True),
     PlannedRun("SFT, Qwen2.5-1.5B, ZeRO-3", "sft", sft("qwen2.5-1.5b", 3, 8), gpus=2, held_out=True),
     PlannedRun("reward, Llama-1B, ZeRO-2", "reward", reward("llama-1b", 2, 8), gpus=2, held_out=True),

@@ -44,6 +44,9 @@ def test_states_of_each_zero_stage_by_hand():
     third = states(3, 8)
     assert (third.weights, third.optimizer, third.kept) == (2 * N / 8, 12 * N / 8, 2 * N / 8 + 10**9)
     assert third.gathered == 2 * N and states(3, 8, zero3_gather="auto").host == 0  # an eighth of the device: whole
+    assert states(3, 1).gathered == 0  # a single partition is used where it lies
+    offloaded = states(3, 1, offload_parameters=True)
+    assert offloaded.weights == 0 and offloaded.gathered == 2 * N  # all weights are below 1e9 live ones
 
 
 def test_moments_in_8_bits_by_hand():
