@@ -39,7 +39,7 @@ def read_prompts(path: str) -> list[Turns]:
 def text_lines(file: Path) -> list[tuple[int, object]]:
     """Return (line number, line) for the lines that are not empty."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028 and others, too
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompts: {file}: cannot be read as UTF-8 text: {error}") from None
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

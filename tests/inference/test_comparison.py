@@ -28,8 +28,8 @@ def test_bundled_prompts_are_eight_different_questions(language):
 
 def test_prompt_files(tmp_path):
     lines = tmp_path / "a.txt"
-    lines.write_text("\ufeffone\r\n\r\n two \n")
-    assert [shown_prompt(turns) for turns in read_prompts(str(lines))] == ["one", "two"]
+    lines.write_text("\ufeffone\r\n\r\n two\u2028lines \n")
+    assert [shown_prompt(turns) for turns in read_prompts(str(lines))] == ["one", "two\u2028lines"]
     rows = tmp_path / "a.jsonl"
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     values = ["plain", "\n\nHuman: hi\n\nAssistant: yes\n\nHuman: and?\n\nAssistant:", turns, "half \ud800"]

@@ -5,7 +5,6 @@
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ AT_ONCE = 2048  # rows of a batch of best-of-n: a decode step of a small model t
 
 def prompts_of(file: Path) -> list[Turns]:
     """Return the prompts of a file, each a single user turn."""
-    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return [(Message("user", line["prompt"].strip()),) for line in lines]
+    return [(Message("user", line["prompt"].strip()),) for line in rows.read_lines(file)]
 
 
 def judged(folder: str, answers: Sequence[tuple[Turns, str, bool]]) -> list[float]:
@@ -42,7 +40,7 @@ def score_run(run_dir: Path, policy: str, prompts: Sequence[Turns], judges: dict
     """Write `judged.jsonl` beside a run's samples.jsonl: its lines with a score of each judge."""
     tokenizer = load_chat_model(policy, dtype=torch.float32).tokenizer
     shown = {tokenizer.decode(encode_prompt(tokenizer, turns), skip_special_tokens=True): turns for turns in prompts}
-    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = rows.read_lines(run_dir / "samples.jsonl")
     answers = [(shown[line["prompt"]], line["response"], line["finished"]) for line in lines]
     write_judged(run_dir / "judged.jsonl", lines, answers, judges)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from learning import estimates
 from learning.models import accuracies
+from learning.rows import read_lines
 from pipeline.inference.comparison import compare
 
 NUM_SHOWN = 10
@@ -37,10 +38,6 @@ class Run:
     @property
     def after(self) -> list[Line]:
         return self.evaluations[max(self.evaluations)]
-
-
-def read_lines(file: Path) -> list[Line]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def read_runs(folder: Path) -> list[Run]:

@@ -24,6 +24,12 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
+def read_lines(file: Path) -> Rows:
+    """Return the rows of a file of JSON lines. Only a line feed ends one: texts may hold other separators."""
+    with file.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def half(prompt: str) -> str:
     """Return which of the two halves a prompt belongs to, whatever the order of rows."""
     return ("proxy", "gold")[hashlib.sha256(prompt.encode()).digest()[0] % 2]

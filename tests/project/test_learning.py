@@ -48,6 +48,12 @@ def test_the_halves_share_no_prompt():
     assert 450 < halves.count("gold") < 550 and halves == [rows.half(f"prompt {n}") for n in range(1000)]
 
 
+def test_separators_within_a_text_end_no_line(tmp_path):
+    lines = [{"prompt": "one\u2028two\x85three\u2029"}, {"prompt": "four"}]
+    rows.write(tmp_path / "rows.jsonl", lines)
+    assert rows.read_lines(tmp_path / "rows.jsonl") == lines
+
+
 def write(file: Path, lines: list[dict[str, object]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wt", encoding="utf-8") as out:
