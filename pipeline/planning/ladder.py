@@ -15,6 +15,7 @@ from pipeline.planning.page import StagePlanner, fits
 
 Values = Mapping[str, Any]
 LORA_DIM = 16
+LEAST_SHARE = 0.01  # of what is missing: a change that gives less back is not worth its cost
 STAGE, AWAY = "zero_stage", "offload_optimizer_during_rollout"
 
 
@@ -115,14 +116,18 @@ class Change:
     def __str__(self) -> str:
         flags = " ".join(f"--{name} {str(value).lower()}" for name, value in self.flags.items())
         expected, _ = self.plan.reserved()
-        gained = f"{self.gained / GIB:.1f} GiB ({expected / GIB:.1f} expected)"
-        if self.gained <= 0:
-            gained = f"{self.gained_on_host / GIB:.1f} GiB of the host"
-        return f"{flags}: gives back {gained}; cost: {self.cost}"
+        gained = [f"{size(self.gained)} ({expected / GIB:.1f} GiB expected)"] if self.gained > 0 else []
+        gained += [f"{size(self.gained_on_host)} of the host"] if self.gained_on_host > 0 else []
+        return f"{flags}: gives back {' and '.join(gained)}; cost: {self.cost}"
+
+
+def size(num_bytes: int) -> str:
+    """Return `1.2 GiB`, or `34 MiB` below a tenth of it."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def changes(planner: StagePlanner, resolved: Resolved) -> Iterator[Change]:
-    """Yield each change that gives memory back, planned with those before it, until the plan fits.
+    """Yield each change that gives back what is missing, planned with those before it, until the plan fits.
 
     After each one the cheapest are tried first again: activations may be the peak once states are small.
     """
@@ -142,7 +147,7 @@ def changed(
     change: Callable[[Values, int], dict[str, Any]],
     cost: str,
 ) -> Change | None:
-    """Return a change of settings that are planned as `before`; None where it changes nothing or gives nothing back."""
+    """Return a change of settings that are planned as `before`; None where it changes nothing or hardly helps."""
     target, values = planner.target, dict(flat_items(resolved.config))
     new = {name: value for name, value in change(values, target.num_gpus).items() if values[name] != value}
     if not new:
@@ -155,11 +160,17 @@ def changed(
         return None  # settings that do not go together
     gained = before.phases[before.worst].total - plan.phases[plan.worst].total
     gained_on_host = before.host - plan.host
-    device_lacks = before.reserved()[0] > target.memory
-    if gained_on_host <= 0 and (gained <= 0 or not device_lacks):
+    lacking = before.reserved()[0] - target.memory
+    lacking_on_host = before.host - target.host_memory if target.host_memory else 0
+    if not (helps(gained, lacking) or helps(gained_on_host, lacking_on_host)):
         return None
     new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)  # it follows
     return Change(new, resolved, plan, gained, gained_on_host, cost)
+
+
+def helps(gained: int, lacking: int) -> bool:
+    """Tell whether bytes are lacking, and these are more than a negligible part of them."""
+    return lacking > 0 and gained >= LEAST_SHARE * lacking
 
 
 def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
@@ -179,7 +190,7 @@ def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
     if fits(plan, planner.target):
         yield "with these it fits"
     else:
-        yield "none of these is enough: take more GPUs, larger ones, shorter rows or a smaller model"
+        yield "no change of flags is enough: take more GPUs, larger ones, shorter rows or a smaller model"
 
 
 def with_nvme(engines: Mapping[str, Json]) -> dict[str, Json]:

@@ -156,9 +156,8 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     assert done.returncode == 3 and done.stdout.endswith("dry run: nothing was started\n")
     assert done.stderr.startswith("error: sft: does not fit: ") and done.stderr.count("\n") == 1
     changes = done.stdout.partition("to make it fit, each with those before it:\n")[2].splitlines()
-    assert changes[0].strip().startswith("--per_device_train_batch_size 8 --gradient_accumulation_steps 2: gives back ")
-    # The context alone is more than this device has.
-    assert "none of these is enough" in changes[-2]
+    # The context alone is more than this device has: what a tiny model can give back is next to nothing.
+    assert changes[0].startswith("    no change of flags is enough")
     assert planned("--target", "none.yaml", "--auto_fit").returncode == 3
 
 

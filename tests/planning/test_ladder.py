@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bench.planned import LLAMA, planner_of, ppo
@@ -9,12 +10,12 @@ from support.marks import slow_but
 
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.files import GIB
-from pipeline.planning.ladder import ladder
+from pipeline.planning.ladder import Change, helps, ladder
 from pipeline.planning.page import StagePlanner, fits
 from step1_sft.config import SFTConfig
 
 WORDS = "--model_name_or_path 125m --per_device_train_batch_size 8 --dtype bf16"
-CHANGE = re.compile(r"(--.*): gives back (-?[\d.]+) GiB \(([\d.]+) expected\); cost: ")
+CHANGE = re.compile(r"(--.*): gives back ([\d.]+) [GM]iB \(([\d.]+) GiB expected\)")
 
 
 def planned(
@@ -63,11 +64,31 @@ def test_cheap_changes_come_first_and_again_where_a_dearer_one_has_moved_the_pea
     assert end == "with these it fits"
 
 
+@pytest.mark.parametrize(
+    "gained, on_host, said",
+    [
+        (3 * GIB, 0, "3.0 GiB (5.5 GiB expected)"),
+        (GIB // 32, 0, "32 MiB (5.5 GiB expected)"),
+        (GIB, 2 * GIB, "1.0 GiB (5.5 GiB expected) and 2.0 GiB of the host"),
+        (-GIB, GIB // 2, "0.5 GiB of the host"),
+    ],
+)
+def test_a_line_says_what_a_change_gives_back_of_a_gpu_and_of_the_host(gained, on_host, said):
+    plan = SimpleNamespace(reserved=lambda: (5.5 * GIB, 6 * GIB))
+    change = Change({"lora_dim": 16}, None, plan, gained, on_host, "adapters only")
+    assert str(change) == f"--lora_dim 16: gives back {said}; cost: adapters only"
+
+
+def test_a_change_that_gives_back_less_than_a_hundredth_of_what_is_missing_is_left_out():
+    assert helps(GIB // 50, GIB) and helps(2, 1)
+    assert not helps(GIB // 200, GIB) and not helps(GIB, 0) and not helps(GIB, -GIB)
+
+
 @pytest.mark.slow
 def test_changes_that_are_not_enough_end_with_what_else_helps(tmp_path):
     *lines, end = changes(0.9, tmp_path, gpus=4)
     assert [line.split()[0] for line in lines[-2:]] == ["--lora_dim", "--quantization"]
-    assert end.startswith("none of these is enough: take more GPUs")
+    assert end.startswith("no change of flags is enough: take more GPUs")
 
 
 @pytest.mark.parametrize("is_installed", slow_but([True], [True, False]))
