@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from pipeline.configuration.ds_config import Json, Placement, frozen_json, offloads, training_json
+from pipeline.configuration.ds_config import Json, Placement, frozen_json, is_on_nvme, offloads, training_json
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import (
@@ -174,11 +174,21 @@ class PPOConfig(Group):
         """Return the DeepSpeed JSON of each engine by name. Raises InputError for settings that contradict."""
         check_generation(self, placement.ranks)
         resolved, settings = Resolved(self, origins), self.deepspeed
+        actor = training_json(resolved, self.actor, placement, accumulation=self.actor_accumulation)
+        if self.ppo.enable_ema and is_on_nvme(actor, "offload_param"):
+            raise InputError(
+                "--enable_ema: the average is taken in memory, found the actor's weights on NVMe; give"
+                " --actor_offload_weights cpu, or leave --enable_ema out"
+            )
         return {
-            "actor": training_json(resolved, self.actor, placement, accumulation=self.actor_accumulation),
+            "actor": actor,
             "critic": training_json(resolved, self.critic, placement),
-            "reference": frozen_json(settings, self.actor, placement, offload=self.offload_reference_model),
-            "reward model": frozen_json(settings, self.critic, placement, offload=self.offload_reward_model),
+            "reference": frozen_json(
+                settings, self.actor, placement, offload=self.offload_reference_model, role="reference"
+            ),
+            "reward model": frozen_json(
+                settings, self.critic, placement, offload=self.offload_reward_model, role="reward"
+            ),
         }
 
     @model_validator(mode="after")

@@ -153,14 +153,15 @@ def make_reference(run: Run, config: PPOConfig) -> FrozenEngine | None:
         return CausalLM(load_causal_lm(path, **settings))
 
     path, offload = config.actor.model_name_or_path, config.offload_reference_model
-    return frozen_engine(run, load, path, config.actor, offload=offload)
+    return frozen_engine(run, load, path, config.actor, offload=offload, role="reference")
 
 
 def make_reward(run: Run, config: PPOConfig, path: str) -> FrozenEngine | None:
     """Load the reward model; none where switching the critic's adapters off gives it."""
     if holds_start(config, config.critic) and path == config.critic.model_name_or_path:
         return None
-    return frozen_engine(run, load_reward_model, path, config.critic, offload=config.offload_reward_model)
+    offload = config.offload_reward_model
+    return frozen_engine(run, load_reward_model, path, config.critic, offload=offload, role="reward")
 
 
 def generation_options(config: PPOConfig) -> GenerationOptions:

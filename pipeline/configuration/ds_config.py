@@ -4,6 +4,7 @@ The check before a run and the ranks of the run call the same two functions. Not
 DeepSpeed gets the micro-batch and the accumulation and infers the global batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,8 +72,10 @@ def training_json(
     if settings.communication_data_type != "auto":
         built["communication_data_type"] = settings.communication_data_type
     user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else {}
-    built = merge_user_json(built, user, flag_table(type(config)), origins, source=settings.deepspeed_config)
-    weights_on_disk(built, two_models=hasattr(resolved.config, "critic"))
+    role = role_of(config, model)
+    of_model, given = for_model(user, origins, model) if role else (user, origins)
+    built = merge_user_json(built, of_model, flag_table(type(config)), given, source=settings.deepspeed_config)
+    weights_on_disk(built, role)
     if optimizer.optimizer_states == "8bit":
         built = with_8_bit_states(built)
     if ranks is not None:
@@ -85,20 +88,43 @@ def training_json(
     return built
 
 
-def weights_on_disk(config: Json, *, two_models: bool) -> None:
-    """Switch prefetching off where weights are on NVMe: DeepSpeed 0.19.8 loses track of its buffers with it.
+def role_of(config: Any, model: ModelConfig) -> str:
+    """Return which of stage 3's trained models this group of `config` is: actor or critic; '' in the other stages."""
+    return next((role for role in ("actor", "critic") if getattr(config, role, None) is model), "")
+
+
+def for_model(user: Json, origins: Mapping[str, str], model: ModelConfig) -> tuple[Json, dict[str, str]]:
+    """Return the user's JSON, and the flags that hold against it, for one of stage 3's models.
+
+    A flag of this model alone (`--critic_offload_weights cpu`) takes the place of what the JSON says for both.
+    """
+    own = {"offload_optimizer": model.offload_optimizer, "offload_param": model.offload_weights}
+    zero = user.get("zero_optimization") or {}
+    kept = {name: value for name, value in zero.items() if own.get(name, "auto") == "auto"}
+    given = {
+        name: origin for name, origin in origins.items() if not name.endswith(("offload_optimizer", "offload_weights"))
+    }
+    return user | {"zero_optimization": kept}, given
+
+
+def is_on_nvme(config: Json, block: Literal["offload_optimizer", "offload_param"]) -> bool:
+    """Tell whether a DeepSpeed JSON puts optimizer states or weights on NVMe."""
+    return ((config.get("zero_optimization") or {}).get(block) or {}).get("device") == "nvme"
+
+
+def weights_on_disk(config: Json, role: str) -> None:
+    """Give weights on NVMe a folder of their model's, and no prefetching, in which DeepSpeed 0.19.8 loses its buffers.
+
+    The folder is needed because DeepSpeed deletes what it finds in one when it starts a model.
 
     Raises:
-        InputError: it is asked for all the same, or stage 3 would have two models on the disk.
+        InputError: prefetching is asked for all the same.
     """
-    zero = config["zero_optimization"]
-    if (zero.get("offload_param") or {}).get("device") != "nvme":
+    if not is_on_nvme(config, "offload_param"):
         return
-    if two_models:
-        raise InputError(
-            "zero_optimization.offload_param.device: found 'nvme', wanted cpu in stage 3: DeepSpeed deletes the files"
-            " of one model when it starts the other"
-        )
+    zero = config["zero_optimization"]
+    weights = zero["offload_param"]
+    zero["offload_param"] = weights | {"nvme_path": str(Path(weights["nvme_path"]) / role)}
     if asked := zero.setdefault("stage3_prefetch_bucket_size", 0):
         raise InputError(
             f"zero_optimization.stage3_prefetch_bucket_size: found {asked}, wanted 0 with weights on NVMe: DeepSpeed"
@@ -149,8 +175,14 @@ def for_one_rank(config: Json) -> Json:
     return zero
 
 
-def frozen_json(settings: DeepSpeedConfig, model: ModelConfig, placement: Placement, *, offload: bool) -> Json:
+def frozen_json(
+    settings: DeepSpeedConfig, model: ModelConfig, placement: Placement, *, offload: bool, role: str = ""
+) -> Json:
     """Build the DeepSpeed JSON of a model that is only read: ZeRO stage 3 where its trained twin `model` has it.
+
+    Args:
+        offload: its weights are in host memory, or on the disk of weights that the user's JSON names.
+        role: of the model: reference or reward.
 
     Raises:
         InputError: offload at ZeRO stage 0, where DeepSpeed would ignore it.
@@ -168,21 +200,28 @@ def frozen_json(settings: DeepSpeedConfig, model: ModelConfig, placement: Placem
         )
     if zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = settings.stage3_param_persistence_threshold
+    user = read_user_json(settings.deepspeed_config) if offload and settings.deepspeed_config else {}
     if offload:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    return {
+        on_disk = is_on_nvme(user, "offload_param")
+        zero["offload_param"] = (
+            user["zero_optimization"]["offload_param"] if on_disk else {"device": "cpu", "pin_memory": True}
+        )
+    built = {
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": placement.ranks or 1,
         "steps_per_print": NEVER_PRINT,
         "zero_optimization": zero,
         **precision_blocks(settings, placement.dtype),
+        **{key: value for key, value in user.items() if key == "aio"},
     }
+    weights_on_disk(built, role)
+    return built
 
 
 def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Placement) -> None:
     """Raise InputError with a line for each combination that DeepSpeed cannot do, or would silently not do."""
     settings, stage, errors = resolved.config.deepspeed, model.zero_stage, []
-    role = next((f"{role}_" for role in ("actor", "critic") if getattr(resolved.config, role, None) is model), "")
+    role = f"{role_of(resolved.config, model)}_".removeprefix("_")
     offloaded = offloads(settings, model)
     optimizer = "--offload" if model.offload_optimizer == "auto" else f"--{role}offload_optimizer cpu"
     weights = "--offload_parameters" if model.offload_weights == "auto" else f"--{role}offload_weights cpu"

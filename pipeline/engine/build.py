@@ -124,11 +124,11 @@ def start_value_model(
 
 
 def frozen_engine(
-    run: Run, load: Callable[..., nn.Module], path: str, model: ModelConfig, *, offload: bool
+    run: Run, load: Callable[..., nn.Module], path: str, model: ModelConfig, *, offload: bool, role: str
 ) -> FrozenEngine:
-    """Load a model that is only read, sharded like its trained twin whose flags are `model`."""
+    """Load a model that is only read, sharded like its trained twin whose flags are `model`; see `frozen_json`."""
     settings = run.resolved.config.deepspeed
-    ds_json = frozen_json(settings, model, placement(run), offload=offload)
+    ds_json = frozen_json(settings, model, placement(run), offload=offload, role=role)
     with partitioned_loading(ds_json, path):
         loaded = load(path, **load_settings(run, model))
     engine = FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)

@@ -51,7 +51,7 @@ DEEPSPEED = {
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "_backward_active_depth _get_norm_groups "
     "_optimizer_states_and_gradient_swap_in _optimizer_states_and_gradient_swap_out _overflow_clean_up "
     "_reassign_or_swap_out_partitioned_parameters _swappable_optimizer_subgroup _update_scale averaged_gradients "
-    "check_overflow exit_backward fp16_groups fp32_partitioned_groups_flat invalidate_secondary_tensor "
+    "check_overflow exit_backward final_location fp16_groups fp32_partitioned_groups_flat invalidate_secondary_tensor "
     "ipg_buckets loss_scale loss_scaler parameter_offload params_already_reduced persistent_parameters "
     "reduce_and_partition_stream",
     "runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "_register_deepspeed_module backward_hooks forward_hooks "

@@ -33,6 +33,7 @@ from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.static import StaticCacheForward
 from pipeline.models.architecture import read_architecture
 from pipeline.models.loading import base_model
+from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
 
 if TYPE_CHECKING:  # they import triton, which the eager backend does without
@@ -63,6 +64,7 @@ class HybridEngine:
             log.info("generation: fell back from %s", fallback)
         log.info("generation: %s backend", self.backend)
         self._check_tensor_parallelism()
+        self._check_swap_buffers()
         if options.weights == "streamed" and (reason := self._why_not_streamed()):
             raise InputError(f"--rollout_weights streamed: {reason}; else give auto")
         self._streaming_ranks: dist.RankGroup | None = None  # the ranks that streamed weights are sharded over
@@ -83,6 +85,17 @@ class HybridEngine:
         if read_architecture(self._model).joins_head_norms:
             raise InputError(f"--inference_tp_size {size}: {config.model_type} norms the heads of all ranks together")
         log.info("generation: tensor parallel, over %d ranks", size)
+
+    def _check_swap_buffers(self) -> None:
+        """Raise InputError where a rollout gathers all weights from a disk at once, through fewer buffers."""
+        needed = sum(has_shards_on_disk(parameter) for parameter in self._model.parameters())
+        if self.backend == "fused" or not needed:
+            return
+        if (found := self.engine.deepspeed.zero_offload_param().buffer_count) < needed:
+            raise InputError(
+                f"zero_optimization.offload_param.buffer_count: found {found}, the {self.backend} backend of"
+                f" generation needs {needed} or more: it gathers all weights for a rollout"
+            )
 
     def _why_not_streamed(self) -> str | None:
         return why_not_streamed(

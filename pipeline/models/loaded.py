@@ -19,7 +19,7 @@ from pipeline import dist
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.models.loading import default_device
-from pipeline.models.partitions import local_range, local_share
+from pipeline.models.partitions import has_shards_on_disk, local_range, local_share
 from pipeline.models.paths import read_adapter_config
 from pipeline.models.weight_files import ADAPTER_WEIGHTS, weight_files
 
@@ -83,11 +83,16 @@ def check_finite(model: nn.Module, path: str) -> None:
     # Each rank has looked at its own shards. As objects: offloaded weights are where NCCL reduces no tensor.
     ranks = dist.gather_objects(flags)
     bad = [name for name, *found in zip(weights, *ranks, strict=True) if any(found)]
-    packed = [name for name, weight in model.named_parameters() if hasattr(weight, "quant_state")]
-    if packed and bad_tensor(path):  # bitsandbytes may pass over NaN when it quantises
-        bad += packed
+    unseen = [name for name, weight in model.named_parameters() if is_unseen(weight)]
+    if unseen and bad_tensor(path):
+        bad += unseen
     if bad:
         raise not_finite(path, bad[0], next(iter(weights.values())).dtype)
+
+
+def is_unseen(weight: torch.Tensor) -> bool:
+    """Return whether its values are not looked at: bitsandbytes may pass over NaN, and shards may be on a disk."""
+    return hasattr(weight, "quant_state") or has_shards_on_disk(weight)
 
 
 def largest_magnitude(weight: torch.Tensor) -> torch.Tensor:

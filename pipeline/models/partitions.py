@@ -21,6 +21,11 @@ def is_partitioned(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def has_shards_on_disk(parameter: Any) -> bool:
+    """Return whether the shards of a ZeRO-3 parameter are in files (offload to NVMe)."""
+    return is_partitioned(parameter) and parameter.ds_tensor.final_location == "nvme"
+
+
 def gathered(parameters: Iterable[torch.Tensor], *, writer: bool = False) -> AbstractContextManager[Any]:
     """Gather ZeRO-3 parameters while the context lasts; with `writer`, what rank 0 writes to them reaches every rank.
 

@@ -178,6 +178,26 @@ def test_a_models_own_flags_say_what_of_it_is_in_host_memory():
     }  # fmt: skip
 
 
+def test_each_model_of_stage_3_has_a_folder_on_the_disk_of_weights_but_where_its_own_flag_says_otherwise(tmp_path):
+    disk = {"device": "nvme", "nvme_path": "/disk", "buffer_count": 9}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": disk}, "aio": {"queue_depth": 4}}))
+    words = ["--deepspeed_config", str(file), "--offload_reference_model", "--critic_offload_weights", "cpu"]
+    resolved = parse(PPOConfig, words, section="ppo")
+    place = Placement(device="cuda", dtype="bf16", ranks=2, run_dir=Path("output/runs/ppo"))
+    jsons = resolved.config.engine_jsons(resolved.origins, place)
+    found = {name: one["zero_optimization"].get("offload_param") for name, one in jsons.items()}
+    assert found == {
+        "actor": disk | {"nvme_path": "/disk/actor"},
+        "critic": {"device": "cpu", "pin_memory": True},
+        "reference": disk | {"nvme_path": "/disk/reference"},
+        "reward model": None,
+    }
+    for name in ("actor", "reference"):
+        assert jsons[name]["zero_optimization"]["stage3_prefetch_bucket_size"] == 0
+        assert jsons[name]["aio"] == {"queue_depth": 4}
+
+
 def test_a_models_own_flags_are_named_where_they_are_refused():
     assert refusal(built, zero_stage=0, offload_optimizer="cpu", offload_weights="cpu") == [
         "--offload_optimizer cpu: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage or leave "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
@@ -159,18 +159,37 @@ def test_a_model_on_a_disk_learns_the_same_and_resumes_exactly(
     assert apart(tmp_path / "parts" / stage, tmp_path / "constant" / stage) == 0.0
 
 
+PPO = {
+    "max_prompt_seq_len": 48, "max_answer_seq_len": 12, "per_device_generation_batch_size": 4, "actor_zero_stage": 3,
+    "critic_zero_stage": 3, "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
 @pytest.mark.faults
 @pytest.mark.skipif(not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(), reason="needs libaio")
-def test_optimizer_states_of_two_models_on_a_disk_resume_exactly(folder, tmp_path, on_disk) -> None:
-    ppo = {
-        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
-        "max_prompt_seq_len": 48, "max_answer_seq_len": 12, "per_device_generation_batch_size": 4,
-        "actor_zero_stage": 3, "critic_zero_stage": 3, "lr_scheduler_type": "constant",
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("blocks", "flags", "on_the_disk"),
+    [
+        (("offload_optimizer",), {}, set()),
+        (("offload_param",), {"critic_offload_weights": "cpu"}, {"actor"}),
+        (
+            ("offload_optimizer", "offload_param"),
+            {"offload_reference_model": "true", "offload_reward_model": "true"},
+            {"actor", "critic", "reference", "reward"},
+        ),
+    ],
+)
+def test_models_of_stage_3_on_a_disk_learn_the_same_and_resume_exactly(
+    folder, tmp_path, on_disk, blocks, flags, on_the_disk
+) -> None:
+    ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", **PPO}
     train(folder, tmp_path / "plain", max_steps=4, **ppo)
-    given = {**ppo, **on_disk("offload_optimizer")}
+    given = {**ppo, **on_disk(*blocks, **BUFFERS), **flags}
     train(folder, tmp_path / "whole", max_steps=4, **given)
-    assert len({path.name.split("-")[1] for path in (tmp_path / "disk").rglob("exp_avg-*")}) > 2
+    weights = {path.relative_to(tmp_path / "disk").parts[0] for path in (tmp_path / "disk").rglob("*_param.tensor.swp")}
+    assert weights == on_the_disk
+    states = {path.name.split("-")[1] for path in (tmp_path / "disk").rglob("exp_avg-*")}
+    assert (len(states) > 2) == ("offload_optimizer" in blocks)
     train(folder, tmp_path / "parts", max_steps=2, **given)
     train(folder, tmp_path / "parts", max_steps=4, **given)
     for model in ("actor", "critic"):
@@ -178,8 +197,25 @@ def test_optimizer_states_of_two_models_on_a_disk_resume_exactly(folder, tmp_pat
         assert apart(tmp_path / "parts" / model, tmp_path / "whole" / model) == 0.0
 
 
-def refusal(capsys: pytest.CaptureFixture[str]) -> str:
-    return "\n".join(line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "  ")))
+@pytest.mark.faults
+@pytest.mark.skipif(not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(), reason="needs libaio")
+def test_buffers_and_start_weights_that_a_disk_hides_are_checked(folder, sft, tmp_path, on_disk, capfd) -> None:
+    """A rollout without the fused backend gathers all 14 weights; NaN in a file is looked for in the start model."""
+    ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", **PPO}
+    few = on_disk("offload_param", **{**BUFFERS, "buffer_count": 13})
+    train(folder, tmp_path / "ppo", code=2, max_steps=1, **ppo, **few, stage3_max_reuse_distance=0)
+    assert "buffer_count: found 13, the eager backend of generation needs 14 or more" in refusal(capfd)
+    shutil.copytree(folder / "base", tmp_path / "bad")
+    weights = load_file(tmp_path / "bad/model.safetensors")
+    weights["model.decoder.layers.1.fc1.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "bad/model.safetensors", metadata={"format": "pt"})
+    bad = {**sft, "model_name_or_path": tmp_path / "bad"}
+    train(folder, tmp_path / "sft", code=2, max_steps=1, **bad, **on_disk("offload_param", **BUFFERS))
+    assert "model.decoder.layers.1.fc1.weight" in refusal(capfd)
+
+
+def refusal(captured: pytest.CaptureFixture[str]) -> str:
+    return "\n".join(line for line in captured.readouterr().err.splitlines() if line.startswith(("error: ", "  ")))
 
 
 def test_buffers_that_do_not_hold_the_weights_of_a_layer_are_refused(
@@ -203,8 +239,8 @@ def test_prefetching_of_weights_on_a_disk_is_refused(folder, sft, tmp_path, on_d
     assert "stage3_prefetch_bucket_size: found 1000, wanted 0 with weights on NVMe" in refusal(capsys)
 
 
-def test_weights_of_two_models_on_one_disk_are_refused(folder, tmp_path, on_disk, capsys) -> None:
-    ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer"}
-    short = {"max_prompt_seq_len": 48, "max_answer_seq_len": 12, "max_steps": 1}
-    train(folder, tmp_path / "ppo", code=2, **short, **ppo, **on_disk("offload_param"))
-    assert "zero_optimization.offload_param.device: found 'nvme', wanted cpu in stage 3" in refusal(capsys)
+def test_an_average_of_weights_on_a_disk_is_refused(folder, tmp_path, on_disk, capsys) -> None:
+    ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", **PPO}
+    given = on_disk("offload_param")
+    train(folder, tmp_path / "ppo", code=2, max_steps=1, enable_ema="true", **ppo, **given)
+    assert "--enable_ema: the average is taken in memory, found the actor's weights on NVMe" in refusal(capsys)
