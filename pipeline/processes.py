@@ -39,6 +39,12 @@ class Process:
         return self.status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
+def python_environment() -> dict[str, str]:
+    """Return the environment of this process for another Python, which imports this project first of all."""
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def read_process(pid: int) -> Process | None:
     """Return the process of this number; None if there is none, or only one that its parent has not collected yet."""
     with suppress(psutil.Error):

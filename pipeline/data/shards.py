@@ -29,7 +29,7 @@ from pipeline.data.spool import Spool, records_at
 from pipeline.data.tokenization import TokenizationOptions, documents, pair_rows, prompt_rows, sft_rows
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.heartbeat import INTERVAL_S, RowProgress, beat_again
-from pipeline.processes import GIB, end_with_parent
+from pipeline.processes import GIB, end_with_parent, python_environment
 
 if TYPE_CHECKING:
     import numpy as np
@@ -201,15 +201,22 @@ def start_process() -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that runs `serve`, and return it with the connection to it; Ctrl-C does not reach it.
 
     Python's own "spawn" would first import the main program, with all that this imports.
+
+    Raises:
+        EnvironmentFault: the system refuses a process.
     """
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
-    here, there = Pipe()
+    environment = {**python_environment(), "TOKENIZERS_PARALLELISM": "false"}
     code = "from pipeline.data.shards import serve; serve()"
-    command = [sys.executable, "-P", "-c", code, str(os.getpid()), str(there.fileno())]
-    with there:  # the other process has its own: where it ends, `here` ends
-        process = subprocess.Popen(command, env=environment, pass_fds=[there.fileno()], process_group=0)
+    try:
+        here, there = Pipe()
+        command = [sys.executable, "-P", "-c", code, str(os.getpid()), str(there.fileno())]
+        with there:  # the other process has its own: where it ends, `here` ends
+            process = subprocess.Popen(command, env=environment, pass_fds=[there.fileno()], process_group=0)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"a process that tokenises cannot be started: {error.strerror or error}; raise the limits on processes and "
+            "open files (ulimit -u, -n), or give this process one core (taskset -c 0)"
+        ) from error
     return process, here
 
 

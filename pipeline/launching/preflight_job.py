@@ -1,16 +1,15 @@
 """`look_before_start` and the plan as a process of their own: `rlhf train` starts it and imports no torch itself."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from pipeline.errors import EXIT_DONE, RunError, print_error
 from pipeline.launching.dry_run import look_and_plan
 from pipeline.launching.job import STAGES, stage_flags
 from pipeline.launching.preflight import look_before_start
+from pipeline.processes import python_environment
 
 MODULES = {section: module for module, (_, _, section) in STAGES.items()}
 
@@ -34,13 +33,10 @@ def start_preflight(
         ranks, hosts: those of the run, for its plan.
         made: folder of a stage that is not among `stages` -> the model from which it is taken as made.
     """
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     task = json.dumps({"stages": stages, "dry_run": dry_run, "ranks": ranks, "hosts": hosts, "made": made})
     command = [python, "-m", "pipeline.launching.preflight_job", task]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     # A session of its own: Ctrl-C in a terminal reaches this process alone, and `run` then kills the other.
-    return subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
+    return subprocess.run(command, env=python_environment(), check=False, start_new_session=True).returncode
 
 
 def main(task: str) -> int:

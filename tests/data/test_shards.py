@@ -123,6 +123,14 @@ def test_a_process_that_is_not_ready_delays_nobody(options, bpe_tokenizer, small
     assert time.monotonic() - started < 10 and psutil.Process().children() == of_other_tests
 
 
+def test_a_process_that_the_system_refuses_is_told_as_such(options, bpe_tokenizer, small_shards, monkeypatch, tmp_path):
+    monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-such-program"))
+    with pytest.raises(EnvironmentFault, match="^a process that tokenises cannot be started: No such file .*ulimit"):
+        load_or_build("reward", options, bpe_tokenizer)
+
+
 class OddError(Exception):
     """An exception that pickle writes and cannot read again."""
 
