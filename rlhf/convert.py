@@ -16,7 +16,11 @@ class ConvertConfig(Group):
     """Convert a model of DeepSpeed-Chat, for example: ../dschat/actor output/actor"""
 
     folders: list[str] = flag(
-        [], "The folder that DeepSpeed-Chat wrote, and the one to write", kind="path", positional=True
+        [],
+        "The folder that DeepSpeed-Chat wrote, and the one to write",
+        kind="path",
+        positional=True,
+        other_tools="model source output output_dir",
     )
     tokenizer: str = flag(
         "", "Folder or hub id of the original model's tokenizer; none: the source's vocabulary files", kind="path"

@@ -37,7 +37,11 @@ class MergeConfig(Group):
     """Merge a LoRA adapter into its base, for example with: output/sft output/sft-merged"""
 
     folders: list[str] = flag(
-        [], "Folder of the adapter, and a new folder for the merged model", kind="path", positional=True
+        [],
+        "Folder of the adapter, and a new folder for the merged model",
+        kind="path",
+        positional=True,
+        other_tools="adapter model output output_dir",
     )
     dtype: Dtype = flag("auto", "Data type of the merged weights; auto: the base's if it has 16 bits, else bf16")
     quantization: Literal["auto", "none", "nf4", "int8"] = flag(

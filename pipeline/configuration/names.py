@@ -51,7 +51,8 @@ class Names:
         if name in self.refused:
             return f"a flag of DeepSpeed-Chat without a counterpart here: {self.refused[name]}"
         if flags := self.other_tools.get(name):
-            return f"unknown flag; here it is {' or '.join(dashes + flag for flag in flags)}"
+            place = ", the words before any flag" if self.positional in flags else ""
+            return f"unknown flag; here it is {' or '.join(dashes + flag for flag in flags)}{place}"
         return f"unknown flag{nearest(dashes + name, [dashes + right for right in (*self.known, *more)])}"
 
     def of_file(self, origin: str, values: Mapping[str, object]) -> tuple[dict[str, object], list[str], list[str]]:

@@ -321,6 +321,7 @@ def test_sources_that_are_none(reward_source, bpe_folder, tmp_path, capsys):
     out, flags = tmp_path / "out", ("--tokenizer", bpe_folder)
     assert "no such folder" in refused(capsys, "AdamG012/opt", out)
     assert "found 1, wanted two" in refused(capsys, reward_source)
+    assert "here it is --folders, the words before any flag" in refused(capsys, reward_source, "--output_dir", out)
     assert "found no config.json and pytorch_model.bin" in refused(capsys, bpe_folder, out)
     source = shutil.copytree(reward_source, tmp_path / "reward")
     content = (source / "pytorch_model.bin").read_bytes()

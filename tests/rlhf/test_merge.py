@@ -159,6 +159,7 @@ def test_a_reward_models_adapter_brings_its_head(
         (["{adapter}"], "--folders: found 1, wanted two: rlhf merge ADAPTER OUTPUT"),
         (["{base}", "out"], "holds no adapter"),
         (["{adapter}", "{base}"], "exists; name a new folder"),
+        (["{adapter}", "--output", "out"], "--output: unknown flag; here it is --folders, the words before any flag"),
     ],
 )
 def test_what_cannot_be_merged_is_one_line(
