@@ -9,7 +9,9 @@ from queue import SimpleQueue
 
 from bench.jobs import BenchError, environment, flags, launched, run_logged
 
-__all__ = ["BenchError", "Jobs", "flags"]
+__all__ = ["BenchError", "Jobs", "Work", "flags"]
+
+Work = Callable[[int | None], None]  # of the GPU that it may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,13 @@ class Jobs:
         variables = environment() | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
         return run_logged(f"[learning] {name}", launched(module, words, gpus=1), log, variables)
 
-    def each(self, works: Sequence[Callable[[int | None], None]]) -> int:
+    def each(self, works: Sequence[Work]) -> int:
         """Call each of the works with the GPU that it may use; return how many failed, whose errors are printed."""
         free: SimpleQueue[int | None] = SimpleQueue()
         for place in range(max(self.gpus, 1) * self.parallel):
             free.put(place % self.gpus if self.gpus else None)
 
-        def work(one: Callable[[int | None], None]) -> int:
+        def work(one: Work) -> int:
             gpu = free.get()
             try:
                 one(gpu)

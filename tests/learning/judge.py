@@ -19,7 +19,7 @@ from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.inference.answers import encode_answer, load_chat_model, load_judge, resolve_dtype, score_rows
 
 BATCH_SIZE = 256
-AT_ONCE = 2048  # rows of a batch of best-of-n: a decode step of a small model takes as long for fewer
+AT_ONCE = 512  # rows of a batch of best-of-n: more would not find memory beside PPO runs on the same GPU
 
 
 def prompts_of(file: Path) -> list[Turns]:

@@ -22,7 +22,10 @@ REWARD: dict[str, Any] = {
 
 
 def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> int:
-    """Train SFT, then all reward models at once; return how many failed. `more` holds flags of every run."""
+    """Train SFT, then all reward models at once, those that are not there; return how many failed.
+
+    more: flags of every run.
+    """
     data, models = jobs.folder / "data", jobs.folder / "models"
     shared = SHARED | {"data_output_path": jobs.folder / "cache"}
 
@@ -31,6 +34,8 @@ def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> i
         jobs.run(name, f"{stage}.main", ["--overwrite", *flags(shared | given | more | paths)], gpu=gpu)
 
     def reward_model(name: str, depth: int, rows: str, given: dict[str, Any], gpu: int | None) -> None:
+        if (models / name / "accuracy.json").exists():
+            return
         start = models / f"start-{depth}"
         trained(name, "step2_reward", start, REWARD | {"data_path": data / f"{rows}.jsonl"} | given, gpu)
         words = {
@@ -43,7 +48,7 @@ def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> i
         (models / name / "accuracy.json").write_text(found.strip().splitlines()[-1], encoding="utf-8")
 
     works = [partial(trained, "sft", "step1_sft", base, SFT | {"data_path": data / "sft.jsonl"})]
-    if failed := jobs.each(works):
+    if not (models / "sft" / "config.json").exists() and (failed := jobs.each(works)):
         return failed
 
     def start(depth: int, gpu: int | None) -> None:

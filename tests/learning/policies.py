@@ -1,13 +1,14 @@
 """PPO runs against the proxies, and the ablations; each is judged by the gold model after it ended."""
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from learning.jobs import Jobs, flags
+from learning.jobs import Jobs, Work, flags
 
 PPO: dict[str, Any] = {
     "data_split": "none", "enable_tensorboard": "false", "keep_checkpoints": 0,
@@ -20,6 +21,7 @@ PPO: dict[str, Any] = {
 MAX_ANSWER = PPO["max_answer_seq_len"]
 EVALUATIONS = 12  # of a run
 KL_COEF = 0.05  # of the ablations
+AS_IT_IS = "as it is"  # the ablation that the others are compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,14 @@ def frontier(depths: list[int], kl_coefs: list[float], seeds: int) -> Iterator[P
                 yield Policy(f"proxy-{depth}-kl{kl_coef:g}", f"proxy-{depth}", seed, {"kl_coef": kl_coef})
 
 
-def ablations(depth: int, seeds: int, text: Path, fresh: Path) -> Iterator[Policy]:
-    """Yield the runs of the table of ablations, in the order of its rows."""
+def ablations(depth: int, seeds: int, text: Path, fresh: Path, *, only: Sequence[str]) -> Iterator[Policy]:
+    """Yield the runs of the table of ablations, in the order of its rows; `only`: of these rows, where any is named."""
     rows: dict[str, dict[str, Any]] = {
-        "as it is": {},
+        AS_IT_IS: {},
         "no whitening": {"whiten_advantages": "false"},
         "no value clip": {"value_clip": 0},
-        "missing-EOS penalty 1": {"missing_eos_penalty": 1.0},
+        "no missing-EOS penalty": {"missing_eos_penalty": 0.0},
+        "missing-EOS penalty 4": {"missing_eos_penalty": 4.0},
         "fresh critic": {"critic_model": fresh},
         "ptx, coefficient 1": {"unsupervised_data_path": text, "unsup_coef": 1.0},
         "k2 in the loss": {"kl_estimator": "k2", "kl_in_loss": "true"},
@@ -58,15 +61,16 @@ def ablations(depth: int, seeds: int, text: Path, fresh: Path) -> Iterator[Polic
         "LoRA of rank 64": {"actor_lora_dim": 64, "actor_lora_learning_rate": 1e-4, "only_optimize_lora": "true"},
         "sampler's log-probabilities": {"old_log_probs": "sampler"},
     }
-    for name, changes in rows.items():
+    for name, changes in rows.items() if not only else ((name, rows[name]) for name in only):
         for seed in range(1, seeds + 1):
             yield Policy(name, f"proxy-{depth}", seed, {"kl_coef": KL_COEF} | changes)
 
 
-def train(jobs: Jobs, policies: Iterator[Policy], *, group: str, steps: int, more: dict[str, Any]) -> int:
-    """Run PPO and the judge for each policy that has not been; return how many failed."""
-    waiting = [policy for policy in policies if not (folder_of(jobs, group, policy) / "judged.jsonl").exists()]
-    return jobs.each([partial(one, jobs, policy, group, steps, more) for policy in waiting])
+def works(jobs: Jobs, policies: Iterator[Policy], *, group: str, steps: int, more: dict[str, Any]) -> Iterator[Work]:
+    """Yield PPO and the judge for each policy that has not been."""
+    for policy in policies:
+        if not (folder_of(jobs, group, policy) / "policy.json").exists():
+            yield partial(one, jobs, policy, group, steps, more)
 
 
 def folder_of(jobs: Jobs, group: str, policy: Policy) -> Path:
@@ -88,20 +92,22 @@ def one(jobs: Jobs, policy: Policy, group: str, steps: int, more: dict[str, Any]
     judge = {"policy": models / "sft", "prompts": data / "prompts_test.jsonl", "run_dir": run_dir}
     words = [*flags(judge), "--judges", f"gold={models / 'gold'}", f"proxy={models / policy.proxy}"]
     jobs.run(f"{group}-{run_dir.name}-judge", "learning.judge", words, gpu=gpu)
+    shutil.rmtree(output)  # a run's models are read by nobody, and there are many runs
     (run_dir / "policy.json").write_text(
         json.dumps({"name": policy.name, "proxy": policy.proxy, "seed": policy.seed, "steps": steps}), encoding="utf-8"
     )
 
 
-def best_of_n(jobs: Jobs, depths: list[int], *, num_samples: int) -> int:
-    """Sample many answers of SFT, scored by all reward models; return 1 if that failed."""
-    models = jobs.folder / "models"
+def best_of_n(jobs: Jobs, depths: list[int], *, num_samples: int) -> Iterator[Work]:
+    """Yield the sampling of many answers of SFT, scored by all reward models, where it has not been."""
+    models, output = jobs.folder / "models", jobs.folder / "best_of_n.jsonl"
     judges = [f"{name}={models / name}" for name in ("gold", *(f"proxy-{depth}" for depth in depths))]
     given = {"policy": models / "sft", "prompts": jobs.folder / "data" / "prompts_test.jsonl"}
-    given |= {"output": jobs.folder / "best_of_n.jsonl", "num_samples": num_samples, "max_answer": MAX_ANSWER}
+    given |= {"output": output, "num_samples": num_samples, "max_answer": MAX_ANSWER}
     words = [*flags(given), "--judges", *judges]
 
     def work(gpu: int | None) -> None:
         jobs.run("best-of-n", "learning.judge", words, gpu=gpu)
 
-    return jobs.each([work])
+    if not output.exists():
+        yield work

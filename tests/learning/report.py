@@ -13,6 +13,7 @@ from typing import Any
 
 from learning import estimates
 from learning.models import accuracies
+from learning.policies import AS_IT_IS
 from learning.rows import read_lines
 from pipeline.inference.comparison import compare
 
@@ -168,6 +169,30 @@ def rows_of(runs: Sequence[Run], scales: Scales) -> tuple[list[str], list[list[s
     return ["run", "seeds", *names], rows
 
 
+def differences(runs: Sequence[Run]) -> str:
+    """Return the table of how far each ablation's gold is from that of the runs as they are, and whether it is noise.
+
+    In standard deviations of SFT's answers. The error is of the answers: a run's mean over its n answers has their
+    variance over n, a row's mean that of its runs over their number.
+    """
+    spread = scales_of(runs)["gold"][1]
+    groups = defaultdict[str, list[tuple[float, float]]](list)
+    for run in runs:
+        center, deviation = estimates.mean_and_spread([line["gold"] / spread for line in run.after])
+        groups[run.name].append((center, deviation**2 / len(run.after)))
+    found = {
+        name: (sum(a for a, _ in seeds) / len(seeds), sum(b for _, b in seeds) / len(seeds) ** 2)
+        for name, seeds in groups.items()
+    }
+    center, variance = found.pop(AS_IT_IS)
+    rows = []
+    for name, (value, own) in found.items():
+        apart, error = value - center, math.sqrt(own + variance)
+        verdict = "within noise" if abs(apart) < 2 * error else "beyond noise"
+        rows.append([name, len(groups[name]), f"{apart:+.2f} +- {error:.2f}", verdict])
+    return table(["run", "seeds", f"gold above '{AS_IT_IS}'", "by two standard errors"], rows)
+
+
 def answers(run: Run) -> str:
     """Return ten held-out prompts with the answers of SFT and of the run, chosen by a fixed seed."""
     pairs = paired(run)
@@ -239,6 +264,8 @@ def write(folder: Path, output: Path, title: str) -> None:
     for heading, group in (("PPO", runs), ("Ablations", ablations)):
         if group:
             parts += [f"## {heading}\n", table(*rows_of(group, scales))]
+    if any(run.name == AS_IT_IS for run in ablations):
+        parts.append(differences(ablations))
     if runs:
         shown = max(runs, key=lambda run: curve(run, scales)[-1][2])
         parts += ["## Ten answers before and after\n", f"Of {shown.name}, seed {shown.seed}.\n", answers(shown)]

@@ -1,23 +1,25 @@
 """RLHF of a real checkpoint on real preferences, judged by a gold reward model that no policy is trained against.
 
-`python tests/learning models --base FOLDER --data FOLDER` trains SFT, the proxies and gold; `best_of_n`, `frontier` and
-`ablations` add to the work folder; `report FILE` writes the tables and plots from what is there. A run that is finished
-is not made again. Flags behind `--` go to all of this project's commands.
+`python tests/learning all --base FOLDER --data FOLDER` does everything but the report. One by one: `models` trains SFT,
+the proxies and gold; `best_of_n`, `frontier` and `ablations` add to the work folder; `report` writes the tables and
+plots from what is there. What is finished is not made again. Flags behind `--` go to all of this project's
+commands.
 """
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from learning import models, policies, report, rows
-from learning.jobs import Jobs
+from learning.jobs import Jobs, Work
 from pipeline.launching.machine import count_gpus
 
-COMMANDS = ("models", "best_of_n", "frontier", "ablations", "report")
+COMMANDS = ("all", "models", "best_of_n", "frontier", "ablations", "report")
 
 
-def numbers(kind: type) -> Any:
+def listed(kind: type) -> Any:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
@@ -26,12 +28,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python tests/learning", description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--work", type=Path, default=Path("output/learning"), help="folder of data, models and runs")
-    parser.add_argument("--base", help="the checkpoint, a plain Hugging Face folder (command models)")
-    parser.add_argument("--data", type=Path, help="the folder of real data (command models)")
-    parser.add_argument("--depths", type=numbers(int), default=[10, 20, 30], help="layers of the proxies (10,20,30)")
-    parser.add_argument("--kl_coefs", type=numbers(float), default=[0.01, 0.05, 0.2], help="(0.01,0.05,0.2)")
+    parser.add_argument("--base", help="the checkpoint, a plain Hugging Face folder (commands all, models)")
+    parser.add_argument("--data", type=Path, help="the folder of real data (commands all, models)")
+    parser.add_argument("--depths", type=listed(int), default=[10, 20, 30], help="layers of the proxies (10,20,30)")
+    parser.add_argument("--kl_coefs", type=listed(float), default=[0.01, 0.05, 0.2], help="(0.01,0.05,0.2)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300, help="of each PPO run (300)")
+    parser.add_argument("--steps", type=int, default=300, help="of each run of the frontier (300)")
+    parser.add_argument("--ablation_steps", type=int, default=150, help="of each run of the ablations (150)")
+    parser.add_argument("--ablations", type=listed(str), default=[], help="names of rows; by default all")
     parser.add_argument("--num_samples", type=int, default=64, help="answers to each prompt for best-of-n (64)")
     parser.add_argument("--gpus", type=int, default=None, help="GPUs to use; by default all")
     parser.add_argument("--parallel", type=int, default=1, help="processes at a time on each GPU (1)")
@@ -55,14 +59,22 @@ def main() -> int:
     if given.command == "report":
         report.write(work, given.output, given.title)
         return 0
-    if given.command == "models":
+    if given.command in ("all", "models"):
         rows.make(given.data, work / "data")
-        return min(models.make(jobs, given.base, given.depths, more=more), 1)
-    if given.command == "best_of_n":
-        return policies.best_of_n(jobs, given.depths, num_samples=given.num_samples)
-    if given.command == "frontier":
+        if models.make(jobs, given.base, given.depths, more=more):
+            return 1
+    return min(jobs.each(list(works_of(given, jobs, more))), 1)
+
+
+def works_of(given: argparse.Namespace, jobs: Jobs, more: dict[str, Any]) -> Iterator[Work]:
+    """Yield what the command wants besides the models; of the PPO runs the longest first."""
+    depth, folder = max(given.depths), jobs.folder
+    if given.command in ("all", "best_of_n"):
+        yield from policies.best_of_n(jobs, given.depths, num_samples=given.num_samples)
+    if given.command in ("all", "frontier"):
         wanted = policies.frontier(given.depths, given.kl_coefs, given.seeds)
-    else:
-        depth, folder = max(given.depths), work / "models"
-        wanted = policies.ablations(depth, given.seeds, work / "data" / "text.jsonl", folder / "fresh")
-    return min(policies.train(jobs, wanted, group=given.command, steps=given.steps, more=more), 1)
+        yield from policies.works(jobs, wanted, group="frontier", steps=given.steps, more=more)
+    if given.command in ("all", "ablations"):
+        text, fresh = folder / "data" / "text.jsonl", folder / "models" / "fresh"
+        wanted = policies.ablations(depth, given.seeds, text, fresh, only=given.ablations)
+        yield from policies.works(jobs, wanted, group="ablations", steps=given.ablation_steps, more=more)

@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from learning import estimates, rows
+from learning import estimates, report, rows
 from support.source_tree import ROOT
 from support.tiny_models import save_tiny
 from support.tiny_run import make_pair, make_prompts
@@ -46,6 +46,21 @@ def test_distinct_counts_grams_over_all_texts():
 def test_the_halves_share_no_prompt():
     halves = [rows.half(f"prompt {n}") for n in range(1000)]
     assert 450 < halves.count("gold") < 550 and halves == [rows.half(f"prompt {n}") for n in range(1000)]
+
+
+def test_an_ablation_is_beyond_noise_at_two_standard_errors():
+    """Two runs as they are, answers 0 and 2: variance 2 / 2 each, of their mean 1/2; SFT's answers spread by 1."""
+
+    def run(name: str, seed: int, *golds: float) -> report.Run:
+        before, after = ([{"gold": gold, "proxy": 0.0} for gold in scores] for scores in ((-1.0, 0.0, 1.0), golds))
+        return report.Run(name, "proxy-2", seed, {0: before, 9: after})
+
+    lines = report.differences(
+        [run("Far", 1, 5.0, 5.0), run("as it is", 1, 0.0, 2.0), run("as it is", 2, 0.0, 2.0), run("near", 1, 2.0, 4.0)]
+    ).splitlines()
+    spread = (4 * 2 / 11) ** 0.5  # of the twelve first answers
+    assert lines[2] == f"| Far | 1 | {4 / spread:+.2f} +- {0.5**0.5 / spread:.2f} | beyond noise |"
+    assert lines[3] == f"| near | 1 | {2 / spread:+.2f} +- {1.5**0.5 / spread:.2f} | within noise |"
 
 
 def test_separators_within_a_text_end_no_line(tmp_path):
@@ -85,15 +100,20 @@ def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
         assert done.returncode == 0, done.stderr
 
     few = ("--", "--dtype", "fp32")
-    learning("models", "--base", tmp_path / "base", "--data", tmp_path / "data", *few, "--max_steps", 2)
-    learning("best_of_n", "--num_samples", 4)
-    short = ("--steps", 2, "--seeds", 1, "--kl_coefs", 0.05, *few, "--max_answer_seq_len", 12)
-    small = ("--per_device_generation_batch_size", 4, "--per_device_train_batch_size", 2)
-    learning("frontier", *short, *small)
+    given = ("--base", tmp_path / "base", "--data", tmp_path / "data")
+    learning("models", *given, *few, "--max_steps", 2)
+    models = {file: file.stat().st_mtime for file in (tmp_path / "work" / "models").glob("*/accuracy.json")}
+    short = ("--num_samples", 4, "--steps", 2, "--ablation_steps", 1, "--seeds", 1, "--kl_coefs", 0.05)
+    short += ("--ablations", "as it is,no missing-EOS penalty")
+    small = ("--per_device_generation_batch_size", 4, "--per_device_train_batch_size", 2, "--max_answer_seq_len", 12)
+    learning("all", *given, *short, *few, *small)
+    assert models == {file: file.stat().st_mtime for file in models}, "what is finished is not made again"
+    assert not list((tmp_path / "work").glob("*/*/actor")), "a run's models are not kept"
     report = tmp_path / "report.md"
     learning("report", "--output", report)
     text = report.read_text()
     assert "proxy-2-kl0.05 | 1 |" in text and "nan" not in text
+    assert "\n| no missing-EOS penalty | 1 | " in text and text.count("within noise") + text.count("beyond noise") == 1
     assert text.count("- PPO (gold ") == text.count("- SFT (gold ") > 3
     assert not find_spec("matplotlib") or (tmp_path / "report_proxy-2.png").stat().st_size > 5000
     work = tmp_path / "work"
