@@ -98,6 +98,14 @@ def seconds_text(value: float) -> str:
     return f"{float(f'{value:.2g}'):g} s"
 
 
+def run_text(seconds: float) -> str:
+    """Return the time of a run with two digits, in the unit in which it is read: `40 s`, `12 min`, `1.5 h`."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
+    return seconds_text(seconds)
+
+
 def model_lines(plan: MemoryPlan) -> list[str]:
     """Return the table of models: numbers of weights in millions, and what each holds on a GPU in GiB."""
     head = ["weights, M", "trained", "no embedding", "GiB: weights", "gradients", "optimizer", "buffers"]
@@ -151,8 +159,7 @@ def time_lines(
     if not seconds:
         return []
     phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
-    hours = sum(seconds.values()) / needs.steps_each * num_steps / 3600
-    run = f", {num_steps} steps {hours:.2g} h" if num_steps else ""
+    run = f", {num_steps} steps {run_text(sum(seconds.values()) / needs.steps_each * num_steps)}" if num_steps else ""
     whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
     line = f"  time     {phases}{whole}{run}: not measured; by the device's speeds and shares that an H200 reached"
     return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]

@@ -8,7 +8,7 @@ from bench.planned import OPT, RUNS, planned_seconds, planner_of, ppo
 from pipeline.files import GIB
 from pipeline.launching.target import parse_target
 from pipeline.planning.duration import LAUNCH_S, READ, SCORED, TRAINED, phase_seconds, renewal_seconds
-from pipeline.planning.page import verdict_lines
+from pipeline.planning.page import run_text, verdict_lines
 from pipeline.run.device import DeviceConstants
 
 WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
@@ -66,3 +66,10 @@ def test_no_time_is_told_where_speeds_are_not_known(tmp_path):
     file.write_text("memory_gib: 24", encoding="utf-8")
     planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), str(file), tmp_path)
     assert phase_seconds(planner.needs(resolved), "bf16", parse_target(str(file)), slots=64) == {}
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0.0123, "0.012 s"), (59, "59 s"), (90, "1.5 min"), (5400, "1.5 h"), (360_000, "100 h")]
+)
+def test_the_time_of_a_run_has_the_unit_in_which_it_is_read(seconds, text):
+    assert run_text(seconds) == text
