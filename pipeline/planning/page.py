@@ -148,7 +148,8 @@ def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target) -> list[s
             kept += f": {seconds_text(renewal)}{states if target.measured else ''} (estimate)"
         lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {kept}")
     if plan.host:
-        lines.append(f"  host     {gib(plan.host)} GiB of each machine hold offloaded states")
+        judged = "" if target.host_memory else ", not compared with its memory: give host_memory_gib in a target file"
+        lines.append(f"  host     {gib(plan.host)} GiB of each machine hold what is offloaded{judged}")
     return [*lines, f"  verdict  {verdict(plan, target)}"]
 
 

@@ -10,8 +10,9 @@ from support.marks import slow_but
 
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.files import GIB
+from pipeline.launching.target import parse_target
 from pipeline.planning.ladder import Change, helps, ladder
-from pipeline.planning.page import StagePlanner, fits
+from pipeline.planning.page import StagePlanner, fits, verdict_lines
 from step1_sft.config import SFTConfig
 
 WORDS = "--model_name_or_path 125m --per_device_train_batch_size 8 --dtype bf16"
@@ -101,6 +102,16 @@ def test_moments_are_rounded_before_they_are_offloaded_where_bitsandbytes_is(tmp
     offloaded = next(place for place, line in enumerate(flags) if line.startswith("--offload true"))
     assert rounded == ([offloaded - 1] if is_installed else [])
     assert ("--optimizer_states fp32" in flags[offloaded]) == is_installed
+
+
+def test_the_page_says_where_the_memory_of_the_host_is_not_known(tmp_path):
+    planner, resolved = planned(80, tmp_path, more="--zero_stage 2 --offload true")
+    needs, plan = planner.needs(resolved), planner.memory(resolved)
+    (known, _), (unknown, _) = (
+        verdict_lines(needs, plan, target) for target in (planner.target, parse_target("1xH100"))
+    )
+    assert known == "  host     1.87 GiB of each machine hold what is offloaded"
+    assert unknown == f"{known}, not compared with its memory: give host_memory_gib in a target file"
 
 
 @pytest.mark.slow
