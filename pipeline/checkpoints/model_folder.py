@@ -226,10 +226,14 @@ def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
     Without them they take another data type and, silently, other rotary positions.
     """
     rope = config.get("rope_parameters") or {}
+    local = rope.get("sliding_attention")  # of Gemma 3, whose kinds of layers have positions of their own
+    rope = rope.get("full_attention", rope)
     former = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
     if config["model_type"] == "gpt_neox":
         former = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    fields = {former[name]: rope[name] for name in former if name in rope}  # none where layers differ (Gemma 3)
+    fields = {former[name]: rope[name] for name in former if name in rope}
+    if local:
+        fields["rope_local_base_freq"] = local["rope_theta"]
     if fields and rope.get("rope_type", "default") != "default":
         fields["rope_scaling"] = rope
     return config | fields | {"torch_dtype": config["dtype"]}
