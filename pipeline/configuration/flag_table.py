@@ -53,7 +53,7 @@ def flag(
         aliases: further names of the flag.
         other_tools: its names in other programs, with spaces between them; they are refused with this flag's name.
         ignored: flags of DeepSpeed-Chat that change nothing here, and why; they are accepted with a note.
-        refused: flags of DeepSpeed-Chat without a counterpart, and what to do instead.
+        refused: flags of other programs without a counterpart, and what to do instead.
         instead_of: a weaker setting of that flag ends where this one is given.
         positional: words before the first flag of a command line are its values.
         per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.

@@ -49,7 +49,7 @@ class Names:
             dashes: what is written before a flag's name.
         """
         if name in self.refused:
-            return f"a flag of DeepSpeed-Chat without a counterpart here: {self.refused[name]}"
+            return f"a flag of other programs without a counterpart here: {self.refused[name]}"
         if flags := self.other_tools.get(name):
             place = ", the words before any flag" if self.positional in flags else ""
             return f"unknown flag; here it is {' or '.join(dashes + flag for flag in flags)}{place}"

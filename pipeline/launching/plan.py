@@ -116,7 +116,7 @@ def why_not_common(word: str, kinds: Mapping[int, StageKind], chosen: Mapping[in
         reason = f"not a flag of {lacking}" if lacking else "not one value for all stages that run"
         return f"{given}: {reason}; give {' and '.join(flags)}"
     if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
-        return f"{given}: a flag of DeepSpeed-Chat without a counterpart here: {reasons[0]}"
+        return f"{given}: a flag of other programs without a counterpart here: {reasons[0]}"
     meant = {s: [names.table[flag] for flag in names.other_tools.get(name, [])] for s, names in stages.items()}
     right = [f"--{section}.{flag.name}" for section, flags in meant.items() for flag in flags]
     leaves = {flag.path[-1] for flags in meant.values() for flag in flags}

@@ -261,7 +261,7 @@ def test_a_file_may_use_an_alias_but_not_both_names(tmp_path):
     file.write_text("path: x\nmodel: y\nstop-word: z\n")
     assert errors_of("--config", str(file), config_class=Named) == [
         f"{file}: model: --model is given twice, under two names; give one",
-        f"{file}: stop_word: a flag of DeepSpeed-Chat without a counterpart here: use --end",
+        f"{file}: stop_word: a flag of other programs without a counterpart here: use --end",
     ]
 
 
