@@ -6,7 +6,14 @@ from functools import partial
 from pipeline.models.loading import check_decoder, check_positions
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.models.reward_model import check_head
-from pipeline.training.start_models import Check, StartModel, check_critic_tokens, check_settings, package_checks
+from pipeline.training.start_models import (
+    Check,
+    StartModel,
+    check_critic_tokens,
+    check_rotary_length,
+    check_settings,
+    package_checks,
+)
 from step3_ppo.config import PPOConfig
 
 
@@ -16,6 +23,7 @@ def start_models(config: PPOConfig, made: Mapping[str, str]) -> list[StartModel]
     Args:
         made: folder of an earlier stage's output -> the model which that stage starts from.
     """
+    lengths = "--max_prompt_seq_len + --max_answer_seq_len"
     longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
     actor_path = config.actor.model_name_or_path
     actor, models = made.get(actor_path, actor_path), []
@@ -24,7 +32,7 @@ def start_models(config: PPOConfig, made: Mapping[str, str]) -> list[StartModel]
         start = made.get(path, path)
         fits: list[Check] = [
             partial(check_decoder, start, flag),
-            partial(check_positions, start, longest, "--max_prompt_seq_len + --max_answer_seq_len"),
+            *(partial(check, start, longest, lengths) for check in (check_positions, check_rotary_length)),
             partial(check_settings, start, settings, f"{role}_"),
         ]
         if role == "critic":

@@ -21,7 +21,6 @@ from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated,
 from pipeline.kernels.int8_linear import dequantise_rows
 from pipeline.kernels.split_kv import HeadLayout, SplitKVSchedule
 from pipeline.kernels.split_matmul import int8_matmul, split_matmul
-from pipeline.models.architecture import rotary_table
 from pipeline.tensor_ops import linear_relu
 
 # Activations of an MLP without a gate, besides the ReLU of `linear`.
@@ -151,7 +150,7 @@ class FusedForward:
         """Make rotary tables for `cache_length` tokens, unless there are some that are long enough."""
         for kind, rotary in self.architecture.rotary.items():
             if kind not in self._rotary or len(self._rotary[kind][0]) < cache_length:
-                self._rotary[kind] = rotary_table(rotary, cache_length, self._head)
+                self._rotary[kind] = rotary_table(rotary, cache_length, self._head, self.architecture.max_tokens)
 
     def new_cache(self, num_slots: int, cache_length: int) -> KeyValueCache:
         shape = (num_slots, self.layouts[0].num_kv_heads, cache_length, self.layouts[0].head_dim)
@@ -274,3 +273,16 @@ class FusedForward:
         if self.weights.project_out is not None:
             hidden = linear(hidden, self.weights.project_out)
         return self.architecture.scaling.apply_(functional.linear(hidden, self._head))
+
+
+def rotary_table(
+    rotary: Callable[..., Any], positions: int, like: Tensor, max_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, each (positions, R / 2), in `like`'s dtype and device; both halves of R rotate alike.
+
+    max_tokens: no sequence reaches the positions from there on, whose rows repeat the last one before.
+    """
+    ids = torch.arange(positions, device=like.device).clamp(max=(max_tokens or positions) - 1).unsqueeze(0)
+    cos, sin = rotary(like.new_empty(1, 1, 1), position_ids=ids)
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

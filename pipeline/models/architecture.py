@@ -17,8 +17,8 @@ from pipeline.kernels.fused_layers import RMS_NORMS as FUSED_NORMS
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.loading import backbone, base_model
 
-# Types of rotary embedding whose tables do not depend on the sequence length.
-FIXED_ROTARY = {"default", "linear", "llama3", "yarn"}
+# Types of rotary embedding whose tables do not depend on the sequence length; longrope: up to the longest of stage 3.
+FIXED_ROTARY = {"default", "linear", "llama3", "yarn", "longrope"}
 # transformers' names of activations -> the function.
 ACTIVATIONS = {
     "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
@@ -105,7 +105,7 @@ class Architecture:
     MLP read the same input. rotary: functions that compute cos and sin; positions: learned ones, whose rows start at
     `position_offset`. embedding_scale: factor of the embeddings, (). scale: factor of the scores. cap: soft
     cap of the scores. scaling: of logits.
-    joins_head_norms: the norms of q and k are over all heads together.
+    joins_head_norms: the norms of q and k are over all heads together. max_tokens: of a sequence, None: no limit.
     """
 
     blocks: list[Block]
@@ -128,6 +128,7 @@ class Architecture:
     cap: float | None = None
     scaling: LogitScaling = LogitScaling()
     joins_head_norms: bool = False
+    max_tokens: int | None = None
 
     @property
     def is_gated(self) -> bool:
@@ -277,6 +278,7 @@ def _read_llama(model: Any, shared: dict[str, Any]) -> Architecture:
         cap=getattr(config, "attn_logit_softcapping", None) if config.model_type == "gemma2" else None,
         scaling=LogitScaling.from_config(config, 1.0),
         joins_head_norms=joins_head_norms,
+        max_tokens=longrope_limit(config),
     )
 
 
@@ -321,6 +323,12 @@ def rotary_types(config: Any) -> set[str]:
     return {kind.get("rope_type", "default") for kind in kinds}
 
 
+def longrope_limit(config: Any) -> int | None:
+    """Return how many tokens a pass may have before longrope takes other frequencies for all; None: no longrope."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    return rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
+
+
 def linear_of(module: Any) -> Any:
     """Return the layer itself, or the base layer inside a LoRA layer."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
@@ -340,11 +348,3 @@ def norm_kind(norm: Any) -> dict[str, Any]:
     offset, rounds_first = RMS_NORMS[name]
     eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     return {"eps": float(eps), "rms": True, "offset": offset, "rounds_first": rounds_first}
-
-
-def rotary_table(rotary: Callable[..., Any], positions: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, each (positions, R / 2), in `like`'s dtype and device; both halves of R rotate alike."""
-    ids = torch.arange(positions, device=like.device).unsqueeze(0)
-    cos, sin = rotary(like.new_empty(1, 1, 1), position_ids=ids)
-    half = cos.shape[-1] // 2
-    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -17,6 +17,7 @@ from transformers.utils import is_flash_attn_2_available
 from pipeline.configuration.ds_json import read_user_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.models.architecture import longrope_limit
 from pipeline.models.loading import (
     adapter_base,
     attention_for,
@@ -138,6 +139,20 @@ def check_settings(path: str, settings: ModelConfig, prefix: str = "") -> None:
         with torch.device("meta"):
             model = auto_class.from_config(load_config(path))
         linear_names(model, settings.lora_module_name, flag=f"--{prefix}lora_module_name")
+
+
+def check_rotary_length(path: str, longest: int, flag: str) -> None:
+    """Raise InputError if sequences that grow to `longest` tokens (the value of `flag`) change their first positions.
+
+    Longrope takes other frequencies for all tokens of a pass that is longer than the original length: keys that a
+    sampler has cached would keep the former ones, and a row's log-probabilities would depend on its micro-batch.
+    """
+    limit = longrope_limit(load_config(path).get_text_config())
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"{flag} {longest}: the model {path} has other rotary positions (longrope) above {limit} tokens, which a "
+            f"sampler's cache cannot follow; {flag} {limit} is the most"
+        )
 
 
 def same_tokens(first: object, second: object) -> bool:

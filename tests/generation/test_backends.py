@@ -104,6 +104,11 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
         ["fused: config.json: rope_parameters: rotary positions of type dynamic",
          "static: rotary positions of type dynamic depend on how long the sequence is"],
     ),
+    "longrope on the static backend": (
+        lambda: with_adapters(family("phi-4-mini")), GenerationOptions(merge_lora=False), "eager",
+        ["fused: it takes no unmerged adapters (--merge_lora_for_generation false)",
+         "static: rotary positions of type longrope depend on how long the sequence is"],
+    ),
     "a kernel that takes no mask": (
         lambda: changed(family("qwen3-moe"), _attn_implementation="flash_attention_2"), GenerationOptions(), "eager",
         ["fused: model type qwen3_moe is not known",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_models import DEVICE, EXPERTS, KEY, PAD, family, fused, generator_of, random_prompts
+from support.decode_models import DEVICE, EXPERTS, KEY, NOT_STATIC, PAD, family, fused, generator_of, random_prompts
 from support.families import FAMILIES
 
 from pipeline.generation.eager import generate
@@ -32,13 +32,13 @@ def by_fused(model: Any) -> Rollout:
     return generator_of(fused(model), ends=()).generate(PROMPTS, num_slots=3, **REQUEST)
 
 
-# On a CPU the kernels are interpreted, half a minute for this family; the others run on a GPU.
-INTERPRETED = "gemma-2"
+# On a CPU the kernels are interpreted, half a minute for each of these; the others run on a GPU.
+INTERPRETED = ("gemma-2", "phi-4-mini")
 CASES = [
     *(pytest.param(by_eager, name, marks=() if name in ("gpt2", "gemma-3") else pytest.mark.slow) for name in FAMILIES),
-    *(pytest.param(by_static, name, marks=pytest.mark.slow) for name in FAMILIES if name != "bloom"),
+    *(pytest.param(by_static, name, marks=pytest.mark.slow) for name in FAMILIES if name not in NOT_STATIC),
     *(
-        pytest.param(by_fused, name, marks=pytest.mark.slow if name == INTERPRETED else pytest.mark.gpu)
+        pytest.param(by_fused, name, marks=pytest.mark.slow if name in INTERPRETED else pytest.mark.gpu)
         for name in FAMILIES
         if name not in ("bloom", *EXPERTS)
     ),

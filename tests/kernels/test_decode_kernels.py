@@ -8,13 +8,12 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from pipeline.generation.fused import add_branch
+from pipeline.generation.fused import add_branch, rotary_table
 from pipeline.kernels import split_matmul as split_matmul_module
 from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated, rotate
 from pipeline.kernels.int8_linear import dequantise_rows, quantise_rows
 from pipeline.kernels.split_kv import HeadLayout
 from pipeline.kernels.split_matmul import int8_matmul, split_matmul
-from pipeline.models.architecture import rotary_table
 
 EPS = 1e-3  # large, so that a norm without it is another one
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

@@ -34,7 +34,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "other.jsonl", [{"ask": "Who?", "reply": "Me."}])
     save_base(folder / "stranger", make_tokenizer(["Other words, and so other pairs of letters."]))
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    for name, family in (("capped", "gemma-2"), ("experts", "qwen3-moe"), ("untested", "stablelm")):
+    families = {"capped": "gemma-2", "experts": "qwen3-moe", "untested": "stablelm", "long": "phi-4-mini"}
+    for name, family in families.items():
         tokenizer.save_pretrained(folder / name)
         save_family(family, folder / name)
     write_lines(folder / "odd.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}])
@@ -105,6 +106,11 @@ CASES = {
     ),
     "soft caps": (
         {"sft": "--model_name_or_path capped --attn_implementation sdpa"}, "--sft.attn_implementation sdpa: capped caps"
+    ),
+    "positions that change with the length": (
+        {"sft": "--model_name_or_path long", "ppo": "--max_answer_seq_len 33"},
+        "--ppo.max_prompt_seq_len + --ppo.max_answer_seq_len 97: the model long has other rotary positions (longrope) "
+        "above 96 tokens",
     ),
     "experts in stage 3": (
         {"sft": "--model_name_or_path experts", "ppo": "--actor_zero_stage 3"},

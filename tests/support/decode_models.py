@@ -41,6 +41,7 @@ SIXTEEN_BITS = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 NUM_TOKENS, PAD, EOS = 301, 1, 2
 POSITIONS = 64
 EXPERTS = ("qwen3-moe", "olmoe")
+NOT_STATIC = ("bloom", "phi-4-mini")  # attention biases by distance; longrope
 KEY = RandomKey(3, "rollout")
 COMMON = {
     "vocab_size": NUM_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": PAD, "bos_token_id": EOS,
@@ -99,7 +100,7 @@ FUSED: dict[str, Callable[[], nn.Module]] = {
 STATIC: dict[str, Callable[[], nn.Module]] = {
     "opt-350m": opt_350m,
     "cohere": cohere,
-    **{name: partial(family, name) for name in FAMILIES if name != "bloom"},
+    **{name: partial(family, name) for name in FAMILIES if name not in NOT_STATIC},
 }
 
 

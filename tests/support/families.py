@@ -21,6 +21,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+# No test's sampler passes the original length.
+LONGROPE = {"rope_parameters": PARTIAL | FACTORS | {"rope_type": "longrope"}, "original_max_position_embeddings": 96}
 EXPERTS = GATED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Name: (model type, fields of its configuration).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma-3": ("gemma3_text", GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "phi-3": ("phi3", GATED | {"sliding_window": None}),
-    "phi-4-mini": ("phi3", GATED | {"sliding_window": None, "rope_parameters": PARTIAL, "tie_word_embeddings": True}),
+    "phi-4-mini": ("phi3", GATED | LONGROPE | {"sliding_window": None, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", GATED | {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {}),
     "pythia": ("gpt_neox", {"intermediate_size": 48, "rope_parameters": PARTIAL}),
