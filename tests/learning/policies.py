@@ -19,7 +19,7 @@ PPO: dict[str, Any] = {
     "num_train_epochs": 1000,
 }  # fmt: skip
 MAX_ANSWER = PPO["max_answer_seq_len"]
-EVALUATIONS = 12  # of a run
+EVALUATIONS = {"frontier": 12, "ablations": 5}  # of a run: its curve, or what it reached
 KL_COEF = 0.05  # of the ablations
 AS_IT_IS = "as it is"  # the ablation that the others are compared with
 
@@ -85,7 +85,7 @@ def one(jobs: Jobs, policy: Policy, group: str, steps: int, more: dict[str, Any]
         "actor_model": models / "sft", "critic_model": models / policy.proxy, "reward_model": models / policy.proxy,
         "data_path": data / "prompts.jsonl", "eval_data_path": data / "prompts_test.jsonl",
         "data_output_path": jobs.folder / "cache", "max_steps": steps, "seed": policy.seed,
-        "eval_interval": max(steps // EVALUATIONS, 1), "output_dir": output, "run_dir": run_dir,
+        "eval_interval": max(steps // EVALUATIONS[group], 1), "output_dir": output, "run_dir": run_dir,
     }  # fmt: skip
     words = ["--overwrite", *flags(given | policy.changes | more)]
     jobs.run(f"{group}-{run_dir.name}", "step3_ppo.main", words, gpu=gpu)
