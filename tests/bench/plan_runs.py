@@ -215,7 +215,7 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
     all_of_it = 0.99 * whole
 
     def highest(run: PlannedRun) -> float:
-        return max(gib for name, gib in planned[run.name].items() if name in PHASE_NAMES)
+        return max(peaks_in(planned[run.name]).values())
 
     def made(run: PlannedRun) -> None:
         with room.take(run.gpus, all_of_it if run.alone else highest(run) * 1.1 + ROOM_GIB) as gpus:
@@ -259,17 +259,20 @@ def read_peaks(file: Path) -> Peaks:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
+def peaks_in(figures: dict[str, float]) -> dict[str, float]:
+    """Return the GiB of phases, without seconds and what the allocator held."""
+    return {name: value for name, value in figures.items() if name in PHASE_NAMES}
+
+
 def table(planned: Peaks, measured: Peaks) -> list[str]:
     """Return the lines of the table in Markdown: each measured phase of each run, held-out runs marked."""
     lines = ["| run | GPUs | phase | planned | measured | difference | within |", "|---|---|---|---|---|---|---|"]
     for run in RUNS:
         name = f"{run.name} (held out)" if run.held_out else run.name
         if run.name not in measured:
-            peaks = {name: gib for name, gib in planned[run.name].items() if name in PHASE_NAMES}
-            worst = max(peaks, key=lambda phase, peaks=peaks: peaks[phase])
-            lines.append(f"| {name} | {run.gpus} | {worst} | {planned[run.name][worst]:.1f} | not run | | |")
-        phases_measured = {name: value for name, value in measured.get(run.name, {}).items() if name in PHASE_NAMES}
-        for phase, value in phases_measured.items():
+            worst, gib = max(peaks_in(planned[run.name]).items(), key=lambda peak: peak[1])
+            lines.append(f"| {name} | {run.gpus} | {worst} | {gib:.1f} | not run | | |")
+        for phase, value in peaks_in(measured.get(run.name, {})).items():
             expected = planned[run.name][phase]
             near = "yes" if abs(expected - value) <= max(1.0, 0.05 * value) else "NO"
             cells = (name, run.gpus, phase, f"{expected:.1f}", f"{value:.1f}", f"{expected - value:+.1f}", near)
