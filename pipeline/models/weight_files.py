@@ -122,6 +122,10 @@ def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
             f"{path}: {kind} has a {tower} tower (config.json: {tower}_config); only text decoders are trained here: "
             "give a checkpoint of the language model alone"
         )
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise InputError(
+            f"{path}: layers of {kind} attend within chunks (config.json: attention_chunk_size); take another model"
+        )
     classes: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder:
         classes = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING

@@ -14,7 +14,13 @@ from support.families import FAMILIES, save_family
 from support.family_runs import check_ppo, check_reward, check_sft
 from support.in_process import error_lines
 from support.tiny_run import make_folder
-from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 
 from pipeline.models.weight_files import TESTED_TYPES
 
@@ -119,11 +125,28 @@ def save_gemma_3_with_a_vision_tower(folder: Path) -> None:
     Gemma3ForConditionalGeneration(config).save_pretrained(folder)
 
 
+def save_llama_4(folder: Path) -> None:
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    experts = {"intermediate_size": 16, "intermediate_size_mlp": 16, "num_local_experts": 2}
+    vocab_size = len(AutoTokenizer.from_pretrained(folder))
+    Llama4ForCausalLM(Llama4TextConfig(vocab_size=vocab_size, **sizes, **experts)).save_pretrained(folder)
+
+
 REFUSED = {
     "a vision tower": (
         save_gemma_3_with_a_vision_tower, "step1_sft", {},
         "base: gemma3 has a vision tower (config.json: vision_config); only text decoders are trained here: give a "
         "checkpoint of the language model alone",
+    ),
+    "attention within chunks": (
+        save_llama_4, "step1_sft", {},
+        "base: layers of llama4_text attend within chunks (config.json: attention_chunk_size); take another model",
     ),
     "experts under ZeRO-3": (
         lambda folder: save_family("qwen3-moe", folder), "step1_sft", {"zero_stage": 3},
