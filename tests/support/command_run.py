@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -74,32 +75,50 @@ class Command:
     """A stage's command that runs in `folder`, with files beside it for what it prints."""
 
     def __init__(self, stage: str, words: Sequence[object], folder: Path, ranks: int, **variables: str) -> None:
-        self.stdout, self.stderr = (folder.parent / f".{time.monotonic_ns()}.{name}" for name in ("out", "err"))
+        self.files = output_files(folder)
         port = forks.free_port()
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
             launched = forks.rank_variables(rank, ranks, port) if ranks > 1 else {}
-            own, files = forks.environment() | launched | variables, (self.stdout, self.stderr)
-            self.processes.append(forks.start(child, stage, list(map(str, words)), folder, own, files))
+            own = forks.environment() | launched | variables
+            self.processes.append(forks.start(child, stage, list(map(str, words)), folder, own, self.files))
 
     def end(self) -> Ended:
-        for process in self.processes:
-            process.join(TIMEOUT_S)
-            process.kill()
-        printed = [path.read_bytes().decode() if path.exists() else "" for path in (self.stdout, self.stderr)]
-        return Ended(forks.exit_code(self.processes), *printed)
+        return ended(self.processes, self.files)
+
+
+def output_files(folder: Path) -> tuple[Path, Path]:
+    """Return names of files, beside a command's folder, for what it prints."""
+    now = time.monotonic_ns()
+    return folder.parent / f".{now}.out", folder.parent / f".{now}.err"
+
+
+def ended(processes: list[BaseProcess], files: tuple[Path, Path]) -> Ended:
+    """Wait for the processes of a command, which write to `files`."""
+    for process in processes:
+        process.join(TIMEOUT_S)
+        process.kill()
+    stdout, stderr = (path.read_bytes().decode() if path.exists() else "" for path in files)
+    return Ended(forks.exit_code(processes), stdout, stderr)
 
 
 def child(stage: str, words: list[str], folder: Path, variables: dict[str, str], files: tuple[Path, Path]) -> None:
     """Be the stage's process; it never returns."""
+    with as_process(folder, variables, files):
+        main = importlib.import_module(f"{stage}.main")
+        main.leave(main.main(words))
+
+
+@contextmanager
+def as_process(folder: Path, variables: dict[str, str], files: tuple[Path, Path]) -> Iterator[None]:
+    """Be the process of the command that this context holds: in `folder`, with these variables; it never returns."""
     code = 70
     try:
         forks.write_output_to(*files)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(variables)
-        main = importlib.import_module(f"{stage}.main")
-        main.leave(main.main(words))
+        yield
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

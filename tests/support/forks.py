@@ -23,7 +23,7 @@ PRELOADED = [
     "pipeline.engine.engine", "pipeline.checkpoints.model_folder", "pipeline.generation.hybrid_engine",
     "torch.utils.tensorboard", "peft", "transformers.models.opt.modeling_opt",
     *(f"{package}.{name}" for package in PACKAGES.values() for name in ("main", "training")),
-    "support.warm",
+    "rlhf.main", "rlhf.train", "support.warm",
 ]  # fmt: skip
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

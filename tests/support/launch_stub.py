@@ -2,10 +2,17 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from support import forks
+from support.command_run import as_process, ended, output_files
+
+from rlhf.main import run_subcommand
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
@@ -14,19 +21,22 @@ TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
 # It notes its words, then what $STUB_OUTCOMES wants: "0,0" are two ranks that
 # write these codes ("null": none), "wait" is one rank that runs until SIGTERM. A search (--autotuning)
 # finds $STUB_TUNED. Everything else goes to the real Python.
-PYTHON_STUB = """#!{python}
+PYTHON_STUB = """#!/bin/sh
+case "$1 $2" in
+    "-m pipeline.launching.preflight_job") exit 0 ;;  # the tests of it have data and models
+    "-m deepspeed.launcher.runner" | "-m pipeline.launching.host_launcher") exec {python} "$0.py" "$@" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+LAUNCHER_STUB = """
 import json, os, signal, socket, sys, time
 from contextlib import suppress
 from pathlib import Path
 
-if sys.argv[1:3] == ["-m", "pipeline.launching.preflight_job"]:
-    sys.exit(0)  # the tests of it have data and models
-if sys.argv[1:3] not in (["-m", "deepspeed.launcher.runner"], ["-m", "pipeline.launching.host_launcher"]):
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 names = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONWARNINGS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
-environment = {{name: os.environ.get(name) for name in names}}
+environment = {name: os.environ.get(name) for name in names}
 with open(os.environ["STUB_LOG"], "a") as log:
-    log.write(json.dumps({{"argv": sys.argv[3:], "environment": environment, "cwd": os.getcwd()}}) + "\\n")
+    log.write(json.dumps({"argv": sys.argv[3:], "environment": environment, "cwd": os.getcwd()}) + "\\n")
 if "--autotuning" in sys.argv:
     if "STUB_TUNED" in os.environ:
         Path("autotuning_results").mkdir()
@@ -45,11 +55,11 @@ models = [output / "actor", output / "critic"] if stage == "step3_ppo.main" else
 def write(rank, code):
     folder = run_dir / "outcome"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {{
-        "rank": rank, "code": code, "message": "stub", "secondary": False, "halved": {{}}, "pid": os.getpid(),
+    content = {
+        "rank": rank, "code": code, "message": "stub", "secondary": False, "halved": {}, "pid": os.getpid(),
         "host": socket.gethostname(), "supervisor": os.environ["PYTHON_RUN_SUPERVISOR"], "time": time.time(),
-    }}
-    (folder / f"rank-{{rank}}.json").write_text(json.dumps(content))
+    }
+    (folder / f"rank-{rank}.json").write_text(json.dumps(content))
 
 
 if wanted.startswith("wait"):
@@ -64,8 +74,8 @@ if wanted.startswith("wait"):
     time.sleep(0.7)
     write(0, 75)
     sys.exit(1)
-codes = json.loads(f"[{{wanted}}]")
-if codes and set(codes) == {{0}}:
+codes = json.loads(f"[{wanted}]")
+if codes and set(codes) == {0}:
     from pipeline.errors import InputError
     from pipeline.launching.job import stage_flags
     from pipeline.run.earlier_runs import input_contents, write_done
@@ -74,10 +84,10 @@ if codes and set(codes) == {{0}}:
     for model in models:
         model.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "training_config.json", "model.safetensors"):
-            (model / name).write_text("{{}}" if name.endswith("json") else "")
+            (model / name).write_text("{}" if name.endswith("json") else "")
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "env.json").write_text(json.dumps({{"stage": section}}))
-    inputs = {{}}
+    (run_dir / "env.json").write_text(json.dumps({"stage": section}))
+    inputs = {}
     with suppress(InputError):  # most tests have neither data nor models
         inputs = input_contents(resolved.config)
     steps = resolved.config.run.max_steps or 10
@@ -98,7 +108,8 @@ def write_program(path: Path, text: str) -> Path:
 def stub_environment(folder: Path, *, gpus: int = 0, **more: str) -> dict[str, str]:
     """An environment in which launch scripts meet the stubs; notes go to `folder`/log.jsonl."""
     bin_dir = folder / "bin"
-    python = write_program(bin_dir / "python", PYTHON_STUB.format(python=sys.executable))
+    python = write_program(bin_dir / "python", PYTHON_STUB.format(python=shlex.quote(sys.executable)))
+    write_program(bin_dir / "python.py", LAUNCHER_STUB)
     listing = "\n".join(f"echo 'GPU {i}: NVIDIA (UUID: GPU-{i})'" for i in range(gpus))
     write_program(bin_dir / "nvidia-smi", f"#!/bin/sh\n{listing}\n[ {gpus} -gt 0 ]\n")
     hidden = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DS_ACCELERATOR", "PYTHONWARNINGS", "PYTHON")
@@ -108,10 +119,17 @@ def stub_environment(folder: Path, *, gpus: int = 0, **more: str) -> dict[str, s
 
 
 def train(folder: Path, *words: str, gpus: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
-    """The finished process of `python train.py WORDS`, run in `folder`."""
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    environment = stub_environment(folder, gpus=gpus, **more)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    """The finished process of `python train.py WORDS`, run in `folder`; forked, which is sooner than a fresh one."""
+    files = output_files(folder)
+    process = forks.start(train_child, words, folder, stub_environment(folder, gpus=gpus, **more), files)
+    done = ended([process], files)
+    return subprocess.CompletedProcess(words, done.code, done.stdout, done.stderr)
+
+
+def train_child(words: Sequence[str], folder: Path, variables: dict[str, str], files: tuple[Path, Path]) -> None:
+    """Do what train.py does; it never returns."""
+    with as_process(folder, variables, files):
+        sys.exit(run_subcommand("train", list(words), prog="python train.py"))
 
 
 def started(folder: Path) -> list[list[str]]:
