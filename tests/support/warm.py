@@ -4,6 +4,7 @@ import importlib
 import os
 
 import deepspeed
+from support import kernel_mode  # noqa: F401  before triton
 from support.frozen import freeze
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
