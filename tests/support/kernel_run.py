@@ -1,6 +1,6 @@
 """The Triton kernels on a CPU, in triton's interpreter: `python tests/support/kernel_run.py cases.pt found.pt`.
 
-A process of its own, because triton reads TRITON_INTERPRET when it is imported, and other tests may have imported it.
+A process of its own where the tests' process has triton for a GPU, which reads TRITON_INTERPRET when it is imported.
 """
 
 import os
