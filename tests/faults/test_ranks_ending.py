@@ -57,6 +57,7 @@ def assert_named(run: RankRun, ended: Ended, *causes: str) -> None:
     assert "Traceback" not in ended.stderr and "sigkill_handler" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_rank(run: Start) -> None:
     job = run()
     ended = disturb(job, 1, signal.SIGKILL)

@@ -56,6 +56,7 @@ def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step
     assert done.stdout.endswith("dry run: nothing was started\n") and not list((tmp_path / "empty").iterdir())
 
 
+@pytest.mark.slow
 def test_a_launch_script_starts_no_rank(tmp_path):
     words = ["--num_gpus", "2", "3", "--explain", "--actor_zero_stage", "1", *ON_THE_HUB[3]]
     done = dry_run(tmp_path / "empty", "bash", str(ROOT / "launch/single_node.sh"), *words)

@@ -50,6 +50,7 @@ def test_prompt_flag_needs_no_stdin(speaking, capsys):
     assert capsys.readouterr().out == SHOWN + "\n"
 
 
+@pytest.mark.slow
 def test_a_real_process_with_a_pipe(speaking):
     command = [sys.executable, "chat.py", speaking, "--temperature=0"]
     done = subprocess.run(command, input="hello", capture_output=True, text=True, cwd=ROOT, timeout=120)
