@@ -17,6 +17,7 @@ from types import FrameType
 
 import psutil
 
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of this container: bytes, or `max`
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, else of the machine
 GIB = 2**30
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -94,6 +95,26 @@ def free_memory() -> str:
     """Return the free memory of this machine in words: `1.2 of 23.0 GiB were free`."""
     memory = psutil.virtual_memory()
     return f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB were free"
+
+
+def memory_of_machine() -> int:
+    """Return the bytes of memory that the processes of this machine, or of this container, can have together."""
+    total = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):
+        return min(total, int(MEMORY_LIMIT.read_text(encoding="utf-8")))
+    return total
+
+
+def peak_memory() -> int:
+    """Return the largest resident memory of this process so far in bytes; 0 if the kernel does not tell.
+
+    Not getrusage's, which a process keeps of the one that it was forked from.
+    """
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def num_oom_kills() -> int:

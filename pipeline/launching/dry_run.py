@@ -39,11 +39,11 @@ def engine_jsons(resolved: Resolved, section: str, *, ranks: int | None) -> dict
     """
     described = resolved.config.run.target
     target = parse_target(described) if described else None
-    resolved, device = with_ranks(resolved, ranks), "cuda" if target else device_kind()
+    resolved, device = with_ranks(resolved, ranks), ("cpu" if target.is_cpu else "cuda") if target else device_kind()
     config = resolved.config
     asked, own = config.deepspeed.dtype, target.dtype if target else "bf16" if device == "cuda" else "fp32"
     placement = Placement(
-        device="cuda" if device == "cuda" else "cpu",
+        device=device,
         dtype=own if asked == "auto" else asked,
         ranks=ranks,
         run_dir=run_folder(config.run, section),
@@ -132,6 +132,7 @@ def plan_stages(
             print(f"  {how}, each with those before it:", *ladder.ladder(planner, resolved), sep="\n    ")
             if not changes_it:
                 errors.append(f"{section}: {page.verdict(memory, target)} ({target})")
+        errors += [f"{section}: {fault}" for fault in planner.disk_faults(resolved, memory)]
         made |= {str(folder): start for folder in model_folders(resolved.config, section)[:1]}
     if errors:
         raise EnvironmentFault("\n".join(errors))
@@ -151,17 +152,19 @@ def num_steps(config: Any, rows: Sequence[float | None], ranks: int) -> int:
 
 
 def measured_lines(config: Any, section: str, memory: Any) -> list[str]:
-    """Return the planned peak of each phase beside that of the last run in the stage's folder, where it had a GPU."""
+    """Return the planned peaks beside those of the last run in the stage's folder: of phases, and on the host."""
     folder = run_folder(config.run, section)
+    planned = {phase: (peak.total, "low") for phase, peak in memory.phases.items()}
+    planned["host_memory"] = (memory.on_host[0] // memory.per_host, "expected")
     peaks = ", ".join(
-        f"{phase} planned {memory.phases[phase].total / GIB:.1f}, last measured {value:.1f}"
+        f"{phase} planned {planned[phase][0] / GIB:.1f} ({planned[phase][1]}), last measured {value:.1f}"
         for phase, value in memory_peaks(folder).items()
     )
     if not peaks:
         return []
     saved, asked = run_flags(folder), memory_flags(config)
     others = [f"--{name} {saved[name]}" for name, value in asked.items() if saved.get(name, value) != value]
-    return [f"  measured {peaks} GiB (low) in {folder}{', then with ' if others else ''}{' '.join(others)}"]
+    return [f"  measured {peaks} GiB in {folder}{', then with ' if others else ''}{' '.join(others)}"]
 
 
 def look_and_plan(

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from pipeline.configuration.ds_config import EngineDtype
 from pipeline.errors import InputError, nearest
 from pipeline.files import GIB
 from pipeline.launching.machine import count_gpus
+from pipeline.processes import memory_of_machine
 from pipeline.run.device import DeviceConstants, kept_constants, query_gpu
 
 # Share of the memory on a data sheet that a process can have: 79.1 of an H100's 80, 139 of an H200's 141.
@@ -46,9 +46,9 @@ FIELDS = ("hosts", "gpus", "name", "memory_gib", "tb_per_s", "tflops", "host_mem
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`hosts` machines of `gpus` GPUs each.
+    """`hosts` machines of `gpus` GPUs each, or of as many processes on a CPU.
 
-    memory: bytes of a GPU that a process can have; 0: not known, or a CPU. tb_per_s, tflops: 0 where they are not
+    memory: bytes of a GPU, or of a CPU's, that a process can have; 0: not known. tb_per_s, tflops: 0 where they are not
     known. host_memory: bytes of a machine's memory, 0 where it is not known. described: False for this machine.
     link_gb_per_s: what a GPU sends to others of its machine; network_gb_per_s: what a machine sends to others.
     measured: the constants of this machine's GPU where it is of this kind and was measured.
@@ -76,9 +76,13 @@ class Target:
         return f"{'data sheet' if self.tflops else 'not known'}, not measured; `rlhf train --check` measures it"
 
     @property
+    def is_cpu(self) -> bool:
+        return self.name == "CPU"
+
+    @property
     def dtype(self) -> EngineDtype:
         """The value of `--dtype auto` on this hardware: bf16 where the device computes in it."""
-        return "fp32" if self.name == "CPU" or re.search(r"V100|T4", self.name) else "bf16"
+        return "fp32" if self.is_cpu or re.search(r"V100|T4", self.name) else "bf16"
 
     @property
     def num_gpus(self) -> int:
@@ -92,10 +96,10 @@ class Target:
 
 def this_machine(ranks: int, hosts: int = 1) -> Target:
     """Describe `hosts` machines like this one, on which `ranks` are started; memory is 0 where it is not known."""
-    host_memory = psutil.virtual_memory().total
+    host_memory = memory_of_machine()
     per_host = -(-ranks // hosts)
     if not count_gpus():
-        return Target("CPU", 0, hosts, per_host, host_memory=host_memory, described=False)
+        return Target("CPU", host_memory // per_host, hosts, per_host, host_memory=host_memory, described=False)
     name, mib = query_gpu("name", "memory.total") or ("GPU", "0")
     memory = int(int(mib) * 2**20 * USABLE) if mib.isdigit() else 0
     sheets = [sheet for device, sheet in DEVICES.items() if is_model(device, name)]
@@ -112,7 +116,7 @@ def is_model(device: str, name: str) -> bool:
 def with_constants(target: Target) -> Target:
     """Return the target with the constants that were measured on this machine's GPU, where it is of the same kind."""
     found = kept_constants()
-    if found is None or target.name == "CPU":
+    if found is None or target.is_cpu:
         return target
     # Of a file with a device's name that says other speeds, these are meant.
     is_sheet = target.name in DEVICES and DEVICES[target.name][1:3] == (target.tb_per_s, target.tflops)

@@ -1,11 +1,14 @@
-"""Count what the outputs of a stage take on a disk: its models as they are saved, and checkpoints of what it trains."""
+"""Count what a stage takes on a disk: its models as they are saved, checkpoints of what it trains, offload to NVMe."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pipeline.configuration.ds_config import Json, is_on_nvme
+from pipeline.files import GIB, free_bytes
 from pipeline.planning.measurement import model_size
-from pipeline.planning.memory import FP32, MOMENTS
+from pipeline.planning.memory import FP32, MOMENTS, MemoryPlan
 from pipeline.planning.needs import ModelUse
 
 
@@ -40,3 +43,32 @@ def outputs(models: Sequence[ModelUse], dtype: str, config: Any) -> Outputs:
         checkpoint += size.trained * (FP32 * copies + MOMENTS)
     kept = run.keep_checkpoints and 1 + (run.keep_checkpoints if run.save_steps else 0)
     return Outputs([*whole, *averages], checkpoint, kept)
+
+
+def nvme_files(plan: MemoryPlan, engines: Mapping[str, Json]) -> dict[Path, int]:
+    """Return the bytes of DeepSpeed's files in each folder of NVMe on a machine, of all models and processes there.
+
+    Weights in their own type, a tied head apart, as it is before it is tied; master weights, moments and gradients in
+    fp32. What DeepSpeed keeps in memory because it is below 1 MiB is counted, too.
+    """
+    taken: dict[Path, int] = {}
+    for role, size in plan.sizes.items():
+        zero, shares = engines[role]["zero_optimization"], list[tuple[Path, int]]()
+        if is_on_nvme(engines[role], "offload_param"):
+            # Of several models each has its own folder below the one that was given.
+            folder = Path(zero["offload_param"]["nvme_path"])
+            whole = size.num_bytes + size.tied * size.element
+            shares.append((folder.parent if len(plan.sizes) > 1 else folder, whole))
+        if is_on_nvme(engines[role], "offload_optimizer"):
+            shares.append((Path(zero["offload_optimizer"]["nvme_path"]), (2 * FP32 + MOMENTS) * size.trained))
+        for folder, whole in shares:
+            taken[folder] = taken.get(folder, 0) + -(-whole // plan.ranks) * plan.per_host
+    return taken
+
+
+def without_room(files: Mapping[Path, int]) -> Iterator[str]:
+    """Yield a line for each folder of this machine that has no room for its files; earlier ones are written over."""
+    for folder, size in files.items():
+        room = free_bytes(folder) + sum(file.stat().st_size for file in folder.rglob("*.swp"))
+        if size > room:
+            yield f"{folder} (NVMe) has room for {room / GIB:.2f} of {size / GIB:.2f} GiB"

@@ -161,7 +161,7 @@ def changed(
     gained = before.phases[before.worst].total - plan.phases[plan.worst].total
     gained_on_host = before.host - plan.host
     lacking = before.reserved()[0] - target.memory
-    lacking_on_host = before.host - target.host_memory if target.host_memory else 0
+    lacking_on_host = before.on_host[0] - target.host_memory if target.host_memory else 0
     if not (helps(gained, lacking) or helps(gained_on_host, lacking_on_host)):
         return None
     new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)  # it follows

@@ -155,6 +155,7 @@ class ModelSize:
     """Numbers of weights, tied ones once, and bytes of all weights and buffers as they are loaded.
 
     linear: of linear layers but the heads. largest: of the largest parameter. layer: of the largest decoder layer.
+    tied: of the head, if it is the embedding.
     """
 
     weights: int
@@ -165,6 +166,7 @@ class ModelSize:
     layer: int
     num_bytes: int
     element: int
+    tied: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -181,6 +183,7 @@ class ModelSize:
         parameters = list(model.parameters())
         embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        tied = head.weight.numel() if head is not None and head.weight in embeddings else 0
         embeddings |= set() if head is None else {head.weight}
         base = base_model(model)
         linear = sum(base.get_submodule(name).weight.numel() for name in linear_names(base, "all-linear"))
@@ -199,6 +202,7 @@ class ModelSize:
             layer=max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0),
             num_bytes=num_bytes,
             element=element,
+            tied=tied,
         )
 
 
@@ -245,8 +249,8 @@ def build(use: ModelUse, dtype: str) -> Any:
         head = base_model(model).score
         head.__class__ = FloatLinear if type(head) is nn.Linear else type(head)
         return TokenValueModel(model).train(use.trained)
-    counted = CountedSeq2SeqLM(model) if config.is_encoder_decoder else CountedLM(model)
-    return counted.train(use.trained)
+    kinds = (Seq2SeqLM, CausalLM) if use.on_cpu else (CountedSeq2SeqLM, CountedLM)
+    return kinds[0 if config.is_encoder_decoder else 1](model).train(use.trained)
 
 
 def with_lora(model: Any, use: ModelUse) -> Any:
@@ -291,7 +295,8 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> int:
     wrapped = build(use, dtype)
     of_two = isinstance(wrapped, Seq2SeqLM)
     device, rows, length = torch.device("meta"), work.rows, work.length // 2 if of_two else work.length
-    fuse_norms(wrapped, rows * length)
+    if not use.on_cpu:
+        fuse_norms(wrapped, rows * length)
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if work.accumulates else None

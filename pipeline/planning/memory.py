@@ -20,10 +20,14 @@ MOMENTS, MOMENTS_8BIT = 8, 2 + 8 / 256  # AdamW's two: in fp32, and in 8 bits wi
 # Expected and high, of what is beside the tensors of a process: the CUDA context with its kernels, NCCL's buffers where
 # there are several ranks (of an H200; a measured figure replaces the first, and the second keeps its distance), and the
 # allocator's unused rest of its blocks, as a share of the tensors. The largest rest that was measured is 8.5 % (7B with
-# LoRA, on a device with little memory to spare).
+# LoRA, on a device with little memory to spare). Of a process's host memory: Python, torch, DeepSpeed, transformers,
+# tokenizer and data; and on a CPU freed blocks below 32 MiB, which the C library's heap keeps. Both were measured on
+# processes that train on a CPU (docs/memory.md).
 CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
 NCCL = (GIB // 2, GIB)
 UNUSED_REST = (0.04, 0.09)
+PROCESS = (GIB * 6 // 10, GIB)
+HEAP_REST = (GIB // 2, GIB * 9 // 10)
 POOL_BLOCK = 20 * 2**20  # that torch's allocator takes for tensors of 1 to 10 MiB, also in the pool of a CUDA graph
 
 
@@ -58,7 +62,14 @@ def device_of(zero: Json, key: str) -> str:
 
 
 def states_of(
-    size: ModelSize, engine: Json, moments: OptimizerStates | None, *, ranks: int, device_bytes: int, gather: str
+    size: ModelSize,
+    engine: Json,
+    moments: OptimizerStates | None,
+    *,
+    ranks: int,
+    device_bytes: int,
+    gather: str,
+    on_cpu: bool = False,
 ) -> States:
     """Count what DeepSpeed holds of a model under the JSON `engine`.
 
@@ -83,7 +94,7 @@ def states_of(
         if ranks == 1 and not offloaded:  # its partition is the whole, and is used where it lies
             gathered = 0
     held = States(weights, gathered=gathered, host=host)
-    return training_states(size, engine, held, moments, ranks=ranks) if moments else held
+    return training_states(size, engine, held, moments, ranks=ranks, on_cpu=on_cpu) if moments else held
 
 
 def gathers_once(size: ModelSize, gather: str, device_bytes: int) -> bool:
@@ -96,7 +107,9 @@ def gradient_bytes(size: ModelSize, engine: Json) -> int:
     return FP32 if (engine.get("data_types") or {}).get("grad_accum_dtype") == "fp32" else size.element
 
 
-def training_states(size: ModelSize, engine: Json, held: States, kind: OptimizerStates, *, ranks: int) -> States:
+def training_states(
+    size: ModelSize, engine: Json, held: States, kind: OptimizerStates, *, ranks: int, on_cpu: bool
+) -> States:
     """Add gradients, optimizer states and buffers of a trained model to its weights, which are counted already."""
     weights, gathered, host = held.weights, held.gathered, held.host
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
@@ -109,16 +122,18 @@ def training_states(size: ModelSize, engine: Json, held: States, kind: Optimizer
         masters = FP32 * size.trained if size.element < FP32 else 0
         step = FP32 * size.trained if size.element < FP32 else 0
         return States(weights, masters + int(moments * size.trained), 0, gradient * size.trained, 0, 0, step, host)
-    bucket = gradient * zero.get("reduce_bucket_size", 500_000_000)
+    elements = zero.get("reduce_bucket_size", 500_000_000)
+    bucket = gradient * (min(elements, size.trained) if on_cpu else elements)  # a CPU has no page that nobody wrote to
     optimizer, offloaded = int((master + moments) * share), device_of(zero, "offload_optimizer")
     if offloaded != "none":
-        # Gradients in fp32 wait on the host too; what NVMe holds is no memory.
-        host += FP32 * share + (optimizer if offloaded == "cpu" else 0)
+        # Gradients in fp32 wait on the host too. What NVMe holds is no memory; page-locked buffers of sub-groups are.
+        buffers = zero["offload_optimizer"].get("buffer_count", 4) * min(share, zero.get("sub_group_size", 10**9))
+        host += FP32 * share + optimizer if offloaded == "cpu" else FP32 * buffers
         optimizer = 0
     if stage == 3:
         step = master * min(share, zero.get("sub_group_size", 10**9)) if offloaded == "none" else 0
         kept = bucket + (gradient * share if offloaded == "none" else 0)
-        buckets = bucket if ranks > 1 else 0  # the partitions that are reduced
+        buckets = bucket if ranks > 1 or on_cpu else 0  # the partitions that are reduced
         return States(weights, optimizer, gathered, 0, kept, buckets, step, host, True)
     buffers = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
     gradients = gradient * (size.trained if stage == 1 else share)
@@ -152,10 +167,11 @@ class PhaseMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory of a stage on a target: states by role, peaks by phase, and the host's bytes for each machine.
+    """The memory of a stage on a target: states by role, peaks by phase, and what is offloaded on each machine (host).
 
     slots: rows of the KV cache that fit; 0 for a stage that samples nothing. keeps_rollout: the buffers of generation
-    are kept during an update. besides: bytes that CUDA and NCCL take of a GPU, expected and high.
+    are kept during an update. besides: bytes that CUDA and NCCL take of a GPU, or a process of a CPU.
+    on_cpu: the phases hold what is offloaded, too. per_host: processes of a machine.
     """
 
     sizes: Mapping[str, ModelSize]
@@ -166,6 +182,8 @@ class MemoryPlan:
     host: int
     ranks: int
     besides: tuple[int, int]
+    on_cpu: bool = False
+    per_host: int = 1
 
     @property
     def worst(self) -> str:
@@ -174,21 +192,28 @@ class MemoryPlan:
 
     def reserved(self, phase: str = "") -> tuple[int, int]:
         """Return what a process takes of the device in a phase, by default the worst: expected and high."""
-        return reserved(self.phases[phase or self.worst], self.besides)
+        peak = self.phases[phase or self.worst]
+        if self.on_cpu:
+            return peak.total + self.besides[0], peak.total + self.besides[1]
+        return reserved(peak, self.besides)
+
+    @property
+    def on_host(self) -> tuple[int, int]:
+        """What the processes of a machine take of its memory, expected and high, with what is offloaded."""
+        own = self.reserved() if self.on_cpu else PROCESS
+        return self.host + self.per_host * own[0], self.host + self.per_host * own[1]
 
 
 def reserved(peak: PhaseMemory, besides: tuple[int, int]) -> tuple[int, int]:
-    """Return what a process takes of a device at a peak, expected and high; of a CPU its tensors alone."""
-    if not any(besides):
-        return peak.total, peak.total
+    """Return what a process takes of a GPU at a peak, expected and high."""
     expected, high = (int(peak.total * (1 + UNUSED_REST[i])) + peak.graph + besides[i] for i in (0, 1))
     return expected, high
 
 
 def bytes_of_libraries(target: Target, ranks: int) -> tuple[int, int]:
-    """Return what CUDA takes of a device, and NCCL where there are several ranks, expected and high; 0 of a CPU."""
-    if target.name == "CPU":
-        return 0, 0
+    """Return what CUDA and, with several ranks, NCCL take of a GPU, or a process of a CPU; expected and high."""
+    if target.is_cpu:
+        return PROCESS[0] + HEAP_REST[0], PROCESS[1] + HEAP_REST[1]
     measured = (target.measured.context, target.measured.nccl) if target.measured else (0, 0)
     parts = list(zip(measured, (CONTEXT, NCCL), strict=True))[: 1 if ranks == 1 else 2]
     expected = sum(own or known[0] for own, known in parts)
@@ -206,8 +231,9 @@ def plan_memory(
     Raises:
         InputError, EnvironmentFault: a model whose config cannot be read.
     """
-    ranks = target.num_gpus
-    uses = {use.role: use for use in needs.models}
+    ranks, per_host = target.num_gpus, min(target.num_gpus, target.gpus)
+    on_device = 0 if target.is_cpu else target.memory  # what a run looks at; it never looks at a host's
+    uses = {use.role: replace(use, on_cpu=target.is_cpu) for use in needs.models}
     sizes = {role: model_size(use, dtype) for role, use in uses.items()}
     states = {
         role: states_of(
@@ -215,36 +241,43 @@ def plan_memory(
             engines[role],
             moments if use.trained else None,
             ranks=ranks,
-            device_bytes=target.memory,
+            device_bytes=on_device,
             gather=gather,
+            on_cpu=target.is_cpu,
         )
         for role, use in uses.items()
     }
     resident = sum(held.resident for held in states.values())
     resident += sum(FP32 * sizes[role].trained for role, use in uses.items() if use.averaged)
     leaving = sum(held.optimizer for held in states.values()) if needs.idle_states_leave else 0
+    host = sum(held.host for held in states.values()) + leaving
+    if target.is_cpu:
+        resident, host = resident + host, 0
     besides = bytes_of_libraries(target, ranks)
+    rollout = needs.rollout
+    if rollout and target.is_cpu:  # the eager backend's cache has the rows that are sampled, and only gathers weights
+        copied = rollout.copied_bytes if states["actor"].gathered else 0
+        rollout = replace(rollout, copied_bytes=copied, slots=min(rollout.slots, rollout.num_responses))
     slots, keeps, buffers = 0, False, dict[str, int]()
-    if needs.rollout:
-        free = target.memory - resident + leaving - besides[0]
-        slots = needs.rollout.slots if not target.memory else needs.rollout.slots_that_fit(free)
-        step = peak_bytes(uses["actor"], dtype, Pass("actor", slots, 1)) + slots * needs.rollout.logits_bytes
-        pool = -(-step // POOL_BLOCK) * POOL_BLOCK if target.memory else 0
-        buffers = {"rollout": needs.rollout.num_bytes(slots), "graph": pool}
+    if rollout:
+        free = on_device - resident + leaving - besides[0]
+        slots = rollout.slots if not on_device else rollout.slots_that_fit(free)
+        step = peak_bytes(uses["actor"], dtype, Pass("actor", slots, 1)) + slots * rollout.logits_bytes
+        pool = -(-step // POOL_BLOCK) * POOL_BLOCK if on_device else 0
+        buffers = {"rollout": rollout.num_bytes(slots), "graph": pool}
     phases: dict[str, PhaseMemory] = {}
     for name, passes in needs.phases.items():
         held = resident if name == "train" else resident - leaving
         phases[name] = phase_memory(passes, uses, states, dtype=dtype, resident=held)
-    if needs.rollout:
+    if rollout:
         others = max((phase for name, phase in phases.items() if name != "generate"), key=lambda phase: phase.total)
-        is_short = 0 < target.memory < reserved(replace(others, **buffers), besides)[1]
-        keeps = not (needs.rollout.always_released or is_short)
+        is_short = 0 < on_device < reserved(replace(others, **buffers), besides)[1]
+        keeps = not (rollout.always_released or is_short or target.is_cpu)
     for name in phases if keeps else ["generate"] if buffers else []:
         phases[name] = replace(phases[name], **buffers)
-    if needs.rollout and needs.rollout.copied_bytes:  # nothing is gathered besides the copies
+    if rollout and rollout.copied_bytes:  # nothing is gathered besides the copies
         phases["generate"] = replace(phases["generate"], gathered=0)
-    host = sum(held.host for held in states.values()) + leaving
-    return MemoryPlan(sizes, states, phases, slots, keeps, host * min(ranks, target.gpus), ranks, besides)
+    return MemoryPlan(sizes, states, phases, slots, keeps, host * per_host, ranks, besides, target.is_cpu, per_host)
 
 
 def phase_memory(

@@ -13,6 +13,7 @@ class ModelUse:
     role: the name of its engine, as in the stage's DeepSpeed JSONs. path: the folder or hub id whose config.json has
     its shape. settings: its flags, or those of its trained twin. has_values: a scalar head, not a language model's.
     only_lora: with LoRA, nothing else is trained. averaged: a moving average is kept in fp32.
+    on_cpu: it computes without the kernels of a GPU.
     """
 
     role: str
@@ -22,6 +23,7 @@ class ModelUse:
     has_values: bool = False
     only_lora: bool = True
     averaged: bool = False
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)

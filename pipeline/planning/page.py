@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flags import Resolved
 from pipeline.files import GIB
 from pipeline.launching.target import Target
-from pipeline.planning.disk import Outputs, outputs
+from pipeline.planning.disk import nvme_files, outputs, without_room
 from pipeline.planning.duration import phase_seconds, renewal_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
-from pipeline.planning.memory import UNUSED_REST, MemoryPlan, plan_memory
+from pipeline.planning.memory import PROCESS, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds, counted
 
 NeedsOf = Callable[..., StageNeeds]
@@ -56,6 +57,14 @@ class StagePlanner:
             own["generate"] += renewal_seconds(needs, plan, target)
         return {name: value + exchanged.get(name, 0.0) for name, value in own.items()}, exchanged
 
+    def files(self, resolved: Resolved, plan: MemoryPlan) -> Mapping[Path, int]:
+        """Return the bytes on a machine of each folder of NVMe that the stage offloads to."""
+        return nvme_files(plan, self.jsons_of(resolved))
+
+    def disk_faults(self, resolved: Resolved, plan: MemoryPlan) -> list[str]:
+        """Return a line for each such folder of this machine that has too little room."""
+        return [] if self.target.described else list(without_room(self.files(resolved, plan)))
+
     def dtype(self, resolved: Resolved) -> str:
         """Return `--dtype` with auto resolved for the target."""
         asked: str = resolved.config.deepspeed.dtype
@@ -77,12 +86,15 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
         why = "--max_steps" if run.max_steps else f"about; --num_train_epochs {run.num_train_epochs:g}"
         rollouts = f" in {-(-num_steps // needs.steps_each)} rollouts" if needs.rollout else ""
         lines.append(f"  steps    {num_steps} of the optimizer{rollouts} ({why})")
-    lines += [*phase_lines(plan), *verdict_lines(needs, plan, planner.target)]
+    lines += [
+        *phase_lines(plan),
+        *verdict_lines(needs, plan, planner.target, faults=planner.disk_faults(resolved, plan)),
+    ]
     times = planner.seconds(resolved, plan)
-    if planner.target.memory:
+    if planner.target.memory and not planner.target.is_cpu:
         lines.append(f"  device   {planner.target.source}")
     lines += time_lines(needs, plan, *times, num_steps)
-    return [*lines, disk_line(outputs(needs.models, planner.dtype(resolved), resolved.config))], plan
+    return [*lines, disk_line(planner, resolved, plan)], plan
 
 
 def row(name: str, values: Sequence[str]) -> str:
@@ -125,32 +137,47 @@ def phase_lines(plan: MemoryPlan) -> list[str]:
     for name, peak in plan.phases.items():
         parts = (peak.states, peak.gradients, peak.gathered, peak.rollout, peak.activations)
         lines.append(row(name, [*map(gib, parts), *map(gib, (peak.total, *plan.reserved(name)))]))
-    if not any(plan.besides):  # a CPU
-        return lines
     context = " to ".join(f"{value / GIB:.1f}" for value in plan.besides)
     rest = " to ".join(f"{share:.0%}" for share in UNUSED_REST)
-    what = "CUDA's and NCCL's own" if plan.ranks > 1 else "CUDA's own"
-    lines.append(f"  besides  in expected and high: {context} GiB of {what}, and {rest} of blocks that are not full")
+    libraries = "CUDA's and NCCL's" if plan.ranks > 1 else "CUDA's"
+    what = f"{libraries} own, and {rest} of blocks that are not full"
+    if plan.on_cpu:
+        what = "Python, its libraries and freed blocks of the heap (measured on CPUs)"
+    lines.append(f"  besides  in expected and high: {context} GiB of {what}")
     if graphs := [f"{gib(peak.graph)} in {name}" for name, peak in plan.phases.items() if peak.graph]:
         lines.append(f"  graph    {', '.join(graphs)}: pool of a decode step's CUDA graph, estimated from its tensors")
     return lines
 
 
-def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target) -> list[str]:
-    """Return whether the stage fits, by how much, and what it takes of the host."""
+def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target, *, faults: Sequence[str] = ()) -> list[str]:
+    """Return whether the stage fits, by how much, and what it takes of the host; faults: of the disks of offload."""
     lines = []
     if plan.slots:
         kept = "kept during the update"
         if not plan.keeps_rollout:
             kept = "given back before the update, and made again with its graph for each rollout"
+        if plan.on_cpu:
+            kept = "made for each rollout"
         if renewal := renewal_seconds(needs, plan, target):
             states = " with optimizer states moved to the host and back" if needs.idle_states_leave else ""
             kept += f": {seconds_text(renewal)}{states if target.measured else ''} (estimate)"
         lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {kept}")
-    if plan.host:
-        judged = "" if target.host_memory else ", not compared with its memory: give host_memory_gib in a target file"
-        lines.append(f"  host     {gib(plan.host)} GiB of each machine hold what is offloaded{judged}")
-    return [*lines, f"  verdict  {verdict(plan, target)}"]
+    lines.append(f"  host     {host_text(plan, target)}")
+    return [*lines, f"  verdict  {'; '.join([verdict(plan, target), *faults])}"]
+
+
+def host_text(plan: MemoryPlan, target: Target) -> str:
+    """Return what the processes of a machine take of its memory, expected to high, and of what that is made."""
+    total = f"{' to '.join(map(gib, plan.on_host))} GiB of each machine"
+    if target.host_memory:
+        total += f"'s {gib(target.host_memory)}"
+    processes = "1 process" if plan.per_host == 1 else f"{plan.per_host} processes"
+    if plan.on_cpu:
+        return f"{total}: {processes}"
+    own = f"{processes} with {' to '.join(map(gib, PROCESS))} each (measured on CPUs)"
+    offloaded = f"{gib(plan.host)} offloaded, " if plan.host else ""
+    judged = "" if target.host_memory else "; not compared with its memory: give host_memory_gib in a target file"
+    return f"{total}: {offloaded}{own}{judged}"
 
 
 def time_lines(
@@ -179,10 +206,12 @@ def exchange_lines(
     return lines
 
 
-def disk_line(taken: Outputs) -> str:
-    """Return what the stage's models and its checkpoints take on the disk."""
+def disk_line(planner: StagePlanner, resolved: Resolved, plan: MemoryPlan) -> str:
+    """Return what the stage's models, its checkpoints and what it offloads to NVMe take on the disk of a machine."""
+    taken = outputs(planner.needs(resolved).models, planner.dtype(resolved), resolved.config)
     each = f", {taken.kept} x {gib(taken.checkpoint)} GiB of checkpoints at most" if taken.kept else ", no checkpoint"
-    return f"  disk     {gib(sum(taken.models))} GiB of models{each}"
+    files = "".join(f", {gib(size)} GiB in {folder} (NVMe)" for folder, size in planner.files(resolved, plan).items())
+    return f"  disk     {gib(sum(taken.models))} GiB of models{each}{files}"
 
 
 def verdict(plan: MemoryPlan, target: Target) -> str:
@@ -192,15 +221,17 @@ def verdict(plan: MemoryPlan, target: Target) -> str:
         return "not judged: no GPU of known memory"
     peak = f"{gib(expected)} to {gib(high)} of {gib(target.memory)} GiB in phase {plan.worst}"
     if not fits(plan, target):
-        over = f"the host lacks {gib(plan.host - target.host_memory)} GiB" if expected <= target.memory else peak
+        over = f"the host lacks {gib(plan.on_host[0] - target.host_memory)} GiB" if expected <= target.memory else peak
         return f"does not fit: {over}"
     if high > target.memory:
         return f"tight: {peak}"
+    if 0 < target.host_memory < plan.on_host[1]:
+        return f"tight: {' to '.join(map(gib, plan.on_host))} of {gib(target.host_memory)} GiB of the host"
     return f"fits: {peak}, {gib(target.memory - high)} GiB to spare"
 
 
 def fits(plan: MemoryPlan, target: Target) -> bool:
-    """Tell whether the expected peak is within the device's memory, and offloaded states within the host's."""
+    """Tell whether the expected peak is within the device's memory, processes and offloaded states in the host's."""
     expected, _ = plan.reserved()
-    host_fits = not target.host_memory or plan.host <= target.host_memory
+    host_fits = not target.host_memory or plan.on_host[0] <= target.host_memory
     return not target.memory or (expected <= target.memory and host_fits)

@@ -15,11 +15,11 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def memory_peaks(run_dir: Path) -> dict[str, float]:
-    """Return the highest peak of each phase of a run's steps in GiB, by its name; {} for a run without a GPU."""
+    """Return the highest peaks of a run's steps in GiB: of each phase on a GPU, and `host_memory` of a process."""
     peaks: dict[str, float] = {}
     for line in metrics_lines(run_dir):
-        for name, value in json.loads(line).items() if '"memory/' in line else ():
-            if name.startswith("memory/") and value is not None:
+        for name, value in json.loads(line).items() if "_gib" in line else ():
+            if name.startswith(("memory/", "host_memory")) and value is not None:
                 phase = name.removeprefix("memory/").removesuffix("_gib")
                 peaks[phase] = max(value, peaks.get(phase, 0.0))
     return peaks

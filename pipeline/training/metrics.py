@@ -28,6 +28,7 @@ DEFINITIONS = {
     "gradients of frozen weights, over what the devices could do; absent where unknown",
     "gpu_memory_gib": "peak memory allocated on rank 0's device since the last line",
     "gpu_reserved_gib": "peak memory that torch's allocator held there, in whole blocks, GiB; GPU only",
+    "host_memory_gib": "peak resident memory of rank 0's process since it was started",
     "memory/generate_gib": "the same while the rollout was sampled, GiB; GPU only",
     "memory/score_gib": "the same while it was scored, GiB; GPU only",
     "memory/train_gib": "the same during the update, GiB; GPU only",

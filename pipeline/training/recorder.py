@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import Peaks, memory_table, model_memory
+from pipeline.files import GIB
+from pipeline.processes import peak_memory
 from pipeline.run.run import Run
 from pipeline.training.metrics import MetricsWriter
 
@@ -85,7 +87,8 @@ class Recorder:
             return
         rates = {"step_s": seconds, "tokens_per_s": num_tokens / seconds, "samples_per_s": num_rows / seconds}
         peaks = self._peaks.taken()
-        self._writer.write(step, {**values, **rates, **peaks})
+        host = {"host_memory_gib": peak_memory() / GIB}
+        self._writer.write(step, {**values, **rates, **peaks, **host})
         if self._models and self.device.type == "cuda":
             # Once, after a step: before it there are neither gradients nor moments.
             held = {name: model_memory(engine, self.device) for name, engine in self._models.items()}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
+from pipeline.planning import disk, page
 from pipeline.training import start_models
 from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
@@ -244,3 +245,38 @@ def test_an_average_of_weights_on_a_disk_is_refused(folder, tmp_path, on_disk, c
     given = on_disk("offload_param")
     train(folder, tmp_path / "ppo", code=2, max_steps=1, enable_ema="true", **ppo, **given)
     assert "--enable_ema: the average is taken in memory, found the actor's weights on NVMe" in refusal(capsys)
+
+
+def test_a_plan_says_whether_a_disk_has_room_for_what_is_offloaded(
+    folder, sft, tmp_path, on_disk, monkeypatch, capsys
+) -> None:
+    """16 bytes a weight of masters, moments and gradients, 4 of weights and the tied head; earlier files are room."""
+    monkeypatch.setattr(start_models, "check_disk_offload", lambda file: None)  # of the compiler and libaio
+    given = {**sft, **on_disk("offload_optimizer", "offload_param", **BUFFERS), "dry_run": "true"}
+    tensors = load_file(folder / "base/model.safetensors")
+    needed = 20 * sum(tensor.numel() for tensor in tensors.values())
+    needed += 4 * tensors["model.decoder.embed_tokens.weight"].numel()
+    monkeypatch.setattr(disk, "GIB", 1)
+    for room, code in ((needed - 101, 3), (needed - 100, 0)):
+        monkeypatch.setattr(disk, "free_bytes", lambda folder, room=room: room)
+        (tmp_path / "disk/zero_stage_3").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "disk/zero_stage_3/old.tensor.swp").write_bytes(b"x" * 100)
+        train(folder, tmp_path / "sft", code=code, **given)
+        captured = capsys.readouterr()
+        fault = f"{tmp_path / 'disk'} (NVMe) has room for {room + 100:.2f} of {needed:.2f} GiB"
+        assert (f"error: sft: {fault}\n" in captured.err) == (code == 3)
+        assert (f"; {fault}\n" in captured.out) == (code == 3)
+        assert f", 0.00 GiB in {tmp_path / 'disk'} (NVMe)\n" in captured.out
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(), reason="needs libaio")
+def test_files_on_a_disk_are_as_large_as_the_plan_says(folder, sft, tmp_path, on_disk, monkeypatch, capfd) -> None:
+    """Up to what is too small for a file, and to whole kilobytes."""
+    monkeypatch.setattr(page, "GIB", 1)
+    given = {**sft, **on_disk("offload_optimizer", "offload_param", **BUFFERS)}
+    train(folder, tmp_path / "plan", dry_run="true", **given)
+    planned = float(re.search(r", ([\d.]+) GiB in \S+/disk \(NVMe\)", capfd.readouterr().out)[1])
+    train(folder, tmp_path / "sft", max_steps=1, **given)
+    written = sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*.swp"))
+    assert written == pytest.approx(planned, rel=0.05)

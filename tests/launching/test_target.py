@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from support.tiny_run import make_folder
 
-from pipeline import hub
+from pipeline import hub, processes
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from pipeline.files import GIB
@@ -95,7 +95,7 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     done = planned("--target", "small.yaml")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 14
+    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 15
     assert (
         "  besides  in expected and high: 1.1 to 2.2 GiB of CUDA's and NCCL's own, and 4% to 9% of blocks"
         in done.stdout
@@ -135,14 +135,16 @@ def test_the_steps_of_a_run_are_told_from_its_rows(planned):
 
 def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):
     """The highest of all steps; a run of another folder is not told of."""
-    lines = [{"step": 1, "memory/train_gib": 1.5}, {"step": 2, "memory/train_gib": 1.25}, {"step": 2, "eval_loss": 1.0}]
+    lines = [{"step": 1, "memory/train_gib": 1.5, "host_memory_gib": 2.5}, {"step": 2, "memory/train_gib": 1.25},
+             {"step": 2, "eval_loss": 1.0}]  # fmt: skip
     (inputs / "earlier").mkdir()
     text = "\n".join(map(json.dumps, lines))
     (inputs / "earlier/metrics.jsonl").write_text(text, encoding="utf-8")
     words = ("--target", "small.yaml", "--run_dir", "earlier", "--overwrite")
     page = planned(*words).stdout
     low = re.search(r"\n  train .+?(\d+\.\d\d) +\d+\.\d\d +\d+\.\d\d\n", page)
-    told = f"  measured train planned {float(low[1]):.1f}, last measured 1.5 GiB (low) in earlier"
+    told = f"  measured train planned {float(low[1]):.1f} (low), last measured 1.5, "
+    told += "host_memory planned 0.6 (expected), last measured 2.5 GiB in earlier"
     assert f"{told}\n" in page
     saved = {"per_device_train_batch_size": 4, "zero_stage": 0, "learning_rate": 1.0}
     content = {name: {"value": value, "from": "default"} for name, value in saved.items()}
@@ -216,3 +218,39 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
     low, expected, high = (float(value) for value in found["train"].split()[-3:])
     assert expected == pytest.approx(1.04 * low + 3, abs=0.02) and high == pytest.approx(1.09 * low + 3.6, abs=0.02)
     assert " of 139.00 GiB " in found["verdict"] and "data sheet" in page("1xA100-80GB")["device"]
+
+
+@pytest.fixture
+def on_cpu(planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Done]:
+    """The same on this machine's CPU, in a container of so many GiB."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+    def run(limit_gib: float, *words: str) -> Done:
+        (tmp_path / "memory.max").write_text(f"{int(limit_gib * GIB)}\n", encoding="utf-8")
+        monkeypatch.setattr(processes, "MEMORY_LIMIT", tmp_path / "memory.max")
+        return planned("--dry-run", *words)
+
+    return run
+
+
+def test_a_plan_on_a_cpu_is_judged_by_the_memory_of_the_host(on_cpu):
+    """Python, libraries and heap are 1.1 to 1.9 GiB; the model has hardly any."""
+    small, tight, large = (on_cpu(limit) for limit in (1.0, 1.5, 3.0))
+    assert (small.returncode, tight.returncode, large.returncode) == (3, 0, 0)
+    assert small.stderr.startswith("error: sft: does not fit: 1.1") and "of 1.00 GiB in phase train" in small.stderr
+    assert "\n  verdict  tight: 1.1" in tight.stdout and "of 1.50 GiB in phase train\n" in tight.stdout
+    assert "plan of sft, on 1 x CPU, 3.0 GiB each, fp32\n" in large.stdout
+    assert re.search(r"\n  host     1.1\d to 1.9\d GiB of each machine's 3.00: 1 process\n", large.stdout)
+    assert re.search(
+        r"\n  verdict  fits: 1.1\d to 1.9\d of 3.00 GiB in phase train, 1.0\d GiB to spare\n", large.stdout
+    )
+
+
+def test_a_described_cpu_is_planned_as_one(planned, tmp_path):
+    """Of a process, as of a GPU: two of them have twice as much."""
+    file = tmp_path / "laptop.yaml"
+    file.write_text("name: CPU\ngpus: 2\nmemory_gib: 1.0\n", encoding="utf-8")
+    done = planned("--target", str(file))
+    assert done.returncode == 3 and "(2 x CPU, 1.0 GiB each)" in done.stderr
+    assert "plan of sft, on 2 x CPU, 1.0 GiB each (described), fp32\n" in done.stdout
+    assert re.search(r"\n  host     2.2\d to 3.8\d GiB of each machine: 2 processes\n", done.stdout)

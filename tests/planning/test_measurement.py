@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.kernels.fused_layers import MIN_ELEMENTS
+from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
@@ -82,6 +83,31 @@ def test_a_pass_takes_what_the_allocator_gives_out(folders, name, flags, work):
     real = real_peak(real_model(name, settings), accumulates=work.accumulates, trains=work.trains)
     # Without gradients some products of torch's own on the CPU need a tensor less than on the meta device.
     assert peak_bytes(use, "fp32", work) == pytest.approx(real, rel=0.02 if work.trains else 0.1)
+
+
+class SelectingAllLM(CausalLM):
+    """A causal language model, all of whose tokens pass through its head."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        selected = torch.ones(ROWS, LENGTH - 1, dtype=torch.bool)
+        out = super().forward(ids, attention_mask=mask, selected=selected, position_ids=positions)
+        return out.log_probs
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_pass_on_a_cpu_keeps_logits_as_torch_does(tmp_path, trains):
+    """Without a kernel of a GPU: log-probabilities of the whole vocabulary, and two gradients of that size."""
+    shape = {**SHAPE, "vocab_size": 2000}
+    config = tiny_config("opt", **shape, dropout=0.0, attention_dropout=0.0, layerdrop=0.0)
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    real = real_peak(SelectingAllLM(model).train(), accumulates=True, trains=trains)
+    settings = ModelConfig(attn_implementation="eager")
+    work = Pass("model", ROWS, LENGTH, ROWS * (LENGTH - 1), trains=trains, accumulates=True)
+    on_gpu, on_cpu = (peak_bytes(ModelUse("model", str(tmp_path), settings, on_cpu=cpu), "fp32", work)
+                      for cpu in (False, True))  # fmt: skip
+    assert on_cpu == pytest.approx(real, rel=0.02 if trains else 0.1) and on_gpu < 0.7 * on_cpu
 
 
 class SelectingLM(Seq2SeqLM):
