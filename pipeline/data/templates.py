@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pipeline.data.turns import Message, plain_turns, special_texts
+from pipeline.data.turns import CutText, Message, cut_text, encoder_of, keeps_words_apart, plain_turns, special_texts
 from pipeline.errors import InputError
 from pipeline.processes import TimeLimitError, memory_limit, time_limit
 
@@ -59,7 +59,8 @@ class RewrittenTurnsError(InputError):
 class SpecialTokens(NamedTuple):
     """Special tokens of a tokenizer: their texts, longest first, the text of each id, and the ids that end a turn.
 
-    encode: encodes a text. render_prompt, encode_prompt: keep the last prompt, which the two sides of a pair share.
+    encode: encodes a text. cut: see `cut_text`. render_prompt, cut_prompt: keep the last prompt, which the two sides
+    of a pair share.
     """
 
     texts: tuple[str, ...]
@@ -67,7 +68,8 @@ class SpecialTokens(NamedTuple):
     ends: frozenset[int]
     encode: Callable[[str], list[int]]
     render_prompt: Callable[[tuple[Message, ...]], str]
-    encode_prompt: Callable[[str], list[int]]
+    cut: Callable[[str], CutText]
+    cut_prompt: Callable[[str], CutText]
 
 
 class EncodedConversation(NamedTuple):
@@ -160,25 +162,14 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return encoder_of(tokenizer)(text)
 
 
-def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], list[int]]:
-    """Return a function that encodes texts as the tokenizer's call does now, without offsets: a quarter of its time."""
-    from transformers import TokenizersBackend as Fast
-
-    kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
-    if backend and (kind.__call__, getattr(kind, "_encode_plus", None)) == (Fast.__call__, Fast._encode_plus):
-        is_plain = backend.truncation is None and backend.padding is None
-        if is_plain and backend.encode_special_tokens == tokenizer.split_special_tokens:
-            return lambda text: backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
     """Return what encoding looks for; callers with many conversations compute it once."""
     texts = special_texts(tokenizer)
     ids: Any = tokenizer.convert_tokens_to_ids(list(texts))
     render_prompt = lru_cache(1)(partial(render, tokenizer, add_generation_prompt=True))
     encode, by_id = encoder_of(tokenizer), dict(zip(ids, texts, strict=True))
-    return SpecialTokens(texts, by_id, end_token_ids(tokenizer), encode, render_prompt, lru_cache(1)(encode))
+    cut = partial(cut_text, encode, by_id, keeps_words_apart(tokenizer, len(tokenizer)))
+    return SpecialTokens(texts, by_id, end_token_ids(tokenizer), encode, render_prompt, cut, lru_cache(1)(cut))
 
 
 def encode_prompt(
@@ -244,28 +235,25 @@ def _ids_of_pieces(pieces: Sequence[str], special: SpecialTokens) -> Iterator[tu
     """Yield the ids that each piece of a text adds to those of the text before it, and True.
 
     The tokenizer may merge tokens across a boundary. A model that gets the text before it cannot: from there on the ids
-    of each piece by itself are yielded, and False. Tokenizers cut texts at special tokens first, so that nothing before
-    the last one changes what follows it: only the text from there on is encoded again.
+    of each piece by itself are yielded, and False. Only the text behind the last cut is encoded again.
     """
     text, start, end = "".join(pieces), 0, 0
     earlier, known, is_joined = list[int](), list[int](), True  # ids of text[:start] and text[start:end]
     for piece in pieces:
         end += len(piece)
         if is_joined:
-            is_first = end == len(piece)
-            ids = special.encode_prompt(piece) if is_first else special.encode(text[start:end])
+            is_first, is_last = end == len(piece), end == len(text)
+            encode = special.cut_prompt if is_first else special.cut
+            ids, cut, num_ids = CutText(special.encode(text[start:]), 0, 0) if is_last else encode(text[start:end])
             if start and ids[: len(known)] != known:
                 start, earlier, known = 0, [], earlier + known  # perhaps a special token that is not cut at
-                ids = special.encode(text[:end])
+                ids, cut, num_ids = special.cut(text[:end])
             is_joined = ids[: len(known)] == known
         if not is_joined:
             yield special.encode(piece), False
             continue
         yield ids[len(known) :], True
-        last = next((position for position in range(len(ids) - 1, 0, -1) if ids[position] in special.by_id), 0)
-        known, cut = ids, text.rfind(special.by_id[ids[last]], start, end) if last else -1
-        if cut > start:
-            start, earlier, known = cut, earlier + ids[:last], ids[last:]
+        start, earlier, known = start + cut, earlier + ids[:num_ids], ids[num_ids:]
 
 
 def _marked_pieces(

@@ -1,6 +1,8 @@
 """Templates: the rendered text, the trained tokens, and prompts that are token prefixes of their conversations."""
 
 import itertools
+from collections.abc import Iterator
+from random import Random
 
 import pytest
 from tokenizers import processors
@@ -17,8 +19,9 @@ from pipeline.data.templates import (
     end_token_ids,
     render,
     set_template,
+    special_tokens,
 )
-from pipeline.data.turns import Message
+from pipeline.data.turns import Message, encoder_of
 from pipeline.errors import InputError
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
@@ -243,6 +246,70 @@ def test_ids_of_many_turns_are_those_of_their_definition(chatml, template, numbe
     assert encoded == [*ids[: len(encoded) - len(ends)], *ends] and len(ids) - len(encoded) <= 1
     if template == OPEN_SPACE:
         assert ids != encode_text(chatml, render(chatml, exchanges(number))), "the tokenizer merges at boundaries"
+
+
+def sides(rows: int) -> Iterator[list[Message]]:
+    """Yield prompts with responses, of words, spaces and signs at random; every other one has the last one's prompt."""
+    random = Random(0)
+    parts = [
+        "the",
+        " capital",
+        " of",
+        " tea",
+        "  ",
+        "\n\n",
+        " 10",
+        "0",
+        ":",
+        " 猫",
+        "é",
+        " don't",
+        "A",
+        " ",
+        ".",
+        "</s>",
+    ]
+    for _ in range(rows):
+        prompt, *responses = ("".join(random.choices(parts, k=12)).strip() or "x" for _ in range(3))
+        for response in responses:
+            yield [Message("user", prompt), Message("assistant", response)]
+
+
+@pytest.mark.parametrize("template", [HUMAN_ASSISTANT_TEMPLATE, CHATML, NO_END, OPEN_SPACE])
+def test_ids_of_pairs_are_those_of_their_definition(chatml, template):
+    """What the tokenizer does with a response must not depend on where the prompt in front of it is cut."""
+    chatml.chat_template = template
+    special, ends = special_tokens(chatml), [EOS] if template == NO_END else []
+    for turns in sides(200):
+        ids = ids_by_definition(chatml, turns)
+        encoded = encode_conversation(chatml, turns, "last", special).ids
+        # Behind the last end token there may be text.
+        assert encoded == [*ids[: len(encoded) - len(ends)], *ends] and len(ids) - len(encoded) <= 2
+
+
+def test_a_prompt_is_not_cut_at_words_where_a_token_spans_two(bpe_tokenizer):
+    set_template(bpe_tokenizer, "human_assistant")
+    bpe_tokenizer.add_tokens(["l of\n\nAssistant: Par"])
+    turns = [Message("user", "the capital of"), Message("assistant", "Paris")]
+    prompt, whole = encode_prompt(bpe_tokenizer, turns[:1]), encode_text(bpe_tokenizer, render(bpe_tokenizer, turns))
+    assert whole[: len(prompt)] != prompt, "the case must be one where the tokenizer merges"
+    assert encode_conversation(bpe_tokenizer, turns).num_boundaries == 1
+
+
+def test_the_prompt_of_a_pair_is_encoded_once(bpe_tokenizer, monkeypatch):
+    set_template(bpe_tokenizer, "human_assistant")
+    encode, num_chars = encoder_of(bpe_tokenizer), [0]
+
+    def counted_encode(text):
+        num_chars[0] += len(text)
+        return encode(text)
+
+    monkeypatch.setattr("pipeline.data.templates.encoder_of", lambda _: counted_encode)
+    special, prompt = special_tokens(bpe_tokenizer), Message("user", "What is the capital? " * 50 + "Say it.")
+    num_chars[0] = 0
+    for text in ("Paris", "Boil water"):
+        encode_conversation(bpe_tokenizer, [prompt, Message("assistant", text)], "last", special)
+    assert len(prompt.content) < num_chars[0] < 1.2 * len(prompt.content)
 
 
 def test_many_turns_take_time_linear_in_turns(bpe_tokenizer, monkeypatch):
