@@ -46,9 +46,9 @@ def frontier(depths: list[int], kl_coefs: list[float], seeds: int) -> Iterator[P
                 yield Policy(f"proxy-{depth}-kl{kl_coef:g}", f"proxy-{depth}", seed, {"kl_coef": kl_coef})
 
 
-def ablations(depth: int, seeds: int, text: Path, fresh: Path, *, only: Sequence[str]) -> Iterator[Policy]:
-    """Yield the runs of the table of ablations, in the order of its rows; `only`: of these rows, where any is named."""
-    rows: dict[str, dict[str, Any]] = {
+def ablation_rows(text: Path, fresh: Path) -> dict[str, dict[str, Any]]:
+    """Return the rows of the table of ablations in their order: the flags in which each differs from the defaults."""
+    return {
         AS_IT_IS: {},
         "no whitening": {"whiten_advantages": "false"},
         "no value clip": {"value_clip": 0},
@@ -61,6 +61,11 @@ def ablations(depth: int, seeds: int, text: Path, fresh: Path, *, only: Sequence
         "LoRA of rank 64": {"actor_lora_dim": 64, "actor_lora_learning_rate": 1e-4, "only_optimize_lora": "true"},
         "sampler's log-probabilities": {"old_log_probs": "sampler"},
     }
+
+
+def ablations(depth: int, seeds: int, text: Path, fresh: Path, *, only: Sequence[str]) -> Iterator[Policy]:
+    """Yield the runs of the table of ablations, in the order of its rows; `only`: of these rows, where any is named."""
+    rows = ablation_rows(text, fresh)
     for name, changes in rows.items() if not only else ((name, rows[name]) for name in only):
         for seed in range(1, seeds + 1):
             yield Policy(name, f"proxy-{depth}", seed, {"kl_coef": KL_COEF} | changes)

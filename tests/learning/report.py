@@ -13,7 +13,7 @@ from typing import Any
 
 from learning import estimates
 from learning.models import accuracies
-from learning.policies import AS_IT_IS
+from learning.policies import AS_IT_IS, ablation_rows
 from learning.rows import read_lines
 from pipeline.inference.comparison import compare
 
@@ -243,11 +243,14 @@ def peaks(curves: dict[str, list[list[tuple[float, float, float]]]]) -> str:
 def write(folder: Path, output: Path, title: str) -> None:
     """Write `output` (Markdown), and beside it its plots and, as JSON, the points of the curves, named after it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    runs, ablations = read_runs(folder / "frontier"), read_runs(folder / "ablations")
+    order = list(ablation_rows(Path(), Path()))
+    runs = read_runs(folder / "frontier")
+    ablations = sorted(read_runs(folder / "ablations"), key=lambda run: order.index(run.name))
     scales, sampled = scales_of([*runs, *ablations]), folder / "best_of_n.jsonl"
     many = read_lines(sampled) if sampled.exists() else []
     parts = [f"# {title}\n", "## Reward models\n", reward_models(folder)]
-    for proxy in sorted({run.proxy for run in runs}, key=lambda name: -int(name.rpartition("-")[2])):
+    proxies = sorted({run.proxy for run in runs}, key=lambda name: -int(name.rpartition("-")[2]))
+    for proxy in proxies:
         curves = defaultdict[str, list[list[tuple[float, float, float]]]](list)
         for run in runs:
             if run.proxy == proxy:
@@ -267,8 +270,11 @@ def write(folder: Path, output: Path, title: str) -> None:
     if any(run.name == AS_IT_IS for run in ablations):
         parts.append(differences(ablations))
     if runs:
-        shown = max(runs, key=lambda run: curve(run, scales)[-1][2])
-        parts += ["## Ten answers before and after\n", f"Of {shown.name}, seed {shown.seed}.\n", answers(shown)]
+        deepest = [run for run in runs if run.proxy == proxies[0]]
+        highest = max(runs, key=lambda run: curve(run, scales)[-1][2])
+        parts.append("## Ten answers before and after\n")
+        for shown in (deepest[len(deepest) // 2], highest):
+            parts += [f"Of {shown.name}, seed {shown.seed}.\n", answers(shown)]
     output.write_text("\n".join(parts), encoding="utf-8")
     points = {f"{run.name}, seed {run.seed}": [[round(x, 4) for x in p] for p in curve(run, scales)] for run in runs}
     output.with_suffix(".json").write_text(json.dumps(points).replace("]], ", "]],\n") + "\n", encoding="utf-8")
