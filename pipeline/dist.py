@@ -56,17 +56,11 @@ class World:
         return self.rank == 0
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free now."""
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def read_environment() -> tuple[int, int, int]:
     """Return (rank, world size, local rank) of the launcher's environment; else a world of one."""
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(free_port())
+        # Port 0 is any free one, taken as it is found: another process cannot take it in between.
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -146,6 +140,9 @@ def loopback_store(timeout: timedelta) -> Any:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
     listener = listening_socket(port) if rank == 0 else None
+    if listener and not port:
+        port = listener.getsockname()[1]
+        os.environ["MASTER_PORT"] = str(port)
     return dist.TCPStore(
         LOOPBACK,
         port,

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from support.ports import free_port
 
 from bench import phases
 
@@ -31,12 +31,6 @@ WORDS_PER_TOKEN = 1.6
 
 class BenchError(Exception):
     """A run failed; holds the end of its log."""
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def environment(site: str = "") -> dict[str, str]:

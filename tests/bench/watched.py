@@ -26,6 +26,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.peaks: dict[str, float] = {}
+        self.reserved = 0.0
         self.began: float | None = None
 
     def around(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,13 +35,16 @@ class Watch:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.began = self.began or time.monotonic()
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
+            if not torch.cuda.is_available():
+                self.peaks[phase] = 0.0
+                return method(*args, **kwargs)
+            torch.cuda.reset_peak_memory_stats()
             try:
                 return method(*args, **kwargs)
             finally:
-                peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-                self.peaks[phase] = max(self.peaks.get(phase, 0.0), peak)
+                # The stage itself begins both peaks anew at each step.
+                self.peaks[phase] = max(self.peaks.get(phase, 0.0), torch.cuda.max_memory_allocated() / 2**30)
+                self.reserved = max(self.reserved, torch.cuda.max_memory_reserved() / 2**30)
 
         return call
 
@@ -74,11 +78,9 @@ def main() -> None:
     set_cap(options.cap_gib)
     code = importlib.import_module("step3_ppo.main").main(sys.argv[cut + 1 :])
 
-    import torch
-
     found = {f"{phase}_peak_gib": peak for phase, peak in watch.peaks.items()}
     found |= {"peak_gib": max(watch.peaks.values(), default=0.0), "imports_s": imported - started}
-    found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
+    found["reserved_gib"] = watch.reserved
     if watch.began is not None:
         found["first_step_s"] = watch.began - imported
     print(json.dumps(found), flush=True)

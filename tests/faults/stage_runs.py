@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from support import forks
+from support.ports import free_port
 
 MODELS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema")}
 LOSSES = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "actor/grad_norm", "critic/grad_norm")
@@ -96,7 +97,7 @@ PPO = {
 
 def start(story: Story, out: str, *further: object, first: Callable[[], None] | None = None) -> list[BaseProcess]:
     """Start a child a rank that runs the stage's `main`. `first` is called in each before that; it can be pickled."""
-    port, words = forks.free_port(), [*story.words(out), *map(str, further)]
+    port, words = free_port(), [*story.words(out), *map(str, further)]
     return [forks.start(child, story, out, words, r, port, first) for r in range(story.ranks)]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 
 import pytest
 from support.two_ranks import run_two_ranks
@@ -75,6 +76,17 @@ def test_a_taken_port_is_one_line():
             dist.listening_socket(port)
     with dist.listening_socket(port) as free:
         assert free.getsockname() == ("127.0.0.1", port)
+
+
+def test_a_lone_rank_takes_a_free_port_as_it_is_found(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.delenv(name)
+    assert dist.read_environment() == (0, 1, 0)
+    store = dist.loopback_store(timedelta(seconds=10))
+    assert store.port == int(os.environ["MASTER_PORT"]) > 0
+    with pytest.raises(EnvironmentFault, match="Address already in use"):
+        dist.listening_socket(store.port)
 
 
 def test_a_lone_rank_follows_from_nobody():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from support import forks
+from support.ports import free_port
 
 TIMEOUT_S = 300.0
 ALONE_S = 5.0  # a rank whose peer has ended waits for ever
@@ -41,7 +42,7 @@ class Group:
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        port = forks.free_port()
+        port = free_port()
         for rank in range(self.size):
             here, there = forks.context.Pipe()
             variables = forks.rank_variables(rank, self.size, port)

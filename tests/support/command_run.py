@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from support import forks
+from support.ports import free_port
 
 TIMEOUT_S = 180.0
 
@@ -76,7 +77,7 @@ class Command:
 
     def __init__(self, stage: str, words: Sequence[object], folder: Path, ranks: int, **variables: str) -> None:
         self.files = output_files(folder)
-        port = forks.free_port()
+        port = free_port()
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
             launched = forks.rank_variables(rank, ranks, port) if ranks > 1 else {}

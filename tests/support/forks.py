@@ -7,7 +7,6 @@ thread of it is missing in a child; a test's own process may have computed. Each
 import importlib.util
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,12 +81,6 @@ def write_output_to(stdout: Path, stderr: Path) -> None:
     for stream, path in ((1, stdout), (2, stderr)):
         with path.open("ab") as file:
             os.dup2(file.fileno(), stream)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def exit_code(children: list[BaseProcess]) -> int:

@@ -5,9 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.ports import free_port
 from support.source_tree import ROOT
-
-from pipeline import dist
 
 START = """
 import json, os, pathlib, time
@@ -36,7 +35,7 @@ def fail(error):
 
 def run_two_ranks(code: str, folder: Path) -> list[list[str]]:
     """Return the lines that each rank printed. Both run START and `code` in `folder`."""
-    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(dist.free_port()), "PYTHONPATH": str(ROOT)}
+    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", START + code], cwd=folder, env=os.environ | own | {"RANK": str(rank)},
