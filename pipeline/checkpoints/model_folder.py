@@ -6,6 +6,7 @@ in host memory until transformers writes the shards.
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pipeline.models.lora import START, is_lora, merged_weight, quantization_of,
 from pipeline.models.partitions import gathered, is_partitioned
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import eos_ids
+from pipeline.models.weight_files import SENTENCEPIECE_FILES
 from pipeline.run.host_storage import share
 from pipeline.run.run import Run
 
@@ -148,8 +150,7 @@ def save_model(
                 settings.base_model_name_or_path = str(path.resolve())  # elsewhere it would look like a hub id
             model.save_pretrained(str(adapter), state_dict=lora_weights, selected_adapters=["default"])
             (adapter / "README.md").unlink(missing_ok=True)  # peft's card: a form, with the base's absolute path
-        tokenizer.save_pretrained(fresh)
-        rewrite_json(fresh / TOKENIZER_CONFIG_FILE, with_former_names)
+        save_tokenizer(tokenizer, fresh)
         for name, text in documents.items():
             (fresh / name).write_text(text, encoding="utf-8")
 
@@ -203,6 +204,21 @@ def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> 
     finally:
         if own is not None:
             model.generation_config = own
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the tokenizer's files, and the start model's SentencePiece model, as converters to other formats read it.
+
+    They look for added tokens in tokenizer_config.json, where transformers 5 leaves them out.
+    """
+    tokenizer.save_pretrained(folder)
+    file = Path(getattr(tokenizer, "vocab_file", None) or "")
+    added = {}
+    if file.name in SENTENCEPIECE_FILES and file.is_file():
+        shutil.copyfile(file, folder / file.name)
+        added = {str(number): token.__getstate__() for number, token in tokenizer.added_tokens_decoder.items()}
+    entries = {"added_tokens_decoder": added} if added else {}
+    rewrite_json(folder / TOKENIZER_CONFIG_FILE, lambda config: with_former_names(config) | entries)
 
 
 def generation_settings(own: GenerationConfig, tokenizer: Any) -> dict[str, Any]:

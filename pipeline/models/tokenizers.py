@@ -16,7 +16,7 @@ from pipeline.errors import InputError
 from pipeline.hub import go_offline_without_network, split_revision
 from pipeline.models.loading import check_model, is_encoder_decoder, load_config
 from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config, reading_error
-from pipeline.models.weight_files import TOKENIZER_FILES, warn_once
+from pipeline.models.weight_files import SENTENCEPIECE_FILES, TOKENIZER_FILES, warn_once
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -48,7 +48,11 @@ class PaddingToken:
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a local folder or hub id. Raises InputError or EnvironmentFault with one line."""
+    """Load the tokenizer of a local folder or hub id.
+
+    Its `vocab_file` is the SentencePiece model that is there, if any. Raises InputError or EnvironmentFault with one
+    line.
+    """
     import transformers
 
     folder = Path(path).expanduser()
@@ -72,7 +76,19 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
             f"{path}: its tokenizer encodes plain text to no tokens (vocabulary: {len(loaded)}); copy the tokenizer "
             "files from the folder that the weights came from"
         )
+    if (file := sentencepiece_file(name, revision)) is not None:
+        loaded.vocab_file = file  # which some of transformers' classes leave out
     return loaded
+
+
+def sentencepiece_file(name: str, revision: str | None) -> str | None:
+    """Return the SentencePiece model beside the tokenizer of a folder or hub id; None where there is none."""
+    from transformers.utils import cached_file
+
+    for file in SENTENCEPIECE_FILES:
+        with suppress(OSError):
+            return cached_file(name, file, revision=revision or "main")
+    return None
 
 
 def choose_padding_token(tokenizer: "PreTrainedTokenizerBase") -> PaddingToken:

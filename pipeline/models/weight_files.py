@@ -28,6 +28,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "spm.model", "tekken.json",
 )  # fmt: skip
+# Those that llama.cpp's converters of Gemma, Phi-3, Llama 2 and T5 read, beside tokenizer.json.
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 # Model types that tests/models/test_families.py takes through the three steps (t5: tests/step1_sft/test_seq2seq.py,
 # step 1); others load with a warning.
 TESTED_TYPES = (

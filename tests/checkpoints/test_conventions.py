@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from support.command_run import run_command
+from support.families import save_family
 from support.tiny_models import padded, random_rows, randomise
 from support.tiny_run import make_folder
 from transformers import (
@@ -20,10 +21,15 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaTokenizerFast,
 )
 
-from pipeline.checkpoints.model_folder import with_former_fields
+from pipeline.checkpoints.model_folder import save_model, with_former_fields
+from pipeline.models.loading import load_language_model
+from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import last_token_scores, load_reward_model
+from pipeline.models.tokenizers import prepare_tokenizer
+from rlhf import merge
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 TEMPLATE = (
@@ -35,6 +41,7 @@ ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+PIECES = b"a SentencePiece model, which nothing here reads"
 BASE, EOS, PAD, END, TOOL = "start", 2, 1, 401, 402
 
 
@@ -54,6 +61,7 @@ def save_start_model(folder: Path) -> Path:
     # transformers would not write this one: do_sample is missing. Published ones are like it.
     settings = {"eos_token_id": [EOS, TOOL], "temperature": 0.6, "top_p": 0.9}
     (folder / BASE / "generation_config.json").write_text(json.dumps(settings))
+    (folder / BASE / "tokenizer.model").write_bytes(PIECES)
     return folder / BASE
 
 
@@ -132,6 +140,12 @@ def tokenizer_is_one_of_transformers_4_too(folder: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).extra_special_tokens == SPECIAL
 
 
+def sentencepiece_model_is_that_of_the_start_model(folder: Path) -> None:
+    assert (folder / "tokenizer.model").read_bytes() == PIECES
+    added = read(folder / "tokenizer_config.json")["added_tokens_decoder"]
+    assert {number: token["content"] for number, token in added.items()}.items() >= {"402": "<|tool|>"}.items()
+
+
 def generation_ends_at_every_end(folder: Path) -> None:
     settings = read(folder / "generation_config.json")
     assert settings["eos_token_id"] == [EOS, TOOL, END] and settings["pad_token_id"] == PAD
@@ -185,6 +199,8 @@ CONVENTIONS = (
     Convention(template_is_a_file, (*WHOLE, "only"), "vLLM, SGLang, llama.cpp"),
     # Those on transformers 4 know neither the class TokenizersBackend nor a list of extra_special_tokens.
     Convention(tokenizer_is_one_of_transformers_4_too, (*WHOLE, "only"), "TGI, llama.cpp, older vLLM and SGLang"),
+    # Without one llama.cpp refuses Gemma 1 and 2 and Phi-3; it finds added tokens in tokenizer_config.json.
+    Convention(sentencepiece_model_is_that_of_the_start_model, (*WHOLE, "only"), "llama.cpp"),
     # vLLM, SGLang and TGI stop at the ids of generation_config.json, and vLLM samples by its settings.
     Convention(generation_ends_at_every_end, LANGUAGE, "vLLM, SGLang, TGI"),
     # vLLM answers the sigmoid of a score unless `problem_type` is regression.
@@ -205,6 +221,48 @@ CONVENTIONS = (
 )
 def test_a_folder_keeps_the_convention(outputs: Path, check: Callable[[Path], None], name: str) -> None:
     check(outputs / name)
+
+
+CONVERTED = {
+    # Family: its class of tokenizer, tokens that are added to those of the SentencePiece model.
+    "gemma-2": ("GemmaTokenizer", ["<pad>", "<mask>", "<start_of_turn>", "<end_of_turn>"]),
+    "phi-3": ("LlamaTokenizer", ["<|endoftext|>", "<|user|>", "<|end|>"]),
+}
+
+
+def pieces_of(folder: Path) -> dict[int, str]:
+    """What llama.cpp's converter takes: pieces of tokenizer.model, overwritten by tokenizer_config.json's tokens."""
+    model = pytest.importorskip("sentencepiece").SentencePieceProcessor(str(folder / "tokenizer.model"))
+    added = read(folder / "tokenizer_config.json")["added_tokens_decoder"]
+    own = {number: model.id_to_piece(number) for number in range(model.vocab_size())}
+    return own | {int(number): token["content"] for number, token in added.items()}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_vocabulary_of_a_converter_is_that_of_training(real_data: Path, tmp_path: Path, name: str) -> None:
+    """After two savings, an adapter's and the merged model's."""
+    kind, special = CONVERTED[name]
+    source = real_data / "tokenizers" / "mistral-v1" / "tokenizer.model"
+    tokenizer = LlamaTokenizerFast.from_pretrained(source.parent)
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    tokenizer.save_pretrained(tmp_path / "base")
+    settings = read(tmp_path / "base" / "tokenizer_config.json") | {"tokenizer_class": kind}
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_family(name, tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.model").write_bytes(source.read_bytes())
+    model = add_lora(
+        load_language_model(str(tmp_path / "base"), dtype=torch.float32),
+        **{"dim": 2, "alpha": 4.0, "dropout": 0.0, "module_name": "all-linear", "only_lora": True, "seed": 0},
+        task="CAUSAL_LM",
+    )
+    loaded = prepare_tokenizer(str(tmp_path / "base"), "human_assistant")
+    save_model(model, loaded, tmp_path / "only", dtype=torch.float32, documents={}, merged=False)
+    assert merge.main([str(tmp_path / "only"), str(tmp_path / "merged")]) == 0
+    for folder in (tmp_path / "only", tmp_path / "merged"):
+        assert (folder / "tokenizer.model").read_bytes() == source.read_bytes()
+        found = AutoTokenizer.from_pretrained(folder)
+        assert pieces_of(folder) == {number: piece for piece, number in tokenizer.get_vocab().items()}
+        assert found("Tea?<|end|><end_of_turn>").input_ids == loaded("Tea?<|end|><end_of_turn>").input_ids
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
