@@ -239,7 +239,7 @@ def rewrite_json(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
 def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the fields that transformers 4 reads, and vLLM, SGLang, TGI and llama.cpp of its time.
 
-    Without them they take another data type and, silently, other rotary positions.
+    Without them they refuse some models, and take another data type or, silently, other rotary positions of others.
     """
     rope = config.get("rope_parameters") or {}
     local = rope.get("sliding_attention")  # of Gemma 3, whose kinds of layers have positions of their own
@@ -252,6 +252,12 @@ def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
         fields["rope_local_base_freq"] = local["rope_theta"]
     if fields and rope.get("rope_type", "default") != "default":
         fields["rope_scaling"] = rope
+    if config["model_type"] == "phi3" and "rope_scaling" in fields:  # the rest is beside it, and refused within
+        beside = {*former, "rope_type", "type", "original_max_position_embeddings"}
+        factors = {name: value for name, value in rope.items() if name not in beside}
+        fields["rope_scaling"] = {"type": rope["rope_type"]} | factors
+    if "num_local_experts" in config:
+        fields["num_experts"] = config["num_local_experts"]  # Qwen3-MoE's name for it
     return config | fields | {"torch_dtype": config["dtype"]}
 
 

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from support.command_run import run_command
-from support.families import save_family
+from support.families import FACTORS, family_config, save_family
 from support.tiny_models import padded, random_rows, randomise
 from support.tiny_run import make_folder
 from transformers import (
@@ -286,6 +286,30 @@ def test_former_names_of_rotary_positions_change_nothing(tmp_path: Path, kind: s
     (tmp_path / "config.json").write_text(json.dumps(written))
     found = AutoConfig.from_pretrained(tmp_path)
     assert found.rope_parameters == config.rope_parameters and found.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("name", "former"),
+    [
+        # The only three entries that Phi3Config of transformers 4 takes; what else it needs are fields of their own.
+        ("phi-4-mini", {"rope_scaling": {"type": "longrope"} | FACTORS, "original_max_position_embeddings": 96}),
+        ("phi-4-mini", {"rope_theta": 100.0, "partial_rotary_factor": 0.5}),
+        ("qwen3-moe", {"num_experts": 4, "num_experts_per_tok": 2}),  # Qwen3MoeConfig of transformers 4 assumes 128
+        ("olmoe", {"num_experts": 4}),
+    ],
+)
+def test_fields_that_transformers_4_demands_change_nothing(tmp_path: Path, name: str, former: dict[str, Any]) -> None:
+    config = family_config(name, 500)
+    config.dtype = "float16"
+    config.save_pretrained(tmp_path)
+    written = with_former_fields(read(tmp_path / "config.json"))
+    assert {field: written.get(field) for field in former} == former
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert with_former_fields(again.to_diff_dict() | {"dtype": "float16"}).items() >= former.items()
+    found, expected = again.to_dict(), config.to_dict()
+    (found.get("rope_parameters") or {}).pop("type", None)  # both names, where only the former one was
+    assert {field: found.get(field) for field in expected} | {"_name_or_path": ""} == expected
 
 
 @torch.no_grad()
