@@ -13,10 +13,9 @@ from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
 from pipeline.data.loader import to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.answers import ChatModel, decode, generate_answers
+from pipeline.inference.answers import as_chat_model, decode, generate_answers
 from pipeline.models.loading import base_model
 from pipeline.models.packed_attention import packed_mask
-from pipeline.models.tokenizers import eos_ids
 from step1_sft.loss import token_sum_loss
 
 Batch = SFTBatch | Seq2SeqBatch
@@ -63,7 +62,7 @@ def evaluate_answers(
     A collective: every rank has equally many batches. {} where nothing is held out.
     """
     model = base_model(engine.module.model)
-    chat_model = ChatModel("", model, tokenizer, tokenizer.pad_token_id, eos_ids(tokenizer))
+    chat_model = as_chat_model("", model, tokenizer)
     by_layer = engine.weights is not None and not engine.weights.once
     own_config, model.generation_config = model.generation_config, GenerationConfig()  # its settings would be taken
     pairs = []

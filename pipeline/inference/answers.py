@@ -82,9 +82,15 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     tokenizer = load_chat_tokenizer(path)
     model = on_devices(load_language_model(path, dtype=dtype), path)
-    end_ids = eos_ids(tokenizer, model.generation_config)
+    loaded = as_chat_model(path, model, tokenizer)
     # generate() takes settings that are not passed from here: published models set temperatures and top_k of their own.
     model.generation_config = GenerationConfig()
+    return loaded
+
+
+def as_chat_model(path: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> ChatModel:
+    """Return a model that ends its answers at each id that its tokenizer, template or generation_config names."""
+    end_ids = eos_ids(tokenizer, model.generation_config)
     return ChatModel(path, model, tokenizer, choose_padding_token(tokenizer).pad_id, end_ids)
 
 

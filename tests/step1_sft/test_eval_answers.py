@@ -9,11 +9,13 @@ import torch
 from support.command_run import run_command
 from support.in_process import error_lines, undone_afterwards
 from support.marks import slow_but
+from support.scripted_model import scripted_model
 from support.tiny_run import make_folder, read_metrics
 from support.tiny_t5 import make_t5_folder
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from step1_sft import checks
+from step1_sft import eval as evaluation
 from step1_sft.eval import compare_texts
 from step1_sft.main import main
 
@@ -102,6 +104,24 @@ def test_a_run_logs_the_metric_of_all_held_out_rows(folder: Path, kind: str, ran
     (_, last) = logged(model, "eval_bleu")
     assert last == pytest.approx(compare_texts("bleu", answers, references)["eval_bleu"]) and last > 0
     assert len(logged(model, "eval_loss")) == 2
+
+
+def test_an_answer_ends_at_an_id_that_generation_config_alone_names(
+    folder: Path, bpe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in chat: the model never writes the tokenizer's EOS."""
+    base = scripted_model(bpe_folder, tmp_path / "base", " Hé!<s>", ends=False)
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))  # 1: <s>
+    found: list[str] = []
+    monkeypatch.setattr(evaluation, "compare_texts", lambda _, answers, __: found.extend(answers) or {})
+    flags = words(
+        folder / "causal", "ends", model_name_or_path=base, eval_metric="bleu", eval_max_new_tokens=16, max_steps=1,
+        learning_rate=1e-9,
+    )  # fmt: skip
+    with undone_afterwards():
+        assert main(flags) == 0
+    expected, _ = expected_pairs(Path(base), folder / "causal" / "test.jsonl", causal=True, limit=16)
+    assert found[-7:] == expected and set(expected) == {"Hé!"}
 
 
 @pytest.mark.slow
