@@ -114,17 +114,20 @@ def sixteen_bits(config: Any) -> "torch.dtype":
 
 
 def load(path: str, dtype: "torch.dtype", *, scores: bool, **settings: Any) -> Any:
-    """Load a language model or a reward model, without its wrapper, for inference."""
-    from pipeline.models.loading import load_causal_lm
+    """Load a language model, decoder or encoder-decoder, or a reward model, without its wrapper, for inference."""
+    from pipeline.models.loading import load_language_model
     from pipeline.models.reward_model import load_reward_model
 
     if scores:
         return load_reward_model(path, dtype=dtype, **settings).model.eval()
-    return load_causal_lm(path, dtype=dtype, **settings).eval()
+    return load_language_model(path, dtype=dtype, **settings).eval()
 
 
 def logits_of(model: Any, tokenizer: Any, sentences: Sequence[str]) -> "list[torch.Tensor]":
-    """Return fp32 logits of each sentence on the CPU, (S, V); (1, 1), the score, from a reward model."""
+    """Return fp32 logits of each sentence on the CPU, (S, V); (1, 1), the score, from a reward model.
+
+    An encoder-decoder model reads the sentence and writes it again.
+    """
     import torch
 
     from pipeline.models.loading import default_device
@@ -133,7 +136,8 @@ def logits_of(model: Any, tokenizer: Any, sentences: Sequence[str]) -> "list[tor
     model.to(device)
     with torch.inference_mode():
         encoded = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in sentences]
-        return [model(input_ids=ids).logits.float().cpu().flatten(0, -2) for ids in encoded]
+        names = ("input_ids", "labels") if model.config.is_encoder_decoder else ("input_ids",)
+        return [model(**dict.fromkeys(names, ids)).logits.float().cpu().flatten(0, -2) for ids in encoded]
 
 
 def write_merged(path: str, output: str, base: str, tokenizer: Any, *, dtype: "torch.dtype", scores: bool) -> None:
@@ -142,15 +146,15 @@ def write_merged(path: str, output: str, base: str, tokenizer: Any, *, dtype: "t
     from pipeline.checkpoints.model_folder import save_model
 
     documents = saved_settings(path)
+    model = load(path, dtype, quantization="none", merged=False, scores=scores)
     card = CARD.format(
         adapter=shareable(path),
         base=shareable(base),
         dtype=str(dtype).removeprefix("torch."),
         settings="".join(documents),
-        example=example(scores=scores, adapter=False),
+        example=example(scores=scores, adapter=False, seq2seq=model.config.is_encoder_decoder),
     )
     documents["README.md"] = card
-    model = load(path, dtype, quantization="none", merged=False, scores=scores)
     save_model(model, tokenizer, Path(output).expanduser(), dtype=dtype, documents=documents)
 
 

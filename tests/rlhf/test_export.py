@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 from support.command_run import run_command
 from support.tiny_models import NAMES, save_tiny
 from support.tiny_run import make_folder
+from support.tiny_t5 import make_t5_folder
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, InputError
 from pipeline.kernels import int8_linear
 from pipeline.marks import OURS
-from pipeline.models.loading import load_causal_lm
+from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import STORED_INT8_ENTRY, add_lora, is_lora, quantization_of
 from pipeline.models.reward_model import load_reward_model
 from pipeline.training.start_models import check_settings
@@ -49,12 +50,13 @@ def only_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_linear, "quantise_rows", quantise)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "opt-reward"])
+@pytest.mark.parametrize("name", [*NAMES, "opt-reward", "t5"])
 def test_stored_codes_are_those_of_quantising_while_loading(
     name: str, tiny_folders: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    source, scores = tiny_folders[name], name.endswith("reward")
-    load: Any = load_reward_model if scores else load_causal_lm
+    source = str(make_t5_folder(tmp_path / "made") / "t5") if name == "t5" else tiny_folders[name]
+    scores = name.endswith("reward")
+    load: Any = load_reward_model if scores else load_language_model
     folder, expected = exported(source, tmp_path / "int8"), load(source, **INT8)
     request.getfixturevalue("only_on_meta")
     found = load(folder, **INT8)
@@ -66,7 +68,9 @@ def test_stored_codes_are_those_of_quantising_while_loading(
     entry = json.loads(Path(folder, "config.json").read_text())["quantization_config"]
     assert entry == STORED_INT8_ENTRY and Path(folder, OURS).is_file()
     if not scores:
-        assert quantization_of(load_causal_lm(folder, dtype=torch.bfloat16)) == "int8", "chat loads it as it is stored"
+        assert quantization_of(load_language_model(folder, dtype=torch.bfloat16)) == "int8", (
+            "chat loads it as it is stored"
+        )
 
 
 @pytest.mark.slow

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from support.model_card import run_example
 from support.tiny_models import save_tiny
+from support.tiny_t5 import make_t5_folder
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.errors import EXIT_DONE, EXIT_INPUT
 from pipeline.marks import OURS
-from pipeline.models.loading import load_causal_lm
+from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import load_reward_model, score_head_fields
 from rlhf.merge import SENTENCES, main, sixteen_bits
@@ -151,6 +153,33 @@ def test_a_reward_models_adapter_brings_its_head(
     (Path(folder) / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     (Path(folder) / "README.md").write_text(f"```python\n{example(scores=True, adapter=True)}```")
     run_example(Path(folder), monkeypatch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("changes", [{}, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}])
+def test_an_encoder_decoder_models_adapter_is_merged(
+    tmp_path: Path, changes: dict[str, Any], quantization: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """T5's and FLAN-T5's shape, against peft alone on the unquantised base."""
+    base = str(make_t5_folder(tmp_path / "made", **changes) / "t5")
+    model = load_language_model(base, dtype=torch.float32, quantization=quantization)
+    model = add_lora(model, **SETTINGS, task="SEQ_2_SEQ_LM")
+    adapter = save_adapter(model, base, tmp_path / "adapter", quantization, merged=False)
+    assert main([adapter, f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert len(LINE.findall(printed)) == len(SENTENCES)
+    if quantization == "none":
+        assert all(float(largest) < 1e-4 for largest, _ in LINE.findall(printed))
+    row = {"input_ids": torch.arange(5, 25)[None], "decoder_input_ids": torch.tensor([[0, 7, 9, 11, 13]])}
+    plain = AutoModelForSeq2SeqLM.from_pretrained(base).eval()
+    start = plain(**row).logits
+    expected = PeftModel.from_pretrained(plain, adapter).eval()(**row).logits
+    merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(**row).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - start).abs().max() > 1e-2
+    run_example(tmp_path / "merged", monkeypatch)
 
 
 @pytest.mark.parametrize(
