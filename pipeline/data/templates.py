@@ -5,13 +5,22 @@ template contains the BOS. Training, rollouts and chat all encode prompts with `
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pipeline.data.turns import CutText, Message, cut_text, encoder_of, keeps_words_apart, plain_turns, special_texts
+from pipeline.data.turns import (
+    Message,
+    SpecialTokens,
+    cut_text,
+    encoder_of,
+    ids_of_pieces,
+    keeps_words_apart,
+    plain_turns,
+    special_texts,
+)
 from pipeline.errors import InputError
 from pipeline.processes import TimeLimitError, memory_limit, time_limit
 
@@ -53,23 +62,7 @@ class RefusedTurnsError(InputError):
 
 
 class RewrittenTurnsError(InputError):
-    """The template renders earlier turns differently once others follow; the last one can be trained alone."""
-
-
-class SpecialTokens(NamedTuple):
-    """Special tokens of a tokenizer: their texts, longest first, the text of each id, and the ids that end a turn.
-
-    encode: encodes a text. cut: see `cut_text`. render_prompt, cut_prompt: keep the last prompt, which the two sides
-    of a pair share.
-    """
-
-    texts: tuple[str, ...]
-    by_id: Mapping[int, str]
-    ends: frozenset[int]
-    encode: Callable[[str], list[int]]
-    render_prompt: Callable[[tuple[Message, ...]], str]
-    cut: Callable[[str], CutText]
-    cut_prompt: Callable[[str], CutText]
+    """No prompt is a prefix of the whole, as the template renders them; the last turn alone may still be trained."""
 
 
 class EncodedConversation(NamedTuple):
@@ -190,29 +183,26 @@ def encode_conversation(
 
     Trained are the content of the assistant turns ('all', or the 'last' one only) and the token that ends each turn; of
     a template with `{% generation %}` marks what these hold.
-    The ids end with the last turn's end token; if the template puts none there, EOS is appended. Callers with many
-    conversations pass `special`. Takes time linear in turns where the template ends each turn with a special token.
-    Raises RewrittenTurnsError if a prompt is no prefix of the whole.
+    The ids end with the first end token behind the last answer, where a sampler stops; if the template puts none there,
+    EOS is appended. Callers with many conversations pass `special`. Takes time linear in turns where the template ends
+    each turn with a special token. Raises RewrittenTurnsError if a prompt is no prefix of the whole.
     """
     targets = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not targets or targets[-1] != len(messages) - 1:
         raise ValueError("a conversation to train on ends in an assistant turn")
     special = special or special_tokens(tokenizer)
-    messages, ends = plain_turns(messages, special.texts), special.ends
-    pieces = _marked_pieces(tokenizer, messages, train_turns, [special.by_id[token] for token in ends])
-    pieces = pieces or _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:], special)
+    messages = plain_turns(messages, special.texts)
+    pieces = _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:], special)
+    pieces = _at_marks(tokenizer, messages, pieces, train_turns, special)
     ids, trained, num_boundaries = list[int](), list[bool](), 0
-    encoded = list(_ids_of_pieces([piece for piece, _ in pieces], special))
-    for (_, is_response), (new, is_joined) in zip(pieces, encoded, strict=True):
+    encoded = list(ids_of_pieces([piece for piece, _ in pieces], special))
+    for (_, is_trained), (new, is_joined) in zip(pieces, encoded, strict=True):
         num_boundaries += not is_joined
-        # Trained are a response's tokens up to its last end token, or all if it has none.
-        sizes = range(len(new), 0, -1) if is_response else ()
-        length = next((size for size in sizes if new[size - 1] in ends), len(new) * is_response)
         ids += new
-        trained += [True] * length + [False] * (len(new) - length)
+        trained += [is_trained] * len(new)
     length = next((size for size in range(len(trained), 0, -1) if trained[size - 1]), 0)
     ids, trained = ids[:length], trained[:length]
-    if not ids or ids[-1] not in ends:
+    if not ids or ids[-1] not in special.ends:
         if tokenizer.eos_token_id is None:
             raise InputError(f"{_name(tokenizer)}: neither its chat template nor itself has an end-of-turn token")
         ids.append(tokenizer.eos_token_id)
@@ -231,61 +221,42 @@ def end_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     return frozenset(ends)
 
 
-def _ids_of_pieces(pieces: Sequence[str], special: SpecialTokens) -> Iterator[tuple[list[int], bool]]:
-    """Yield the ids that each piece of a text adds to those of the text before it, and True.
-
-    The tokenizer may merge tokens across a boundary. A model that gets the text before it cannot: from there on the ids
-    of each piece by itself are yielded, and False. Only the text behind the last cut is encoded again.
-    """
-    text, start, end = "".join(pieces), 0, 0
-    earlier, known, is_joined = list[int](), list[int](), True  # ids of text[:start] and text[start:end]
-    for piece in pieces:
-        end += len(piece)
-        if is_joined:
-            is_first, is_last = end == len(piece), end == len(text)
-            encode = special.cut_prompt if is_first else special.cut
-            ids, cut, num_ids = CutText(special.encode(text[start:]), 0, 0) if is_last else encode(text[start:end])
-            if start and ids[: len(known)] != known:
-                start, earlier, known = 0, [], earlier + known  # perhaps a special token that is not cut at
-                ids, cut, num_ids = special.cut(text[:end])
-            is_joined = ids[: len(known)] == known
-        if not is_joined:
-            yield special.encode(piece), False
-            continue
-        yield ids[len(known) :], True
-        start, earlier, known = start + cut, earlier + ids[:num_ids], ids[num_ids:]
-
-
-def _marked_pieces(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], train_turns: TrainTurns, ends: Sequence[str]
+def _at_marks(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    pieces: list[tuple[str, bool]],
+    train_turns: TrainTurns,
+    special: SpecialTokens,
 ) -> list[tuple[str, bool]]:
-    """Render and cut the text at the template's own marks of what is trained: (text, is trained); [] without marks.
+    """Cut the pieces at the template's own marks of what is trained, if it has any there: nothing else is trained then.
 
-    An end token behind a marked text is trained too: without it the model would never stop.
+    An end token right behind a marked text is trained too: without it the model would never stop.
     """
     if not GENERATION_MARK.search(str(tokenizer.chat_template)):
-        return []
-    is_last, whole = train_turns == "last", render(tokenizer, messages)
-    prompt = render(tokenizer, messages[:-1], add_generation_prompt=True) if is_last else ""
-    if not whole.startswith(prompt):
-        return []
+        return pieces
     from transformers.utils.chat_template_utils import render_jinja_template
 
     options: Any = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
     marked: Any = render_jinja_template([list(map(asdict, messages))], return_assistant_tokens_mask=True, **options)
-    pieces, place = [(prompt, False)], len(prompt)
-    for start, end in marked[1][0]:
-        if end > place:
-            end += next((len(text) for text in ends if whole.startswith(text, end)), 0)
-            pieces += [(whole[place : max(start, place)], False), (whole[max(start, place) : end], True)]
-            place = end
-    return [*pieces, (whole[place:], False)] if len(pieces) > 1 else []
+    ends, found, start = [special.by_id[token] for token in special.ends], list[tuple[str, bool]](), 0
+    for text, is_response in pieces:
+        place, size = 0, len(text)
+        for first, last in ((first - start, last - start) for first, last in marked[1][0]):
+            # A mark may begin with the header of its turn, and reach beyond the token that ends it.
+            is_header = last > size and train_turns == "all"
+            if first < size and last > place and (is_response or is_header):
+                last = size if last > size or text[last:] in ends else last
+                found += [(text[place : max(first, place)], False), (text[max(first, place) : last], True)]
+                place = last
+        found.append((text[place:], False))
+        start += size
+    return found if any(is_trained for _, is_trained in found) else pieces
 
 
 def _pieces(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int], special: SpecialTokens
 ) -> list[tuple[str, bool]]:
-    """Render and cut the text at each target turn: (text, True for a response with what the template puts after it).
+    """Render and cut the text at each target turn: (text, True for an answer with its end token), up to the last end.
 
     A template that renders turns one after the other gives an exchange the same text behind any other exchange, so
     each is first rendered behind a short one, in linear time. Where this gives another text, every prefix is rendered.
@@ -299,8 +270,8 @@ def _pieces(
     if pieces := _cut(tokenizer, whole, messages, targets, special):
         return pieces
     raise RewrittenTurnsError(
-        f"the chat template of {_name(tokenizer)} rewrites earlier turns, so that no prompt is a prefix of its "
-        "conversation; --train_turns last or --template human_assistant are right"
+        f"the chat template of {_name(tokenizer)} rewrites earlier turns or the start of an answer, so that no prompt "
+        "is a prefix of its conversation; --template human_assistant does without it"
     )
 
 
@@ -316,22 +287,40 @@ def _cut(
     """Cut `whole` at each target turn, rendered behind `before`, else behind all earlier turns; [] where none fits."""
     pieces: list[tuple[str, bool]] = []
     start = first = 0
-    head, head_text = list[Message](), ""
+    head, head_text, rest = list[Message](), "", ""
     for index in targets:
+        is_whole = before is None and index + 1 == len(messages)
         exchange = [*head, *messages[first : index + 1]]
-        prompt = special.render_prompt(tuple(exchange[:-1]))
-        turn = whole if before is None and index + 1 == len(messages) else render(tokenizer, exchange)
-        size = len(turn) - len(head_text)
-        is_prefix = turn.startswith(prompt) and prompt.startswith(head_text)
-        if not is_prefix or not whole.startswith(turn[len(head_text) :], start):
+        prompt, response, rest = _last_answer(tokenizer, exchange, special, whole if is_whole else None)
+        turn = (prompt + response)[len(head_text) :]
+        if not response or not prompt.startswith(head_text) or not whole.startswith(turn, start):
             return []
-        pieces += [(prompt[len(head_text) :], False), (turn[len(prompt) :], True)]
-        start, first = start + size, index + 1
+        pieces += [(prompt[len(head_text) :], False), (response, True)]
+        start, first = start + len(turn), index + 1
         if before is None:
             head, head_text = list(messages[:first]), whole[:start]
         elif not head:
-            head, head_text = list(before), render(tokenizer, before)
-    return pieces if start == len(whole) else []
+            head, head_text = list(before), "".join(_last_answer(tokenizer, before, special)[:2])
+    return pieces if whole[start:] == rest else []
+
+
+def _last_answer(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], special: SpecialTokens, text: str | None = None
+) -> tuple[str, str, str]:
+    """Return the prompt, the answer up to its first end token (where a sampler stops), and what stands behind that.
+
+    text: of the messages, where it is known. The answer is empty if the text does not begin with the prompt.
+    """
+    prompt = special.render_prompt(tuple(messages[:-1]))
+    text = render(tokenizer, messages) if text is None else text
+    if not text.startswith(prompt):
+        return prompt, "", ""
+    answer, ends = messages[-1].content, [special.by_id[token] for token in special.ends]
+    place = text.find(answer, len(prompt))
+    place = len(prompt) if place < 0 else place + len(answer)
+    stops = [stop + len(end) for end in ends if (stop := text.find(end, place)) >= 0]
+    stop = min(stops, default=len(text))
+    return prompt, text[len(prompt) : stop], text[stop:]
 
 
 def _name(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -1,10 +1,10 @@
-"""Turns of a conversation, parsed from lists of messages and transcripts, and without what spells a special token."""
+"""Turns of a conversation, parsed from lists of messages and transcripts, and their texts as ids, with none forged."""
 
 import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +50,22 @@ class CutText(NamedTuple):
     ids: list[int]
     start: int
     num_ids: int
+
+
+class SpecialTokens(NamedTuple):
+    """Special tokens of a tokenizer: their texts, longest first, the text of each id, and the ids that end a turn.
+
+    encode: encodes a text. cut: see `cut_text`. render_prompt, cut_prompt: keep the last prompt, which the two sides
+    of a pair share.
+    """
+
+    texts: tuple[str, ...]
+    by_id: Mapping[int, str]
+    ends: frozenset[int]
+    encode: Callable[[str], list[int]]
+    render_prompt: Callable[[tuple[Message, ...]], str]
+    cut: Callable[[str], CutText]
+    cut_prompt: Callable[[str], CutText]
 
 
 def turns_to_json(turns: Sequence[Message]) -> str:
@@ -189,3 +205,28 @@ def cut_text(encode: Callable[[str], list[int]], by_id: Mapping[int, str], is_ap
     num_ids = next((position for position in range(len(ids) - 1, 0, -1) if ids[position] in by_id), 0)
     start = max(0, text.rfind(by_id[ids[num_ids]])) if num_ids else 0
     return CutText(ids, start, num_ids if start else 0)
+
+
+def ids_of_pieces(pieces: Sequence[str], special: SpecialTokens) -> Iterator[tuple[list[int], bool]]:
+    """Yield the ids that each piece of a text adds to those of the text before it, and True.
+
+    The tokenizer may merge tokens across a boundary. A model that gets the text before it cannot: from there on the ids
+    of each piece by itself are yielded, and False. Only the text behind the last cut is encoded again.
+    """
+    text, start, end = "".join(pieces), 0, 0
+    earlier, known, is_joined = list[int](), list[int](), True  # ids of text[:start] and text[start:end]
+    for piece in pieces:
+        end += len(piece)
+        if is_joined:
+            is_first, is_last = end == len(piece), end == len(text)
+            encode = special.cut_prompt if is_first else special.cut
+            ids, cut, num_ids = CutText(special.encode(text[start:]), 0, 0) if is_last else encode(text[start:end])
+            if start and ids[: len(known)] != known:
+                start, earlier, known = 0, [], earlier + known  # perhaps a special token that is not cut at
+                ids, cut, num_ids = special.cut(text[:end])
+            is_joined = ids[: len(known)] == known
+        if not is_joined:
+            yield special.encode(piece), False
+            continue
+        yield ids[len(known) :], True
+        start, earlier, known = start + cut, earlier + ids[:num_ids], ids[num_ids:]

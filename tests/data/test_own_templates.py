@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from transformers import AddedToken
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record, read_records
 from pipeline.data.sources import read_rows
-from pipeline.data.templates import encode_conversation, encode_prompt
+from pipeline.data.templates import encode_conversation, encode_prompt, set_template
 from pipeline.data.tokenization import TokenizationOptions, pair_rows, prompt_rows, sft_rows
 from pipeline.data.turns import Message, Turns
 from pipeline.errors import InputError
-from pipeline.models.tokenizers import prepare_tokenizer
+from pipeline.models.tokenizers import eos_ids, prepare_tokenizer
 
 # The shape of ChatML templates with marks: SmolLM3's hold the end of the turn and a line end, others the content alone.
 MARKED = (
@@ -40,6 +41,13 @@ STRICT = (
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Phi-3's: each turn has its end token, and EOS stands behind the last one where no generation prompt does. Its variant
+# for training marks both.
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+EOS_BEHIND = UNMARKED.replace("assistant\n{% endif %}", "assistant\n{% else %}{{ eos_token }}{% endif %}")
+MARKED_EOS = MARKED.replace(
+    "assistant\n{% endif %}", "assistant\n{% else %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
 )
 TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + MARKED
 TALK = (
@@ -82,6 +90,64 @@ def test_marks_of_the_template_are_the_mask_that_transformers_makes_of_them(chat
         flags = zip(theirs["assistant_masks"][:num], behind, strict=True)
         expected = [bool(flag) and not is_behind for flag, is_behind in flags]
         assert ours.trained == expected and sum(expected) > 4
+
+
+@pytest.mark.parametrize("template", [EOS_BEHIND, MARKED_EOS])
+def test_an_answer_ends_where_a_sampler_stops(chatml, template):
+    """At the first end token: what the template puts behind it is neither trained nor scored, and hides no turn."""
+    chatml.chat_template = template
+    end = chatml.convert_tokens_to_ids("<|im_end|>")
+    assert {end, chatml.eos_token_id} == eos_ids(chatml)
+    counts = Counts()
+    (pair,) = pair_rows([record(TALK[:3], "No.")], chatml, TokenizationOptions(), counts)
+    (sft,) = sft_rows([record(TALK)], chatml, TokenizationOptions(), counts)
+    for ids, turns in ((pair.chosen_ids, TALK[:3]), (sft.ids, TALK)):
+        text = chatml.apply_chat_template([asdict(turn) for turn in turns], tokenize=False)
+        assert text.endswith("<|im_end|>\n" + chatml.eos_token)
+        assert ids == chatml(text.removesuffix("\n" + chatml.eos_token), add_special_tokens=False)["input_ids"]
+    for ids in (pair.chosen_ids, pair.rejected_ids):
+        assert [token for token in ids[pair.prompt_length :] if token in eos_ids(chatml)] == [end] == ids[-1:]
+    assert trained_text(chatml, sft).replace(" ", "") == "Boilwater.<|im_end|>fourminutes<|im_end|>"
+    assert counts.lines() == []
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_marks_excuse_no_answer_that_does_not_follow_its_prompt(chatml, template):
+    """As DeepSeek-R1's, whose generation prompt opens a block of reasoning that no answer is rendered with."""
+    chatml.chat_template = template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    for turns, train_turns in itertools.product((TALK, TALK[:3]), ("all", "last")):
+        with pytest.raises(InputError, match="no prompt is a prefix of its conversation; --template human_assistant"):
+            list(sft_rows([record(turns)], chatml, TokenizationOptions(train_turns=train_turns), Counts()))
+    with pytest.raises(InputError, match="no prompt is a prefix"):
+        list(pair_rows([record(TALK, "No.")], chatml, TokenizationOptions(), Counts()))
+    set_template(chatml, "human_assistant")
+    assert len(list(sft_rows([record(TALK)], chatml, TokenizationOptions(), Counts()))) == 1
+
+
+def test_marked_answers_that_are_rewritten_later_are_not_trained_and_counted(chatml):
+    """The marks hold them, but as they were sampled they stand nowhere."""
+    block = "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    chatml.chat_template = MARKED.replace("{% generation %}", "{% generation %}" + block)
+    counts = Counts()
+    (row,) = sft_rows([record(TALK)], chatml, TokenizationOptions(), counts)
+    assert counts.lines() == [
+        "1 kept: earlier turns rewritten by the chat template: only the last is trained (first: f:1)"
+    ]
+    prompt = encode_prompt(chatml, TALK[:-1])
+    assert row.ids[: len(prompt)] == prompt and not any(row.trained[: len(prompt)]) and all(row.trained[len(prompt) :])
+
+
+def test_tokens_never_merge_across_a_prompts_end_where_marks_begin_later(chatml):
+    """The first letters of an answer are not marked; with the space in front of them they would be one token."""
+    chatml.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content[:3] }}{% generation %}{{ m.content[3:] }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }} A: {% endif %}{% endfor %}"
+    )
+    turns = (Message("user", "x"), Message("assistant", "the capital"))
+    prompt = encode_prompt(chatml, turns[:1])
+    whole = chatml.apply_chat_template([asdict(turn) for turn in turns])["input_ids"]
+    assert whole[: len(prompt)] != prompt, "the case must be one where the tokenizer merges"
+    assert encode_conversation(chatml, turns).ids[: len(prompt)] == prompt
 
 
 def test_only_what_is_marked_is_trained(chatml):

@@ -148,7 +148,7 @@ def test_eos_is_appended_where_the_template_ends_no_turn(bpe_tokenizer):
 
 def test_template_that_rewrites_earlier_turns_is_refused_by_name(bpe_tokenizer):
     bpe_tokenizer.chat_template = FORGETFUL
-    with pytest.raises(InputError, match="rewrites earlier turns.*--train_turns last"):
+    with pytest.raises(InputError, match="rewrites earlier turns.*--template human_assistant"):
         encode_conversation(bpe_tokenizer, LONGER)
 
 
