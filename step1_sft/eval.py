@@ -108,7 +108,8 @@ def compare_texts(metric: str, answers: Sequence[str], references: Sequence[str]
 
         return {"eval_bleu": corpus_bleu(list(answers), [list(references)]).score}
     from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import DefaultTokenizer
 
-    scorer = RougeScorer(["rougeL"])
+    scorer = RougeScorer(["rougeL"], tokenizer=DefaultTokenizer(use_stemmer=False))  # a default one is logged each time
     scores = (scorer.score(reference, answer) for answer, reference in zip(answers, references, strict=True))
     return {"eval_rougeL": fmean(score["rougeL"].fmeasure for score in scores)}

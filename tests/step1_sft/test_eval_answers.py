@@ -28,12 +28,14 @@ def test_bleu_is_of_the_corpus() -> None:
     assert compare_texts("bleu", answers, references) == {"eval_bleu": pytest.approx(100 * expected)}
 
 
-def test_rouge_is_the_mean_of_the_rows() -> None:
+def test_rouge_is_the_mean_of_the_rows(caplog: pytest.LogCaptureFixture) -> None:
     """The longest common subsequence has 4 words of 6 and of 5; the second answer shares none."""
     answers, references = ["the old house sees a river", "no"], ["the house sees the river", "yes"]
     precision, recall = 4 / 6, 4 / 5
     expected = (2 * precision * recall / (precision + recall) + 0) / 2
-    assert compare_texts("rouge", answers, references) == {"eval_rougeL": pytest.approx(expected)}
+    with caplog.at_level("INFO", logger="absl"):
+        assert compare_texts("rouge", answers, references) == {"eval_rougeL": pytest.approx(expected)}
+    assert not caplog.messages
 
 
 def words(folder: Path, out: str, **changes: object) -> list[str]:
