@@ -145,7 +145,7 @@ def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str,
     if all(usable) and not findings.errors:
         for model in models:
             if model.path not in made:
-                model.warn_if_untested()
+                model.warn_of_limits()
     return usable[0]
 
 

@@ -5,6 +5,7 @@ Configuration and files are checked before any weight is read. Reward heads are 
 """
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -203,7 +204,9 @@ def with_adapter(model: Any, path: str, *, merged: bool) -> Any:
         config = PeftConfig.from_pretrained(folder)
         if not model.can_generate() and config.task_type == "CAUSAL_LM":
             config.task_type = None  # a reward model that starts from the adapter of a language model
-        wrapped: Any = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merged)
+        with warnings.catch_warnings():  # of GPT-2's layers, which are stored transposed, but not once quantised
+            warnings.filterwarnings("ignore", "fan_in_fan_out")
+            wrapped: Any = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merged)
         return merge_adapter(wrapped) if merged else wrapped
     except Exception as error:
         raise reading_error(path, "cannot load the adapter", error) from error
@@ -272,8 +275,6 @@ def load_pretrained(
         del source.quantization_config  # what is trained on it is saved without it
     for name, value in changes.items():
         setattr(config, name, value)
-    if num_experts(config):
-        warn_once(f"{path}: mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA")
     # The commit of the configuration: a branch may move in between.
     options: dict[str, Any] = {"revision": commits_read.get(path, "main")}
     if (attention := attention_for(config, attn_implementation, path)) != "auto":

@@ -5,7 +5,7 @@ Losses are in `step2_reward` and `step3_ppo`.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from transformers.utils import logging
 
 from pipeline.errors import InputError
 from pipeline.models.hidden_states import hidden_states
@@ -114,16 +115,17 @@ def load_reward_model(
     check_head(path, new_head=new_head, quantization=quantization)
     base = adapter_base(path)
     lacks_head = new_head or base is not None  # an adapter brings its head
-    model = load_pretrained(
-        AutoModelForSequenceClassification,
-        base or path,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        quantization=quantization,
-        may_lack=frozenset({"score.weight"}) if lacks_head else frozenset(),
-        pickles=lacks_head,
-        num_labels=1,
-    )
+    with without_load_report() if lacks_head and not new_head else nullcontext():
+        model = load_pretrained(
+            AutoModelForSequenceClassification,
+            base or path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            quantization=quantization,
+            may_lack=frozenset({"score.weight"}) if lacks_head else frozenset(),
+            pickles=lacks_head,
+            num_labels=1,
+        )
     if not hasattr(model, "score") or not isinstance(model.score, nn.Linear):
         raise InputError(
             f"{path}: {type(model).__name__} has no linear head `score`; this architecture is not supported"
@@ -135,6 +137,17 @@ def load_reward_model(
         model.source_config = load_config(path)
         model = with_adapter(model, path, merged=merged)
     return TokenValueModel(model)
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Keep transformers from reporting in the body that a head is random, which an adapter brings."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def check_head(path: str, *, new_head: bool = False, quantization: str = "none") -> None:

@@ -36,8 +36,8 @@ TESTED_TYPES = (
     "bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "opt", "phi3", "qwen2",
     "qwen3", "qwen3_moe", "smollm3", "t5",
 )  # fmt: skip
-# Private fields of config.json that carry no behaviour.
-HARMLESS_FIELDS = ("_name_or_path", "_commit_hash")
+# Private fields of config.json that carry no behaviour; the last is spelled out in `layer_types`.
+HARMLESS_FIELDS = ("_name_or_path", "_commit_hash", "_sliding_window_pattern")
 
 
 @functools.cache

@@ -26,10 +26,11 @@ from pipeline.models.loading import (
     check_whole_experts,
     is_encoder_decoder,
     load_config,
+    num_experts,
 )
 from pipeline.models.lora import check_quantization, linear_names
 from pipeline.models.tokenizers import load_tokenizer
-from pipeline.models.weight_files import check_plain_lora, warn_if_untested
+from pipeline.models.weight_files import check_plain_lora, warn_if_untested, warn_once
 
 Check = Callable[[], object]
 # Programs with which DeepSpeed compiles its asynchronous files -> where they are from.
@@ -57,9 +58,13 @@ class StartModel:
         self.check_kind(self.path, self.flag)
         check_model(self.path, self.flag)
 
-    def warn_if_untested(self) -> None:
-        """Warn of a type of model that no test trains."""
-        warn_if_untested(self.path, load_config(self.path).model_type)
+    def warn_of_limits(self) -> None:
+        """Warn of a type of model that no test trains, and of what is not trained in a mixture of experts."""
+        config = load_config(self.path)
+        warn_if_untested(self.path, config.model_type)
+        if num_experts(config):
+            text = "mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA"
+            warn_once(f"{self.path}: {text}")
 
 
 def check_start_models(models: Sequence[StartModel]) -> None:
@@ -69,7 +74,7 @@ def check_start_models(models: Sequence[StartModel]) -> None:
         for check in (*model.packages, *model.fits):
             check()
     for model in models:  # of models that nothing refuses
-        model.warn_if_untested()
+        model.warn_of_limits()
 
 
 def package_checks(

@@ -11,11 +11,14 @@ from pipeline.models.loading import (
     adapter_base,
     backbone,
     base_model,
+    check_model,
     dropout_fields,
     load_causal_lm,
+    load_config,
     use_gradient_checkpointing,
     without_dropout,
 )
+from pipeline.training.start_models import StartModel
 
 
 def two_forwards(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -92,6 +95,23 @@ def test_gradient_checkpointing_changes_no_gradient(causal_folder):
     assert model.is_gradient_checkpointing
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(recomputed, plain)
+
+
+def test_only_training_warns_of_what_experts_do_not_get(tmp_path, caplog):
+    AutoModelForCausalLM.from_config(family_config("qwen3-moe", 50)).save_pretrained(tmp_path)
+    load_causal_lm(str(tmp_path), dtype=torch.float32)  # as chat does
+    assert not caplog.messages
+    StartModel("--model", str(tmp_path), check_model).warn_of_limits()
+    assert "the router's auxiliary loss is not added, and experts get no LoRA" in caplog.text
+
+
+def test_a_private_field_that_transformers_writes_is_no_reason_to_warn(tmp_path, caplog):
+    """Gemma 3's pattern of windows, which `layer_types` spells out."""
+    config = family_config("gemma-3", 50)
+    config.save_pretrained(tmp_path)
+    assert "_sliding_window_pattern" in (tmp_path / "config.json").read_text()
+    assert load_config(str(tmp_path)).layer_types == config.layer_types == ["sliding_attention", "full_attention"]
+    assert not caplog.messages
 
 
 def test_capped_attention_scores_are_kept(tmp_path):

@@ -1,7 +1,9 @@
 """`rlhf merge` from its command line: merged weights, the difference that it prints, and what it refuses."""
 
 import json
+import logging.handlers
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from support.families import save_family
 from support.model_card import run_example
 from support.tiny_models import save_tiny
 from support.tiny_t5 import make_t5_folder
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_log
 
 from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model
@@ -133,6 +137,17 @@ def test_without_a_flag_the_weights_get_16_bits(base: str, adapter: str, tmp_pat
     assert sixteen_bits(half) == torch.float16
 
 
+@pytest.mark.filterwarnings("error:fan_in_fan_out")
+def test_a_layer_that_is_stored_transposed_is_no_reason_to_warn(bpe_folder: Path, tmp_path: Path) -> None:
+    """GPT-2's, which quantisation turns round."""
+    base = str(shutil.copytree(bpe_folder, tmp_path / "base"))
+    save_family("gpt2", Path(base))
+    model = add_lora(load_causal_lm(base, dtype=torch.float32, quantization="int8"), **SETTINGS, task="CAUSAL_LM")
+    adapter = save_adapter(model, base, tmp_path / "adapter", "int8")
+    for quantization in ("int8", "none"):
+        load_causal_lm(adapter, dtype=torch.float32, quantization=quantization)
+
+
 def test_a_reward_models_adapter_brings_its_head(
     base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +157,12 @@ def test_a_reward_models_adapter_brings_its_head(
         PreTrainedTokenizerFast.from_pretrained(base), score_mean=0.5, score_std=2.0, label="value"
     )
     folder = save_adapter(start.model, base, tmp_path / "adapter", "int8", config_changes=fields)
+    reports = logging.handlers.BufferingHandler(100)
+    transformers_log.set_verbosity_warning()
+    transformers_log.add_handler(reports)
     assert main([folder, f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
+    transformers_log.remove_handler(reports)
+    assert not reports.buffer, "transformers calls the head new, which the adapter brings"
     assert "scores of the int8 base" in capsys.readouterr().out
     ids, mask = torch.arange(5, 25).unsqueeze(0), torch.ones(1, 20, dtype=torch.bool)
     merged, exact = (load_reward_model(path, dtype=torch.float32).eval() for path in (f"{tmp_path}/merged", folder))
