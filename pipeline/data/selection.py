@@ -28,6 +28,8 @@ Stage = Literal["sft", "reward", "ppo", "text"]
 # Index of the share of data_split that a stage takes; 'text' (the ptx loss of PPO) takes all records of its own files.
 SHARE_INDEX: dict[Stage, int] = {"sft": 0, "reward": 1, "ppo": 2}
 Shares = tuple[float, float, float]
+# Passes over a source in one epoch. Far more than trains anything: weights that ask for them are a slip of the pen.
+MAX_REPEATS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,11 +224,19 @@ def mixed_sizes(sizes: Mapping[str, int], ratios: Mapping[str, float]) -> dict[s
     The source with the most rows for its ratio gives each of them once, all others repeat theirs.
 
     Raises:
-        InputError: a source without a training row.
+        InputError: a source without a training row, or one whose rows would be repeated more than MAX_REPEATS times.
     """
     if empty := [path for path, size in sizes.items() if not size]:
         raise InputError(f"--mixture ratio: {empty[0]} has no training row, so that no ratio is reached; leave it out")
-    rows_of_one = max(size / ratios[path] for path, size in sizes.items())
+    rarest = max(sizes, key=lambda path: sizes[path] / ratios[path])
+    rows_of_one = sizes[rarest] / ratios[rarest]
+    most = max(sizes, key=lambda path: ratios[path] / sizes[path])
+    if (repeats := rows_of_one * ratios[most] / sizes[most]) > MAX_REPEATS:
+        raise InputError(
+            f"--mixture ratio: {most}:{ratios[most]:g} would repeat its {sizes[most]} training rows {repeats:,.0f} "
+            f"times an epoch, for each of the {sizes[rarest]} of {rarest}:{ratios[rarest]:g} once; weights for at most "
+            f"{MAX_REPEATS:,} times are right, or one source less"
+        )
     return {path: round(rows_of_one * ratios[path]) for path in sizes}
 
 

@@ -1,6 +1,7 @@
 """Sources mixed by ratios: how many rows of each are trained on, which of them, and what the report says of it."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,21 @@ def test_sizes_are_the_least_that_lose_no_row():
     assert mixed_sizes({"a": 30, "b": 5, "c": 7}, {"a": 0.3, "b": 0.6, "c": 0.1}) == {"a": 30, "b": 60, "c": 10}
     with pytest.raises(InputError, match="--mixture ratio: b has no training row"):
         mixed_sizes({"a": 30, "b": 0}, {"a": 0.6, "b": 0.4})
+
+
+def test_weights_that_repeat_a_source_without_end_are_refused_by_name(options, bpe_tokenizer):
+    """By hand: 12 rows at 1e-6 are rows for 12 million at 1, which are 6 million times the 2 there are; 6,000 / 6."""
+    large, small = (path.rpartition(":")[0] for path in options.data_path)
+    slip = replace(options, data_path=(f"{large}:0.000001", f"{small}:1"))
+    line = (
+        f"{small}:1 would repeat its 2 training rows 6,000,000 times an epoch, for each of the 12 of {large}:1e-06 once"
+    )
+    with pytest.raises(InputError, match=re.escape(f"--mixture ratio: {line}; weights for at most 1,000 times")):
+        load_or_build("sft", slip, bpe_tokenizer)
+    assert mixed_sizes({"a": 6000, "b": 6}, {"a": 1.0, "b": 1.0}) == {"a": 6000, "b": 6000}
+    for weight in (0.9990, 1e-300, 5e-324):
+        with pytest.raises(InputError, match="b:1 would repeat its 6 training rows"):
+            mixed_sizes({"a": 6000, "b": 6}, {"a": weight, "b": 1.0})
 
 
 @pytest.mark.parametrize("stage", COLUMN)
