@@ -33,8 +33,8 @@ SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 # Model types that tests/models/test_families.py takes through the three steps (t5: tests/step1_sft/test_seq2seq.py,
 # step 1); others load with a warning.
 TESTED_TYPES = (
-    "bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "opt", "phi3", "qwen2",
-    "qwen3", "qwen3_moe", "smollm3", "t5",
+    "bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "olmoe", "opt", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "smollm3", "t5",
 )  # fmt: skip
 # Private fields of config.json that carry no behaviour; the last is spelled out in `layer_types`.
 HARMLESS_FIELDS = ("_name_or_path", "_commit_hash", "_sliding_window_pattern")
