@@ -17,11 +17,12 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import commits_read, split_revision
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.paths import check_model_path
-from pipeline.models.tokenizers import load_tokenizer
+from pipeline.models.tokenizers import load_tokenizer, sentencepiece_file
 from step1_sft.main import main
 
 OLD_TEMPLATE = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 MAIN, OLD, ROWS = "a" * 40, "b" * 40, "c" * 40
+PIECES = b"a SentencePiece model, which nothing here reads"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     tokenizer.chat_template = OLD_TEMPLATE
     save_base(model / "snapshots" / OLD, tokenizer, seed=3)
+    (model / "snapshots" / OLD / "tokenizer.model").write_bytes(PIECES)
     (model / "refs").mkdir()
     (model / "refs/main").write_text(MAIN)
     (model / "refs/v1").write_text(OLD)
@@ -92,6 +94,12 @@ def test_a_model_and_its_tokenizer_are_read_at_their_revision(offline):
         load_tokenizer("org/tiny@v2")
 
 
+def test_a_sentencepiece_model_is_found_at_its_revision(offline):
+    """Some of transformers' classes of tokenizers read none, and so do not name it."""
+    assert Path(sentencepiece_file("org/tiny", "v1") or "").read_bytes() == PIECES
+    assert sentencepiece_file("org/tiny", None) is None
+
+
 def test_rows_of_another_commit_are_not_taken_for_those_that_were_asked_for(offline):
     """Without a network datasets reads what was fetched last, whatever revision is named."""
     for path in ("org/prefs", f"org/prefs@{ROWS}", f"org/prefs@{ROWS[:8]}"):
@@ -110,6 +118,7 @@ def test_the_commits_of_a_run_are_in_its_documents_and_its_adapter(offline, tmp_
     with undone_afterwards():
         main([str(word) for name, value in flags.items() for word in (f"--{name}", value)])
     output = tmp_path / "out"
+    assert (output / "tokenizer.model").read_bytes() == PIECES
     settings = json.loads((output / "training_config.json").read_text())
     assert settings["commits"] == {"org/tiny@v1": OLD, f"org/prefs@{ROWS}": ROWS}
     card = (output / "README.md").read_text()
