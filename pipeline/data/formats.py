@@ -20,6 +20,7 @@ from pipeline.data.turns import (
     Turns,
     check_turns,
     is_transcript,
+    parse_tools,
     parse_transcript,
     parse_turns,
     prompt_hash,
@@ -38,9 +39,9 @@ LABELS = {"true": True, "false": False}
 class Content:
     """The content of a row of any format.
 
-    messages: the prompt's turns, ending in a user turn; empty for a plain text document. chosen, rejected: responses,
-    None where the row has none; a single response that the row labels false is rejected. text: a plain text document.
-    margin: how much better chosen is, if the row says so.
+    messages: the prompt's turns, ending in a user turn, with its tools in front; empty for a plain text document.
+    chosen, rejected: responses, None where the row has none; a single response that the row labels false is rejected.
+    text: a plain text document. margin: how much better chosen is, if the row says so.
     """
 
     messages: Turns = ()
@@ -129,6 +130,9 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts) -> Record:
         read.add("label")
         if not is_good:  # of the KTO layout: the prompt may serve, the response is none to learn
             content = dataclasses.replace(content, chosen=None, rejected=content.chosen)
+    if content.messages and "tools" in values:
+        read.add("tools")
+        content = dataclasses.replace(content, messages=(*parse_tools(values["tools"]), *content.messages))
     if unread := {name for name in values.keys() - read if values[name] is not None}:
         counts.unread.setdefault(row.origin.source or row.origin.file, set()).update(unread)
     _check_characters(content)
@@ -329,5 +333,5 @@ FORMATS: tuple[Format, ...] = (
 )
 # The columns that a --column_map can name.
 COLUMNS = sorted(
-    {name for form in FORMATS for name in (*form.needed, *form.any_of, *form.optional)} | {"label", "split"}
+    {name for form in FORMATS for name in (*form.needed, *form.any_of, *form.optional)} | {"label", "split", "tools"}
 )

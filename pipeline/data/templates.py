@@ -7,7 +7,6 @@ template contains the BOS. Training, rollouts and chat all encode prompts with `
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,6 +19,7 @@ from pipeline.data.turns import (
     keeps_words_apart,
     plain_turns,
     special_texts,
+    split_tools,
 )
 from pipeline.errors import InputError
 from pipeline.processes import TimeLimitError, memory_limit, time_limit
@@ -114,11 +114,12 @@ def render(
         RefusedTurnsError: the template does not accept the turns.
         InputError: rendering takes longer than MAX_RENDER_S, or makes more text than MAX_GROWTH allows.
     """
-    turns = [{"role": message.role, "content": message.content} for message in messages]
     num_chars = sum(len(message.content) for message in messages)
     try:
         with time_limit(MAX_RENDER_S):
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+            tools, turns = split_tools(messages)
+            options: Any = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+            text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
     except TimeLimitError:
         raise InputError(
             f"the chat template of {_name(tokenizer)} does not end within {MAX_RENDER_S:.0f} s; --template "
@@ -237,7 +238,8 @@ def _at_marks(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     options: Any = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
-    marked: Any = render_jinja_template([list(map(asdict, messages))], return_assistant_tokens_mask=True, **options)
+    tools, turns = split_tools(messages)
+    marked: Any = render_jinja_template([turns], tools, return_assistant_tokens_mask=True, **options)
     ends, found, start = [special.by_id[token] for token in special.ends], list[tuple[str, bool]](), 0
     for text, is_response in pieces:
         place, size = 0, len(text)
@@ -263,7 +265,8 @@ def _pieces(
     """
     whole = render(tokenizer, messages)
     if len(targets) > 2:
-        short = [Message(message.role, "a") for message in messages[: targets[0] + 1]]
+        first = messages[: targets[0] + 1]
+        short = [turn if turn.role == "tools" else Message(turn.role, "a") for turn in first]
         with suppress(RefusedTurnsError):
             if pieces := _cut(tokenizer, whole, messages, targets, special, before=short):
                 return pieces

@@ -97,7 +97,7 @@ class _RowMaker:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts) -> None:
         self.tokenizer, self.options, self.counts = tokenizer, options, counts
-        self.special = special_tokens(tokenizer)
+        self.special, self.renders_tools = special_tokens(tokenizer), "tools" in str(tokenizer.chat_template)
 
     def rows(self, records: Iterable[Record], make: Callable[[Record], R]) -> Iterator[R]:
         """Yield what `make` returns for each record; a record that it refuses is counted instead."""
@@ -111,6 +111,8 @@ class _RowMaker:
                 num_tokens = error.num_tokens if isinstance(error, TooLongError) else 0
                 self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens, found=error.found)
             else:
+                if record.messages[:1] and record.messages[0].role == "tools" and not self.renders_tools:
+                    self.counts.add("kept", "tools that the chat template does not render", record.origin)
                 yield row
 
     def sequence(self, record: Record) -> SFTRow:

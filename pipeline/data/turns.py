@@ -35,7 +35,10 @@ class BadRowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A turn. role: 'system', 'user' or 'assistant'; content: its text without surrounding white space."""
+    """A turn. role: 'system', 'user' or 'assistant'; content: its text without surrounding white space.
+
+    A conversation with tools begins with a turn of the role 'tools', whose content is their list as JSON.
+    """
 
     role: str
     content: str
@@ -110,6 +113,8 @@ def parse_turns(value: Any, column: str) -> Turns:
     turns = []
     for item in items:
         role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
+        if item.get("tool_calls"):
+            raise BadRowError(f"{column} has a turn that calls tools; only text is read")
         text = _joined(content, column) if isinstance(content, list) and content else content
         if not isinstance(text, str):
             raise BadRowError(f"{column} has a turn without text")
@@ -117,6 +122,34 @@ def parse_turns(value: Any, column: str) -> Turns:
             raise BadRowError(f"{column} has a turn whose role is not system, user or assistant", repr(role)[:40])
         turns.append(Message(ROLES[role.lower()], text.strip()))
     return tuple(turns)
+
+
+def parse_tools(value: Any) -> Turns:
+    """Parse a row's tools, a list of JSON schemas or the JSON of one, to the turn in front of a conversation, if any.
+
+    Nulls are left out: tables fill them in where schemas differ. Raises BadRowError for another type.
+    """
+    try:
+        tools = _without_nulls(json.loads(value or "[]") if isinstance(value, str) else value or [])
+        text = json.dumps(tools, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError):  # no JSON, what JSON does not have, or too deep
+        tools, text = None, ""
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRowError("tools is no list of JSON schemas")
+    return (Message("tools", text),) if tools else ()
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def split_tools(messages: Sequence[Message]) -> tuple[list[Any] | None, list[dict[str, Any]]]:
+    """Return the tools of a conversation and its other turns, as templates take both."""
+    num_tools = int(bool(messages) and messages[0].role == "tools")
+    turns = [{"role": turn.role, "content": turn.content} for turn in messages[num_tools:]]
+    return json.loads(messages[0].content) if num_tools else None, turns
 
 
 def _joined(parts: list[Any], column: str) -> str:
@@ -129,8 +162,9 @@ def _joined(parts: list[Any], column: str) -> str:
 
 
 def check_turns(turns: Turns) -> None:
-    """Raise BadRowError unless, after one optional system turn, non-empty user and assistant turns alternate."""
-    spoken = turns[1:] if turns and turns[0].role == "system" else turns
+    """Raise BadRowError unless non-empty user and assistant turns alternate after one of tools and one system turn."""
+    spoken = turns[1:] if turns and turns[0].role == "tools" else turns
+    spoken = spoken[1:] if spoken and spoken[0].role == "system" else spoken
     if not spoken:
         raise BadRowError("empty prompt")
     if any(not turn.content for turn in spoken):

@@ -49,7 +49,21 @@ EOS_BEHIND = UNMARKED.replace("assistant\n{% endif %}", "assistant\n{% else %}{{
 MARKED_EOS = MARKED.replace(
     "assistant\n{% endif %}", "assistant\n{% else %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
 )
-TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + MARKED
+# Qwen2.5's: the tools are a part of the system turn, one on a line.
+TOOLS = (
+    "{%- if tools %}{{- '<|im_start|>system\n' }}"
+    "{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'Help.' }}{%- endif %}"
+    '{{- "\n\n# Tools\n\n<tools>" }}{%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}'
+    "{{- '\n</tools><|im_end|>\n' }}{%- endif %}" + MARKED
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city </s>",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 TALK = (
     Message("system", "Be brief."),
     Message("user", "How do I make tea?"),
@@ -224,6 +238,56 @@ def test_prompts_without_a_bos_are_token_prefixes_on_real_rows(real_data, chatml
         is_prefix = sft.ids[: len(prompt)] == prompt and not any(sft.trained[: len(prompt)])
         is_answer = all(sft.trained[len(prompt) :]) and sft.ids[-1] == end
         assert is_prefix and is_answer, row.origin
+
+
+@pytest.mark.parametrize("template", [TOOLS, TOOLS.replace("{% generation %}", "").replace("{% endgeneration %}", "")])
+def test_tools_of_a_row_are_rendered_as_transformers_does_in_all_stages(chatml, template, tmp_path):
+    """By lists and by JSON; tables fill in nulls. A text that spells a special token is broken up there too."""
+    chatml.chat_template = template
+    spelt = json.dumps(WEATHER).replace("</s>", chatml.eos_token)
+    plain = json.loads(spelt.replace(chatml.eos_token, f"{chatml.eos_token[0]} {chatml.eos_token[1:]}"))
+    turns, tool = [asdict(turn) for turn in TALK], json.loads(spelt)
+    tables = [{**tool, "strict": None}], json.dumps([tool]), [], None
+    sides = [{"chosen": "four minutes", "rejected": "No.", "prompt": turns[:-1], "tools": tools} for tools in tables]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(side) + "\n" for side in sides))
+    rows, counts = list(read_records(read_rows(str(tmp_path / "rows.jsonl")), Counts())), Counts()
+    made = [list(make(rows, chatml, TokenizationOptions(), counts)) for make in (sft_rows, pair_rows, prompt_rows)]
+    for sft, pair, prompt, tools in zip(*made, ([plain], [plain], None, None), strict=True):
+        options = {"tools": tools, "tokenize": False}
+        text = chatml.apply_chat_template(turns[:-1], add_generation_prompt=True, **options)
+        ids, whole = (
+            chatml(t, add_special_tokens=False)["input_ids"]
+            for t in (text, chatml.apply_chat_template(turns, **options))
+        )
+        assert ("weather" in text) == (tools is not None)
+        assert prompt.prompt_ids == ids == pair.chosen_ids[: len(ids)] == pair.rejected_ids[: pair.prompt_length]
+        assert sft.ids == whole[: len(sft.ids)] == pair.chosen_ids
+        assert trained_text(chatml, sft).replace(" ", "") == "Boilwater.<|im_end|>fourminutes<|im_end|>"
+        # Another reward model's template gets them too.
+        again = [Message(**turn) for turn in json.loads(prompt.messages)]
+        assert encode_conversation(chatml, [*again, TALK[-1]], "last").ids == pair.chosen_ids
+    first, second, third, fourth = (prompt.prompt_id for prompt in made[2])
+    assert first == second != third == fourth, "with other tools it is another prompt"
+    assert not any("tools that" in line for line in counts.lines())
+
+
+def test_tools_that_cannot_be_rendered_or_are_called_are_told_of(chatml, tmp_path):
+    turns, counts = [asdict(turn) for turn in TALK[:3]], Counts()
+    calls = [*turns[:-1], {"role": "assistant", "content": "Let me see.", "tool_calls": [{"function": {"name": "f"}}]}]
+    rows = [{"messages": turns, "tools": tools} for tools in ([WEATHER], "weather", [1], "[" * 10**5)] + [
+        {"messages": calls}
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chatml.chat_template = MARKED
+    records = read_records(read_rows(str(tmp_path / "rows.jsonl")), counts)
+    assert len(list(sft_rows(records, chatml, TokenizationOptions(), counts))) == 1
+    where = str(tmp_path / "rows.jsonl")
+    assert [line for line in counts.lines() if "special" not in line] == [
+        f"3 dropped: tools is no list of JSON schemas (first: {where}:2)",
+        f"1 dropped: messages has a turn that calls tools; only text is read (first: {where}:5)",
+        f"1 kept: tools that the chat template does not render (first: {where}:1)",
+    ]
+    assert counts.unread == {}
 
 
 def longer_tokenizer(folder: Path, text: str, *, special: bool) -> None:
