@@ -131,7 +131,9 @@ def plan_stages(
             how = "--auto_fit makes it fit" if changes_it else "to make it fit"
             print(f"  {how}, each with those before it:", *ladder.ladder(planner, resolved), sep="\n    ")
             if not changes_it:
-                errors.append(f"{section}: {page.verdict(memory, target)} ({target})")
+                here = target.is_cpu and not target.described
+                elsewhere = "; for GPUs that are not here give --target, as 8xH100-80GB" if here else ""
+                errors.append(f"{section}: {page.verdict(memory, target)} ({target}){elsewhere}")
         errors += [f"{section}: {fault}" for fault in planner.disk_faults(resolved, memory)]
         made |= {str(folder): start for folder in model_folders(resolved.config, section)[:1]}
     if errors:

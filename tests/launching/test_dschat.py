@@ -41,6 +41,7 @@ def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("pipeline.launching.preflight.free_bytes", lambda folder: 2**50)
+    monkeypatch.setattr("pipeline.launching.target.memory_of_machine", lambda: 2**50)
     code = importlib.import_module(STAGES[step]).main([*line.split(), "--explain"])
     printed = capsys.readouterr()
     errors = printed.err.splitlines()

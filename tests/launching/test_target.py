@@ -238,6 +238,7 @@ def test_a_plan_on_a_cpu_is_judged_by_the_memory_of_the_host(on_cpu):
     small, tight, large = (on_cpu(limit) for limit in (1.0, 1.5, 3.0))
     assert (small.returncode, tight.returncode, large.returncode) == (3, 0, 0)
     assert small.stderr.startswith("error: sft: does not fit: 1.1") and "of 1.00 GiB in phase train" in small.stderr
+    assert small.stderr.endswith("; for GPUs that are not here give --target, as 8xH100-80GB\n")
     assert "\n  verdict  tight: 1.1" in tight.stdout and "of 1.50 GiB in phase train\n" in tight.stdout
     assert "plan of sft, on 1 x CPU, 3.0 GiB each, fp32\n" in large.stdout
     assert re.search(r"\n  host     1.1\d to 1.9\d GiB of each machine's 3.00: 1 process\n", large.stdout)
