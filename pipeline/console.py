@@ -1,4 +1,4 @@
-"""The terminal of a command: output that may lose its reader without harm, and Ctrl-C while the command is imported."""
+"""The terminal of a command: lines on stderr, output that outlives its reader, and Ctrl-C while it is imported."""
 
 import errno
 import io
@@ -55,3 +55,10 @@ def raise_on_interrupt() -> None:
 
 def _quit(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_INTERRUPTED)
+
+
+def say(*lines: str) -> None:
+    """Print lines to stderr; on a terminal they replace the progress bar that a killed rank may have left there."""
+    # Back to the start of the line, erase it, show the cursor.
+    left = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
+    print(left + "\n".join(lines), end="\n" if lines else "", file=sys.stderr, flush=True)

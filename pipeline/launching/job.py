@@ -7,10 +7,10 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -20,7 +20,8 @@ from typing import IO, Any
 
 from pipeline import errors
 from pipeline.configuration.flags import Resolved, flag_words
-from pipeline.configuration.run_flags import RESUME, RunConfig
+from pipeline.configuration.run_flags import RESUME, TRIED, RunConfig
+from pipeline.console import say
 from pipeline.data.cache import cache_folder
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, POLL_S, tuned_flags
@@ -44,6 +45,7 @@ STAGES = {
     "step3_ppo.main": ("step3_ppo.config", "PPOConfig", "ppo"),
 }
 HOST_LAUNCHER, MEASURING = "pipeline.launching.host_launcher", "pipeline.run.measure_device"
+MEMORY_WORDS = "out of memory"
 TRIAL_STEPS = 3  # that a micro-batch must have memory for
 RANKS_PER_POLL = 64  # with more ranks the files are read less often
 SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
@@ -126,8 +128,8 @@ def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signa
         # By name: it plans models, which are above this package.
         automatic = importlib.import_module("pipeline.planning.automatic")
         cache = cache_folder(resolved.config.data.data_output_path or None)
-        trial = partial(Trial, signals=signals)
-        flags = automatic.chosen_flags(resolved, section, command, trial, run_dir=run_dir, cache=cache)
+        tries = partial(try_batch, command, signals, run_dir / "auto_batch")
+        flags = automatic.chosen_flags(resolved, section, command, tries, cache=cache)
     file.unlink(missing_ok=True)  # of an earlier run, which nothing is to resume with
     if flags:
         write_choice(file, resolved, flags)
@@ -313,8 +315,35 @@ class Trial(Job):
         return Verdict(errors.EXIT_DONE, []) if is_done else super().ending()
 
 
-def say(*lines: str) -> None:
-    """Print lines to stderr; on a terminal they replace the progress bar that a killed rank may have left there."""
-    # Back to the start of the line, erase it, show the cursor.
-    left = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
-    print(left + "\n".join(lines), end="\n" if lines else "", file=sys.stderr, flush=True)
+def try_batch(
+    command: Sequence[str], signals: Signals, folder: Path, words: list[str], resolved: Resolved, flags: dict[str, Any]
+) -> bool:
+    """Run three steps of a stage with other `words` and `flags`, in a folder that is deleted; tell if it had memory.
+
+    Raises:
+        StoppedRun: on a signal. RunError: it ended for another reason than want of memory.
+    """
+    size, run_dir = flags["per_device_train_batch_size"], folder / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    run_dir.mkdir(parents=True)
+    places = {"run_dir": run_dir, "output_dir": folder / "model"}
+    check_local_port(command, patience_s=ENDING_S)
+    with (folder / "output.txt").open("wb") as output:
+        words = [*command, *words, *flag_words({**TRIED, **places, **flags})]
+        job = Trial(run_dir, words, resolved.config.run.rank_timeout_s, {}, signals=signals, output=output)
+        try:
+            ended = job.supervise()
+        finally:
+            job.kill()
+    lines, text = training_lines(run_dir), "\n".join(ended.lines)
+    if ended.code == errors.EXIT_STOPPED or job.is_asked_to_stop:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise errors.StoppedRun("stopped while micro-batches were tried; the same command starts again")
+    lacks = bool(ended.halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)
+    if not lacks and ended.code != errors.EXIT_DONE:
+        raise errors.RunError(f"--auto_batch: a micro-batch of {size}: {text}; its output: {folder / 'output.txt'}")
+    peak = f", {lines[-1]['gpu_memory_gib']:.1f} GiB" if lines and "gpu_memory_gib" in lines[-1] else ""
+    seconds = f", {min(line['step_s'] for line in lines):.3g} s a step" if lines else ""
+    say(f"auto_batch: micro-batch {size}: {'out of memory' if lacks else f'fits{peak}{seconds}'}")
+    shutil.rmtree(folder, ignore_errors=True)
+    return not lacks

@@ -6,7 +6,6 @@ For the supervisor of a job. The choice is a preset in the run folder, which a r
 import hashlib
 import json
 import shlex
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,29 +16,26 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, flag_words, validated
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
-from pipeline.configuration.run_flags import TRIED
-from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault, InputError, RunError, StoppedRun
+from pipeline.console import say
+from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import read_object, write_json
 from pipeline.launching.dry_run import stage_planner
-from pipeline.launching.job import ENDING_S, Trial, check_local_port, say, training_lines
 from pipeline.launching.machine import hosts_of_launcher, is_on_one_machine, num_ranks
 from pipeline.launching.target import Target, this_machine
 from pipeline.models.loading import load_config
 from pipeline.planning.ladder import changes
 from pipeline.planning.page import fits, verdict
 
-TrialOf = Callable[..., Trial]
-
-MEMORY_WORDS = "out of memory"
+# Runs the stage with more words and other values of some flags; tells whether it has memory for them.
+Tries = Callable[[list[str], Resolved, dict[str, Any]], bool]
 
 
 def chosen_flags(
-    resolved: Resolved, section: str, command: Sequence[str], trial: TrialOf, *, run_dir: Path, cache: Path
+    resolved: Resolved, section: str, command: Sequence[str], tries: Tries, *, cache: Path
 ) -> dict[str, Any]:
     """Return the flags that --auto_fit and --auto_batch add to a job's command; say each.
 
     Args:
-        trial: starts a `Trial`, as its class does; it knows the signals of this process.
         cache: the folder that remembers micro-batches.
 
     Raises:
@@ -54,8 +50,8 @@ def chosen_flags(
         flags = flags_that_fit(resolved, section, target)
         resolved = with_flags(resolved, flags, ranks)
     if run.auto_batch:
-        tries = partial(try_batch, [*command, *flag_words(flags)], trial, run_dir / "auto_batch")
-        flags |= largest_micro_batch(resolved, section, target, tries, cache / "micro_batches.json")
+        fitting = partial(tries, flag_words(flags))
+        flags |= largest_micro_batch(resolved, section, target, fitting, cache / "micro_batches.json")
     return flags
 
 
@@ -145,35 +141,3 @@ def shape_key(resolved: Resolved, section: str, target: Target) -> str:
     models = {name: load_config(path).to_json_string() for name, path in paths.items() if path}
     content = json.dumps([kept, rows, models], sort_keys=True, default=str)
     return f"{section}/{hashlib.sha256(content.encode()).hexdigest()[:16]}/{target.num_gpus} x {target.name}"
-
-
-def try_batch(command: Sequence[str], trial: TrialOf, folder: Path, resolved: Resolved, flags: dict[str, Any]) -> bool:
-    """Run three steps of a stage with other `flags`, in a folder that is deleted; tell whether it had memory for them.
-
-    Raises:
-        StoppedRun: on a signal. RunError: it ended for another reason than want of memory.
-    """
-    size, run_dir = flags["per_device_train_batch_size"], folder / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    run_dir.mkdir(parents=True)
-    places = {"run_dir": run_dir, "output_dir": folder / "model"}
-    check_local_port(command, patience_s=ENDING_S)
-    with (folder / "output.txt").open("wb") as output:
-        words = flag_words({**TRIED, **places, **flags})
-        job = trial(run_dir, [*command, *words], resolved.config.run.rank_timeout_s, {}, output=output)
-        try:
-            ended = job.supervise()
-        finally:
-            job.kill()
-    lines, text = training_lines(run_dir), "\n".join(ended.lines)
-    if ended.code == EXIT_STOPPED or job.is_asked_to_stop:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise StoppedRun("stopped while micro-batches were tried; the same command starts again")
-    lacks = bool(ended.halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)
-    if not lacks and ended.code != EXIT_DONE:
-        raise RunError(f"--auto_batch: a micro-batch of {size}: {text}; its output: {folder / 'output.txt'}")
-    peak = f", {lines[-1]['gpu_memory_gib']:.1f} GiB" if lines and "gpu_memory_gib" in lines[-1] else ""
-    seconds = f", {min(line['step_s'] for line in lines):.3g} s a step" if lines else ""
-    say(f"auto_batch: micro-batch {size}: {'out of memory' if lacks else f'fits{peak}{seconds}'}")
-    shutil.rmtree(folder, ignore_errors=True)
-    return not lacks

@@ -287,7 +287,7 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(bpe_tokenizer, bpe_f
 def test_errors_of_processes_are_one_line(options, bpe_tokenizer, small_shards, monkeypatch):
     monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
     bpe_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
-    with pytest.raises(InputError, match=r"rewrites earlier turns, so that no prompt .*; --train_turns last"):
+    with pytest.raises(InputError, match=r"rewrites earlier turns .*no prompt .*; --template human_assistant"):
         load_or_build("reward", replace(options, template="tokenizer"), bpe_tokenizer)
     write = shards.write_shard
     monkeypatch.setattr(shards, "write_shard", lambda *words: kill_children() or write(*words))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pyte
 import pytest
 
+from pipeline.console import say
 from pipeline.heartbeat import Beat
-from pipeline.launching.job import say
 from pipeline.launching.rank_watch import RankState
 from pipeline.launching.verdict import JobStatus, hang_verdict, judge, signal_of
 from pipeline.processes import Process
