@@ -107,7 +107,7 @@ def run_job(module: str, words: list[str], command: list[str], signals: Signals)
     return verdict.code
 
 
-def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signals: Signals) -> list[str]:
+def chosen_words(resolved: Resolved, section: str, command: list[str], signals: Signals) -> list[str]:
     """Return the words that --auto_fit, --auto_batch and --autotuning add to a command, and write them as a preset.
 
     Raises:
@@ -128,7 +128,7 @@ def chosen_words(resolved: Resolved, section: str, command: Sequence[str], signa
         # By name: it plans models, which are above this package.
         automatic = importlib.import_module("pipeline.planning.automatic")
         cache = cache_folder(resolved.config.data.data_output_path or None)
-        tries = partial(try_batch, command, signals, run_dir / "auto_batch")
+        tries = partial(try_batch, command, signals=signals, folder=run_dir / "auto_batch")
         flags = automatic.chosen_flags(resolved, section, command, tries, cache=cache)
     file.unlink(missing_ok=True)  # of an earlier run, which nothing is to resume with
     if flags:
@@ -316,7 +316,7 @@ class Trial(Job):
 
 
 def try_batch(
-    command: Sequence[str], signals: Signals, folder: Path, words: list[str], resolved: Resolved, flags: dict[str, Any]
+    command: list[str], words: list[str], resolved: Resolved, flags: dict[str, Any], *, signals: Signals, folder: Path
 ) -> bool:
     """Run three steps of a stage with other `words` and `flags`, in a folder that is deleted; tell if it had memory.
 
