@@ -240,7 +240,7 @@ def _at_marks(
     options: Any = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
     tools, turns = split_tools(messages)
     marked: Any = render_jinja_template([turns], tools, return_assistant_tokens_mask=True, **options)
-    ends, found, start = [special.by_id[token] for token in special.ends], list[tuple[str, bool]](), 0
+    ends, found, start = special.end_texts, list[tuple[str, bool]](), 0
     for text, is_response in pieces:
         place, size = 0, len(text)
         for first, last in ((first - start, last - start) for first, last in marked[1][0]):
@@ -318,7 +318,7 @@ def _last_answer(
     text = render(tokenizer, messages) if text is None else text
     if not text.startswith(prompt):
         return prompt, "", ""
-    answer, ends = messages[-1].content, [special.by_id[token] for token in special.ends]
+    answer, ends = messages[-1].content, special.end_texts
     place = text.find(answer, len(prompt))
     place = len(prompt) if place < 0 else place + len(answer)
     stops = [stop + len(end) for end in ends if (stop := text.find(end, place)) >= 0]

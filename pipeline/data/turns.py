@@ -70,6 +70,11 @@ class SpecialTokens(NamedTuple):
     cut: Callable[[str], CutText]
     cut_prompt: Callable[[str], CutText]
 
+    @property
+    def end_texts(self) -> list[str]:
+        """The texts of the tokens that end a turn."""
+        return [self.by_id[token] for token in self.ends]
+
 
 def turns_to_json(turns: Sequence[Message]) -> str:
     """Return the turns as a JSON list of {"role", "content"}."""

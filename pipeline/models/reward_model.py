@@ -115,7 +115,7 @@ def load_reward_model(
     check_head(path, new_head=new_head, quantization=quantization)
     base = adapter_base(path)
     lacks_head = new_head or base is not None  # an adapter brings its head
-    with without_load_report() if lacks_head and not new_head else nullcontext():
+    with without_load_report() if base is not None and not new_head else nullcontext():
         model = load_pretrained(
             AutoModelForSequenceClassification,
             base or path,

@@ -94,11 +94,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 8960,
     },
-    # Radford et al. 2019 (GPT-2, the largest), and Raffel et al. 2020 (T5, 3B).
+    # Radford et al. 2019 (GPT-2, the largest), and Raffel et al. 2020 (T5, 3B and 11B).
     "gpt2-tiny": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 1024},
     "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
     "t5-tiny": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 1024},
     "t5-3b": {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32},
+    "t5-11b": {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128},
 }
 # Scale of the final norm where responses end early. Small: the chance of an end is then nearly the same in every
 # state. Not 0: no gradient would reach the layers, and products of zeros are faster than real ones.

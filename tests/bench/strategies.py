@@ -1,4 +1,4 @@
-"""The row strategies: one shape under each way to spread a training run, by step 1 and by transformers' Trainer.
+"""The rows strategies, t5 and offload: ways to spread a training run, by step 1 and by transformers' Trainer.
 
 `python tests/bench/strategies.py FILE... [--plot PICTURE.png]` prints the table of saved results, and draws them.
 """
@@ -16,15 +16,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.figures import Figures, quotient
-from bench.jobs import Jobs
+from bench.jobs import Jobs, plain
 from bench.random_models import config_of
 from bench.report import table
 from bench.rows import Row
 from bench.supervised import make_rows, other_run, own_run
 
 SIZES = {"critic": "tiny", "batch": 8, "micro_batch": 8, "warm_up": 2, "steps": 6}
-DEFAULTS = {"strategies": SIZES | {"actor": "gpt2-xl"}, "t5": SIZES | {"actor": "t5-3b", "warm_up": 1, "steps": 4}}
+FEW_STEPS = {"warm_up": 1, "steps": 4}
+DEFAULTS = {
+    "strategies": SIZES | {"actor": "gpt2-xl"},
+    "t5": SIZES | FEW_STEPS | {"actor": "t5-3b"},
+    "offload": FEW_STEPS,
+}
 ON_HOST = ("--offload", "true", "--offload_parameters", "true")
+ON_DISK = {"device": "nvme", "buffer_count": 16, "buffer_size": 110_000_000}  # OPT-1.3B's embeddings: 103,000,000
+# By name: ZeRO's stage, then where optimizer states and weights are.
+OFFLOADS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ZeRO-2": (2, {}, {}),
+    "ZeRO-2, optimizer on the host": (2, {"device": "cpu"}, {}),
+    "ZeRO-3": (3, {}, {}),
+    "ZeRO-3, optimizer on the host": (3, {"device": "cpu"}, {}),
+    "ZeRO-3, everything on the host": (3, {"device": "cpu"}, {"device": "cpu"}),
+    "ZeRO-3, optimizer on NVMe": (3, {"device": "nvme"}, {}),
+    "ZeRO-3, everything on NVMe": (3, {"device": "nvme"}, ON_DISK),
+}
 COLUMNS = {"samples_per_s": "samples/s", "peak_gib": "peak GPU GiB", "host_gib": "peak host GiB"}
 MADE_BY = ("step 1", "Trainer")
 
@@ -80,7 +96,7 @@ def strategies(jobs: Jobs, figures: Figures) -> None:
 
 
 def t5(jobs: Jobs, figures: Figures) -> None:
-    """Step 1 of an encoder-decoder model under ZeRO-3, weights, gradients and optimizer states on the host."""
+    """Step 1 of an encoder-decoder model on `--gpus`, weights, gradients and optimizer states on the host."""
     from torch import device
     from transformers import AutoModelForSeq2SeqLM
 
@@ -90,8 +106,28 @@ def t5(jobs: Jobs, figures: Figures) -> None:
     # 16-bit weights, their gradients in fp32, master weights and two moments; page-locked blocks may be rounded up.
     figures.add("host memory, planned", weights * (2 + 4 + 4 + 8) / 2**30, "GiB")
     file = make_rows(jobs, "sft", mixed=True)
-    run = own_run(jobs, "seq2seq", "zero-3-offload, step 1, T5", file, *ON_HOST, zero_stage=3)
+    gpus = jobs.options.gpus[-1]
+    run = own_run(jobs, "seq2seq", f"zero-3-offload, step 1, {gpus} GPU", file, *ON_HOST, gpus=gpus, zero_stage=3)
     figures.add("samples/s", run.get("samples_per_s"), "1/s")
+
+
+def offload(jobs: Jobs, figures: Figures) -> None:
+    """Steps 1 and 3 with states and weights on the GPU, on the host and on a disk: what each costs in time."""
+    jobs.make_models()
+    file = make_rows(jobs, "sft", mixed=False)
+    for name, (stage, optimizer, weights) in OFFLOADS.items():
+        zero = {"stage": stage, "sub_group_size": 100_000_000}
+        for key, place in (("offload_optimizer", optimizer), ("offload_param", weights)):
+            if place:
+                zero[key] = place | ({"nvme_path": str(jobs.folder / "nvme")} if place["device"] == "nvme" else {})
+        config = jobs.folder / f"{plain(name)}.json"
+        config.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
+        words = ("--deepspeed_config", config)
+        sft = own_run(jobs, "sft", f"{name}, step 1", file, *words, zero_stage=stage)
+        jobs.options.zero_stage = stage
+        ppo = jobs.step3(f"{name}, step 3", *words)
+        figures.add(f"seconds of an SFT step, {name}", sft.get("step_s"), "s")
+        figures.add(f"seconds of a PPO step, {name}", ppo.get("step_s"), "s")
 
 
 def rows_of(files: Sequence[str]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
@@ -154,7 +190,7 @@ def main() -> None:
         plot(rows, Path(options.plot))
 
 
-STRATEGY_ROWS: dict[str, Row] = {"strategies": strategies, "t5": t5}
+STRATEGY_ROWS: dict[str, Row] = {"strategies": strategies, "t5": t5, "offload": offload}
 
 if __name__ == "__main__":
     main()

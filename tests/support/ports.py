@@ -3,12 +3,11 @@
 import random
 import socket
 
-# Below those that Linux gives to outgoing connections, as train.py's own: nothing else takes one before it is used.
-PORTS = range(20000, 30000)
+from pipeline.launching.host_launcher import PORTS
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
+    """Return a port of the loopback interface that is free now, and that no outgoing connection takes."""
     chosen = random.SystemRandom()  # tests seed the common generator, in several processes alike
     while True:
         port = chosen.choice(PORTS)
