@@ -7,6 +7,7 @@ to themselves are compared in their times, too.
 """
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -243,7 +244,8 @@ def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]
     output = inputs / "runs" / plain(run.name)
     output.mkdir(parents=True, exist_ok=True)
     command = launched(f"{STAGES[run.section]}.main", [*run_words(run, inputs), *output_words(output)], gpus=run.gpus)
-    variables = environment() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": "1"}
+    threads = max((os.cpu_count() or 1) // run.gpus, 1) if run.alone else 1  # of optimizers on the host
+    variables = environment() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": str(threads)}
     run_logged(f"[plan_runs] {run.name}", command, inputs / f"{plain(run.name)}.log", variables)
     lines = phases.training_lines(output / "run")
     if len({line["micro_batch_size"] for line in lines}) > 1:
