@@ -17,7 +17,7 @@ from bench.jobs import ROOT, BenchError, Jobs
 from bench.preparation import data
 from bench.report import environment, for_people, print_reports
 from bench.rows import PPO_ROWS, SHAPE_NAMES, Row
-from bench.strategies import DEFAULTS, STRATEGIES, STRATEGY_ROWS
+from bench.strategies import DEFAULTS, OFFLOADS, STRATEGIES, STRATEGY_ROWS
 from bench.supervised import SUPERVISED_ROWS
 
 ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS | STRATEGY_ROWS | {"curves": curves, "data": data}
@@ -71,7 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vllm", default="", help="folder of vLLM's packages, for the row vllm")
     parser.add_argument("--work", default="output/bench", help="folder of models, data and logs (output/bench)")
     parser.add_argument("--json", default="", help="file that the JSON line is added to")
-    parser.add_argument("--strategies", nargs="+", default=[], choices=STRATEGIES, help="of the row strategies (all)")
+    chosen = {"choices": sorted(STRATEGIES | OFFLOADS), "help": "of the rows strategies and offload (all)"}
+    parser.add_argument("--strategies", nargs="+", default=[], **chosen)
     return parser
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.figures import Figures, quotient
-from bench.jobs import Jobs, plain
+from bench.jobs import Jobs
 from bench.random_models import config_of
 from bench.report import table
 from bench.rows import Row
@@ -30,16 +30,16 @@ DEFAULTS = {
     "offload": FEW_STEPS,
 }
 ON_HOST = ("--offload", "true", "--offload_parameters", "true")
-ON_DISK = {"device": "nvme", "buffer_count": 16, "buffer_size": 110_000_000}  # OPT-1.3B's embeddings: 103,000,000
-# By name: ZeRO's stage, then where optimizer states and weights are.
+# Buffers for the layers of OPT-1.3B; its embeddings have 103,000,000 weights.
+ON_DISK = {"device": "nvme", "buffer_count": 16, "buffer_size": 110_000_000, "max_in_cpu": 0}
+# ZeRO's stage, then where optimizer states and weights are.
 OFFLOADS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "ZeRO-2": (2, {}, {}),
-    "ZeRO-2, optimizer on the host": (2, {"device": "cpu"}, {}),
-    "ZeRO-3": (3, {}, {}),
-    "ZeRO-3, optimizer on the host": (3, {"device": "cpu"}, {}),
-    "ZeRO-3, everything on the host": (3, {"device": "cpu"}, {"device": "cpu"}),
-    "ZeRO-3, optimizer on NVMe": (3, {"device": "nvme"}, {}),
-    "ZeRO-3, everything on NVMe": (3, {"device": "nvme"}, ON_DISK),
+    "zero-2": (2, {}, {}),
+    "zero-2-optimizer-on-host": (2, {"device": "cpu"}, {}),
+    "zero-3": (3, {}, {}),
+    "zero-3-all-on-host": (3, {"device": "cpu"}, {"device": "cpu"}),
+    "zero-3-optimizer-on-nvme": (3, {"device": "nvme"}, {}),
+    "zero-3-all-on-nvme": (3, {"device": "nvme"}, ON_DISK),
 }
 COLUMNS = {"samples_per_s": "samples/s", "peak_gib": "peak GPU GiB", "host_gib": "peak host GiB"}
 MADE_BY = ("step 1", "Trainer")
@@ -113,21 +113,26 @@ def t5(jobs: Jobs, figures: Figures) -> None:
 
 def offload(jobs: Jobs, figures: Figures) -> None:
     """Steps 1 and 3 with states and weights on the GPU, on the host and on a disk: what each costs in time."""
+    options = jobs.options
     jobs.make_models()
     file = make_rows(jobs, "sft", mixed=False)
-    for name, (stage, optimizer, weights) in OFFLOADS.items():
-        zero = {"stage": stage, "sub_group_size": 100_000_000}
-        for key, place in (("offload_optimizer", optimizer), ("offload_param", weights)):
-            if place:
-                zero[key] = place | ({"nvme_path": str(jobs.folder / "nvme")} if place["device"] == "nvme" else {})
-        config = jobs.folder / f"{plain(name)}.json"
-        config.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
-        words = ("--deepspeed_config", config)
-        sft = own_run(jobs, "sft", f"{name}, step 1", file, *words, zero_stage=stage)
-        jobs.options.zero_stage = stage
-        ppo = jobs.step3(f"{name}, step 3", *words)
-        figures.add(f"seconds of an SFT step, {name}", sft.get("step_s"), "s")
-        figures.add(f"seconds of a PPO step, {name}", ppo.get("step_s"), "s")
+    for name in options.strategies or OFFLOADS:
+        config = jobs.folder / f"{name}.json"
+        config.write_text(json.dumps({"zero_optimization": offload_json(name, jobs.folder)}), encoding="utf-8")
+        options.zero_stage, words = OFFLOADS[name][0], ("--deepspeed_config", config)
+        runs = own_run(jobs, "sft", f"{name}, SFT", file, *words), jobs.step3(f"{name}, PPO", *words)
+        for kind, run in zip(("SFT", "PPO"), runs, strict=True):
+            figures.add(f"seconds of a step, {name}, {kind}", run.get("step_s"), "s")
+
+
+def offload_json(name: str, folder: Path) -> dict[str, Any]:
+    """Return DeepSpeed's `zero_optimization` of one of OFFLOADS, with files below `folder`."""
+    stage, optimizer, weights = OFFLOADS[name]
+    places = {"offload_optimizer": optimizer, "offload_param": weights}
+    on_disk = {"nvme_path": str(folder / "nvme")}
+    zero = {key: place | (on_disk if place["device"] == "nvme" else {}) for key, place in places.items() if place}
+    smaller = {"sub_group_size": 100_000_000, "stage3_max_reuse_distance": 0} if stage == 3 else {}
+    return {"stage": stage} | smaller | zero
 
 
 def rows_of(files: Sequence[str]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
