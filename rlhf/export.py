@@ -65,13 +65,13 @@ def write_int8(path: str, output: Path) -> str:
     """Write the model at `path` with linear layers as int8 codes and fp32 scales; return a line that says so.
 
     The other weights have 16 bits, and so has what is quantised: fp32 is rounded to bf16 first.
-    Raises InputError for an adapter, and for an output that exists.
+    Raises InputError for an adapter, for weights of fewer bits, and for an output that exists.
     """
     from pipeline.checkpoints.model_card import settings_document, shareable
     from pipeline.checkpoints.model_folder import save_model
     from pipeline.inference.answers import load_chat_tokenizer
     from pipeline.models.loading import check_model, load_config
-    from pipeline.models.lora import STORED_INT8_ENTRY
+    from pipeline.models.lora import STORED_INT8_ENTRY, stored_quantization
     from rlhf.merge import load, sixteen_bits
 
     if output.exists():
@@ -80,6 +80,8 @@ def write_int8(path: str, output: Path) -> str:
         raise InputError(f"--checkpoint: {path} is an adapter; `rlhf merge` makes a model of it first")
     check_model(path, "--checkpoint")
     source = load_config(path)
+    if (stored := stored_quantization(source)) not in ("none", "int8"):
+        raise InputError(f"--checkpoint: {path} is stored as {stored}; name the 16-bit folder that it was made of")
     dtype, scores = sixteen_bits(source), "Classification" in "".join(source.architectures or ())
     model = load(path, dtype, scores=scores, quantization="int8")
     documents = {

@@ -71,8 +71,8 @@ def run(argv: list[str], prog: str) -> None:
     import transformers
 
     from pipeline.inference.answers import load_chat_tokenizer
-    from pipeline.models.loading import DTYPES, load_config, stored_quantization
-    from pipeline.models.lora import check_quantization
+    from pipeline.models.loading import DTYPES, load_config
+    from pipeline.models.lora import check_quantization, stored_quantization
     from pipeline.models.weight_files import check_model_files
 
     transformers.logging.disable_progress_bar()

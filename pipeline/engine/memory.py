@@ -55,7 +55,8 @@ def weight_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         yield parameter.data
         yield local_share(parameter)
         if hasattr(parameter, "quant_state"):  # nf4
-            yield from (parameter.quant_state.absmax, parameter.quant_state.state2.absmax)
+            state = parameter.quant_state
+            yield from (part.absmax for part in (state, state.state2) if part is not None)
     yield from module.buffers()
 
 

@@ -29,13 +29,13 @@ from pipeline.errors import InputError
 from pipeline.files import CONFIG_FILES
 from pipeline.hub import commits_read, go_offline_without_network, split_revision
 from pipeline.models.lora import (
-    STORED_INT8,
     check_quantization,
-    keep_one_layout,
     merge_adapter,
     nf4_options,
     quantise_to_int8,
     quantization_of,
+    settle_nf4,
+    stored_quantization,
 )
 from pipeline.models.paths import at_flag, check_language_model, read_adapter_config, reading_error
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, check_text_model, warn_once
@@ -260,8 +260,8 @@ def load_pretrained(
         changes: fields of the configuration to set.
 
     Raises:
-        InputError: no model at `path`, weights missing in its files (they would be random), or stored as int8 where
-            others are needed.
+        InputError: no model at `path`, weights missing in its files (they would be random), or stored as int8 or nf4
+            where others are needed.
         EnvironmentFault: the hub cannot be reached, or bitsandbytes is not installed.
     """
     check_quantization(quantization, "--quantization")
@@ -269,9 +269,13 @@ def load_pretrained(
     path = str(Path(path).expanduser())
     source = load_config(path)
     config = without_dropout(source)
-    if quantization != "auto":
+    stored = stored_quantization(source)
+    if quantization == "auto":
+        quantization = stored
+        check_quantization(stored, f"{path}: its weights are stored as")
+    else:
         check_stored_quantization(path, quantization, "--quantization")
-    if stored_quantization(source) != "none":
+    if stored != "none":
         del source.quantization_config  # what is trained on it is saved without it
     for name, value in changes.items():
         setattr(config, name, value)
@@ -282,7 +286,7 @@ def load_pretrained(
     if not pickles:
         options["use_safetensors"] = True
     if quantization == "nf4":
-        options |= nf4_options(dtype)
+        options |= nf4_options(config, dtype)
     name, _ = split_revision(path)
     try:
         model, info = auto_class.from_pretrained(
@@ -298,21 +302,14 @@ def load_pretrained(
     if quantization == "int8":
         quantise_to_int8(model)
     elif quantization == "nf4":
-        keep_one_layout(model)
+        settle_nf4(model, dtype)
     return model
 
 
-def stored_quantization(config: PretrainedConfig) -> str:
-    """Return how the linear layers are stored: int8 by `rlhf export`, another program's method (gptq, fp8), or none."""
-    entry = getattr(config, "quantization_config", None) or {}
-    method = str(entry.get("quant_method") or "none")
-    return "int8" if method == STORED_INT8 else method
-
-
 def check_stored_quantization(path: str, quantization: str, flag: str) -> None:
-    """Raise InputError if the model at `path` is stored as int8, which the value of `flag` is not, or as others do."""
+    """Raise InputError if the model at `path` is stored as int8 or nf4 and the value of `flag` is not, or as others."""
     stored = stored_quantization(load_config(path))
-    if stored not in ("none", "int8"):
+    if stored not in ("none", "int8", "nf4"):
         raise InputError(
             f"{path}: its weights are stored as {stored} (config.json: quantization_config), which cannot be trained "
             f"here; give its checkpoint in 16 bits, and {flag} int8 or nf4 with LoRA to quantise that while loading"

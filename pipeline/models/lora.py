@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -207,19 +207,34 @@ class StoredInt8Quantizer(HfQuantizer):
                 module.scale.requires_grad_(False)
 
 
-def nf4_options(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for 4-bit weights that compute in `dtype`, on this rank's device."""
-    config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
-    return {
-        "quantization_config": config,
-        "device_map": {"": torch.cuda.current_device() if dist.has_gpu() else "cpu"},
+def nf4_options(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for 4-bit weights that compute in `dtype`, on this rank's device.
+
+    Weights that are stored in 4 bits follow the entry in `config`, where dtype and score head are set in place.
+    """
+    options = {"device_map": {"": torch.cuda.current_device() if dist.has_gpu() else "cpu"}}
+    if entry := getattr(config, "quantization_config", None):
+        entry["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
+        if (skipped := entry.get("llm_int8_skip_modules")) is not None:  # None: transformers finds the heads
+            entry["llm_int8_skip_modules"] = [*skipped, "score"]
+        return options
+    return options | {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
     }
 
 
-def keep_one_layout(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights at an evaluation on a CPU, which rounds their scales for good."""
+def settle_nf4(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give 4-bit layers codes in bytes, and all else in a model `dtype`: transformers leaves both as they are stored.
+
+    bitsandbytes is kept from repacking the codes at an evaluation on a CPU, which rounds their scales for good.
+    """
+    for weight in model.parameters():
+        if hasattr(weight, "quant_state"):
+            weight.data = weight.data.flatten().view(torch.uint8).unsqueeze(1)
+        else:
+            weight.data = weight.data.to(dtype)
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False
@@ -229,7 +244,21 @@ def check_quantization(quantization: str, flag: str = "") -> None:
     """Raise EnvironmentFault for a quantisation, the value of `flag`, whose package is not installed."""
     if quantization == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         value = f"{flag} nf4".strip()
-        raise EnvironmentFault(f"{value}: pip install bitsandbytes, which is not installed here, or take int8")
+        raise EnvironmentFault(
+            f"{value}: pip install bitsandbytes, which is not installed here, or take int8 of 16-bit weights"
+        )
+
+
+def stored_quantization(config: PretrainedConfig) -> str:
+    """Return how the linear layers are stored: none, int8 by `rlhf export`, nf4 by bitsandbytes.
+
+    Other methods of other programs by their names: fp4, bitsandbytes (8 bits), gptq, fp8.
+    """
+    entry = getattr(config, "quantization_config", None) or {}
+    if entry.get("load_in_4bit"):
+        return str(entry.get("bnb_4bit_quant_type", "fp4"))
+    method = str(entry.get("quant_method") or "none")
+    return "int8" if method == STORED_INT8 else method
 
 
 def quantization_of(model: nn.Module) -> str:

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pipeline.configuration.flags import load_yaml
 from pipeline.errors import InputError
@@ -36,8 +37,9 @@ from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.planning.needs import ModelUse, Pass
 
 ALLOCATION_UNIT = 512  # bytes, of torch's allocator for CUDA devices
-# Bytes of a weight in 4 bits, with its share of the doubly quantised scales of blocks of 64 (QLoRA, section 3).
-NF4_BYTES = 0.5 + 0.127 / 8
+# Bytes of a weight in 4 bits with its share of the scale of its block of 64 in fp32, and doubly quantised (QLoRA,
+# section 3).
+NF4_BYTES, DOUBLE_NF4_BYTES = 0.5 + 4 / 64, 0.5 + 0.127 / 8
 COUNTED_ATTENTION = "counted_attention"
 
 
@@ -192,7 +194,7 @@ class ModelSize:
         element, tensors = base.dtype.itemsize, [*parameters, *model.buffers()]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if quantization == "nf4":
-            num_bytes -= int(linear * (element - NF4_BYTES))
+            num_bytes -= saved_by_nf4(base)
         return cls(
             weights=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -204,6 +206,15 @@ class ModelSize:
             element=element,
             tied=tied,
         )
+
+
+def saved_by_nf4(model: Any) -> int:
+    """Return the bytes that 4-bit linear layers take less; by config.json's entry, where they are stored in 4 bits."""
+    entry = getattr(model.config, "quantization_config", None) or {"bnb_4bit_use_double_quant": True}
+    skipped = entry.get("llm_int8_skip_modules")
+    names = [name for name in linear_names(model, "all-linear") if should_convert_module(name, skipped)]
+    packed = DOUBLE_NF4_BYTES if entry.get("bnb_4bit_use_double_quant") else NF4_BYTES
+    return int(sum(model.get_submodule(name).weight.numel() for name in names) * (model.dtype.itemsize - packed))
 
 
 @cache

@@ -129,8 +129,9 @@ def check_disk_offload(file: str) -> None:
 def check_settings(path: str, settings: ModelConfig, prefix: str = "") -> None:
     """Raise InputError if the model at `path` cannot follow its flags, which begin with `prefix` (actor_).
 
-    Weights that are stored as int8 are trained on as such, ZeRO-3 partitions no experts, the attention implementation
-    leaves no soft caps out, and LoRA's pattern matches a layer of the model, which is built without memory.
+    Weights that are stored as int8 or nf4 are trained on as such, ZeRO-3 partitions no experts, the attention
+    implementation leaves no soft caps out, and LoRA's pattern matches a layer of the model, which is built without
+    memory.
     """
     if settings.partitioned == "weights":
         check_whole_experts(path)

@@ -176,7 +176,7 @@ def test_nf4_without_bitsandbytes_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_quantization("int8", "--quantization")
     with pytest.raises(
-        EnvironmentFault, match=r"^--quantization nf4: pip install bitsandbytes, .* or take int8$"
+        EnvironmentFault, match=r"^--quantization nf4: pip install bitsandbytes, .* or take int8 of 16-bit weights$"
     ) as raised:
         check_quantization("nf4", "--quantization")
     assert "\n" not in str(raised.value)

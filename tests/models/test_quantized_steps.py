@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_run import Ended, run_command
+from support.stored_nf4 import store_nf4
 from support.tiny_run import make_folder, read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -19,22 +20,22 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 SHARED = {"data_path": "train.jsonl", "eval_data_path": "test.jsonl", "data_split": "none", "dtype": "fp32",
           "data_output_path": "cache", "max_steps": 2}  # fmt: skip
-NF4 = pytest.param(
-    "nf4",
-    marks=[
-        pytest.mark.slow,
-        pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
-    ],
-)
+HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
+MARKS = [pytest.mark.slow, pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed")]
+NF4 = pytest.param("nf4", marks=MARKS)
+STORED = pytest.param("stored", marks=MARKS)  # nf4, by transformers' own save_pretrained
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, and a tiny Llama as `base/` and as the reward model `scorer/`."""
+    """Data, and a tiny Llama as `base/`, as the reward model `scorer/`, and in 4 bits as `stored/`."""
     folder = make_folder(tmp_path_factory.mktemp("quantized"), num_train=8)
     config = AutoConfig.for_model("llama", vocab_size=len(AutoTokenizer.from_pretrained(folder / "base")), **LLAMA)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    if HAS_BITSANDBYTES:
+        store_nf4(folder / "base", folder / "stored", bnb_4bit_use_double_quant=False)
+        AutoTokenizer.from_pretrained(folder / "base").save_pretrained(folder / "stored")
     config.num_labels, config.score_mean, config.score_std = 1, 0.25, 1.5
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "scorer")
     return folder
@@ -45,17 +46,21 @@ def run(stage: str, folder: Path, ranks: int = 1, **flags: Any) -> Ended:
     return run_command(stage, words, folder=folder, ranks=ranks)
 
 
-def sft(folder: Path, output: str, kind: str, **flags: Any) -> Ended:
-    start = {"model_name_or_path": "base", "max_seq_len": 96, "output_dir": output, "lora_dim": 4}
-    return run("step1_sft", folder, quantization=kind, **(start | flags))
+def base_of(kind: str) -> str:
+    return "stored" if kind == "stored" else "base"
 
 
-def reward(folder: Path, output: str, kind: str, **flags: Any) -> Ended:
-    start = {"model_name_or_path": "base", "max_seq_len": 96, "output_dir": output, "lora_dim": 4}
-    return run("step2_reward", folder, quantization=kind, **(start | flags))
+def sft(folder: Path, output: str, kind: str, *, stage: str = "step1_sft", **flags: Any) -> Ended:
+    start = {"model_name_or_path": base_of(kind), "max_seq_len": 96, "output_dir": output, "lora_dim": 4}
+    return run(stage, folder, **(start | {"quantization": "nf4" if kind == "stored" else kind} | flags))
+
+
+def reward(folder: Path, output: str, kind: str) -> Ended:
+    return sft(folder, output, kind, stage="step2_reward")
 
 
 def ppo(folder: Path, output: str, kind: str, **flags: Any) -> Ended:
+    kind = "nf4" if kind == "stored" else kind
     start = {
         "actor_model_name_or_path": "base", "critic_model_name_or_path": "scorer", "output_dir": output,
         "actor_quantization": kind, "critic_quantization": kind, "actor_lora_dim": 4, "critic_lora_dim": 4,
@@ -96,7 +101,7 @@ def test_two_ranks_at_zero_stage_2_train_what_one_does(kind: str, folder: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", NF4])
+@pytest.mark.parametrize("kind", ["int8", NF4, STORED])
 def test_step_3_goes_on_with_adapters_on_shared_bases(kind: str, folder: Path, tmp_path: Path) -> None:
     """Actor and reference are one model, critic and reward model another; the sampler's log-probabilities are the
     trainer's. The adapters that steps 1 and 2 left go on, and what is saved belongs to the first base."""
@@ -115,7 +120,7 @@ def test_step_3_goes_on_with_adapters_on_shared_bases(kind: str, folder: Path, t
     for name, start in (("actor", "sft"), ("critic", "reward")):
         assert is_adapter_alone(tmp_path / name)
         adapter = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        assert adapter["base_model_name_or_path"] == str((folder / "base").resolve())
+        assert adapter["base_model_name_or_path"] == str((folder / base_of(kind)).resolve())
         before, after = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in (start, name))
         assert before.keys() == after.keys() and any(not before[key].equal(after[key]) for key in before)
         resumed = load_file(tmp_path / "resumed" / name / "adapter_model.safetensors")
