@@ -17,7 +17,9 @@ from types import FrameType
 
 import psutil
 
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of this container: bytes, or `max`
+OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+# Controllers of a cgroup -> its limit on memory, in bytes: of version 2, and of version 1, with a folder of their name.
+LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, else of the machine
 GIB = 2**30
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -99,10 +101,26 @@ def free_memory() -> str:
 
 def memory_of_machine() -> int:
     """Return the bytes of memory that the processes of this machine, or of this container, can have together."""
-    total = psutil.virtual_memory().total
-    with suppress(OSError, ValueError):
-        return min(total, int(MEMORY_LIMIT.read_text(encoding="utf-8")))
-    return total
+    return min([psutil.virtual_memory().total, *memory_limits()])
+
+
+def memory_limits() -> Iterator[int]:
+    """Yield the limits in bytes on the memory of this process's cgroups and of those above them, of versions 1 and 2.
+
+    In a container the path may be that of the host, and only the uppermost folder there: it is the container's own.
+    """
+    lines = []
+    with suppress(OSError):
+        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        top = CGROUPS / controllers
+        own = top / path.lstrip("/")
+        for folder in (own, *own.parents) if controllers in LIMIT_FILES else ():
+            with suppress(OSError, ValueError):  # no such file, or `max`
+                yield int((folder / LIMIT_FILES[controllers]).read_text(encoding="utf-8"))
+            if folder == top:
+                break
 
 
 def peak_memory() -> int:

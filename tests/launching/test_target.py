@@ -227,7 +227,9 @@ def on_cpu(planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
 
     def run(limit_gib: float, *words: str) -> Done:
         (tmp_path / "memory.max").write_text(f"{int(limit_gib * GIB)}\n", encoding="utf-8")
-        monkeypatch.setattr(processes, "MEMORY_LIMIT", tmp_path / "memory.max")
+        (tmp_path / "own").write_text("0::/\n", encoding="utf-8")
+        monkeypatch.setattr(processes, "CGROUPS", tmp_path)
+        monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "own")
         return planned("--dry-run", *words)
 
     return run
