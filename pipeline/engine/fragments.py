@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from pipeline.errors import CheckpointError
+
+# Data types of fragments, by their names in the header of a safetensors file.
+CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+PIECE = 2**24  # elements that are copied from a device at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +29,28 @@ class Fragment:
     values: torch.Tensor
 
 
-def write_fragments(path: Path, fragments: Iterable[Fragment]) -> None:
-    """Write this rank's fragments, at most one of each name, as one safetensors file.
+def write_fragments(path: Path, fragments: list[Fragment]) -> None:
+    """Write this rank's fragments, at most one of each name, as one safetensors file, and empty the list meanwhile.
+
+    Beside the fragments it takes memory for a piece of one of them: safetensors' own writer wants copies of all.
 
     Raises:
-        OSError, safetensors.SafetensorError: the file cannot be written.
+        OSError: the file cannot be written.
     """
-    tensors, starts = {}, {}
+    starts = {fragment.name: fragment.start for fragment in fragments}
+    header: dict[str, Any] = {"__metadata__": {"starts": json.dumps(starts)}}
+    end = 0
     for fragment in fragments:
-        # A copy: safetensors refuses views that share memory, and training goes on while the file is written.
-        tensors[fragment.name] = fragment.values.detach().to("cpu", copy=True).contiguous()
-        starts[fragment.name] = fragment.start
-    save_file(tensors, path, metadata={"starts": json.dumps(starts)})
+        start, end = end, end + fragment.values.nbytes
+        shape = list(fragment.values.shape)
+        header[fragment.name] = {"dtype": CODES[fragment.values.dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        while fragments:
+            for piece in fragments.pop(0).values.detach().split(PIECE):
+                file.write(piece.cpu().contiguous().view(torch.uint8).numpy())
 
 
 class FragmentReader:

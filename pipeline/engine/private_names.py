@@ -52,8 +52,10 @@ DEEPSPEED = {
     "_optimizer_states_and_gradient_swap_in _optimizer_states_and_gradient_swap_out _overflow_clean_up "
     "_reassign_or_swap_out_partitioned_parameters _swappable_optimizer_subgroup _update_scale averaged_gradients "
     "check_overflow exit_backward final_location fp16_groups fp32_partitioned_groups_flat invalidate_secondary_tensor "
-    "ipg_buckets loss_scale loss_scaler parameter_offload params_already_reduced persistent_parameters "
-    "reduce_and_partition_stream",
+    "ipg_buckets loss_scale loss_scaler optimizer_swapper parameter_offload params_already_reduced "
+    "persistent_parameters reduce_and_partition_stream",
+    "runtime.swap_tensor.optimizer_utils.OptimizerSwapper": "swap_params_info",
+    "runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo": "get_compute_tensors get_swap_paths",
     "runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "_register_deepspeed_module backward_hooks forward_hooks "
     "partition_all_parameters",
     "runtime.zero.partition_parameters.Init": "all_gather all_gather_coalesced ds_active_sub_modules ds_id ds_numel "

@@ -64,6 +64,17 @@ def in_memory(engine: TrainingEngine, number: int) -> Iterator[None]:
         engine.optimizer._optimizer_states_and_gradient_swap_out(number)
 
 
+def swap_files(engine: TrainingEngine, master: Any) -> dict[int, str]:
+    """Return the file of each tensor, by its id, that DeepSpeed keeps on NVMe of one of `masters` between steps."""
+    kept = engine.optimizer.optimizer_swapper.swap_params_info[master.ds_id]
+    return dict(zip(map(id, kept.get_compute_tensors()), kept.get_swap_paths(), strict=True))
+
+
+def mapped(file: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Map the first elements of a file, which takes memory for those that are read, until the tensor is released."""
+    return torch.from_file(file, shared=False, size=numel, dtype=dtype)
+
+
 def unpartitioned(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (fp32 tensor, parameter of the model) at ZeRO stage 0; in fp32 both are the same tensor."""
     if not hasattr(optimizer, "fp32_groups"):
@@ -102,16 +113,15 @@ def engine_fragments(engine: TrainingEngine) -> Iterator[Fragment]:
         return  # all ranks hold equal states
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, (master, pieces) in enumerate(masters(engine)):
-        with in_memory(engine, number):
-            state = inner.state.get(master, {})
-            tensors = {"weights": master.data} | moments(state)
-            if is_on_disk(engine, number):
-                tensors = {kind: tensor.clone() for kind, tensor in tensors.items()}  # the buffers are used again
+        state = inner.state.get(master, {})
+        tensors = {"weights": master} | moments(state)
+        files = swap_files(engine, master) if is_on_disk(engine, number) else {}
         for kind, values in scales(state).items():
             yield Fragment(scales_name(engine, kind, number, master), 0, values)
         for piece in pieces:
             for kind, tensor in tensors.items():
-                yield Fragment(f"{kind}/{piece.name}", piece.start, tensor.reshape(-1)[piece.place])
+                whole = mapped(files[id(tensor)], piece.place.stop, tensor.dtype) if files else tensor.data.reshape(-1)
+                yield Fragment(f"{kind}/{piece.name}", piece.start, whole[piece.place])
             if state and piece.start == 0:
                 yield Fragment(f"step/{piece.name}", 0, torch.as_tensor(state["step"], dtype=torch.float32).reshape(1))
 

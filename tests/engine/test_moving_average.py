@@ -91,7 +91,7 @@ def test_a_checkpoint_restores_it_exactly(tmp_path):
     average, _ = after_updates(model(), 3)
     saved = {name: value.clone() for name, value in average.averages.items()}
     other, _ = after_updates(model(), 1)
-    write_fragments(tmp_path / "average.safetensors", average.fragments())
+    write_fragments(tmp_path / "average.safetensors", list(average.fragments()))
     other.restore(FragmentReader([tmp_path / "average.safetensors"]))
     assert all(other.averages[name].equal(saved[name]) for name in saved)
     other.update()

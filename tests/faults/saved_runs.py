@@ -67,8 +67,8 @@ def operations_watched(before: Callable[[str, tuple[Any, ...]], None]) -> Iterat
         for name in OS_CALLS:
             patch.setattr(os, name, watched(name, getattr(os, name)))
         patch.setattr(Path, "write_text", watched("write_text", Path.write_text))
-        for module in (checkpoint, fragments):
-            patch.setattr(module, "save_file", watched("save_file", module.save_file))
+        for name in ("save_file", "write_fragments"):
+            patch.setattr(checkpoint, name, watched(name, getattr(checkpoint, name)))
         yield
 
 

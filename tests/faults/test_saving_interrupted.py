@@ -44,8 +44,8 @@ def save_killed(folder: Path, engine: Any, at: int, *, half: bool) -> int:
     def before(name: str, given: tuple[Any, ...]) -> None:
         nonlocal seen
         if seen == at:
-            if half and name in ("write_text", "save_file"):
-                Path(given[0] if name == "write_text" else given[1]).write_bytes(b"half")
+            if half and name in ("write_text", "save_file", "write_fragments"):
+                Path(given[1] if name == "save_file" else given[0]).write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
         seen += 1
 
@@ -59,7 +59,7 @@ def save_killed(folder: Path, engine: Any, at: int, *, half: bool) -> int:
 @pytest.mark.parametrize("half", [False, True])
 def test_a_checkpoint_remains_wherever_a_save_is_killed(tmp_path, engine, half):
     names = count_operations(tmp_path / "counted", engine)
-    assert len(names) > 20 and {"fsync", "rename", "unlink", "save_file", "write_text"} <= set(names)
+    assert len(names) > 20 and {"fsync", "rename", "unlink", "save_file", "write_fragments", "write_text"} <= set(names)
     found = []
     for at in range(len(names)):
         folder = tmp_path / f"killed-{at}"

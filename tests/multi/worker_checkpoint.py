@@ -55,7 +55,7 @@ def written(inputs: Path, stage: int, dtype: str) -> dict[str, Any]:
     losses(engine, 3)
     folder = inputs / f"state-{dist.world_size()}-{stage}-{dtype}"
     dist.on_main(folder.mkdir)
-    write_fragments(folder / f"rank-{dist.rank()}.safetensors", engine_fragments(engine))
+    write_fragments(folder / f"rank-{dist.rank()}.safetensors", list(engine_fragments(engine)))
     torch.distributed.barrier()
     return {"after": losses(engine, 3), "counters": counters(engine)["engine"]}
 
