@@ -24,6 +24,7 @@ from pipeline.heartbeat import beat
 from pipeline.models.loading import base_model, is_encoder_decoder
 from pipeline.models.packed_attention import enable_packed_attention
 from pipeline.models.tokenizers import prepare_tokenizer
+from pipeline.planning.room import make_room
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
@@ -35,6 +36,7 @@ from step1_sft.checks import start_models
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, evaluate_answers, forward_log_probs
 from step1_sft.loss import token_sum_loss
+from step1_sft.needs import needs
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
     start_engines(run)
     check_start_models(start_models(config, {}))
+    make_room(run, needs)
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     seq2seq = is_encoder_decoder(config.model.model_name_or_path)

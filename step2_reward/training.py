@@ -17,6 +17,7 @@ from pipeline.engine.build import start_engines, value_model_engine
 from pipeline.heartbeat import beat
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import prepare_tokenizer
+from pipeline.planning.room import make_room
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
@@ -27,6 +28,7 @@ from pipeline.training.supervised import Supervised, assemble
 from step2_reward.checks import start_models
 from step2_reward.config import RewardConfig
 from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
+from step2_reward.needs import needs
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
     start_engines(run)
     check_start_models(start_models(config, {}))
+    make_room(run, needs)
     data = config.data
     tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
     pairs = prepare_data("reward", data, tokenizer=tokenizer)

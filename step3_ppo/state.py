@@ -25,6 +25,7 @@ from pipeline.models.flops import TrainingWork, training_work
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import eos_ids, prepare_tokenizer
 from pipeline.out_of_memory import KEPT_CACHE, halved_before
+from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import in_batches_that_fit
 from pipeline.training.micro_batches import MicroBatch
@@ -32,6 +33,7 @@ from pipeline.training.steps import Counters, rate_factor
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Experience, Responses, Rewarded, Scores, reward_responses
 from step3_ppo.models import Models, generation_options, make_models, make_tokenizers
+from step3_ppo.needs import needs
 from step3_ppo.rollout import Sampler, Schedule, make_prompts, make_schedule, make_text, sampling_line
 from step3_ppo.updater import StepSize, Updater
 
@@ -193,6 +195,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     """Everything that the loop works on, with the weights of the newest checkpoint; and the rest of that checkpoint."""
     start_engines(run)
     tokenizers = make_tokenizers(config)
+    make_room(run, needs)
     prompts = make_prompts(config, tokenizers.actor)
     text = make_text(run, config, tokenizers.actor)
     models = make_models(run, config, tokenizers)

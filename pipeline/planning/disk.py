@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.configuration.ds_config import Json, is_on_nvme
 from pipeline.files import GIB, free_bytes
-from pipeline.planning.measurement import model_size
-from pipeline.planning.memory import FP32, MOMENTS, MemoryPlan
+from pipeline.planning.measurement import ModelSize, model_size
+from pipeline.planning.memory import FP32, MOMENTS
 from pipeline.planning.needs import ModelUse
 
 
@@ -45,30 +45,41 @@ def outputs(models: Sequence[ModelUse], dtype: str, config: Any) -> Outputs:
     return Outputs([*whole, *averages], checkpoint, kept)
 
 
-def nvme_files(plan: MemoryPlan, engines: Mapping[str, Json]) -> dict[Path, int]:
+def nvme_files(
+    sizes: Mapping[str, ModelSize], engines: Mapping[str, Json], *, ranks: int, per_host: int
+) -> dict[Path, int]:
     """Return the bytes of DeepSpeed's files in each folder of NVMe on a machine, of all models and processes there.
+
+    sizes, engines: of the models of a stage, by role. per_host: processes of a machine.
 
     Weights in their own type, a tied head apart, as it is before it is tied; master weights, moments and gradients in
     fp32. What DeepSpeed keeps in memory because it is below 1 MiB is counted, too.
     """
     taken: dict[Path, int] = {}
-    for role, size in plan.sizes.items():
+    for role, size in sizes.items():
         zero, shares = engines[role]["zero_optimization"], list[tuple[Path, int]]()
         if is_on_nvme(engines[role], "offload_param"):
             # Of several models each has its own folder below the one that was given.
             folder = Path(zero["offload_param"]["nvme_path"])
             whole = size.num_bytes + size.tied * size.element
-            shares.append((folder.parent if len(plan.sizes) > 1 else folder, whole))
+            shares.append((folder.parent if len(sizes) > 1 else folder, whole))
         if is_on_nvme(engines[role], "offload_optimizer"):
             shares.append((Path(zero["offload_optimizer"]["nvme_path"]), (2 * FP32 + MOMENTS) * size.trained))
         for folder, whole in shares:
-            taken[folder] = taken.get(folder, 0) + -(-whole // plan.ranks) * plan.per_host
+            taken[folder] = taken.get(folder, 0) + -(-whole // ranks) * per_host
     return taken
 
 
+def earlier_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that earlier runs have left in a folder of NVMe: a run deletes them when it starts."""
+    for below in ("", "*/"):  # of a model that has a folder of its own
+        yield from folder.glob(f"{below}zero_stage_3/*/rank*/*.tensor.swp")
+
+
 def without_room(files: Mapping[Path, int]) -> Iterator[str]:
-    """Yield a line for each folder of this machine that has no room for its files; earlier ones are written over."""
+    """Yield a line for each folder of this machine that has no room for its files in the place of earlier ones."""
     for folder, size in files.items():
-        room = free_bytes(folder) + sum(file.stat().st_size for file in folder.rglob("*.swp"))
+        room = free_bytes(folder) + sum(file.stat().st_size for file in earlier_files(folder))
         if size > room:
-            yield f"{folder} (NVMe) has room for {room / GIB:.2f} of {size / GIB:.2f} GiB"
+            found = f"{folder} (NVMe) has room for {room / GIB:.2f} of {size / GIB:.2f} GiB"
+            yield f"{found}: free some, or give an nvme_path on another disk"

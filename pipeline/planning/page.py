@@ -59,7 +59,7 @@ class StagePlanner:
 
     def files(self, resolved: Resolved, plan: MemoryPlan) -> Mapping[Path, int]:
         """Return the bytes on a machine of each folder of NVMe that the stage offloads to."""
-        return nvme_files(plan, self.jsons_of(resolved))
+        return nvme_files(plan.sizes, self.jsons_of(resolved), ranks=plan.ranks, per_host=plan.per_host)
 
     def disk_faults(self, resolved: Resolved, plan: MemoryPlan) -> list[str]:
         """Return a line for each such folder of this machine that has too little room."""

@@ -3,18 +3,27 @@
 import json
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from safetensors.torch import load_file, save_file
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
+from pipeline.configuration.flags import parse
+from pipeline.dist import World
+from pipeline.errors import EnvironmentFault
 from pipeline.planning import disk, page
+from pipeline.planning.room import make_room
+from pipeline.run.run import Run
 from pipeline.training import start_models
+from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
+from step1_sft.needs import needs as sft_needs
 from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
 
@@ -131,6 +140,14 @@ def on_disk(tmp_path, monkeypatch):
     return write
 
 
+def earlier_file(disk: Path) -> Path:
+    """The path of a file as DeepSpeed leaves them in a folder of NVMe."""
+    file = disk / "zero_stage_3/optimizer/rank0/0_195.tensor.swp"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+ADVICE = ": free some, or give an nvme_path on another disk"
 BUFFERS = {"buffer_size": 100_000, "buffer_count": 15, "max_in_cpu": 0}
 
 
@@ -259,14 +276,66 @@ def test_a_plan_says_whether_a_disk_has_room_for_what_is_offloaded(
     monkeypatch.setattr(disk, "GIB", 1)
     for room, code in ((needed - 101, 3), (needed - 100, 0)):
         monkeypatch.setattr(disk, "free_bytes", lambda folder, room=room: room)
-        (tmp_path / "disk/zero_stage_3").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "disk/zero_stage_3/old.tensor.swp").write_bytes(b"x" * 100)
+        earlier_file(tmp_path / "disk").write_bytes(b"x" * 100)
         train(folder, tmp_path / "sft", code=code, **given)
         captured = capsys.readouterr()
-        fault = f"{tmp_path / 'disk'} (NVMe) has room for {room + 100:.2f} of {needed:.2f} GiB"
+        fault = f"{tmp_path / 'disk'} (NVMe) has room for {room + 100:.2f} of {needed:.2f} GiB{ADVICE}"
         assert (f"error: sft: {fault}\n" in captured.err) == (code == 3)
         assert (f"; {fault}\n" in captured.out) == (code == 3)
         assert f", 0.00 GiB in {tmp_path / 'disk'} (NVMe)\n" in captured.out
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_a_start_is_refused_where_the_plan_finds_no_room(folder, sft, tmp_path, on_disk, monkeypatch, capsys, stage):
+    """By the same line, before rows and models are read; what an earlier run has left is deleted, and nothing else."""
+    monkeypatch.setattr(start_models, "check_disk_offload", lambda file: None)  # of the compiler and libaio
+    given = {**sft, **on_disk("offload_optimizer", "offload_param", **BUFFERS)}
+    if stage == "ppo":
+        models = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer"}
+        given = {**PPO, **models, **{name: given[name] for name in given if name not in sft}}
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1)
+    train(folder, tmp_path / stage, code=3, dry_run="true", **given)
+    (planned,) = re.findall(rf"^error: {stage}: (.* \(NVMe\) .*)$", capsys.readouterr().err, flags=re.MULTILINE)
+    earlier = earlier_file(tmp_path / "disk"), earlier_file(tmp_path / "disk/actor")
+    others = tmp_path / "disk/zero_stage_3/notes.tensor.swp", tmp_path / "disk/.draft.swp"
+    for file in (*earlier, *others):
+        file.write_bytes(b"x" * 100)
+    train(folder, tmp_path / stage, code=3, max_steps=1, data_output_path=tmp_path / "rows", **given)
+    assert refusal(capsys) == f"error: {planned}" and planned.endswith(ADVICE)
+    assert [file.exists() for file in (*earlier, *others)] == [False, False, True, True]
+    assert not (tmp_path / "rows").exists()
+
+
+def test_a_start_goes_on_where_a_disk_has_just_enough_room(folder, sft, tmp_path, on_disk, monkeypatch, capsys) -> None:
+    """As for the plan, earlier files are room; the next thing that a start does is to read rows."""
+    monkeypatch.setattr(start_models, "check_disk_offload", lambda file: None)
+    given = {**sft, **on_disk("offload_optimizer"), "data_path": tmp_path / "missing.jsonl"}
+    needed = 16 * sum(tensor.numel() for tensor in load_file(folder / "base/model.safetensors").values())
+    for room, said in ((needed, "missing.jsonl"), (needed - 1, "(NVMe) has room for")):
+        monkeypatch.setattr(disk, "free_bytes", lambda folder, room=room: room)
+        train(folder, tmp_path / "sft", code=2 if room == needed else 3, max_steps=1, **given)
+        assert said in refusal(capsys)
+
+
+def test_a_folder_of_nvme_that_cannot_be_written_is_refused(folder, sft, tmp_path, on_disk, monkeypatch, capsys):
+    monkeypatch.setattr(start_models, "check_disk_offload", lambda file: None)
+    (tmp_path / "disk").write_text("a file")
+    train(folder, tmp_path / "sft", code=3, max_steps=1, **sft, **on_disk("offload_optimizer"))
+    assert refusal(capsys).startswith(f"error: {tmp_path / 'disk'}: cannot be written: File exists (")
+
+
+def test_each_machine_needs_room_for_its_own_processes(folder, sft, tmp_path, on_disk, monkeypatch) -> None:
+    """Two of four ranks are here: they write half of 16 bytes a weight."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(disk, "GIB", 1)
+    words = {**sft, **on_disk("offload_optimizer"), "data_path": folder / "train.jsonl", "output_dir": tmp_path / "sft"}
+    resolved = parse(SFTConfig, [str(word) for name in words for word in (f"--{name}", words[name])], section="sft")
+    run = Run(World(0, 4, 0, torch.device("cpu")), tmp_path, "sft", resolved, stop=None)
+    needed = 8 * sum(tensor.numel() for tensor in load_file(folder / "base/model.safetensors").values())
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: needed - 1)
+    line = f"{socket.gethostname()}: {tmp_path / 'disk'} (NVMe) has room for {needed - 1:.2f} of {needed:.2f} GiB"
+    with pytest.raises(EnvironmentFault, match=re.escape(line)):
+        make_room(run, sft_needs)
 
 
 @pytest.mark.faults
