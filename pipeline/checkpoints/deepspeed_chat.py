@@ -18,7 +18,7 @@ from pipeline.data.templates import set_template
 from pipeline.errors import InputError
 from pipeline.models.loading import load_config
 from pipeline.models.paths import read_config, reading_error
-from pipeline.models.reward_model import score_head_fields
+from pipeline.models.reward_model import check_score_class, score_head_fields
 from pipeline.models.tokenizers import check_vocabulary, choose_padding_token, load_tokenizer
 from pipeline.models.weight_files import PICKLED, TOKENIZER_FILES, check_code
 
@@ -110,6 +110,7 @@ def build_model(weights: Weights, source: Path, *, is_reward: bool) -> Any:
     config = load_config(str(source))
     auto: Any = transformers.AutoModelForCausalLM
     if is_reward:
+        check_score_class(config, str(source))
         config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
     dtypes = [value.dtype for value in weights.values() if value.is_floating_point()] or [torch.float32]
     try:

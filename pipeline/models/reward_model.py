@@ -157,17 +157,22 @@ def check_head(path: str, *, new_head: bool = False, quantization: str = "none")
         new_head, quantization: as for `load_reward_model`.
     """
     loaded = load_config(path)  # also of a hub id
-    if type(loaded) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise InputError(
-            f"{path}: transformers has no sequence classification class for {loaded.model_type}, which a reward model "
-            "needs; take another"
-        )
+    check_score_class(loaded, path)
     config = loaded.to_dict()
     if not new_head or any("SequenceClassification" in name for name in config["architectures"] or []):
         check_reward_config(config, path)
     if new_head and adapter_base(path) is not None and quantization != "none":
         raise InputError(
             f"{path}: a new head needs a whole model under {quantization}; rlhf merge {path} FOLDER makes it"
+        )
+
+
+def check_score_class(config: Any, path: str) -> None:
+    """Raise InputError for the configuration of a model at `path` to which transformers cannot give a score head."""
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise InputError(
+            f"{path}: transformers has no sequence classification class for {config.model_type}, which a reward model "
+            "needs; take another"
         )
 
 

@@ -32,7 +32,7 @@ from pipeline.launching.launcher import launch_file
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.loading import DTYPES, base_model, load_config, use_gradient_checkpointing, without_dropout
 from pipeline.models.lora import add_lora, linear_names, quantise_to_int8
-from pipeline.models.reward_model import FloatLinear, TokenValueModel
+from pipeline.models.reward_model import FloatLinear, TokenValueModel, check_score_class
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.planning.needs import ModelUse, Pass
 
@@ -236,12 +236,12 @@ def planned_config(path: str) -> PretrainedConfig:
 def build(use: ModelUse, dtype: str) -> Any:
     """Build a model of a stage on the meta device, wrapped as in training: `CausalLM` or `TokenValueModel`.
 
-    Raises:
-        InputError, EnvironmentFault: its config.json cannot be read, or it is no decoder.
+    Raises InputError, EnvironmentFault: its config.json cannot be read, it is no decoder, or has no class for scores.
     """
     config, settings = without_dropout(planned_config(use.path)), use.settings
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if use.has_values:
+        check_score_class(config, use.path)
         auto_class, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

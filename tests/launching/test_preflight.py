@@ -34,7 +34,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "other.jsonl", [{"ask": "Who?", "reply": "Me."}])
     save_base(folder / "stranger", make_tokenizer(["Other words, and so other pairs of letters."]))
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    families = {"capped": "gemma-2", "experts": "qwen3-moe", "untested": "stablelm", "long": "phi-4-mini"}
+    families = {
+        "capped": "gemma-2", "experts": "qwen3-moe", "untested": "stablelm", "long": "phi-4-mini", "headless": "olmoe",
+    }  # fmt: skip
     for name, family in families.items():
         tokenizer.save_pretrained(folder / name)
         save_family(family, folder / name)
@@ -132,6 +134,19 @@ def test_an_untested_type_is_called_so_only_where_nothing_is_refused(caplog):
     assert problems(sft="--model_name_or_path untested --max_seq_len 1000") and not caplog.messages
     look_before_start(configs(sft="--model_name_or_path untested"), dry_run=True, named_by_section=True)
     assert [line.partition(" here")[0] for line in caplog.messages] == ["untested: model type stablelm is untested"]
+
+
+def test_what_is_not_trained_in_a_mixture_of_experts_is_said(caplog):
+    look_before_start(configs(sft="--model_name_or_path experts"), dry_run=True)
+    text = "mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA"
+    assert caplog.messages == [f"experts: {text}"]
+
+
+def test_a_family_without_a_class_for_scores_is_an_actor_and_no_reward_model():
+    actor = "--model_name_or_path headless"
+    assert look_before_start(configs(sft=actor), dry_run=True) == []
+    line = "headless: transformers has no sequence classification class for olmoe, which a reward model needs"
+    assert problems(sft=actor, reward=actor) == [f"--reward.model_name_or_path: {line}; take another"]
 
 
 def test_a_stage_alone_may_take_earlier_ones_as_made():

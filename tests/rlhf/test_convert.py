@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import deepspeed_chat as dschat
 from support.command_run import run_command
+from support.families import family_config
 from support.in_process import error_lines
 from support.real_tokenizers import load_opt_tokenizer
 from support.tiny_models import EOS, NAMES, PAD, padded, random_rows, tiny_config
@@ -315,6 +316,13 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(reward_source, bpe_fold
     line = refused(capsys, source, tmp_path / "out", "--tokenizer", bpe_folder)
     assert "holds more than tensors and is refused (weights_only)" in line
     assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_reward_model_of_a_family_without_a_class_for_it(reward_source, bpe_folder, tmp_path, capsys):
+    source = shutil.copytree(reward_source, tmp_path / "reward")
+    family_config("olmoe", VOCABULARY).save_pretrained(source)
+    line = refused(capsys, source, tmp_path / "out", "--tokenizer", bpe_folder)
+    assert line.startswith(f"error: {source}: transformers has no sequence classification class for olmoe")
 
 
 def test_sources_that_are_none(reward_source, bpe_folder, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from support.packed_rows import give_bounds, plain_kernel
 from support.ppo_loop import PPOLoop, loop_on_random_prompts
 from support.ppo_settings import ppo_config
 from support.ppo_updates import MEAN, STD, equal_weights, weights
+from support.tiny_models import NUM_TOKENS
 
 from pipeline.errors import DivergedError
 from step3_ppo import models
@@ -29,6 +31,14 @@ def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_pat
         assert steps[0]["policy/sampler_error"] < 1e-4
         assert "objective/kl" in steps[0] and "objective/kl" not in steps[1]
     assert loop.state.step == 8 and loop.course.steps[-1][0] == 8
+
+
+def test_responses_end_at_every_id_that_generation_config_names(world, trained_folders, tmp_path):
+    folder = shutil.copytree(trained_folders.actor, tmp_path / "actor")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(NUM_TOKENS))}))
+    folders = SimpleNamespace(actor=str(folder), reward=trained_folders.reward)
+    responses = loop_on_random_prompts(world, tmp_path, ppo_config(folders)).collect().responses
+    assert responses.response_lengths.tolist() == [1] * 4 and responses.finished.all()
 
 
 def test_rollouts_of_packed_rows_score_and_train_as_padded_ones(world, trained_folders, tmp_path, monkeypatch):
