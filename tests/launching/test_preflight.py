@@ -18,6 +18,7 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.launching import preflight
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.preflight import look_before_start
+from pipeline.models.weight_files import warn_once
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -137,6 +138,7 @@ def test_an_untested_type_is_called_so_only_where_nothing_is_refused(caplog):
 
 
 def test_what_is_not_trained_in_a_mixture_of_experts_is_said(caplog):
+    warn_once.cache_clear()  # a case above starts from the same folder
     look_before_start(configs(sft="--model_name_or_path experts"), dry_run=True)
     text = "mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA"
     assert caplog.messages == [f"experts: {text}"]
