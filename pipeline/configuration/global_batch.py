@@ -24,12 +24,12 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     rows = values["per_device_train_batch_size"] * ranks  # of all ranks between two accumulations
     steps = max(1, round(target / rows))
     changed = {"gradient_accumulation_steps": steps}
-    if origins.get("generation_batches") == "default":
+    origin = f"--train_batch_size {target} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    if origins.get("generation_batches") in ("default", origin):  # the ladder derives it again, for other micro-batches
         prompts = values["per_device_generation_batch_size"] * values["num_samples_per_prompt"]
         per_step = values["per_device_train_batch_size"] * steps
         changed["generation_batches"] = per_step // gcd(per_step, prompts)
     changed = {name: value for name, value in changed.items() if values[name] != value}
-    origin = f"--train_batch_size {target} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     values |= changed
     origins |= dict.fromkeys(changed, origin)
     config: Any = validated(type(resolved.config), values, origins)

@@ -8,10 +8,11 @@ from typing import Any
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, validated
+from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import RunError
 from pipeline.files import GIB
 from pipeline.planning.memory import MemoryPlan
-from pipeline.planning.page import StagePlanner, fits
+from pipeline.planning.page import StagePlanner, fits, host_text
 
 Values = Mapping[str, Any]
 LORA_DIM = 16
@@ -25,12 +26,21 @@ def named(values: Values, flag: str) -> list[str]:
 
 
 def smaller_micro_batch(values: Values, ranks: int) -> dict[str, Any]:
-    """Halve the micro-batch, with as many rows in an optimizer step."""
-    micro = values["per_device_train_batch_size"]
-    if micro % 2:
+    """Halve the micro-batch, to a divisor of the rows that a rank has in an optimizer step: they stay as many.
+
+    Those are the rows that --train_batch_size means, where the ranks divide it; else those that it came to.
+    """
+    micro, meant = values["per_device_train_batch_size"], values["train_batch_size"]
+    rows = micro * values["gradient_accumulation_steps"]
+    kept: dict[str, Any] = {}
+    if meant and meant % ranks == 0:
+        rows = meant // ranks
+    elif meant:
+        kept = {"train_batch_size": rows * ranks}  # accumulation follows from it
+    sizes = [size for size in range(1, micro) if rows % size == 0 and size <= -(-micro // 2)]
+    if not sizes:
         return {}
-    steps = 2 * values["gradient_accumulation_steps"]
-    return {"per_device_train_batch_size": micro // 2, "gradient_accumulation_steps": steps}
+    return {"per_device_train_batch_size": sizes[-1], "gradient_accumulation_steps": rows // sizes[-1], **kept}
 
 
 def with_checkpointing(values: Values, ranks: int) -> dict[str, Any]:
@@ -154,7 +164,7 @@ def changed(
         return None
     try:
         config: Any = validated(type(resolved.config), values | new, resolved.origins)
-        resolved = replace(resolved, config=config)
+        resolved = with_ranks(replace(resolved, config=config), target.num_gpus)
         plan = planner.memory(resolved)
     except RunError:
         return None  # settings that do not go together
@@ -174,7 +184,7 @@ def helps(gained: int, lacking: int) -> bool:
 
 
 def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each change, and a last one that says whether they are enough."""
+    """Yield a line for each change, and a last one that says whether they are enough, and what they take of the host."""
     plan = planner.memory(resolved)
     for change in changes(planner, resolved):
         resolved, plan = change.resolved, change.plan
@@ -188,7 +198,7 @@ def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
             )
         plan = on_disk
     if fits(plan, planner.target):
-        yield "with these it fits"
+        yield f"with these it fits, and takes of the host {host_text(plan, planner.target)}"
     else:
         yield "no change of flags is enough: take more GPUs, larger ones, shorter rows or a smaller model"
 

@@ -169,7 +169,7 @@ def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
     assert (lacking.returncode, changed.returncode) == (3, 0) and changed.stderr == ""
     lines = changed.stdout.partition("--auto_fit makes it fit, each with those before it:\n")[2].splitlines()
     assert lines[0].startswith("    --per_device_train_batch_size 16384 --gradient_accumulation_steps 2: gives back ")
-    assert "    with these it fits" in lines
+    assert lines[1].startswith("    with these it fits, and takes of the host 1.20 to 2.00 GiB of each machine's 64.00: ")
 
 
 @pytest.mark.parametrize(
