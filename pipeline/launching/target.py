@@ -40,8 +40,8 @@ DEVICES = {
 PRODUCTS, COPIES, LINKS = 0.80, 0.89, 0.69
 SAME_MEMORY = 0.1  # largest difference of a device's memory from its data sheet
 TARGET = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", re.ASCII)
-FIELDS = ("hosts", "gpus", "name", "memory_gib", "tb_per_s", "tflops", "host_memory_gib",
-          "link_gb_per_s", "network_gb_per_s")  # fmt: skip
+SPEEDS = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")  # as in DEVICES
+FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,12 @@ class Target:
         if self.measured:
             return f"measured here on {self.measured.day}"
         if self.described:
-            return f"{'data sheet' if self.name in DEVICES else 'as described'}, not measured"
+            return f"{'data sheet' if self.has_speeds_of_sheet else 'as described'}, not measured"
         return f"{'data sheet' if self.tflops else 'not known'}, not measured; `rlhf train --check` measures it"
+
+    @property
+    def has_speeds_of_sheet(self) -> bool:
+        return self.name in DEVICES and DEVICES[self.name][1:3] == (self.tb_per_s, self.tflops)
 
     @property
     def is_cpu(self) -> bool:
@@ -119,8 +123,11 @@ def with_constants(target: Target) -> Target:
     if found is None or target.is_cpu:
         return target
     # Of a file with a device's name that says other speeds, these are meant.
-    is_sheet = target.name in DEVICES and DEVICES[target.name][1:3] == (target.tb_per_s, target.tflops)
-    is_same = is_sheet and is_model(target.name, found.name) and abs(found.memory / target.memory - 1) < SAME_MEMORY
+    is_same = (
+        target.has_speeds_of_sheet
+        and is_model(target.name, found.name)
+        and abs(found.memory / target.memory - 1) < SAME_MEMORY
+    )
     if target.described and not is_same:
         return target
     return replace(
@@ -144,7 +151,7 @@ def parse_target(text: str) -> Target:
     match = TARGET.fullmatch(text)
     if not match or "0" in (match[1], match[2]):
         raise InputError(f"--target {text}: wanted GPUSxDEVICE or HOSTSxGPUSxDEVICE (2x8xA100-40GB), or a YAML file")
-    names = [name for name in DEVICES if name == match[3] or name.rpartition("-")[0] == match[3]]
+    names = devices_called(match[3])
     if len(names) != 1:
         reason = f"give one of {', '.join(names)}" if names else f"known are {', '.join(DEVICES)}, or give a YAML file"
         raise InputError(f"--target {text}: {match[3]}: {reason}{nearest(match[3], DEVICES) if not names else ''}")
@@ -153,8 +160,17 @@ def parse_target(text: str) -> Target:
     return Target(names[0], size, hosts, gpus, tb_per_s, tflops, link_gb_per_s=link, network_gb_per_s=network)
 
 
+def devices_called(name: str) -> list[str]:
+    """Return the devices of DEVICES of a name that may leave out the memory: of `A100` there are two."""
+    return [device for device in DEVICES if name in (device, device.rpartition("-")[0])]
+
+
 def target_of_file(path: Path) -> Target:
-    """Read a target from a YAML file. Raises InputError naming the file and the field."""
+    """Read a target from a YAML file; speeds that it leaves out are those of the device that it names, if known.
+
+    Raises:
+        InputError: names the file and the field.
+    """
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -169,14 +185,18 @@ def target_of_file(path: Path) -> Target:
         if name != "name" and not (isinstance(value, kind) and value > 0):
             whole = "whole " if kind is int else ""
             raise InputError(f"--target: {path}: {name}: found {value!r}, wanted a {whole}number above 0")
+    name, memory = str(content.get("name", path.stem)), int(content["memory_gib"] * GIB)
+    name = min(devices_called(name), key=lambda device: abs(DEVICES[device][0] * GIB - memory), default=name)
+    sheet = DEVICES.get(name, (0,) + (0.0,) * len(SPEEDS))[1:]
+    speeds = [float(content.get(field, value)) for field, value in zip(SPEEDS, sheet, strict=True)]
     return Target(
-        str(content.get("name", path.stem)),
-        int(content["memory_gib"] * GIB),
+        name,
+        memory,
         int(content.get("hosts", 1)),
         int(content.get("gpus", 1)),
-        float(content.get("tb_per_s", 0)),
-        float(content.get("tflops", 0)),
+        speeds[0],
+        speeds[1],
         int(content.get("host_memory_gib", 0) * GIB),
-        link_gb_per_s=float(content.get("link_gb_per_s", 0)),
-        network_gb_per_s=float(content.get("network_gb_per_s", 0)),
+        link_gb_per_s=speeds[2],
+        network_gb_per_s=speeds[3],
     )

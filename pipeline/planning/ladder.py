@@ -184,7 +184,7 @@ def helps(gained: int, lacking: int) -> bool:
 
 
 def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each change, and a last one that says whether they are enough, and what they take of the host."""
+    """Yield a line for each change, and a last one: whether they are enough, and what they take of the host."""
     plan = planner.memory(resolved)
     for change in changes(planner, resolved):
         resolved, plan = change.resolved, change.plan

@@ -93,7 +93,7 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
     times = planner.seconds(resolved, plan)
     if planner.target.memory and not planner.target.is_cpu:
         lines.append(f"  device   {planner.target.source}")
-    lines += time_lines(needs, plan, *times, num_steps)
+    lines += time_lines(needs, plan, *times, num_steps) or [f"  time     {why_no_time(planner.target)}"]
     return [*lines, disk_line(planner, resolved, plan)], plan
 
 
@@ -191,6 +191,16 @@ def time_lines(
     whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
     line = f"  time     {phases}{whole}{run}: not measured; by the device's speeds and shares that an H200 reached"
     return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]
+
+
+def why_no_time(target: Target) -> str:
+    """Return what a plan's time lacks."""
+    if target.is_cpu:
+        return "not planned for a CPU"
+    if missing := " and ".join(name for name in ("tb_per_s", "tflops") if not getattr(target, name)):
+        given = "give them in a target file, or its name if it has a data sheet" if target.described else "see device"
+        return f"not known without {missing} of the device; {given}"
+    return "not planned: the operations of these models are not known"
 
 
 def exchange_lines(

@@ -54,6 +54,36 @@ def test_hardware_is_read_from_a_name_or_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name, memory, sheet", [("H100-80GB", 78, "H100-80GB"), ("RTX4090", 20, "RTX4090-24GB"), ("A100", 39, "A100-40GB")]
+)
+def test_a_file_with_the_name_of_a_device_leaves_its_speeds_to_the_data_sheet(tmp_path, name, memory, sheet):
+    file = tmp_path / "target.yaml"
+    file.write_text(f"name: {name}\nmemory_gib: {memory}", encoding="utf-8")
+    found = parse_target(str(file))
+    assert (found.name, found.memory) == (sheet, memory * GIB)
+    speeds = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")
+    assert tuple(getattr(found, field) for field in speeds) == DEVICES[sheet][1:]
+    assert found.source == "data sheet, not measured"
+    file.write_text(f"name: {name}\nmemory_gib: {memory}\ntflops: 7", encoding="utf-8")
+    own = parse_target(str(file))
+    assert (own.tb_per_s, own.tflops, own.source) == (found.tb_per_s, 7, "as described, not measured")
+
+
+def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
+    file = tmp_path / "target.yaml"
+
+    def time_of(text: str) -> str:
+        file.write_text(f"memory_gib: 8\n{text}", encoding="utf-8")
+        return next(line for line in planned("--target", str(file)).stdout.splitlines() if line.startswith("  time "))
+
+    what = "of the device; give them in a target file, or its name if it has a data sheet"
+    assert time_of("name: Mine") == f"  time     not known without tb_per_s and tflops {what}"
+    assert time_of("tflops: 9") == f"  time     not known without tb_per_s {what}"
+    assert time_of("name: CPU") == "  time     not planned for a CPU"
+    assert time_of("name: L4").startswith("  time     train ")
+
+
+@pytest.mark.parametrize(
     "text, line",
     [
         ("8xH1000", "--target 8xH1000: H1000: known are H200-141GB, H100-80GB, "),
@@ -95,7 +125,7 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     done = planned("--target", "small.yaml")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 15
+    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 16
     assert (
         "  besides  in expected and high: 1.1 to 2.2 GiB of CUDA's and NCCL's own, and 4% to 9% of blocks"
         in done.stdout
@@ -169,7 +199,9 @@ def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
     assert (lacking.returncode, changed.returncode) == (3, 0) and changed.stderr == ""
     lines = changed.stdout.partition("--auto_fit makes it fit, each with those before it:\n")[2].splitlines()
     assert lines[0].startswith("    --per_device_train_batch_size 16384 --gradient_accumulation_steps 2: gives back ")
-    assert lines[1].startswith("    with these it fits, and takes of the host 1.20 to 2.00 GiB of each machine's 64.00: ")
+    assert lines[1].startswith(
+        "    with these it fits, and takes of the host 1.20 to 2.00 GiB of each machine's 64.00: "
+    )
 
 
 @pytest.mark.parametrize(

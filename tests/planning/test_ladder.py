@@ -72,8 +72,9 @@ def test_cheap_changes_come_first_and_again_where_a_dearer_one_has_moved_the_pea
 @pytest.mark.parametrize(
     "micro, accumulated, meant, ranks, smaller",
     [
-        (8, 1, 0, 1, "4 x 2"), (3, 1, 0, 1, "1 x 3"), (6, 1, 0, 2, "3 x 2"), (3, 2, 0, 2, "2 x 3"), (7, 3, 0, 1, "3 x 7"),
-        (1, 5, 0, 1, ""), (6, 1, 48, 8, "3 x 2"), (6, 1, 48, 16, "3 x 1"), (5, 1, 64, 9, "1 x 5 for 45"),
+        (8, 1, 0, 1, "4 x 2"), (3, 1, 0, 1, "1 x 3"), (6, 1, 0, 2, "3 x 2"), (3, 2, 0, 2, "2 x 3"),
+        (7, 3, 0, 1, "3 x 7"), (1, 5, 0, 1, ""), (6, 1, 48, 8, "3 x 2"), (6, 1, 48, 16, "3 x 1"),
+        (5, 1, 64, 9, "1 x 5 for 45"),
     ],
 )  # fmt: skip
 def test_a_micro_batch_is_lowered_to_a_divisor_of_the_rows_of_a_step(micro, accumulated, meant, ranks, smaller):
