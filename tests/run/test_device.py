@@ -8,12 +8,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.launch_stub import write_program
+from support.two_ranks import run_two_ranks
 
 from pipeline import dist
 from pipeline.run import measure_device
 from pipeline.run.device import DeviceConstants, constants_file, keep_constants, kept_constants
 
 CPU = torch.device("cpu")
+ADDED = """
+from pipeline.run import measure_device
+measured, add = [], torch.distributed.all_reduce
+
+def counted(values, **group):
+    values.fill_(rank + 1)
+    add(values, **group)
+    measured.append((values.numel(), set(values.tolist())))
+
+torch.distributed.all_reduce = counted
+took = measure_device.all_reduce_seconds(world, 4096)
+print(len(measured) - measure_device.WARM_UP, measured[-1], took > 0, flush=True)
+torch.distributed.barrier()
+"""
 H200 = DeviceConstants("NVIDIA H200", "2026-11-22", 140 * 2**30, 792.0, 4.28, 55.0, 500 * 2**20)
 
 
@@ -59,7 +74,7 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
         calls.measured += 1
         return H200
 
-    ranks = SimpleNamespace(add=lambda values: values)
+    ranks, exchanged = SimpleNamespace(add=lambda values: exchanged.append(values.nbytes)), list[int]()
     stand_ins = {
         "read_environment": lambda: (0, 2, 0), "has_gpu": lambda: True, "pick_device": lambda _: CPU,
         "start": lambda **_: dist.World(0, 2, 0, CPU), "RankGroup": lambda _: ranks, "local_size": lambda: 2,
@@ -69,6 +84,7 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
         monkeypatch.setattr(dist, name, value)
     monkeypatch.setattr(measure_device, "measure", measure)
     assert measure_device.main() == 0
+    assert exchanged == [2**26] * (measure_device.WARM_UP + measure_device.REPEATS)
     first = kept_constants()
     assert first and first.nccl == 512 * 2**20 and first.link_gb_per_s > 0 and first.tflops == 792.0
     lines = capsys.readouterr().out.splitlines()
@@ -80,3 +96,9 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
     constants_file().unlink()
     constants_file().mkdir()  # nothing can be written there
     assert measure_device.main() == 3 and f"error: {constants_file()}: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_all_reduce_that_is_timed_adds_up_the_values_of_all_ranks(tmp_path):
+    """By gloo, of two ranks whose bytes are ones and twos."""
+    assert run_two_ranks(ADDED, tmp_path) == [[f"{measure_device.REPEATS} (4096, {{3}}) True"]] * 2
