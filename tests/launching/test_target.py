@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.tiny_run import make_folder
+from support.tiny_run import make_folder, write_lines
+from transformers import AutoTokenizer
 
 from pipeline import hub, processes
 from pipeline.configuration.flags import parse
@@ -145,6 +146,16 @@ def test_a_launcher_of_several_hosts_plans_for_those_that_are_described(planned,
     assert by_launcher == planned("--target", "small.yaml").stdout and "plan of sft, on 2 x small" in by_launcher
 
 
+def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
+    """A z is a token of its own: no text of the tokenizer's had two of them."""
+    write_lines(inputs / "lengths.jsonl", [{"prompt": "q", "response": "z" * count} for count in (40, 2, 1, 8, 4)])
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
+    shortest = len(tokenizer("\n\nHuman: q\n\nAssistant: z").input_ids) + 1  # and the EOS
+    lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3} from the first 5 records"
+    page = planned("--target", "small.yaml", "--data_path", "lengths.jsonl", "--data_split", "none").stdout
+    assert f"\n  data     lengths.jsonl: {lengths}\n" in page
+
+
 def test_the_steps_of_a_run_are_told_from_its_rows(planned):
     """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
     words = ("--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
@@ -242,6 +253,9 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
 
     sheet = page("1xH200")
     assert sheet["device"] == "  device   data sheet, not measured"
+    times = [page("2xH200")[name] for name in ("time", "exchange")]
+    assert re.search(r" s: not measured; by the device's speeds and shares", times[0])
+    assert times[1].endswith("% of these times; not measured")
     speed = DEVICES["H200-141GB"][2] * PRODUCTS / 2
     keep_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 4.28, 55.0, 3 * GIB))
     found = page("1xH200")
