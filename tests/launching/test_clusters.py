@@ -3,6 +3,8 @@
 import json
 import os
 import subprocess
+import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,11 @@ from rlhf.train import STAGES, launcher_words
 
 PYTHON_STUB = """#!/bin/bash
 printf '%s\\0' "$@" >"$NOTES"
+"""
+STOPPED_PYTHON_STUB = """#!/bin/bash
+trap 'exit 75' TERM
+touch "$NOTES"
+while :; do sleep 0.02; done
 """
 SCONTROL_STUB = """#!/bin/bash
 [[ $* == "show hostnames n[1-2]" ]] && printf 'first\\nsecond\\n'
@@ -46,8 +53,39 @@ def test_slurm(tmp_path, monkeypatch):
     assert hosts_of_launcher(launcher_words(config)) == TWO_OF_EIGHT
 
 
+def test_slurm_is_told_of_one_task_a_node_and_of_a_signal_before_the_time_is_over():
+    """More tasks would each be a train.py; without the signal nothing is saved. Slurm reads no line after a command."""
+    lines = (ROOT / "launch/slurm.sbatch").read_text().splitlines()
+    comments = takewhile(lambda line: line.startswith("#"), lines)
+    assert [line for line in comments if line.startswith("#SBATCH")] == [
+        "#SBATCH --job-name=rlhf",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --exclusive",
+        "#SBATCH --signal=B:TERM@300",  # B: to the batch script alone, which train.py has replaced
+    ]
+
+
+def test_slurms_signal_reaches_train_and_the_code_of_train_is_that_of_the_job(tmp_path):
+    notes = tmp_path / "notes"
+    write_program(tmp_path / "bin/python", STOPPED_PYTHON_STUB)
+    write_program(tmp_path / "bin/scontrol", SCONTROL_STUB)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "NOTES": str(notes)}
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **slurm}
+    with subprocess.Popen(["bash", ROOT / "launch/slurm.sbatch"], env=environment, cwd=tmp_path) as job:
+        deadline = time.monotonic() + 20
+        while not notes.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        job.terminate()
+        assert job.wait(20) == 75
+
+
 def test_skypilot(tmp_path):
     task = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
+    assert set(task) == {"name", "num_nodes", "resources", "workdir", "envs", "setup", "run"}
+    assert task["num_nodes"] == 2 and task["resources"] == {"accelerators": "H100:8"} and task["workdir"] == "."
+    assert task["setup"].splitlines() == ["pip install -c constraints.txt ."]
     sky = {"SKYPILOT_NODE_IPS": "first\nsecond", "SKYPILOT_NUM_GPUS_PER_NODE": "8", **task["envs"]}
     assert planned(tmp_path, task["run"], SKYPILOT_NODE_RANK="1", **sky) is None
     config = planned(tmp_path, task["run"], SKYPILOT_NODE_RANK="0", **sky)
@@ -56,12 +94,28 @@ def test_skypilot(tmp_path):
 
 
 def test_kubeflow_trainer(tmp_path):
-    trainer = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())["spec"]["trainer"]
-    assert trainer["command"] == ["bash", "-ec"]
+    job = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
+    trainer = job["spec"].pop("trainer")
+    assert job == {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"generateName": "rlhf-"},
+        "spec": {"runtimeRef": {"name": "torch-distributed"}},
+    }
+    assert trainer == {
+        "image": "REGISTRY/rlhf-pipeline:latest",
+        "numNodes": 2,
+        "numProcPerNode": 8,
+        "resourcesPerNode": {"limits": {"nvidia.com/gpu": "8"}},
+        "env": [{"name": "FLAGS", "value": "--actor-model 13b --reward-model 350m --output-dir /output"}],
+        "command": ["bash", "-ec"],
+        "args": trainer["args"],  # what they do is shown by their run
+    }
     torch = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
     torch |= {"PET_MASTER_ADDR": "rlhf-node-0-0.rlhf", "PET_MASTER_PORT": "29400"}
     torch |= {variable["name"]: variable["value"] for variable in trainer["env"]}
     config = planned(tmp_path, trainer["args"][0], **torch)
+    assert (config.actor_model, config.output_dir) == ("13b", "/output")
     assert launcher_words(config)[:3] == ["--no_ssh", "--node_rank", "1"] and num_ranks(launcher_words(config)) == 16
     assert (config.master_addr, config.master_port) == ("rlhf-node-0-0.rlhf", 29400)
 
