@@ -9,6 +9,7 @@ from pipeline.models.reward_model import check_head
 from pipeline.training.start_models import (
     Check,
     StartModel,
+    check_cache,
     check_critic_tokens,
     check_rotary_length,
     check_settings,
@@ -35,7 +36,9 @@ def start_models(config: PPOConfig, made: Mapping[str, str]) -> list[StartModel]
             *(partial(check, start, longest, lengths) for check in (check_positions, check_rotary_length)),
             partial(check_settings, start, settings, f"{role}_"),
         ]
-        if role == "critic":
+        if role == "actor":
+            fits.append(partial(check_cache, start, flag))
+        else:
             fits.insert(0, partial(check_critic_tokens, start, actor, flag))
             fits += [] if path in made else [partial(check_head, path)]
         kind = check_language_model if role == "actor" else check_reward_model

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import LinearAttentionLayer
 
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw, rollout_uniforms
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
@@ -70,7 +71,9 @@ class Decoder:
     def keep(self, alive: torch.Tensor) -> None:
         """Remove all rows but those where `alive` (N,) is True."""
         kept = alive.nonzero().squeeze(1)
-        self.cache.batch_select_indices(kept)
+        # Layers with a recurrent state can be put in another order alone, and caches of a model's own class selected.
+        has_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.cache.layers)
+        (self.cache.reorder_cache if has_states else self.cache.batch_select_indices)(kept)
         self.mask, self.rows, self.positions = self.mask[kept], self.rows[kept], self.positions[kept]
 
 

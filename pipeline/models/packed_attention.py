@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -52,13 +52,16 @@ def enable_packed_attention(model: Any, *, device: torch.device) -> bool:
 
 
 def check_packing(path: str, flag: str) -> None:
-    """Raise InputError for a model whose attention takes no mask that keeps the sequences of a row apart."""
-    config = load_config(path).get_text_config()
+    """Raise InputError for a model that takes no mask which keeps the sequences of a row apart."""
+    config, whole = load_config(path).get_text_config(), load_config(path)
+    # Recurrences, which transformers declares in a model's class; older configurations name no types of layers.
+    recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None), "_is_stateful", False)
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if config.model_type == "bloom" or getattr(config, "alibi", False):
         raise InputError(f"{flag}: {path}: {config.model_type} takes a mask of padding only (alibi); leave {flag} out")
-    if others:
-        raise InputError(f"{flag}: {path}: {min(others)} layers carry state between sequences; leave {flag} out")
+    if others or recurrent:
+        layers = f"{min(others)} layers" if others else f"layers of {config.model_type}"
+        raise InputError(f"{flag}: {path}: {layers} carry state between sequences; leave {flag} out")
 
 
 def uses_packed_attention(config: Any) -> bool:

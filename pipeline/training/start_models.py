@@ -4,14 +4,16 @@ A stage makes the checks before it reads data. The dry run and `rlhf train` make
 command, with the model that an earlier stage starts from in the place of the one that it will make.
 """
 
+import inspect
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import is_flash_attn_2_available
 
 from pipeline.configuration.ds_json import read_user_json
@@ -158,6 +160,20 @@ def check_rotary_length(path: str, longest: int, flag: str) -> None:
         raise InputError(
             f"{flag} {longest}: the model {path} has other rotary positions (longrope) above {limit} tokens, which a "
             f"sampler's cache cannot follow; {flag} {limit} is the most"
+        )
+
+
+def check_cache(path: str, flag: str) -> None:
+    """Raise InputError for a decoder at `path` that keeps no keys and values, from which stage 3 samples on.
+
+    Reads only config.json.
+    """
+    config = load_config(path)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class and "past_key_values" not in inspect.signature(model_class.forward).parameters:
+        raise InputError(
+            f"{flag} {path}: {config.model_type} has no cache of keys and values, which stage 3 samples with; stage 1 "
+            "trains it"
         )
 
 

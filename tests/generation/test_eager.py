@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
+from support.families import family_config
 from support.scripted_model import scripted_model
-from support.tiny_models import EOS, PAD, random_rows
+from support.tiny_models import EOS, NUM_TOKENS, PAD, random_rows, randomise
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
@@ -258,8 +259,19 @@ def test_generation_stops_between_steps_when_asked(llama, after):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_log_probs_are_the_trainers(causal_folder, temperature):
+    check_log_probs(load_causal_lm(causal_folder, dtype=torch.float32), temperature)
+
+
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "minimax"])
+def test_rows_leave_the_batch_with_their_recurrent_states_too(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(name, NUM_TOKENS))
+    randomise(model, 0)
+    check_log_probs(model, temperature=1.0)
+
+
+def check_log_probs(model: nn.Module, temperature: float) -> None:
     """Rows finish at different times (many tokens end a response), so that rows leave the batch meanwhile."""
-    model = load_causal_lm(causal_folder, dtype=torch.float32)
     actual = sampled(model, prompts_of(ROWS), num_samples=4, temperature=temperature, ends=range(2, 40))
     lengths = torch.tensor([len(row) for row in actual.responses])
     assert len(set(lengths.tolist())) >= 4

@@ -37,6 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     families = {
         "capped": "gemma-2", "experts": "qwen3-moe", "untested": "stablelm", "long": "phi-4-mini", "headless": "olmoe",
+        "cacheless": "mamba",
     }  # fmt: skip
     for name, family in families.items():
         tokenizer.save_pretrained(folder / name)
@@ -118,6 +119,11 @@ CASES = {
     "experts in stage 3": (
         {"sft": "--model_name_or_path experts", "ppo": "--actor_zero_stage 3"},
         "--ppo.actor_model_name_or_path: experts: a mixture of 4 experts under ZeRO stage 3",
+    ),
+    "an actor without keys and values": (
+        {"sft": "--model_name_or_path cacheless"},
+        "--ppo.actor_model_name_or_path cacheless: mamba has no cache of keys and values, which stage 3 samples with; "
+        "stage 1 trains it",
     ),
     "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; wanted auto, never, or a check"),
     "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),

@@ -165,6 +165,14 @@ REFUSED = {
         lambda folder: save_family("bloom", folder), "step1_sft", {"packing": "true"},
         "--packing: base: bloom takes a mask of padding only (alibi); leave --packing out",
     ),
+    "a state that goes on through packed rows": (
+        lambda folder: save_family("rwkv", folder), "step1_sft", {"packing": "true"},
+        "--packing: base: layers of rwkv carry state between sequences; leave --packing out",
+    ),
+    "a convolution in packed rows": (
+        lambda folder: save_family("lfm2", folder), "step1_sft", {"packing": "true"},
+        "--packing: base: conv layers carry state between sequences; leave --packing out",
+    ),
     "a reward model of a family without a class for it": (
         lambda folder: save_family("olmoe", folder), "step2_reward", {},
         "base: transformers has no sequence classification class for olmoe, which a reward model needs; take another",

@@ -46,8 +46,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", EXPERTS),
     "olmoe": ("olmoe", EXPERTS | {"intermediate_size": 24}),
 }
-# Families that are not among TESTED_TYPES; the head of the second has a layer and a norm in front.
-UNTESTED = {"stablelm": ("stablelm", GATED), "modernbert": ("modernbert-decoder", {"intermediate_size": 48})}
+# Families that are not among TESTED_TYPES. The head of modernbert has a layer and a norm in front; jamba and lfm2 have
+# layers with a recurrent state or a convolution beside attention, minimax a cache class of its own; mamba and rwkv
+# cache states only.
+STATES = {"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+UNTESTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("stablelm", GATED), "modernbert": ("modernbert-decoder", {"intermediate_size": 48}),
+    "jamba": ("jamba", GATED | STATES | {"num_experts": 2}), "lfm2": ("lfm2", GATED | {"full_attn_idxs": [1]}),
+    "minimax": ("minimax", GATED | {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    "mamba": ("mamba", {"state_size": 4}), "rwkv": ("rwkv", {"attention_hidden_size": 32, "context_length": 64}),
+}  # fmt: skip
 
 
 def family_config(name: str, vocab_size: int, **changes: Any) -> PretrainedConfig:
