@@ -25,8 +25,8 @@ Made from the models in `pipeline/configuration/groups.py`, `stepN/config.py` an
 
 A value's authority rises in this order: built-in default, DeepSpeed JSON (`--deepspeed_config`), preset (`--preset`),
 YAML file (`--config`), command line. `config.json` in the run's folder holds every value and where it came from;
-`python train.py --dry-run` prints the same. Both `-` and `_` work in flag names. A value that starts with `--` is
-written `--flag=--value`. `true|false` flags need no value to be true. `...` means one or more values.
+`python train.py --explain` prints the same and starts nothing. Both `-` and `_` work in flag names. A value that starts
+with `--` is written `--flag=--value`. `true|false` flags need no value to be true. `...` means one or more values.
 
 A YAML file holds `flag: value` lines for one stage, or sections:
 

@@ -17,7 +17,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import batch_sizes, memory_flags
-from pipeline.errors import EnvironmentFault, RunError
+from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.launching.machine import device_kind
 from pipeline.launching.preflight import NOTHING_MADE, look_before_start, module_of_stage, sample_sources, start_models
 from pipeline.launching.target import GIB, Target, parse_target, this_machine, with_constants
@@ -96,10 +96,11 @@ def plan_stages(
         made: see `look_before_start`.
 
     Raises:
-        EnvironmentFault: a line for each stage that does not fit.
+        InputError, EnvironmentFault: a line for each stage that does not fit, or has models that cannot be planned.
     """
     page, ladder = (planning_module(name) for name in ("page", "ladder"))
-    made, errors = dict(made), list[str]()
+    made, errors, unplanned = dict(made), list[str](), dict[str, list[str]]()  # unplanned: reason -> sections
+    kind: type[RunError] = EnvironmentFault
     for section, given in stages.items():
         described = given.config.run.target
         target = parse_target(described) if described else None if ranks is None else this_machine(ranks, hosts)
@@ -110,12 +111,15 @@ def plan_stages(
         target = planner.target
         start = start_models(resolved.config, made)[0].path
         start = made.get(start, start)
+        made |= {str(folder): start for folder in model_folders(resolved.config, section)[:1]}
         samples = list(sample_sources(resolved.config, section, start))
         steps = num_steps(resolved.config, [sample.rows for sample in samples], target.num_gpus)
         try:
             lines, memory = page.stage_page(planner, resolved, steps)
         except RunError as error:
             print(f"plan of {section}: none: {str(error).partition(';')[0]}")
+            unplanned.setdefault(str(error), []).append(section)
+            kind = InputError if isinstance(error, InputError) else kind
             continue
         data = [f"  data     {sample.line}" for sample in samples if sample.line]
         print(
@@ -135,9 +139,9 @@ def plan_stages(
                 elsewhere = "; for GPUs that are not here give --target, as 8xH100-80GB" if here else ""
                 errors.append(f"{section}: {page.verdict(memory, target)} ({target}){elsewhere}")
         errors += [f"{section}: {fault}" for fault in planner.disk_faults(resolved, memory)]
-        made |= {str(folder): start for folder in model_folders(resolved.config, section)[:1]}
+    errors += [f"{', '.join(sections)}: not planned: {reason}" for reason, sections in unplanned.items()]
     if errors:
-        raise EnvironmentFault("\n".join(errors))
+        raise kind("\n".join(errors))
 
 
 def num_steps(config: Any, rows: Sequence[float | None], ranks: int) -> int:
@@ -190,6 +194,8 @@ def look_and_plan(
         faults.append(str(fault))
     try:
         plan_stages(stages, ranks=ranks, hosts=hosts, made=made)
+    except InputError as error:
+        raise InputError("\n".join([*faults, str(error)])) from None
     except EnvironmentFault as fault:
         faults.append(str(fault))
     if faults:

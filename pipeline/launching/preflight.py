@@ -39,6 +39,7 @@ class Findings:
     """The problems of a run that has not started, and what was not looked at.
 
     dashes, flags: how the user types the flags of the stage that is looked at (`--sft.`), and their names.
+    out_of_reach: reason -> hub ids that a dry run does not look at.
     """
 
     dry_run: bool
@@ -46,7 +47,7 @@ class Findings:
     flags: frozenset[str] = frozenset()
     errors: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    out_of_reach: dict[str, list[str]] = field(default_factory=dict)
 
     def look(self, flag: str, work: Callable[[], T]) -> T | None:
         """Return the result of `work`, or None after writing down its error under `flag`."""
@@ -63,13 +64,17 @@ class Findings:
         line = line if line.startswith("--") else f"{flag}: {line}"
         return re.sub(r"--(\w+)", lambda m: self.dashes + m[1] if m[1] in self.flags else m[0], line)
 
-    def is_out_of_reach(self, flag: str, hub_id: str, *, rows: bool = False) -> bool:
+    def is_out_of_reach(self, hub_id: str, *, rows: bool = False) -> bool:
         """Return True, with a note, for a hub id that a dry run does not look at; rows: it is a data set."""
         if self.dry_run and not (is_cached(hub_id) if rows else is_reachable()):
             reason = "a dry run downloads no rows" if is_reachable() else "no network"
-            self.notes.append(self.as_typed(flag, f"{flag} {hub_id}: not looked at: {reason}"))
+            self.out_of_reach.setdefault(reason, []).append(hub_id)
             return True
         return False
+
+    def notes(self) -> list[str]:
+        """Return a line of the hub ids that were not looked at, for each reason."""
+        return [f"not looked at ({why}): {', '.join(dict.fromkeys(ids))}" for why, ids in self.out_of_reach.items()]
 
 
 def look_before_start(
@@ -113,7 +118,7 @@ def look_before_start(
         raise InputError("\n".join(dict.fromkeys(findings.errors + findings.faults)))
     if findings.faults:
         raise EnvironmentFault("\n".join(dict.fromkeys(findings.faults)))
-    return list(dict.fromkeys(findings.notes))
+    return findings.notes()
 
 
 def start_models(config: Any, made: Mapping[str, str]) -> Sequence[Any]:
@@ -149,15 +154,15 @@ def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str,
     return usable[0]
 
 
-def model_in_reach(findings: Findings, path: str, flag: str = "--model_name_or_path") -> str:
+def model_in_reach(findings: Findings, path: str) -> str:
     """Return a path, or "" with a note for a hub id that a dry run does not reach."""
-    return path if Path(path).expanduser().is_dir() or not findings.is_out_of_reach(flag, path) else ""
+    return path if Path(path).expanduser().is_dir() or not findings.is_out_of_reach(path) else ""
 
 
 def model_path(findings: Findings, model: Any) -> str:
     """Return the path of a start model, "" for a hub id out of reach. Raises InputError, EnvironmentFault."""
     model.check_kind(model.path, model.flag)
-    path = model_in_reach(findings, model.path, model.flag)
+    path = model_in_reach(findings, model.path)
     if path:
         model.check_files()
     return path
@@ -192,7 +197,7 @@ def look_at_rows(findings: Findings, stage: Stage, options: DataOptions, tokeniz
         flag = f"--{name}"
         for text in texts:
             path, _ = findings.look(flag, partial(parse_path, text)) or ("", 1.0)
-            if path and (is_local(path) or not findings.is_out_of_reach(flag, path, rows=True)):
+            if path and (is_local(path) or not findings.is_out_of_reach(path, rows=True)):
                 with offline() if findings.dry_run else nullcontext():
                     findings.look(flag, partial(first_row, stage, path, options, tokenizer))
 
@@ -262,11 +267,11 @@ def sample_of(stage: Stage, path: str, options: DataOptions, tokenizer: Any) -> 
     lengths.sort()
     tokens = f" of {lengths[0]} to {lengths[-1]} tokens, half up to {lengths[len(lengths) // 2]}" if lengths else ""
     fates = "".join(f"; {line}" for line in counts.lines()[:1])
-    line = f"{len(lengths)} rows{tokens} from the first {read} records{fates}"
     held_out = tests / max(read, 1) or (0.0 if options.eval_data_path else options.eval_fraction)
-    rest = sum(1 for _ in islice(records, COUNTED_RECORDS))
-    rows = len(lengths) * (1 - held_out) * (read + rest) / max(read, 1)
-    return line, rows if next(records, None) is None else None
+    number = read + sum(1 for _ in islice(records, COUNTED_RECORDS))
+    rows, is_whole = len(lengths) * (1 - held_out) * number / max(read, 1), next(records, None) is None
+    sampled = f"all {read:,}" if number == read else f"the first {read:,} of {'' if is_whole else 'over '}{number:,}"
+    return f"{len(lengths):,} rows{tokens} from {sampled} records{fates}", rows if is_whole else None
 
 
 def output_bytes(config: Any, section: str, made: Mapping[str, str]) -> Iterator[tuple[Path, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import CONFIG_FILES, has_config
-from pipeline.hub import HUB_ID, split_revision
+from pipeline.hub import HUB_ID, is_reachable, split_revision
 
 SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models
 MAX_REASON = 300  # characters of a library's error that are quoted
@@ -141,5 +141,7 @@ def reading_error(path: str, what: str, error: Exception) -> RunError:
         name, revision = split_revision(path)
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
         hint = f"run `{command}` on a machine with a network, or give a local folder"
+        if not is_reachable():
+            return EnvironmentFault(f"{path}: cannot be fetched without a network; {hint}")
         return EnvironmentFault(f"{path}: cannot be fetched; {hint} ({reason.partition('. Check your')[0]})")
     return InputError(f"{path}: {what}: {reason}")

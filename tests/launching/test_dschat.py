@@ -44,9 +44,10 @@ def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, mo
     monkeypatch.setattr("pipeline.launching.target.memory_of_machine", lambda: 2**50)
     code = importlib.import_module(STAGES[step]).main([*line.split(), "--explain"])
     printed = capsys.readouterr()
-    errors = printed.err.splitlines()
+    lines = printed.err.splitlines()
+    errors = [line for line in lines if ": not planned: " not in line]  # of models on the hub without a shape here
     assert [re.match(r"error: --(\w+):", error)[1] for error in errors] == REFUSED.get(script, [])
-    assert code == (2 if errors else 0)
+    assert code == (2 if errors else 3 if lines else 0)
     if errors:
         return
     rows = dict(row.split(maxsplit=1) for row in printed.out.splitlines() if row.startswith("  ") and " " in row)

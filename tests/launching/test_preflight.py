@@ -13,11 +13,12 @@ from support.tiny_run import make_folder, make_tokenizer, save_base, write_lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline import hub
-from pipeline.configuration.flags import parse
+from pipeline.configuration.flags import Resolved, parse
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.launching import preflight
-from pipeline.launching.dry_run import dry_run_stage
+from pipeline.launching.dry_run import dry_run_stage, look_and_plan
 from pipeline.launching.preflight import look_before_start
+from pipeline.models import paths
 from pipeline.models.weight_files import warn_once
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -161,7 +162,7 @@ def test_a_stage_alone_may_take_earlier_ones_as_made():
     alone = {"ppo": configs()["ppo"]}
     assert look_before_start(alone, dry_run=True) != [], "they might be models of the hub"
     assert look_before_start(alone, dry_run=True, made={"out/sft": "base", "out/reward": "base"}) == []
-    note = "--model_name_or_path org/model: not looked at: no network"
+    note = "not looked at (no network): org/model"
     assert look_before_start(alone, dry_run=True, made=dict.fromkeys(("out/sft", "out/reward"), "org/model")) == [note]
 
 
@@ -178,19 +179,44 @@ def test_columns_are_looked_at_although_the_model_cannot_be_used():
 
 
 def test_the_dry_run_says_what_it_could_not_reach_and_that_is_no_error():
-    notes = look_before_start(
-        configs(sft="--model_name_or_path org/model --data_path org/rows:0.5 train.jsonl"), dry_run=True
+    """In one line, however many flags name the same."""
+    stages = configs(
+        sft="--model_name_or_path org/model --data_path org/rows:0.5 train.jsonl",
+        reward="--model_name_or_path org/model --data_path org/rows org/more",
     )
-    assert notes == [
-        "--model_name_or_path org/model: not looked at: no network",
-        "--data_path org/rows: not looked at: no network",
-    ]
+    assert look_before_start(stages, dry_run=True) == ["not looked at (no network): org/model, org/rows, org/more"]
 
 
 def test_a_start_without_network_ends_where_its_hub_ids_are_not_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
     (line,) = problems(EnvironmentFault, dry_run=False, sft="--model_name_or_path org/no-such-model")
     assert line.startswith("--sft.model_name_or_path: org/no-such-model: cannot be fetched")
+
+
+def test_a_plan_that_cannot_be_made_is_an_error_in_one_line_for_all_stages(monkeypatch, capsys, inputs):
+    """Step 3 is planned from the model that its actor is made from in the same call."""
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(paths, "is_reachable", lambda: False)
+
+    def faults(**changed: str) -> str:
+        stages = {name: Resolved(config, {}) for name, config in configs(**changed).items()}
+        with pytest.raises(EnvironmentFault) as fault:
+            look_and_plan(stages, ranks=1)
+        return str(fault.value)
+
+    hint = "run `hf download org/model` on a machine with a network, or give a local folder"
+    line = f"not planned: org/model: cannot be fetched without a network; {hint}"
+    assert faults(sft="--model_name_or_path org/model") == f"sft, ppo: {line}"
+    assert "plan of reward, on 1 x CPU" in capsys.readouterr().out
+    whole = dict.fromkeys(("sft", "reward"), "--model_name_or_path org/model")
+    assert faults(**whole) == f"sft, reward, ppo: {line}"
+    broken = inputs / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr("pipeline.launching.dry_run.look_before_start", lambda *args, **more: [])
+    stages = {"sft": Resolved(configs(sft="--model_name_or_path broken")["sft"], {})}
+    with pytest.raises(InputError, match="^sft: not planned: broken: "):
+        look_and_plan(stages, ranks=1)
 
 
 def test_a_dry_run_downloads_no_rows_and_samples_those_of_the_cache(monkeypatch):
@@ -209,10 +235,20 @@ def test_a_dry_run_downloads_no_rows_and_samples_those_of_the_cache(monkeypatch)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     plan = configs(reward="--data_path org/rows org/cached")
-    assert look_before_start(plan, dry_run=True) == ["--data_path org/rows: not looked at: a dry run downloads no rows"]
+    assert look_before_start(plan, dry_run=True) == ["not looked at (a dry run downloads no rows): org/rows"]
     samples = [sample.line for sample in preflight.sample_sources(plan["reward"], "reward", "base")]
     assert samples[0] == "" and samples[1].startswith("org/cached: 3 rows of ")
     assert not any(module.HF_HUB_OFFLINE for module in settings), "left as it was"
+
+
+@pytest.mark.parametrize(
+    "sampled, counted, said", [(9, 9, "all 8"), (3, 9, "the first 3 of 8"), (3, 2, "the first 3 of over 5")]
+)
+def test_a_sample_names_the_records_of_its_source(monkeypatch, sampled, counted, said):
+    monkeypatch.setattr(preflight, "SAMPLED_RECORDS", sampled)
+    monkeypatch.setattr(preflight, "COUNTED_RECORDS", counted)
+    (sample,) = preflight.sample_sources(configs()["sft"], "sft", "base")
+    assert f" from {said} records" in sample.line and (sample.rows is None) == ("over" in said)
 
 
 @pytest.mark.parametrize("averaged", [False, True])

@@ -134,7 +134,7 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     assert "  batch    micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step" in lines
     assert any(line.startswith("  verdict  fits: ") for line in lines)
     data = next(line for line in lines if line.startswith("  data     train.jsonl: 8 rows of "))
-    assert "from the first 8 records" in data and data.endswith("; 20% of the prompts are for this stage")
+    assert "from all 8 records" in data and data.endswith("; 20% of the prompts are for this stage")
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
 
 
