@@ -1,9 +1,24 @@
-"""The comparison of planned with measured peaks: what it calls near, and how runs share GPUs."""
+"""The comparison of planned with measured peaks: what it calls near, how runs share GPUs, and the page's table."""
 
+import re
 import threading
 
-from bench.plan_runs import RUNS, Room, shapes_of, table, time_table
+import pytest
+from bench.plan_runs import RUNS, PlannedRun, Room, peaks_in, read_peaks, shapes_of, table, time_table
+from bench.planned import planner_of
 from bench.random_models import SHAPES
+from support.marks import slow_but
+from support.source_tree import ROOT
+
+from pipeline.files import GIB
+
+RAW = ROOT / "docs/benchmarks/raw"
+PLANNED, MEASURED = (read_peaks(RAW / f"memory_{kind}_h200_202611.json") for kind in ("plans", "measured"))
+PLANNED_AT_ONCE = (
+    "reward, OPT-125M, ZeRO-3",
+    "SFT, OPT-1.3B, ZeRO-2, optimizer on the host",
+    "PPO, OPT-350M and 125M, ZeRO-0",
+)
 
 
 def test_runs_have_names_of_their_own_and_known_models():
@@ -55,3 +70,30 @@ def test_times_are_compared_of_runs_that_were_alone():
         ["score", "0.50 s", "0.50 s", "+0% |"],
         ["train", "2.00 s", "1.00 s", "+100% |"],
     ]
+
+
+@pytest.mark.parametrize("run", MEASURED)
+def test_every_measured_phase_is_within_a_gib_or_a_twentieth_of_its_plan(run):
+    phases = peaks_in(MEASURED[run])
+    far = {phase: (PLANNED[run][phase], gib) for phase, gib in phases.items()
+           if abs(PLANNED[run][phase] - gib) > max(1.0, gib / 20)}  # fmt: skip
+    assert phases and not far, "(planned, measured)"
+
+
+def test_the_table_of_the_page_is_that_of_the_files():
+    """So are its numbers of runs."""
+    page, expected = (ROOT / "docs/memory.md").read_text(encoding="utf-8"), table(PLANNED, MEASURED)
+    found = page[page.index(expected[0]) :].partition("\n\n")[0].splitlines()
+    assert MEASURED.keys() <= {run.name for run in RUNS} == PLANNED.keys()
+    assert found == expected
+    assert re.search(rf"plans {len(RUNS)} runs\b[^|]*\b{len(MEASURED)} were made\b", page)
+
+
+CASES = slow_but([run for run in RUNS if run.name in PLANNED_AT_ONCE], RUNS)
+
+
+@pytest.mark.parametrize("run", CASES, ids=lambda run: run.name)
+def test_the_planner_still_says_what_was_planned(run: PlannedRun, tmp_path):
+    planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200", tmp_path)
+    found = {phase: peak.total / GIB for phase, peak in planner.memory(resolved).phases.items()}
+    assert found == pytest.approx(peaks_in(PLANNED[run.name]), abs=0.001)
