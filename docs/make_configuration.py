@@ -41,14 +41,18 @@ ppo: {kl_coef: 0.05, data_path: [my.jsonl:0.7, Dahoas/rm-static:0.3]}
 - Its values become flags where there is one (`zero_optimization.stage` is `--zero_stage`), with the file as their
   origin. A value that contradicts a flag given in a preset, a YAML file or on the command line is refused, naming both.
 - `"auto"` is filled in from the flags; where there is no flag, DeepSpeed's own default holds.
-- All other values are passed on as they are and win over what we would write.
+- All other values are passed on as they are and win over what we would write. Keys that begin with `_`, `/`, `#` or
+  `$`, and `comment`, are remarks.
+- Keys of another ZeRO stage than that of the models have no effect and are left out, so a file may hold those of
+  several stages, as DeepSpeed-Chat's own does. Offloading what a stage does not partition is refused all the same.
 - A key that DeepSpeed would silently ignore, or reads in another block, is refused with the right one; so are values of
   another kind (`"true"` for `true`), values that exclude each other, and what DeepSpeed has removed.
 - What changes the numbers of a step or has a counterpart here is refused, with the reason: quantised weights and
   gradients of ZeRO++, ZenFlow, `torch_autocast`, `hybrid_engine`, `data_efficiency`, tensor and pipeline parallelism.
   Switched off, such a key is left out. `zero_hpz_partition_size` of ZeRO++ keeps the numbers and is passed on.
 - The log and the dry run tell which flags the file sets, what else it gives to DeepSpeed, and what has no effect.
-- `optimizer` and `scheduler` blocks are refused unless they are empty or `"auto"`: both are ours.
+- `optimizer` and `scheduler` blocks are refused unless they are empty or all their parameters are `"auto"`: both are
+  ours, and `--lr_scheduler_type` names the schedule.
 - `train_batch_size`, if given, must be micro-batch x accumulation x ranks.
 """
 PARTS = (

@@ -5,12 +5,13 @@ Names of keys are checked in ds_keys.py. Nothing here imports torch or deepspeed
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, REFUSED, check_keys
-from pipeline.configuration.flag_table import Flag
+from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, READ_AT, REFUSED, check_keys
+from pipeline.configuration.flag_table import ZERO_STAGE, Flag
 from pipeline.configuration.redact import shown
 from pipeline.errors import InputError
 
@@ -18,20 +19,24 @@ Json = dict[str, Any]
 
 ACCUMULATION = "gradient_accumulation_steps"
 
+# A remark of its author, as no key of DeepSpeed begins: "_comment", "//", "#", "$schema"; or "comment" alone.
+REMARK = re.compile(r"[_/#$]|comments?$", re.IGNORECASE)
 BASE64_OBJECT = "eyJ"  # the first bytes of an object, `{"`
+# DeepSpeed's schedules -> the same as --lr_scheduler_type. With "auto" alone in their block they are no setting.
+SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # The value of a key whose block is missing.
 NO_OFFLOAD = {"zero_optimization.offload_optimizer.device": "none", "zero_optimization.offload_param.device": "none"}
 
 
 def read_user_json(path: str | Path) -> Json:
-    """Read the user's DeepSpeed JSON, its keys checked and under their usual names.
+    """Read the user's DeepSpeed JSON, its keys checked and under their usual names, without its remarks.
 
     Raises:
         InputError: no such file, not JSON (with the line), a key that occurs twice, not an object, unknown keys,
             an optimizer or scheduler, values that exclude each other.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
     except OSError as error:
         raise InputError(f"--deepspeed_config: {path}: cannot read it: {error.strerror}") from None
     except json.JSONDecodeError as error:
@@ -120,12 +125,13 @@ def usual_names(content: Json, source: str) -> Json:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> Json:
-    """Make a dict of a JSON object's pairs; raise InputError where a key occurs twice."""
+    """Make a dict of a JSON object's pairs but for remarks; raise InputError where a key occurs twice."""
     result: Json = {}
     for key, value in pairs:
         if key in result:
             raise InputError(f"{key}: occurs twice in one block")
-        result[key] = value
+        if not REMARK.match(key):
+            result[key] = value
     return result
 
 
@@ -139,17 +145,32 @@ def leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield inner, value
 
 
+def at_stages(user: Json, stages: Set[int]) -> tuple[Json, list[str]]:
+    """Return the user's JSON without the keys that DeepSpeed reads at none of these ZeRO stages, and those keys."""
+    zero = user.get("zero_optimization") or {}
+    unread = [key for key, value in zero.items() if value != "auto" and not stages & READ_AT.get(key, stages)]
+    if not unread:
+        return user, []
+    kept = {key: value for key, value in zero.items() if key not in unread}
+    return user | {"zero_optimization": kept}, [f"zero_optimization.{key}" for key in unread]
+
+
 def flags_from_json(user: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, tuple[str, Any]]:
     """Return {flag: (key of the JSON, value)} for all that the user's JSON says about flags; 'auto' says nothing."""
     said = {key: value for key, value in leaves(user) if value != "auto"}
     flags = {}
     for name, flag in table.items():
-        # Where several keys belong to a flag, no value of a key is the flag's.
+        # Where several keys belong to a flag, the value of one is not the flag's.
         key = flag.deepspeed[0] if len(flag.deepspeed) == 1 else ""
         if not key.endswith(".device") and key in said:
             flags[name] = key, said[key]
         elif said.get(key) in ("cpu", "none") and flag.default is False:  # nvme stays the JSON's own: no flag says it
             flags[name] = key, said[key] == "cpu"
+    pinned = {said[key]: key for key in table["pin_memory"].deepspeed if key in said}
+    if len(pinned) == 1:
+        flags["pin_memory"] = next((key, value) for value, key in pinned.items())
+    if monitors := [key for key in table["deepspeed_monitor"].deepspeed if said.get(key) is True]:
+        flags["deepspeed_monitor"] = monitors[0], [key.partition(".")[0] for key in monitors]
     for dtype in ("bf16", "fp16"):
         if said.get(f"{dtype}.enabled") is True:
             flags["dtype"] = (f"{dtype}.enabled", dtype)
@@ -162,31 +183,35 @@ def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mappi
     """Yield lines on what the user's JSON changes: flags, further keys, and keys without effect.
 
     Args:
+        user: the JSON without keys of other ZeRO stages (`at_stages`).
         changed: the flags that it gives another value, with the value.
     """
     own = {key for flag in table.values() for key in flag.deepspeed}
+    off = {name for name, block in user.items() if isinstance(block, Mapping) and block.get("enabled") is False}
     said = {
         key: value
         for key, value in leaves(user)
-        if value != "auto" and key not in own and key.partition(".")[0] not in ("optimizer", "scheduler")
+        if value != "auto" and key not in own and key.partition(".")[0] not in ("optimizer", "scheduler", *off)
     }
     idle = {key: name for key in said for name in IDLE if f"{key}.".startswith(f"{name}.")}
     if changed:
         yield f"sets {', '.join(f'--{name} {text}' for name, text in changed.items())}"
     if further := [f"{key} {shown(key, value)}" for key, value in said.items() if key not in idle]:
         yield f"gives to DeepSpeed {', '.join(further)}"
+    if schedule := SCHEDULES.get(dict(leaves(user)).get("scheduler.type", "")):
+        yield f"scheduler: has no effect here: use --lr_scheduler_type {schedule}"
     for name in dict.fromkeys(idle.values()):
         yield f"{name}: has no effect here: {IDLE[name]}"
 
 
 def merge_user_json(
-    built: Json, user: Mapping[str, Any], table: Mapping[str, Flag], origins: Mapping[str, str], *, source: str
+    built: Json, user: Json, table: Mapping[str, Flag], origins: Mapping[str, str], *, source: str
 ) -> Json:
     """Join the user's JSON with the one built from the flags, as a new dict.
 
-    For every value of the user's JSON:
+    Keys that DeepSpeed does not read at the ZeRO stage are left out. For every other value of the user's JSON:
     1. "auto" becomes ours; where we have none the key is left out and DeepSpeed's own default holds.
-    2. A value equal to ours is fine.
+    2. A value equal to ours is fine, and so is one where we have none.
     3. A micro-batch or accumulation that differs from ours is refused, since the loaders follow the flags.
     4. A value that differs from a flag which was given (its origin is not "default") is refused.
     5. Any other value wins over ours.
@@ -197,14 +222,15 @@ def merge_user_json(
         InputError: one line for each value that rules 3 and 4 refuse.
     """
     ours, errors = NO_OFFLOAD | dict(leaves(built)), []
+    user, _ = at_stages(user, {ours[ZERO_STAGE]})
     for key, value in leaves(user):
         names = [name for name, flag in table.items() if key in flag.deepspeed]
-        if value == "auto" or not names or value == ours.get(key):
+        if value == "auto" or not names or value == ours.get(key, value):
             continue
         given = [f"--{name} ({origins[name]})" for name in names if origins.get(name, "default") != "default"]
         if given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             by = " and ".join(given) or f"--{names[0]}"
-            errors.append(f"{source}: {key}: found {value!r}, but {by} makes it {ours.get(key)!r}")
+            errors.append(f"{source}: {key}: found {value!r}, but {by} makes it {ours[key]!r}")
     if errors:
         raise InputError("\n".join(errors))
     return overlay(built, {key: value for key, value in user.items() if key not in ("optimizer", "scheduler")})
@@ -217,7 +243,7 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> Json:
         if isinstance(value, Mapping):
             inner = result.get(key)
             result[key] = overlay(inner if isinstance(inner, Mapping) else {}, value)
-        elif value != "auto":
+        elif value not in ("auto", result.get(key, "auto")):
             result[key] = value
     return result
 
@@ -229,6 +255,8 @@ def refuse_optimizer(user: Mapping[str, Any], source: str) -> None:
         said = dict(leaves({block: content})) if isinstance(content, Mapping) else {block: content}
         if block == "optimizer" and said.get("optimizer.type") in ("Adam", "AdamW"):
             del said["optimizer.type"]
+        if str(said.get("scheduler.type")) in SCHEDULES and len(said) > 1:
+            del said["scheduler.type"]
         if wrong := [f"{key} {value!r}" for key, value in said.items() if value != "auto"]:
             raise InputError(
                 f"{source}: {wrong[0]}: the optimizer is torch.optim.AdamW and the schedule ours; remove the {block}"

@@ -180,11 +180,42 @@ IDLE = {
     "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "models are always saved whole",
 }
+# Keys of zero_optimization that DeepSpeed reads at some ZeRO stages alone -> those stages.
+READ_AT = {
+    name: stages
+    for stages, names in (
+        ({1, 2, 3}, "reduce_bucket_size contiguous_gradients reduce_scatter overlap_comm"),
+        (
+            {1, 2},
+            "allgather_bucket_size round_robin_gradients ignore_unused_parameters use_multi_rank_bucket_allreduce"
+            " parameter_alignment",
+        ),
+        (
+            {3},
+            "sub_group_size zero_hpz_partition_size memory_efficient_linear leaf_module override_module_apply"
+            " log_trace_cache_warnings enable_sanity_checks"
+            " stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold"
+            " stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold"
+            " stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
+        ),
+    )
+    for name in names.split()
+}
+OFFLOAD_DEVICES, DTYPES = ("none", "cpu", "nvme"), ("fp32", "fp16", "bf16")
+# Keys whose value is one of a few words.
+CHOICES = {
+    "zero_optimization.offload_optimizer.device": OFFLOAD_DEVICES,
+    "zero_optimization.offload_param.device": OFFLOAD_DEVICES,
+    "data_types.grad_accum_dtype": DTYPES,
+    "data_types.param_dtype": DTYPES,
+    "data_types.buffer_dtype": DTYPES,
+}
 # What people write of other tools, or of another version -> what is right.
 OTHER_NAMES = {
     "allgather_size": "zero_optimization.allgather_bucket_size",
     "batch_size": "train_micro_batch_size_per_gpu",
     "deepspeed_config_file": "--deepspeed_config",
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "gradient_checkpointing": "--gradient_checkpointing",
     "learning_rate": "--learning_rate",
     "lr": "--learning_rate",
@@ -196,6 +227,7 @@ OTHER_NAMES = {
     "offload_param_device": "zero_optimization.offload_param.device",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "weight_decay": "--weight_decay",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_stage": "zero_optimization.stage",
@@ -229,8 +261,8 @@ def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
                 yield from wrong_keys(value, inner)
             else:
                 yield f"{inner}: found a block, wanted {kind}"
-        elif value == "auto" or (value is None and path == "zero_optimization"):
-            continue  # ours; a null offload block switches offload off
+        elif value == "auto" or (value is None and path in ("zero_optimization", "data_types")):
+            continue  # ours; a null offload block switches offload off, a null type is DeepSpeed's choice
         elif inner in BLOCKS:
             yield f"{inner}: found {value!r}, wanted a block {{...}}"
         elif kind != OTHER and not fits(value, kind):
@@ -238,8 +270,9 @@ def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
         elif inner in ONLY and value != ONLY[inner][0]:
             right, reason = ONLY[inner]
             yield f"{inner}: found {value!r}, wanted {right!r}: {reason}"
-        elif key == "device" and value not in ("none", "cpu", "nvme"):
-            yield f"{inner}: found {value!r}, wanted none, cpu or nvme"
+        elif inner in CHOICES and value not in CHOICES[inner]:
+            *first, last = CHOICES[inner]
+            yield f"{inner}: found {value!r}, wanted {', '.join(first)} or {last}"
 
 
 def right_key(key: str, path: str) -> str:

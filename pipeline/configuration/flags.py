@@ -16,9 +16,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from pipeline.configuration.ds_json import autotuning_file, flags_from_json, overrides, read_user_json
+from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_from_json, overrides, read_user_json
 from pipeline.configuration.flag_checks import unsafe_paths
-from pipeline.configuration.flag_table import Flag, flag_table, flat_items, nest
+from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, nest
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise
 from pipeline.configuration.redact import redacted, secret_values
@@ -252,21 +252,36 @@ def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -
         InputError: the JSON is not usable, or says something else than a flag that was given.
     """
     table, values, errors = flag_table(type(config)), dict(flat_items(config)), []
-    user, changed = read_user_json(path), dict[str, str]()
+    whole, changed = read_user_json(path), list[str]()
+    said = flags_from_json(whole, table)
+    stages = {said[name][1] if name in said else values[name] for name in flags_of_key(type(config), ZERO_STAGE)}
+    user, unread = at_stages(whole, stages)
+    before = {name: shown_value(value) for name, value in values.items()}
     for name, (key, value) in flags_from_json(user, table).items():
-        if values[name] == value:
+        # A list of DeepSpeed's monitors may be part of a longer one.
+        if values[name] == value or (isinstance(value, list) and set(value) <= set(values[name])):
             continue
         if origins[name] == "default" or values[name] == "auto":
-            changed[name] = f"{value} (was {values[name]})"
+            changed.append(name)
             values[name], origins[name] = value, path
         else:
             errors.append(
-                f"{path}: {key}: found {value}, but --{name} is {values[name]} ({origins[name]});"
+                f"{path}: {key}: found {shown_value(value)}, but --{name} is {before[name]} ({origins[name]});"
                 ' make them equal, or write "auto" into the JSON'
             )
     if errors:
         raise InputError("\n".join(errors))
-    return validated(type(config), values, origins), [f"{path}: {line}" for line in overrides(user, table, changed)]
+    config = validated(type(config), values, origins)
+    now = dict(flat_items(config))
+    notes = [*overrides(user, table, {name: f"{shown_value(now[name])} (was {before[name]})" for name in changed})]
+    if unread:
+        notes.append(f"{', '.join(unread)}: no effect at ZeRO stage {' and '.join(map(str, sorted(stages)))}")
+    return config, [f"{path}: {line}" for line in notes]
+
+
+def shown_value(value: Any) -> str:
+    """Return a flag's value as an error or a note shows it: the words of a list."""
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:

@@ -117,7 +117,7 @@ def test_it_is_named_where_it_has_no_effect():
 
 
 def test_the_users_json_sets_it(tmp_path):
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"sub_group_size": 7}}))
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": 7}}))
     resolved = parsed("--deepspeed_config", str(tmp_path / "ds.json"))
     assert resolved.config.model.made_up_size == 7 and resolved.origins["made_up_size"] == str(tmp_path / "ds.json")
     (line,) = errors_of("--deepspeed_config", str(tmp_path / "ds.json"), "--made_up_size", "4")
