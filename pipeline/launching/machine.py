@@ -92,7 +92,7 @@ def check_port(port: int) -> None:
 def read_hostfile(path: Path) -> dict[str, int]:
     """Return host -> slots from DeepSpeed's host file. Raises InputError naming file, line and the right one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise InputError(f"--hostfile: {path}: cannot read it: {reason}; wanted lines `name slots=GPUS`") from None

@@ -143,6 +143,11 @@ def test_other_names_of_a_key_become_the_usual_ones(tmp_path):
     }
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "ds.json").write_bytes(b'\xef\xbb\xbf{"gradient_clipping": 1}')
+    assert read_user_json(tmp_path / "ds.json") == {"gradient_clipping": 1}
+
+
 def test_missing_file():
     assert refusal(read_user_json, "none.json") == [
         "--deepspeed_config: none.json: cannot read it: No such file or directory"

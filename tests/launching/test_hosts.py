@@ -44,6 +44,11 @@ def test_wrong_hostfile(tmp_path, text, message):
     assert str(error.value) == f"--hostfile: {file}{message}"
 
 
+def test_a_hostfile_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfworker-0 slots=8\r\nworker-1 slots=4\r\n")
+    assert read_hostfile(tmp_path / "hosts") == {"worker-0": 8, "worker-1": 4}
+
+
 def test_example_hostfile():
     assert read_hostfile(ROOT / "launch" / "hostfile.example") == {"worker-0": 8, "worker-1": 8}
 
