@@ -40,11 +40,14 @@ Made by `make plans` (minutes on a laptop, no network): **planned, not run**. Ea
 `python train.py --actor-model NAME --target GPUS --dry-run` says of memory and time, with the preset of each stage and
 the default reward model, which is stage 3's critic. Cells have the expected GiB of a GPU at its peak and the seconds of
 an optimizer step, for rows of full length; what of them was measured says [memory.md](memory.md). *tight*: the high
-estimate is above the device's memory. The batch of a step stays the same on other GPUs, by accumulation.
+estimate is above the device's memory. The batch of a step stays the same on other GPUs, by accumulation, as far as
+their number x micro-batch divides it; else the dry run and the log name the batch that it comes to, and a micro-batch
+that keeps it, if there is one.
 
 The names from 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's recipes, of which 125m, 350m and 2.7b are
 ours after its neighbours. Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`; its `7b_mixz` is `llama-2-7b-lora`,
-without quantised weights under ZeRO-3. Chinese, Japanese and T5 are presets of stage 1 alone
+without quantised weights under ZeRO-3. Chinese, Japanese and T5 are presets of stage 1 alone,
+planned as `bash launch/single_node.sh 1 --preset launch/presets/NAME.sft.yaml` with `--target`
 ([how](running.md#models)); of T5, with everything in host memory, no time is planned.
 """
 

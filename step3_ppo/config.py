@@ -250,7 +250,7 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
     sampling, partitioned = config.sampling, config.actor.partitioned == "weights"
     size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:
-        errors.append(f"--inference_tp_size {size}: must divide the {ranks} ranks; give 1")
+        errors.append(f"--inference_tp_size {size}: must divide the {ranks} ranks; give {math.gcd(size, ranks)}")
     if size > 1 and backend not in ("auto", "fused"):
         errors.append(f"--inference_tp_size {size}: needs the fused backend, found {backend}")
     reason = why_not_streamed(partitioned=partitioned, ranks=ranks, tensor_parallel_size=size, backend=backend)

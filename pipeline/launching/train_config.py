@@ -141,7 +141,7 @@ def known_model(model: str) -> KnownModel | None:
     """Return what is known of a base model by its name or hub id; None for a folder or any other hub id.
 
     Raises:
-        InputError: it looks like the name of a known model, but none has this name.
+        InputError: it looks like the name of a known model, but none has this name; or it is a preset of stage 1 alone.
     """
     size = model.removeprefix(OPT)
     if size in SIZES:
@@ -152,6 +152,12 @@ def known_model(model: str) -> KnownModel | None:
         for name, (hub_id, preset) in family.items():
             if model in (name, hub_id, f"{hub_id}-Instruct"):
                 return KnownModel(preset, hub_id if model == name else model, next(iter(family)))
+    presets = [launch_file(f"presets/{model}.{section}.yaml") for section in ("sft", "ppo")]
+    if "/" not in model and [preset.is_file() for preset in presets] == [True, False] and not Path(model).exists():
+        raise InputError(
+            f"found {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
+            f"launch/presets/{presets[0].name}"
+        )
     if (
         re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|tiny\w*|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model)
         and not Path(model).exists()

@@ -134,6 +134,7 @@ def ppo_config(**sampling):
     ("flags", "ranks", "says"),
     [
         ({"inference_tp_size": 3}, 4, "--inference_tp_size 3: must divide the 4 ranks; give 1"),
+        ({"inference_tp_size": 8}, 4, "--inference_tp_size 8: must divide the 4 ranks; give 4"),
         ({"inference_tp_size": 3}, None, ""),
         ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference_tp_size 2: needs the fused backend"),
         (

@@ -42,6 +42,11 @@ def test_models_that_are_known(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=f"found '{typed}'.*did you mean {right}"):
             known_model(typed)
     monkeypatch.chdir(tmp_path)
+    for name in ("chinese", "japanese", "t5-3b"):
+        command = f"bash launch/single_node.sh 1 --preset launch/presets/{name}.sft.yaml"
+        with pytest.raises(InputError) as refused:
+            make_plan(["--actor-model", name], STAGES, prog="python train.py")
+        assert str(refused.value) == f"--actor-model: found '{name}', a preset of stage 1 alone; give: {command}"
     for name in ("7b", "llama-9b"):
         (tmp_path / name).mkdir()
         assert known_model(name) is None
