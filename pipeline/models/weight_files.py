@@ -23,7 +23,9 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Names of weights with one row per token.
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
+EMBEDDINGS = (
+    ".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight", ".embed_in.weight", ".shared.weight"
+)  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "spm.model", "tekken.json",
@@ -36,6 +38,8 @@ TESTED_TYPES = (
     "bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "olmoe", "opt", "phi3",
     "qwen2", "qwen3", "qwen3_moe", "smollm3", "t5",
 )  # fmt: skip
+# Fields of a config.json, at any depth, of what a model reads besides text.
+TOWERS = ("vision_config", "vq_config", "audio_config", "audio_encoder_config", "speech_encoder_layers")
 # Private fields of config.json that carry no behaviour; the last is spelled out in `layer_types`.
 HARMLESS_FIELDS = ("_name_or_path", "_commit_hash", "_sliding_window_pattern")
 
@@ -119,10 +123,13 @@ def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
     if fields := list(kernel_fields(raw)):
         raise InputError(f"{path}: config.json: {fields[0]}: code from the hub is never run; remove the field")
     kind = config.model_type
-    if tower := next((name for name in ("vision", "audio") if f"{name}_config" in raw), None):
+    declared = getattr(type(config), "__dataclass_fields__", ())
+    # Fuyu's tower is a linear layer without a configuration of its own.
+    if field := next(tower_fields(raw), "image_size" if "image_size" in declared else ""):
+        tower = "audio" if "audio" in field or "speech" in field else "vision"
         raise InputError(
-            f"{path}: {kind} has a {tower} tower (config.json: {tower}_config); only text decoders are trained here: "
-            "give a checkpoint of the language model alone"
+            f"{path}: {kind} has {'an' if tower == 'audio' else 'a'} {tower} tower (config.json: {field}); only text "
+            "decoders are trained here: give a checkpoint of the language model alone"
         )
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise InputError(
@@ -131,14 +138,26 @@ def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
     classes: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder:
         classes = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    # transformers has a causal class for most encoders, too, which sees the tokens that follow unless this is set.
-    elif type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+    # transformers has a causal class for most encoders, too, which sees the tokens that follow unless this is set;
+    # XLNet's does so in any case.
+    elif kind == "xlnet" or (
+        type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    ):
         classes = ()
     if type(config) not in classes:
         raise InputError(
             f"{path}: {kind} does not generate text from left to right (encoders such as BERT do not); give a language "
             "model (OPT, Llama, Qwen, ...)"
         )
+
+
+def tower_fields(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the fields of a config.json, at any depth, that are among TOWERS."""
+    for name, value in config.items():
+        if name in TOWERS:
+            yield path + name
+        elif isinstance(value, Mapping):
+            yield from tower_fields(value, f"{path}{name}.")
 
 
 def kernel_fields(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
@@ -170,7 +189,7 @@ def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pi
     sizes = [source.get("vocab_size") for source in (config, inner if isinstance(inner, Mapping) else {})]
     vocab_size = next((size for size in sizes if isinstance(size, int)), None)
     for name, shape in shapes.items():
-        if name.endswith(EMBEDDINGS) and shape and vocab_size is not None and shape[0] != vocab_size:
+        if f".{name}".endswith(EMBEDDINGS) and shape and vocab_size is not None and shape[0] != vocab_size:
             raise InputError(
                 f"{at_flag(flag)}{folder}: config.json says vocab_size {vocab_size}, but {name} has {shape[0]} rows; "
                 "take config.json and weights from the same model"

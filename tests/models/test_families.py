@@ -5,12 +5,15 @@ values meets in some family; Llama and Qwen3 have all of them. Experts have no Z
 scores: its critic is a Llama with its tokenizer.
 """
 
+import json
 import shutil
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.command_run import Ended, run_command
 from support.families import FAMILIES, save_family
 from support.family_runs import check_ppo, check_reward, check_sft
@@ -18,10 +21,12 @@ from support.in_process import error_lines
 from support.tiny_run import make_folder
 from transformers import (
     AutoTokenizer,
+    FuyuConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    XLNetConfig,
 )
 
 from pipeline.models.weight_files import TESTED_TYPES
@@ -133,6 +138,23 @@ def save_gemma_3_with_a_vision_tower(folder: Path) -> None:
     Gemma3ForConditionalGeneration(config).save_pretrained(folder)
 
 
+def save_fuyu(folder: Path) -> None:
+    """Its patches pass through a linear layer named like an embedding, which has no row per token."""
+    vocab_size = len(AutoTokenizer.from_pretrained(folder))
+    FuyuConfig(text_config={"model_type": "persimmon"}, vocab_size=vocab_size).save_pretrained(folder)
+    save_file({"model.vision_embed_tokens.weight": torch.zeros(32, 3)}, folder / "model.safetensors")
+
+
+def save_t5_with_a_vision_tower(folder: Path) -> None:
+    config = {"model_type": "t5gemma2", "encoder": {"vision_config": {}, "text_config": {}}, "decoder": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def save_xlnet(folder: Path) -> None:
+    vocab_size = len(AutoTokenizer.from_pretrained(folder))
+    XLNetConfig(vocab_size=vocab_size, d_model=32, n_layer=1, n_head=2).save_pretrained(folder)
+
+
 def save_llama_4(folder: Path) -> None:
     sizes = {
         "hidden_size": 16,
@@ -151,6 +173,21 @@ REFUSED = {
         save_gemma_3_with_a_vision_tower, "step1_sft", {},
         "base: gemma3 has a vision tower (config.json: vision_config); only text decoders are trained here: give a "
         "checkpoint of the language model alone",
+    ),
+    "a linear vision tower": (
+        save_fuyu, "step1_sft", {},
+        "base: fuyu has a vision tower (config.json: image_size); only text decoders are trained here: give a "
+        "checkpoint of the language model alone",
+    ),
+    "a vision tower in an encoder": (
+        save_t5_with_a_vision_tower, "step1_sft", {},
+        "base: t5gemma2 has a vision tower (config.json: encoder.vision_config); only text decoders are trained here: "
+        "give a checkpoint of the language model alone",
+    ),
+    "tokens that see what follows": (
+        save_xlnet, "step1_sft", {},
+        "base: xlnet does not generate text from left to right (encoders such as BERT do not); give a language "
+        "model (OPT, Llama, Qwen, ...)",
     ),
     "attention within chunks": (
         save_llama_4, "step1_sft", {},

@@ -49,6 +49,7 @@ COMMON = {
 }  # fmt: skip
 LLAMA = COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 40}
 LINEAR_ROTARY = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 16}
 
 
 def opt(**changes: Any) -> nn.Module:
@@ -93,6 +94,7 @@ FUSED: dict[str, Callable[[], nn.Module]] = {
     "llama with biases": lambda: llama(attention_bias=True, mlp_bias=True),
     "llama of head size 20": lambda: llama(hidden_size=60, num_attention_heads=3, num_key_value_heads=1),
     "llama with linear rotary": lambda: llama(rope_parameters=LINEAR_ROTARY),
+    "llama with yarn": lambda: llama(rope_parameters=YARN),
     "gpt-neox, in sequence": lambda: gpt_neox(use_parallel_residual=False),
     "gpt-neox without biases": lambda: gpt_neox(attention_bias=False),
     **{name: partial(family, name) for name in FAMILIES if name not in ("llama-2", "opt", "bloom", *EXPERTS)},
