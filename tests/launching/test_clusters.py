@@ -122,7 +122,7 @@ def test_kubeflow_trainer(tmp_path):
 
 @pytest.mark.slow
 def test_the_trainjob_is_of_the_published_schema():
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the extra job-schemas")
     job = yaml.safe_load((ROOT / "launch/trainjob.yaml").read_text())
     read = models.TrainerV1alpha1TrainJob.from_dict(job)
     assert json.loads(read.to_json()) == job, "every key is one of the schema"
@@ -130,7 +130,7 @@ def test_the_trainjob_is_of_the_published_schema():
 
 @pytest.mark.slow
 def test_the_sky_task_is_of_the_published_schema():
-    schemas = pytest.importorskip("sky.utils.schemas", reason="pip install skypilot")
+    schemas = pytest.importorskip("sky.utils.schemas", reason="needs the extra job-schemas")
     import jsonschema
 
     task = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
