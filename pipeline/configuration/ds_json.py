@@ -187,7 +187,8 @@ def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mappi
         changed: the flags that it gives another value, with the value.
     """
     own = {key for flag in table.values() for key in flag.deepspeed}
-    off = {name for name, block in user.items() if isinstance(block, Mapping) and block.get("enabled") is False}
+    monitors = [key.partition(".")[0] for key in table["deepspeed_monitor"].deepspeed]
+    off = [name for name in monitors if (user.get(name) or {}).get("enabled") is False]
     said = {
         key: value
         for key, value in leaves(user)
