@@ -21,12 +21,13 @@ MOMENTS, MOMENTS_8BIT = 8, 2 + 8 / 256  # AdamW's two: in fp32, and in 8 bits wi
 # there are several ranks (of an H200; a measured figure replaces the first, and the second keeps its distance), and the
 # allocator's unused rest of its blocks, as a share of the tensors. The largest rest that was measured is 8.5 % (7B with
 # LoRA, on a device with little memory to spare). Of a process's host memory: Python, torch, DeepSpeed, transformers,
-# tokenizer and data; and on a CPU freed blocks below 32 MiB, which the C library's heap keeps. Both were measured on
-# processes that train on a CPU (docs/memory.md).
+# tokenizer and data; beside a GPU what CUDA and the loading of weights take, too; on a CPU freed blocks below 32 MiB,
+# which the C library's heap keeps. All were measured (docs/memory.md).
 CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
 NCCL = (GIB // 2, GIB)
 UNUSED_REST = (0.04, 0.09)
 PROCESS = (GIB * 6 // 10, GIB)
+PROCESS_BESIDE_GPU = (2 * GIB, GIB * 9 // 2)
 HEAP_REST = (GIB // 2, GIB * 9 // 10)
 POOL_BLOCK = 20 * 2**20  # that torch's allocator takes for tensors of 1 to 10 MiB, also in the pool of a CUDA graph
 
@@ -35,15 +36,17 @@ POOL_BLOCK = 20 * 2**20  # that torch's allocator takes for tensors of 1 to 10 M
 class States:
     """The bytes that a model holds on a rank.
 
-    weights, optimizer: always. gathered: weights that ZeRO stage 3 makes whole while the model computes. gradients:
-    from the first backward pass to the step; kept: those that ZeRO stage 3 holds always. buckets: of a backward pass.
-    step: temporary bytes of the optimizer step, gradients in fp32 above all. host: in host memory. streams: gradients
-    leave each parameter during the backward pass (ZeRO stages 2 and 3), so that they never are whole.
+    weights, optimizer: always. gathered: weights that ZeRO stage 3 makes whole while the model trains; passing: in a
+    pass without gradients. gradients: from the first backward pass to the step; kept: those that ZeRO stage 3 holds
+    always. buckets: of a backward pass. step: temporary bytes of the optimizer step, gradients in fp32 above all. host:
+    in host memory. streams: gradients leave each parameter during the backward pass (ZeRO stages 2 and 3), so that they
+    never are whole.
     """
 
     weights: int
     optimizer: int = 0
     gathered: int = 0
+    passing: int = 0
     gradients: int = 0
     kept: int = 0
     buckets: int = 0
@@ -78,22 +81,25 @@ def states_of(
         gather: --zero3_gather.
     """
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
-    weights, gathered = size.num_bytes, 0
+    weights, gathered, layered = size.num_bytes, 0, 0
     host = 0
     if stage == 3:
         offloaded = device_of(zero, "offload_param") != "none"
         share = -(-size.num_bytes // ranks)
         weights, host = (0, share) if offloaded else (share, 0)
+        if offloaded and moments and zero["offload_param"].get("pin_memory"):  # also those of loading, which stay
+            host = page_locked(share) + share
         if device_of(zero, "offload_param") == "nvme":  # page-locked buffers, and weights that stay in memory
             swap = {"buffer_count": 5, "buffer_size": 10**8, "max_in_cpu": 10**9} | zero["offload_param"]
-            host = swap["buffer_count"] * swap["buffer_size"] * size.element + min(
-                host, swap["max_in_cpu"] * size.element
-            )
+            host = swap["buffer_count"] * swap["buffer_size"] * size.element
+            host += min(share, swap["max_in_cpu"] * size.element)
         live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), size.layer + size.embeddings))
-        gathered = size.num_bytes if gathers_once(size, gather, device_bytes) and not offloaded else live * size.element
+        is_whole = gathers_once(size, gather, device_bytes) and not offloaded
+        gathered = size.num_bytes if is_whole else live * size.element
+        layered = gathered if is_whole else (size.layer + size.embeddings) * size.element
         if ranks == 1 and not offloaded:  # its partition is the whole, and is used where it lies
             gathered = 0
-    held = States(weights, gathered=gathered, host=host)
+    held = States(weights, gathered=gathered, passing=min(gathered, layered), host=host)
     return training_states(size, engine, held, moments, ranks=ranks, on_cpu=on_cpu) if moments else held
 
 
@@ -111,7 +117,7 @@ def training_states(
     size: ModelSize, engine: Json, held: States, kind: OptimizerStates, *, ranks: int, on_cpu: bool
 ) -> States:
     """Add gradients, optimizer states and buffers of a trained model to its weights, which are counted already."""
-    weights, gathered, host = held.weights, held.gathered, held.host
+    host = held.host
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
     gradient, master = gradient_bytes(size, engine), FP32
     moments = MOMENTS_8BIT if kind == "8bit" else MOMENTS
@@ -121,27 +127,48 @@ def training_states(
     if stage == 0:
         masters = FP32 * size.trained if size.element < FP32 else 0
         step = FP32 * size.trained if size.element < FP32 else 0
-        return States(weights, masters + int(moments * size.trained), 0, gradient * size.trained, 0, 0, step, host)
+        optimizer = masters + int(moments * size.trained)
+        return replace(held, optimizer=optimizer, gradients=gradient * size.trained, step=step)
     elements = zero.get("reduce_bucket_size", 500_000_000)
     bucket = gradient * (min(elements, size.trained) if on_cpu else elements)  # a CPU has no page that nobody wrote to
     optimizer, offloaded = int((master + moments) * share), device_of(zero, "offload_optimizer")
     if offloaded != "none":
-        # Gradients in fp32 wait on the host too. What NVMe holds is no memory; page-locked buffers of sub-groups are.
+        # What NVMe holds is no memory; page-locked buffers of sub-groups are.
         buffers = zero["offload_optimizer"].get("buffer_count", 4) * min(share, zero.get("sub_group_size", 10**9))
-        host += FP32 * share + optimizer if offloaded == "cpu" else FP32 * buffers
+        host += optimizer + host_copies(size, zero, share, gradient) if offloaded == "cpu" else FP32 * buffers
         optimizer = 0
     if stage == 3:
         step = master * min(share, zero.get("sub_group_size", 10**9)) if offloaded == "none" else 0
         kept = bucket + (gradient * share if offloaded == "none" else 0)
         buckets = bucket if ranks > 1 or on_cpu else 0  # the partitions that are reduced
-        return States(weights, optimizer, gathered, 0, kept, buckets, step, host, True)
+        return replace(held, optimizer=optimizer, kept=kept, buckets=buckets, step=step, host=host, streams=True)
     buffers = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
     gradients = gradient * (size.trained if stage == 1 else share)
     # The step flattens the gradients of a partition and copies them in fp32, a group of parameters at a time.
     step = (gradient + master) * share
     if offloaded != "none":
         gradients, step = (gradients if stage == 1 else 0), gradient * size.largest
-    return States(weights, optimizer, 0, gradients, 0, buffers * bucket, step, host, stage == 2)
+    held = replace(held, optimizer=optimizer, gradients=gradients, buckets=buffers * bucket)
+    return replace(held, step=step, host=host, streams=stage == 2)
+
+
+def host_copies(size: ModelSize, zero: Json, share: int, gradient: int) -> int:
+    """Return the bytes of host memory of a partition of `share` weights beside an optimizer that is there.
+
+    Gradients in fp32; at ZeRO stage 3 those of the backward pass too, below it the new weights on their way back.
+    Page-locked blocks are rounded up, below stage 3 the master weights are among them.
+    """
+    locked = page_locked if zero["offload_optimizer"].get("pin_memory") else int
+    if zero["stage"] < 3:
+        return 2 * locked(FP32 * share) - FP32 * share + locked(size.element * share)
+    whole, rest = divmod(share, min(share, zero.get("sub_group_size", 10**9)))
+    group = FP32 * ((share - rest) // whole)
+    return whole * locked(group) + locked(FP32 * rest) + locked(gradient * share)
+
+
+def page_locked(num_bytes: int) -> int:
+    """Return what torch takes for a page-locked block of so many bytes: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +227,7 @@ class MemoryPlan:
     @property
     def on_host(self) -> tuple[int, int]:
         """What the processes of a machine take of its memory, expected and high, with what is offloaded."""
-        own = self.reserved() if self.on_cpu else PROCESS
+        own = self.reserved() if self.on_cpu else PROCESS_BESIDE_GPU
         return self.host + self.per_host * own[0], self.host + self.per_host * own[1]
 
 
@@ -291,7 +318,7 @@ def phase_memory(
     """Return the highest moment of a phase: one of its passes, or an optimizer step of the models that it trains."""
     used = dict.fromkeys(work.role for work in passes)
     trained = [role for role in used if any(work.trains for work in passes if work.role == role)]
-    gathered = sum(states[role].gathered for role in used)
+    gathered = sum(states[role].gathered if trained else states[role].passing for role in used)
     moments: list[PhaseMemory] = []
     for work in passes:
         others = [role for role in trained if role != work.role and is_before(role, work, trained)]

@@ -11,7 +11,7 @@ from pipeline.launching.target import Target
 from pipeline.planning.disk import nvme_files, outputs, without_room
 from pipeline.planning.duration import phase_seconds, renewal_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
-from pipeline.planning.memory import PROCESS, UNUSED_REST, MemoryPlan, plan_memory
+from pipeline.planning.memory import PROCESS_BESIDE_GPU, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds, counted
 
 NeedsOf = Callable[..., StageNeeds]
@@ -174,7 +174,7 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
     processes = "1 process" if plan.per_host == 1 else f"{plan.per_host} processes"
     if plan.on_cpu:
         return f"{total}: {processes}"
-    own = f"{processes} with {' to '.join(map(gib, PROCESS))} each (measured on CPUs)"
+    own = f"{processes} with {' to '.join(map(gib, PROCESS_BESIDE_GPU))} each"
     offloaded = f"{gib(plan.host)} offloaded, " if plan.host else ""
     judged = "" if target.host_memory else "; not compared with its memory: give host_memory_gib in a target file"
     return f"{total}: {offloaded}{own}{judged}"

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -256,10 +257,18 @@ def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]
     # Stages 1 and 2 have one figure, that of training: nothing is evaluated.
     by_phase = by_phase or {"train": found["peak_gib"]}
     if run.alone:
-        times = [name for name in TIMES if name in found]
-        by_phase |= {name: found[name] for name in times} or {"train_s": found["step_s"]}
+        times = {name: found[name] for name in TIMES if name in found}
+        if "train_s" in times:  # a line of metrics is a step, a plan's time that of a rollout with all its steps
+            times["train_s"] *= steps_of_a_rollout(lines)
+        by_phase |= times or {"train_s": found["step_s"]}
     by_phase["reserved"] = max(line.get("gpu_reserved_gib", 0.0) for line in lines)  # no phase: what the allocator held
     return {name: round(value, 3) for name, value in by_phase.items()}
+
+
+def steps_of_a_rollout(lines: Sequence[dict[str, Any]]) -> int:
+    """Return how many lines of metrics there are from one rollout to the next."""
+    first, second = [number for number, line in enumerate(lines) if "time/generate_s" in line][:2]
+    return second - first
 
 
 def read_peaks(file: Path) -> Peaks:

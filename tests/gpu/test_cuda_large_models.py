@@ -36,6 +36,7 @@ def test_layers_on_the_host(folder, monkeypatch):
 
 
 @pytest.mark.two_gpus
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_layers_on_two_gpus(folder, monkeypatch):
     whole, _ = answers_of(folder)
     monkeypatch.setattr(loaded, "memory_limits", lambda: {0: LIMIT, 1: 2 * LIMIT, "cpu": 2**40})

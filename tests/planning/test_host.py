@@ -10,7 +10,7 @@ from support.command_run import run_command
 from support.tiny_run import make_folder, opt_config
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from pipeline.planning.memory import HEAP_REST, PROCESS
+from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU
 from pipeline.planning.page import StagePlanner, fits
 
 WORDS = "--model_name_or_path 125m --per_device_train_batch_size 1 --max_seq_len 64"
@@ -29,7 +29,7 @@ def memory(folder: Path, words: str = WORDS, **target: object):
 
 
 def test_processes_on_a_cpu_hold_all_that_a_gpu_and_its_host_would(tmp_path):
-    """In fp32 a weight takes 4 bytes, its moments 8; ZeRO-2 has a master of 4 more, and it moves to the host."""
+    """In fp32 a weight takes 4 bytes, its moments 8; ZeRO-2 has a master of 4 more, gradient and new weight too."""
     cpu = {"name": "CPU", "gpus": 2, "memory_gib": 8}
     plain = memory(tmp_path, **cpu)
     weights = plain.sizes["model"].weights
@@ -39,10 +39,11 @@ def test_processes_on_a_cpu_hold_all_that_a_gpu_and_its_host_would(tmp_path):
     expected, high = (train.total + PROCESS[place] + HEAP_REST[place] for place in (0, 1))
     assert plain.reserved() == (expected, high) and plain.on_host == (2 * expected, 2 * high)
     offloaded = memory(tmp_path, f"{WORDS} --zero_stage 2 --offload true", **cpu)
-    assert offloaded.phases["train"].states == (4 + (4 + 8 + 4) / 2) * weights and offloaded.host == 0
-    gpu = memory(tmp_path, f"{WORDS} --zero_stage 2 --offload true --dtype fp32", **cpu | {"name": "mine"})
-    assert gpu.host == 2 * (4 + 8 + 4) / 2 * weights
-    assert gpu.on_host == (gpu.host + 2 * PROCESS[0], gpu.host + 2 * PROCESS[1])
+    assert offloaded.phases["train"].states == (4 + (4 + 8 + 4 + 4) / 2) * weights and offloaded.host == 0
+    unpinned = f"{WORDS} --zero_stage 2 --offload true --dtype fp32 --pin_memory false"
+    gpu = memory(tmp_path, unpinned, **cpu | {"name": "mine"})
+    assert gpu.host == 2 * (4 + 8 + 4 + 4) / 2 * weights
+    assert gpu.on_host == (gpu.host + 2 * PROCESS_BESIDE_GPU[0], gpu.host + 2 * PROCESS_BESIDE_GPU[1])
 
 
 def test_buckets_on_a_cpu_are_no_larger_than_the_gradients_that_fill_them(tmp_path):
@@ -63,8 +64,8 @@ def test_states_on_a_disk_leave_four_buffers_of_a_sub_group_on_the_host(tmp_path
 
 
 def test_gpus_fit_only_where_the_host_has_memory_for_their_processes(tmp_path):
-    """Eight processes of 0.6 GiB are 4.8 GiB."""
-    for host_gib, does_fit in ((4.7, False), (4.9, True)):
+    """Eight processes of 2 GiB are 16 GiB."""
+    for host_gib, does_fit in ((15.9, False), (16.1, True)):
         planner, resolved = planned(tmp_path, gpus=8, memory_gib=80, host_memory_gib=host_gib)
         assert fits(planner.memory(resolved), planner.target) == does_fit
 

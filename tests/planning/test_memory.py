@@ -17,7 +17,7 @@ from pipeline.engine.memory import model_memory
 from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.planning.measurement import ModelSize
-from pipeline.planning.memory import states_of
+from pipeline.planning.memory import page_locked, states_of
 from pipeline.planning.page import phase_lines
 from pipeline.training.steps import step_together
 
@@ -65,10 +65,31 @@ def test_states_in_bf16_by_hand():
 
 
 def test_offload_puts_states_on_the_host():
-    optimizer = states(2, 8, offload=True)
-    assert (optimizer.optimizer, optimizer.gradients, optimizer.host) == (0, 0, (4 + 8 + 4) * N / 8)
+    """Gradients in fp32 are there, too; below ZeRO stage 3 the new weights, at stage 3 the gradients in bf16."""
+    optimizer = states(2, 8, offload=True, pin_memory=False)
+    assert (optimizer.optimizer, optimizer.gradients, optimizer.host) == (0, 0, (4 + 8 + 4 + 2) * N / 8)
+    both = states(3, 8, offload=True, offload_parameters=True, pin_memory=False)
+    assert (both.weights, both.optimizer, both.host) == (0, 0, (2 + 16 + 2) * N / 8)
+
+
+def test_page_locked_blocks_are_rounded_up_to_powers_of_two():
+    """125,000,000 weights: 500 MB in fp32 are 2**29 bytes, 250 MB in bf16 2**28; sub-groups of 30 million 2**27."""
+    share = N // 8
+    below = states(2, 8, offload=True)
+    assert below.host == 8 * share + 2 * 2**29 + 2**28  # moments; master, gradient; weights
+    smaller = states(3, 8, offload=True, sub_group_size=30_000_000)
+    assert smaller.host == 12 * share + 4 * 2**27 + 2**25 + 2**28  # four groups, and one of 5 million
     both = states(3, 8, offload=True, offload_parameters=True)
-    assert (both.weights, both.optimizer, both.host) == (0, 0, (2 + 16) * N / 8)
+    assert both.host == 12 * share + 2**29 + 2**28 + 2**28 + 2 * share  # those of loading stay page-locked
+    assert [page_locked(size) for size in (0, 1, 4, 5)] == [0, 1, 4, 8]
+
+
+def test_a_pass_without_gradients_holds_a_layer_and_embeddings_at_zero_stage_3():
+    """Of 100 billion weights in layers of 2 billion, no billion is whole until it is wanted again."""
+    large = replace(SIZE, weights=100 * N, trained=100 * N, num_bytes=200 * N, layer=2 * 10**8)
+    held = states(3, 8, large)
+    assert (held.gathered, held.passing) == (2 * N, 2 * (2 * 10**8 + 10**8))
+    assert states(3, 8).passing == states(3, 8).gathered == 2 * N  # gathered once a phase, whatever it does
 
 
 def test_weights_on_a_disk_leave_buffers_on_the_host():

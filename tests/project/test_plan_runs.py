@@ -4,7 +4,17 @@ import re
 import threading
 
 import pytest
-from bench.plan_runs import RUNS, PlannedRun, Room, peaks_in, read_peaks, shapes_of, table, time_table
+from bench.plan_runs import (
+    RUNS,
+    PlannedRun,
+    Room,
+    peaks_in,
+    read_peaks,
+    shapes_of,
+    steps_of_a_rollout,
+    table,
+    time_table,
+)
 from bench.planned import planner_of
 from bench.random_models import SHAPES
 from support.marks import slow_but
@@ -14,6 +24,8 @@ from pipeline.files import GIB
 
 RAW = ROOT / "docs/benchmarks/raw"
 PLANNED, MEASURED = (read_peaks(RAW / f"memory_{kind}_h200_202611.json") for kind in ("plans", "measured"))
+# Planned before it was made, and missed; the planner has a rule more since (docs/memory.md).
+MISSED = {("PPO, OPT-13B and 350M, ZeRO-3, checkpointing, optimizers on the host", "score")}
 PLANNED_AT_ONCE = (
     "reward, OPT-125M, ZeRO-3",
     "SFT, OPT-1.3B, ZeRO-2, optimizer on the host",
@@ -77,7 +89,7 @@ def test_every_measured_phase_is_within_a_gib_or_a_twentieth_of_its_plan(run):
     phases = peaks_in(MEASURED[run])
     far = {phase: (PLANNED[run][phase], gib) for phase, gib in phases.items()
            if abs(PLANNED[run][phase] - gib) > max(1.0, gib / 20)}  # fmt: skip
-    assert phases and not far, "(planned, measured)"
+    assert phases and far.keys() == {phase for name, phase in MISSED if name == run}, "(planned, measured)"
 
 
 def test_the_table_of_the_page_is_that_of_the_files():
@@ -96,4 +108,9 @@ CASES = slow_but([run for run in RUNS if run.name in PLANNED_AT_ONCE], RUNS)
 def test_the_planner_still_says_what_was_planned(run: PlannedRun, tmp_path):
     planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200", tmp_path)
     found = {phase: peak.total / GIB for phase, peak in planner.memory(resolved).phases.items()}
-    assert found == pytest.approx(peaks_in(PLANNED[run.name]), abs=0.001)
+    planned = {phase: gib for phase, gib in peaks_in(PLANNED[run.name]).items() if (run.name, phase) not in MISSED}
+    assert {phase: found[phase] for phase in planned} == pytest.approx(planned, abs=0.001)
+
+
+def test_the_time_of_an_update_is_that_of_all_steps_of_its_rollout():
+    assert steps_of_a_rollout([{"time/generate_s": 2.0}, {}, {}, {"time/generate_s": 2.0}, {}]) == 3
