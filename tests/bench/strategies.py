@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.figures import Figures, quotient
 from bench.jobs import Jobs
-from bench.random_models import config_of
 from bench.report import table
 from bench.rows import Row
 from bench.supervised import make_rows, other_run, own_run
@@ -97,16 +96,15 @@ def strategies(jobs: Jobs, figures: Figures) -> None:
 
 def t5(jobs: Jobs, figures: Figures) -> None:
     """Step 1 of an encoder-decoder model on `--gpus`, weights, gradients and optimizer states on the host."""
-    from torch import device
-    from transformers import AutoModelForSeq2SeqLM
+    from bench.planned import planner_of
 
+    options, gpus = jobs.options, jobs.options.gpus[-1]
     jobs.make_models()
-    with device("meta"):
-        weights = AutoModelForSeq2SeqLM.from_config(config_of(jobs.options.actor)).num_parameters()
-    # 16-bit weights, their gradients in fp32, master weights and two moments; page-locked blocks may be rounded up.
-    figures.add("host memory, planned", weights * (2 + 4 + 4 + 8) / 2**30, "GiB")
+    words = f"--model_name_or_path {options.actor} --max_seq_len {options.seq_len} --zero_stage 3 {' '.join(ON_HOST)}"
+    planner, resolved = planner_of("sft", words, f"{gpus}xH200", jobs.folder)
+    for name, planned in zip(("expected", "high"), planner.memory(resolved).on_host, strict=True):
+        figures.add(f"host memory, planned, {name}", planned / 2**30, "GiB")
     file = make_rows(jobs, "sft", mixed=True)
-    gpus = jobs.options.gpus[-1]
     run = own_run(jobs, "seq2seq", f"zero-3-offload, step 1, {gpus} GPU", file, *ON_HOST, gpus=gpus, zero_stage=3)
     figures.add("samples/s", run.get("samples_per_s"), "1/s")
 
