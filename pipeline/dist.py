@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.heartbeat import beat_again
+from pipeline.rendezvous import wait_for_port, wait_for_ranks
 
 T = TypeVar("T")
 
@@ -109,16 +110,21 @@ def start(*, timeout_s: int) -> World:
 
 
 def join(device: torch.device, timeout: timedelta) -> None:
-    """Join the other ranks; ranks of one machine use the loopback interface only."""
+    """Join the other ranks, once all have come; ranks of one machine use the loopback interface only."""
     global _store
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host, port = LOOPBACK if on_loopback() else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size, timeout_s = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout.total_seconds()
+    address = f"{host}:{port}"
     try:
-        _store = loopback_store(timeout) if on_loopback() else next(dist.rendezvous("env://", timeout=timeout))[0]
+        if rank > 0:
+            wait_for_port(host, port, timeout_s)
+        _store = loopback_store(timeout) if on_loopback() else network_store(host, port, timeout)
+        wait_for_ranks(_store, rank, size, address=address, timeout_s=timeout_s)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=_store,
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
+            rank=rank,
+            world_size=size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
@@ -131,6 +137,16 @@ def on_loopback() -> bool:
     address = os.environ["MASTER_ADDR"]
     local = address == "localhost" or address.startswith("127.")
     return local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def network_store(host: str, port: int, timeout: timedelta) -> Any:
+    """Return torch's rendezvous store, of torchrun's agent or of rank 0, before the other ranks have come."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = os.environ["RANK"] == "0" and not is_agents
+    size = int(os.environ["WORLD_SIZE"])
+    return dist.TCPStore(
+        host, port, size, is_master, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents
+    )
 
 
 def loopback_store(timeout: timedelta) -> Any:

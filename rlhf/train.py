@@ -28,6 +28,7 @@ from pipeline.launching.machine import (
     check_port,
     hosts_of_launcher,
     num_ranks,
+    ranks_by_host,
 )
 from pipeline.launching.plan import Plan, Stage, StageKind, as_override, make_plan, path_from_here, without_flag
 from pipeline.launching.preflight_job import start_preflight
@@ -101,14 +102,6 @@ def target_of(plan: Plan) -> Target | None:
     """Return the hardware of `--target`, the same for all stages; None for this machine. Raises InputError."""
     described = plan.chosen[0].resolved.config.run.target
     return parse_target(described) if described else None
-
-
-def hosts_of(plan: Plan) -> int:
-    """Return the number of machines of a run: those of `--target`, else those of this machine's flags."""
-    if target := target_of(plan):
-        return target.hosts
-    several = plan.config.deployment_type == "multi_node"
-    return len(hosts_of_launcher(launcher_words(plan.config))) if several else 1
 
 
 def on_target(plan: Plan) -> Plan:
@@ -284,10 +277,10 @@ def run(argv: list[str], prog: str) -> int:
             print(f"note: {folder} does not exist: planned as made from {start}")
         show_plan(on_target(plan), finished)
     to_run = {stage.kind.section: stage.argv for stage in plan.chosen if stage.number not in finished}
-    ranks, hosts = ranks_of(plan), hosts_of(plan)
+    slots = None if target_of(plan) else ranks_by_host(words_for_launcher(plan.config))
     python, code = environment["PYTHON"], EXIT_DONE
     if to_run:
-        code = start_preflight(to_run, python, dry_run=dry_run, ranks=ranks, hosts=hosts, made=made)
+        code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, made=made)
     if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
         print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
     if dry_run:

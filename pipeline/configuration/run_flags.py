@@ -105,7 +105,9 @@ class RunConfig(Group):
         on_resume="free",
         other_tools="wandb use_wandb report_to",
     )
-    process_group_timeout_s: int = flag(1800, "Seconds before a stuck collective fails", ge=1, on_resume="free")
+    process_group_timeout_s: int = flag(
+        1800, "Seconds before a stuck collective or a wait for ranks fails", ge=1, on_resume="free"
+    )
     rank_timeout_s: int = flag(
         1800, "Seconds without a sign of life before a rank is hung and the run ends; 0: never", ge=0, on_resume="free"
     )

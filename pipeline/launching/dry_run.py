@@ -87,12 +87,12 @@ def stage_planner(given: Resolved, section: str, target: Target, made: Mapping[s
 
 
 def plan_stages(
-    stages: Mapping[str, Resolved], *, ranks: int | None, hosts: int = 1, made: Mapping[str, str] = NOTHING_MADE
+    stages: Mapping[str, Resolved], *, slots: Sequence[int] | None, made: Mapping[str, str] = NOTHING_MADE
 ) -> None:
     """Print the plan of each stage, by its section: sizes, batches, memory, and a ladder of changes if it does not fit.
 
     Args:
-        ranks, hosts: of this machine; ignored where `--target` describes another one. None: not known.
+        slots: ranks of each machine; ignored where `--target` describes others. None: not known.
         made: see `look_before_start`.
 
     Raises:
@@ -103,7 +103,7 @@ def plan_stages(
     kind: type[RunError] = EnvironmentFault
     for section, given in stages.items():
         described = given.config.run.target
-        target = parse_target(described) if described else None if ranks is None else this_machine(ranks, hosts)
+        target = parse_target(described) if described else None if slots is None else this_machine(*slots)
         if target is None:
             print(f"plan of {section}: none: the number of ranks is not known here; describe the GPUs by --target")
             continue
@@ -176,8 +176,7 @@ def measured_lines(config: Any, section: str, memory: Any) -> list[str]:
 def look_and_plan(
     stages: Mapping[str, Resolved],
     *,
-    ranks: int | None,
-    hosts: int = 1,
+    slots: Sequence[int] | None,
     made: Mapping[str, str] = NOTHING_MADE,
     named_by_section: bool = False,
 ) -> None:
@@ -193,7 +192,7 @@ def look_and_plan(
     except EnvironmentFault as fault:
         faults.append(str(fault))
     try:
-        plan_stages(stages, ranks=ranks, hosts=hosts, made=made)
+        plan_stages(stages, slots=slots, made=made)
     except InputError as error:
         raise InputError("\n".join([*faults, str(error)])) from None
     except EnvironmentFault as fault:
@@ -202,20 +201,23 @@ def look_and_plan(
         raise EnvironmentFault("\n".join(faults))
 
 
-def dry_run_stage(resolved: Resolved, section: str, *, ranks: int | None) -> None:
+def dry_run_stage(resolved: Resolved, section: str, *, slots: Sequence[int] | None) -> None:
     """Print what a stage would run with, and look at its models, data, disk and memory.
+
+    slots: ranks of each machine; None: not known.
 
     Raises:
         InputError, EnvironmentFault: what would end the run.
     """
     described = resolved.config.run.target
-    show_stage(resolved, section, ranks=parse_target(described).num_gpus if described else ranks)
+    ranks = parse_target(described).num_gpus if described else None if slots is None else sum(slots)
+    show_stage(resolved, section, ranks=ranks)
     try:
-        look_and_plan({section: resolved}, ranks=ranks)
+        look_and_plan({section: resolved}, slots=slots)
     finally:
         print(NOTHING_STARTED)
 
 
 def dry_run_own_stage(resolved: Resolved, section: str) -> None:
     """Make the dry run of the stage that this process is a rank of. Raises InputError, EnvironmentFault."""
-    dry_run_stage(resolved, section, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    dry_run_stage(resolved, section, slots=[int(os.environ.get("WORLD_SIZE", "1"))])

@@ -192,11 +192,12 @@ class Launcher:
                 failed = failed or time.monotonic()
             if None not in codes or (failed and time.monotonic() - failed > SETTLE_S):
                 break
-            if time.monotonic() - pinged > PING_S or self.stop > told:
+            stop = self.stop  # once: a signal that came between two looks would be taken as told
+            if time.monotonic() - pinged > PING_S or stop > told:
                 pinged = time.monotonic()
                 for host in self.hosts:
-                    host.tell({"stop": self.stop and not told})
-                told = self.stop
+                    host.tell({"stop": stop and not told})
+                told = stop
         return next((host.code for host in self.hosts if host.code), 0)
 
     def take(self, host: Host, message: Message) -> None:

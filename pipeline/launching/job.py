@@ -25,7 +25,7 @@ from pipeline.console import say
 from pipeline.data.cache import cache_folder
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, POLL_S, tuned_flags
-from pipeline.launching.machine import check_port, is_on_one_machine, launcher_values, num_ranks
+from pipeline.launching.machine import check_port, is_on_one_machine, launcher_values, ranks_by_host
 from pipeline.launching.plan import without_flag
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
@@ -66,9 +66,9 @@ def run_job(module: str, words: list[str], command: list[str], signals: Signals)
     tuning = launcher_values(command)["--autotuning"]
     # The file of a search holds lists, of which a stage never hears.
     resolved, section = stage_flags(module, without_flag(words, "deepspeed_config") if tuning else words)
-    ranks = None if resolved.config.run.target else num_ranks(command)
+    slots = None if resolved.config.run.target else ranks_by_host(command)
     if resolved.config.run.starts_nothing:
-        dry_run_stage(resolved, section, ranks=ranks)
+        dry_run_stage(resolved, section, slots=slots)
         return errors.EXIT_DONE
     run_dir = run_folder(resolved.config.run, section)
     if "--check" in command:

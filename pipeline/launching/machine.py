@@ -203,7 +203,13 @@ def is_on_one_machine(command: Sequence[str]) -> bool:
 
 
 def num_ranks(words: Sequence[str]) -> int | None:
-    """Return the number of ranks that a launcher's words start: on a CPU one process, without a number.
+    """Return the number of ranks that a launcher's words start; None where only it will know. See `ranks_by_host`."""
+    slots = ranks_by_host(words)
+    return None if slots is None else sum(slots)
+
+
+def ranks_by_host(words: Sequence[str]) -> list[int] | None:
+    """Return how many ranks a launcher's words start on each machine: on a CPU one process, without a number.
 
     None where only the launcher will know: it counts GPUs that nvidia-smi does not.
 
@@ -211,8 +217,13 @@ def num_ranks(words: Sequence[str]) -> int | None:
         InputError: the host file, or a host or GPU number that is not in it.
     """
     if not is_on_one_machine(words):
-        return sum(map(len, hosts_of_launcher(words).values()))
-    given = launcher_values(words)
+        return [len(numbers) for numbers in hosts_of_launcher(words).values()]
+    count = ranks_here(launcher_values(words))
+    return [count] if count else None
+
+
+def ranks_here(given: Mapping[str, str]) -> int | None:
+    """Return the ranks that a launcher's values start on this machine. Raises InputError."""
     if given["--num_gpus"]:
         return int(given["--num_gpus"])
     if given["--include"] or given["--exclude"]:

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pipeline.errors import EXIT_DONE, RunError, print_error
 from pipeline.launching.dry_run import look_and_plan
@@ -19,8 +19,7 @@ def start_preflight(
     python: str,
     *,
     dry_run: bool,
-    ranks: int | None,
-    hosts: int,
+    slots: Sequence[int] | None,
     made: Mapping[str, str],
 ) -> int:
     """Run `look_before_start` in a process of its own, which prints notes and errors; return its exit code.
@@ -30,10 +29,10 @@ def start_preflight(
     Args:
         stages: section -> the words of the stage's flags, in the order of the stages.
         python: the interpreter.
-        ranks, hosts: those of the run, for its plan.
+        slots: ranks of each machine of the run, for its plan; None: not known.
         made: folder of a stage that is not among `stages` -> the model from which it is taken as made.
     """
-    task = json.dumps({"stages": stages, "dry_run": dry_run, "ranks": ranks, "hosts": hosts, "made": made})
+    task = json.dumps({"stages": stages, "dry_run": dry_run, "slots": slots, "made": made})
     command = [python, "-m", "pipeline.launching.preflight_job", task]
     # A session of its own: Ctrl-C in a terminal reaches this process alone, and `run` then kills the other.
     return subprocess.run(command, env=python_environment(), check=False, start_new_session=True).returncode
@@ -45,7 +44,7 @@ def main(task: str) -> int:
     stages = {section: stage_flags(MODULES[section], words)[0] for section, words in content["stages"].items()}
     try:
         if content["dry_run"]:
-            given = {name: content[name] for name in ("ranks", "hosts", "made")}
+            given = {name: content[name] for name in ("slots", "made")}
             look_and_plan(stages, **given, named_by_section=True)
         else:
             configs = {section: resolved.config for section, resolved in stages.items()}

@@ -46,12 +46,13 @@ FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`hosts` machines of `gpus` GPUs each, or of as many processes on a CPU.
+    """`hosts` machines of `gpus` GPUs each, or of as many processes on a CPU; `gpus` is of the largest of them.
 
     memory: bytes of a GPU, or of a CPU's, that a process can have; 0: not known. tb_per_s, tflops: 0 where they are not
     known. host_memory: bytes of a machine's memory, 0 where it is not known. described: False for this machine.
     link_gb_per_s: what a GPU sends to others of its machine; network_gb_per_s: what a machine sends to others.
     measured: the constants of this machine's GPU where it is of this kind and was measured.
+    uneven: the GPUs of each machine, in the order of their ranks, where they differ.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Target:
     link_gb_per_s: float = 0.0
     network_gb_per_s: float = 0.0
     measured: DeviceConstants | None = None
+    uneven: tuple[int, ...] = ()
 
     @property
     def source(self) -> str:
@@ -90,26 +92,40 @@ class Target:
 
     @property
     def num_gpus(self) -> int:
-        return self.hosts * self.gpus
+        return sum(self.slots)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The GPUs of each machine."""
+        return self.uneven or (self.gpus,) * self.hosts
+
+    def hosts_of(self, ranks: int) -> int:
+        """Return on how many machines a group of so many neighbouring ranks is, of the groups the one on most."""
+        hosts = [host for host, count in enumerate(self.slots) for _ in range(count)]
+        groups = (hosts[first : first + ranks] for first in range(0, len(hosts), ranks))
+        return max(group[-1] - group[0] + 1 for group in groups)
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} x " if self.hosts > 1 else ""
+        gpus = f"({' + '.join(map(str, self.uneven))})" if self.uneven else f"{hosts}{self.gpus}"
         size = f"{self.memory / GIB:.1f} GiB each" if self.memory else "of unknown memory"
-        return f"{hosts}{self.gpus} x {self.name}, {size}"
+        return f"{gpus} x {self.name}, {size}"
 
 
-def this_machine(ranks: int, hosts: int = 1) -> Target:
-    """Describe `hosts` machines like this one, on which `ranks` are started; memory is 0 where it is not known."""
-    host_memory = memory_of_machine()
-    per_host = -(-ranks // hosts)
+def this_machine(*slots: int) -> Target:
+    """Describe machines like this one, on which so many ranks each are started; memory is 0 where it is not known."""
+    host_memory, hosts, most = memory_of_machine(), len(slots), max(slots)
+    uneven = slots if len(set(slots)) > 1 else ()
     if not count_gpus():
-        return Target("CPU", host_memory // per_host, hosts, per_host, host_memory=host_memory, described=False)
+        memory = host_memory // most
+        return Target("CPU", memory, hosts, most, host_memory=host_memory, described=False, uneven=uneven)
     name, mib = query_gpu("name", "memory.total") or ("GPU", "0")
     memory = int(int(mib) * 2**20 * USABLE) if mib.isdigit() else 0
     sheets = [sheet for device, sheet in DEVICES.items() if is_model(device, name)]
     # Of an A100 there are two.
     known = min(sheets, key=lambda sheet: abs(sheet[0] * GIB - memory), default=(0,) + (0.0,) * 4)
-    return Target(name, memory, hosts, per_host, known[1], known[2], host_memory, False, known[3], known[4])
+    here = Target(name, memory, hosts, most, known[1], known[2], host_memory, False, known[3], known[4])
+    return replace(here, uneven=uneven)
 
 
 def is_model(device: str, name: str) -> bool:

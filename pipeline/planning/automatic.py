@@ -20,7 +20,7 @@ from pipeline.console import say
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import read_object, write_json
 from pipeline.launching.dry_run import stage_planner
-from pipeline.launching.machine import hosts_of_launcher, is_on_one_machine, num_ranks
+from pipeline.launching.machine import ranks_by_host
 from pipeline.launching.target import Target, this_machine
 from pipeline.models.loading import load_config
 from pipeline.planning.ladder import changes
@@ -41,10 +41,10 @@ def chosen_flags(
     Raises:
         EnvironmentFault: no change of flags makes the plan fit, or a single row lacks memory. StoppedRun: on a signal.
     """
-    run, ranks = resolved.config.run, num_ranks(command)
-    if ranks is None or "--node_rank" in command:
+    run, slots = resolved.config.run, ranks_by_host(command)
+    if slots is None or "--node_rank" in command:
         raise InputError("--auto_fit and --auto_batch: the number of ranks must be known here, and the job start here")
-    target = this_machine(ranks, 1 if is_on_one_machine(command) else len(hosts_of_launcher(command)))
+    target, ranks = this_machine(*slots), sum(slots)
     resolved, flags = with_ranks(resolved, ranks), dict[str, Any]()
     if run.auto_fit:
         flags = flags_that_fit(resolved, section, target)

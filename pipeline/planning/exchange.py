@@ -34,7 +34,7 @@ class Ring:
     @classmethod
     def of(cls, target: Target, ranks: int) -> Self:
         """Return the ring of so many neighbouring GPUs. Between machines all GPUs of one share its network."""
-        hosts = -(-ranks // target.gpus)
+        hosts = target.hosts_of(ranks)
         gb_per_s = target.link_gb_per_s if hosts == 1 else min(target.link_gb_per_s, target.network_gb_per_s)
         return cls(ranks, hosts, gb_per_s * 1e9 * LINKS)
 

@@ -168,7 +168,8 @@ def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target, *, faults
 
 def host_text(plan: MemoryPlan, target: Target) -> str:
     """Return what the processes of a machine take of its memory, expected to high, and of what that is made."""
-    total = f"{' to '.join(map(gib, plan.on_host))} GiB of each machine"
+    machine = "the largest machine" if target.uneven else "each machine"
+    total = f"{' to '.join(map(gib, plan.on_host))} GiB of {machine}"
     if target.host_memory:
         total += f"'s {gib(target.host_memory)}"
     processes = "1 process" if plan.per_host == 1 else f"{plan.per_host} processes"

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline import dist, heartbeat
+from pipeline import dist, heartbeat, rendezvous
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved
@@ -87,16 +87,20 @@ def start_logging(run_dir: Path, rank: int) -> None:
     own.parent.mkdir(parents=True, exist_ok=True)
     files = [own] + ([run_dir / "log.txt"] if rank == 0 else [])
     handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8") for file in files]
-    if rank == 0:
-        console = StderrHandler()
-        console.setFormatter(logging.Formatter("%(message)s"))
-        console.addFilter(lambda record: record.name != file_log.name)
-        handlers.append(console)
+    console = StderrHandler()
+    console.setFormatter(logging.Formatter("%(message)s"))
+    console.addFilter(lambda record: record.name != file_log.name if rank == 0 else is_wait_here(record))
+    handlers.append(console)
     form = "%(asctime)s %(levelname)s %(name)s %(message)s"  # of the handlers without one
     logging.basicConfig(level=logging.INFO, format=form, handlers=handlers, force=True)
     transformers.utils.logging.disable_progress_bar()
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def is_wait_here(record: logging.LogRecord) -> bool:
+    """Return True for a line that the user of a host without rank 0 should see: for which ranks its own wait."""
+    return record.name == rendezvous.__name__ and record.levelno >= logging.WARNING
 
 
 def describe_environment(world: dist.World) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def test_a_plan_that_cannot_be_made_is_an_error_in_one_line_for_all_stages(monke
     def faults(**changed: str) -> str:
         stages = {name: Resolved(config, {}) for name, config in configs(**changed).items()}
         with pytest.raises(EnvironmentFault) as fault:
-            look_and_plan(stages, ranks=1)
+            look_and_plan(stages, slots=[1])
         return str(fault.value)
 
     hint = "run `hf download org/model` on a machine with a network, or give a local folder"
@@ -216,7 +216,7 @@ def test_a_plan_that_cannot_be_made_is_an_error_in_one_line_for_all_stages(monke
     monkeypatch.setattr("pipeline.launching.dry_run.look_before_start", lambda *args, **more: [])
     stages = {"sft": Resolved(configs(sft="--model_name_or_path broken")["sft"], {})}
     with pytest.raises(InputError, match="^sft: not planned: broken: "):
-        look_and_plan(stages, ranks=1)
+        look_and_plan(stages, slots=[1])
 
 
 def test_a_dry_run_downloads_no_rows_and_samples_those_of_the_cache(monkeypatch):
@@ -275,7 +275,7 @@ def test_a_dry_run_prints_its_plan_where_the_disk_is_too_small(monkeypatch, caps
     monkeypatch.setattr(preflight, "free_bytes", lambda folder: 1)
     words = "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96"
     with pytest.raises(EnvironmentFault, match=r"^out/runs/sft: the outputs need .* are free"):
-        dry_run_stage(parse(SFTConfig, words.split(), section="sft"), "sft", ranks=1)
+        dry_run_stage(parse(SFTConfig, words.split(), section="sft"), "sft", slots=[1])
     plan = capsys.readouterr().out
     assert plan.startswith("plan of sft, on 1 x CPU") and "CUDA" not in plan
 

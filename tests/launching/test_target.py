@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -15,11 +16,13 @@ from pipeline import hub, processes
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from pipeline.files import GIB
-from pipeline.launching import target
+from pipeline.launching import preflight_job, target
 from pipeline.launching.dry_run import num_steps
 from pipeline.launching.job import run_job
-from pipeline.launching.target import DEVICES, PRODUCTS, parse_target
+from pipeline.launching.target import DEVICES, PRODUCTS, Target, parse_target
+from pipeline.planning.exchange import Ring
 from pipeline.run.device import DeviceConstants, keep_constants
+from rlhf import train
 from step1_sft.main import main
 from step3_ppo.config import PPOConfig
 
@@ -156,6 +159,54 @@ def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
     assert f"\n  data     lengths.jsonl: {lengths}\n" in page
 
 
+@pytest.mark.parametrize(
+    ("include", "hardware", "batch", "largest"),
+    [
+        (
+            "",
+            "(4 + 1) x CPU, 4.0 GiB",
+            "micro-batch 3 x 1 accumulated x 5 ranks = 15 rows",
+            "the largest machine's 16.00: 4 processes",
+        ),
+        ("a:0,2@b", "(2 + 1) x CPU, 8.0 GiB", "x 3 ranks = 9 rows", "the largest machine's 16.00: 2 processes"),
+        ("a:0@b", "2 x 1 x CPU, 16.0 GiB", "x 2 ranks = 6 rows", "each machine's 16.00: 1 process"),
+    ],
+)
+def test_hosts_with_different_numbers_of_gpus_are_planned_as_they_are(
+    planned, inputs, monkeypatch, capsys, include, hardware, batch, largest
+):
+    """By a launch script and by train.py; the processes of the largest host share its memory."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(target, "memory_of_machine", lambda: 16 * GIB)
+    (inputs / "hosts").write_text("a slots=4\nb slots=1\n", encoding="utf-8")
+    hosts = ["--hostfile", "hosts", *(["--include", include] if include else [])]
+    words = [*STAGE, "--per_device_train_batch_size", "3", "--dry_run"]
+    command = ["--launcher", "ssh", *hosts, "--module", "step1_sft.main", *words]
+    assert run_job("step1_sft.main", words, command, None) == 0
+    by_launcher = capsys.readouterr().out
+    assert f"plan of sft, on {hardware} each, fp32" in by_launcher
+    assert batch in by_launcher and largest in by_launcher
+
+    def here(command: list[str], **_: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=preflight_job.main(command[-1]))
+
+    monkeypatch.setattr(preflight_job.subprocess, "run", here)
+    words = ["--actor-model", "base", "--data-path", "train.jsonl", "--output-dir", "out", "--sft.max-seq-len", "96"]
+    words += ["--step", "1", "--deployment-type", "multi_node", *hosts, "--per-device-train-batch-size", "3"]
+    assert train.main([*words, "--dry-run"]) == 0
+    plan = by_launcher[by_launcher.index("plan of sft") :]
+    assert plan.split("\n  steps")[0] in capsys.readouterr().out
+
+
+def test_groups_of_ranks_are_on_the_machines_that_the_host_file_gives_them():
+    """Of 8, 4 and 4 GPUs, the groups of 6 neighbours are on one, two and one machine."""
+    uneven = Target("GPU", GIB, 3, 8, uneven=(8, 4, 4))
+    assert uneven.num_gpus == 16 and uneven.hosts_of(16) == 3
+    assert [uneven.hosts_of(size) for size in (1, 4, 6, 8)] == [1, 1, 2, 2]
+    assert [Target("GPU", GIB, 2, 8).hosts_of(size) for size in (1, 8, 16)] == [1, 1, 2]
+    assert Ring.of(replace(uneven, uneven=(8, 1, 1)), 10).hosts == 3
+
+
 def test_the_steps_of_a_run_are_told_from_its_rows(planned):
     """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
     words = ("--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
@@ -185,7 +236,7 @@ def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):
     page = planned(*words).stdout
     low = re.search(r"\n  train .+?(\d+\.\d\d) +\d+\.\d\d +\d+\.\d\d\n", page)
     told = f"  measured train planned {float(low[1]):.1f} (low), last measured 1.5, "
-    told += "host_memory planned 0.6 (expected), last measured 2.5 GiB in earlier"
+    told += "host_memory planned 2.0 (expected), last measured 2.5 GiB in earlier"
     assert f"{told}\n" in page
     saved = {"per_device_train_batch_size": 4, "zero_stage": 0, "learning_rate": 1.0}
     content = {name: {"value": value, "from": "default"} for name, value in saved.items()}
@@ -211,7 +262,7 @@ def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
     lines = changed.stdout.partition("--auto_fit makes it fit, each with those before it:\n")[2].splitlines()
     assert lines[0].startswith("    --per_device_train_batch_size 16384 --gradient_accumulation_steps 2: gives back ")
     assert lines[1].startswith(
-        "    with these it fits, and takes of the host 1.20 to 2.00 GiB of each machine's 64.00: "
+        "    with these it fits, and takes of the host 4.00 to 9.00 GiB of each machine's 64.00: "
     )
 
 

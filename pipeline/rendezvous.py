@@ -1,0 +1,71 @@
+"""The wait for the other ranks before a process group is made, in Python: torch's own is silent and deaf to signals.
+
+Ranks are counted in the rendezvous store, and lines tell who is missing, ever more rarely. Imports no torch.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.errors import EnvironmentFault
+from pipeline.heartbeat import beat_again
+
+log = logging.getLogger(__name__)
+
+HERE = "rlhf/here"  # a counter in the store: the ranks that have come. Each has a counter of its own, too
+FIRST_LINE_S = 10.0  # each later line takes twice as long as the one before
+POLL_S = 0.2
+CONNECT_S = 5.0
+NAMED = 8  # at most, of the ranks that are missing
+
+
+def wait_for_port(host: str, port: int, timeout_s: float) -> None:
+    """Wait until something listens at the address of rank 0. Raises EnvironmentFault after `timeout_s`."""
+    reason = ""
+
+    def answers() -> bool:
+        nonlocal reason
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_S).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return False
+        return True
+
+    wait(answers, lambda: f"rank 0 at {host}:{port} ({reason})", timeout_s)
+
+
+def wait_for_ranks(store: Any, rank: int, size: int, *, address: str, timeout_s: float) -> None:
+    """Wait until all ranks have come to the rendezvous store `store`. Raises EnvironmentFault after `timeout_s`."""
+    if store.add(f"{HERE}/{rank}", 1) == 1:  # one that was started again is counted once
+        store.add(HERE, 1)
+
+    def missing() -> str:
+        ranks = [str(other) for other in range(size) if not store.check([f"{HERE}/{other}"])]
+        more = ", ..." if len(ranks) > NAMED else ""
+        return f"{len(ranks)} of {size} ranks at {address} ({', '.join(ranks[:NAMED])}{more})"
+
+    wait(lambda: store.add(HERE, 0) >= size, missing, timeout_s)
+
+
+def wait(is_there: Callable[[], bool], missing: Callable[[], str], timeout_s: float) -> None:
+    """Poll and beat until `is_there`; lines say what is `missing`. Raises EnvironmentFault after `timeout_s`."""
+    start, pause_s, line_s = time.monotonic(), 0.001, FIRST_LINE_S
+    # The first rank of each machine speaks to its user.
+    level = logging.INFO if os.environ.get("LOCAL_RANK", "0") != "0" else logging.WARNING
+    while not is_there():
+        waited_s = time.monotonic() - start
+        if waited_s > timeout_s:
+            raise EnvironmentFault(
+                f"waited {timeout_s:g} s for {missing()}: start each host with the same host file and flags, and look "
+                "there why a rank ended; --process_group_timeout_s waits longer"
+            )
+        if waited_s > line_s:
+            line_s *= 2
+            log.log(level, "waiting for %s for %.0f s", missing(), waited_s)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
+        beat_again()
