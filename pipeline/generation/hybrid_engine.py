@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipeline import dist
+from pipeline.config_fields import declared
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.files import GIB
@@ -77,7 +78,7 @@ class HybridEngine:
         if size == 1:
             return
         config = base_model(self._model).config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = declared(config, "num_key_value_heads") or config.num_attention_heads
         if self.backend != "fused":
             raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {self.backend}")
         if heads % size:

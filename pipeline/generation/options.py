@@ -7,6 +7,8 @@ which backend supports a given model is decided in backends.py.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipeline.config_fields import declared
+
 Backend = Literal["fused", "static", "eager"]
 # The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
 CACHE_LENGTH_MULTIPLE = 64
@@ -50,6 +52,6 @@ def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_si
 def cache_bytes_per_token(config: Any, itemsize: int) -> int:
     """Return the bytes of a token's keys and values in all layers of a model with this transformers configuration."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = declared(text, "num_key_value_heads") or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * head_dim * itemsize)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from pipeline.config_fields import declared
 from pipeline.generation.options import cache_bytes_per_token
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.architecture import UnsupportedModel, rotary_types
@@ -132,9 +133,9 @@ def check_static_cache_forward(model: nn.Module) -> None:
         raise UnsupportedModel(f"{config.model_type} has layers with another cache than keys and values of all tokens")
     if inner.config._attn_implementation not in ("sdpa", "eager", PACKED):
         raise UnsupportedModel(f"{inner.config._attn_implementation} attention takes no mask of every row's own length")
-    if getattr(config, "alibi", False):
+    if declared(config, "alibi"):
         raise UnsupportedModel("attention biases by distance (alibi) come with the model's own mask")
-    if "local" in (getattr(config, "attention_layers", None) or ()):
+    if "local" in (declared(config, "attention_layers") or ()):
         raise UnsupportedModel("some layers see a window of tokens only")
     for kind in rotary_types(config) & {"dynamic", "longrope"}:
         raise UnsupportedModel(f"rotary positions of type {kind} depend on how long the sequence is")

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import torch
 
+from pipeline.config_fields import declared
+
 
 @dataclass(frozen=True, slots=True)
 class LogitScaling:
@@ -26,8 +28,8 @@ class LogitScaling:
     @classmethod
     def from_config(cls, config: Any, temperature: float) -> Self:
         """Return the scaling that a model's configuration says (Cohere multiplies, Granite divides, Gemma 2 caps)."""
-        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1)
-        return cls(temperature, scale, getattr(config, "final_logit_softcapping", None) or None)
+        scale = declared(config, "logit_scale") or 1.0 / (declared(config, "logits_scaling") or 1)
+        return cls(temperature, scale, declared(config, "final_logit_softcapping") or None)
 
     def applied_to(self, logits: torch.Tensor) -> torch.Tensor:
         """Return scaled logits, in their own type."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from pipeline.config_fields import declared
 from pipeline.kernels.fused_layers import RMS_NORMS as FUSED_NORMS
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.loading import backbone, base_model
@@ -78,8 +79,7 @@ class Block:
 
     Linear layers may be `Rows` of one that joins several. up: first ones of the MLP: one, or (gate, up).
     attention_norm, mlp_norm: of the input (of OPT-350M: of the sum). attention_out_norm, mlp_out_norm: of the output.
-    head_norms: RMSNorms of q and k, or None. rotary: key of Architecture.rotary, None: q and k are not rotated. window:
-    tokens that attention sees, None = all.
+    head_norms: RMSNorms of q and k. rotary: key of Architecture.rotary. window: tokens that attention sees, None = all.
     """
 
     q: Any
@@ -103,9 +103,8 @@ class Architecture:
 
     norm_first: norms precede attention and MLP, if there are any there (all but OPT-350M). is_parallel: attention and
     MLP read the same input. rotary: functions that compute cos and sin; positions: learned ones, whose rows start at
-    `position_offset`. embedding_scale: factor of the embeddings, (). scale: factor of the scores. cap: soft
-    cap of the scores. scaling: of logits.
-    joins_head_norms: the norms of q and k are over all heads together. max_tokens: of a sequence, None: no limit.
+    `position_offset`. embedding_scale: factor of the embeddings, (). scale, cap: factor and soft cap of the scores.
+    scaling: of logits. joins_head_norms: q and k are normed over all heads together. max_tokens: None: no limit.
     """
 
     blocks: list[Block]
@@ -147,7 +146,7 @@ def read_architecture(model: Any) -> Architecture:
     readers |= dict.fromkeys(LLAMA_SHAPE, _read_llama)
     if kind not in readers:
         raise UnsupportedModel(f"model type {kind} is not known")
-    if not getattr(config, "scale_attn_weights", True):
+    if declared(config, "scale_attn_weights") is False:
         raise UnsupportedModel("config.json: scale_attn_weights False")
     for name in sorted(set(type(config).__dataclass_fields__) - UNDERSTOOD):
         if getattr(config, name, None):
@@ -155,12 +154,13 @@ def read_architecture(model: Any) -> Architecture:
     if unknown := rotary_types(config) - FIXED_ROTARY:
         raise UnsupportedModel(f"config.json: rope_parameters: rotary positions of type {min(unknown)}")
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # transformers' layers of Llama's shape read head_dim, declared or not.
+    head_dim = (kind in LLAMA_SHAPE and getattr(config, "head_dim", None)) or config.hidden_size // heads
     shared = {
         "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "num_kv_heads": declared(config, "num_key_value_heads") or heads,
         "head_dim": head_dim,
-        "scale": (getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5,
+        "scale": (declared(config, "query_pre_attn_scalar") or head_dim) ** -0.5,
         "activation": _activation(config),
     }
     architecture = readers[kind](model, shared)
@@ -170,7 +170,7 @@ def read_architecture(model: Any) -> Architecture:
 
 
 def _activation(config: Any) -> str:
-    name = next(name for name in ("hidden_activation", "hidden_act", "activation_function") if hasattr(config, name))
+    name = next(n for n in ("hidden_activation", "hidden_act", "activation_function") if declared(config, n))
     value = getattr(config, name)
     if value not in ACTIVATIONS:
         raise UnsupportedModel(f"config.json: {name} {value} is not among {', '.join(ACTIVATIONS)}")
@@ -275,7 +275,7 @@ def _read_llama(model: Any, shared: dict[str, Any]) -> Architecture:
         head=model.lm_head,
         **shared,
         embedding_scale=getattr(decoder.embed_tokens, "embed_scale", None),
-        cap=getattr(config, "attn_logit_softcapping", None) if config.model_type == "gemma2" else None,
+        cap=declared(config, "attn_logit_softcapping") if config.model_type == "gemma2" else None,
         scaling=LogitScaling.from_config(config, 1.0),
         joins_head_norms=joins_head_norms,
         max_tokens=longrope_limit(config),
@@ -291,7 +291,7 @@ def _llama_block(config: Any, layer: Any, index: int, head_dim: int) -> Block:
     else:
         qkv = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj}
         up = (mlp.gate_proj, mlp.up_proj)
-    kinds = getattr(config, "layer_types", None)
+    kinds = declared(config, "layer_types")
     kind = kinds[index] if kinds else "sliding_attention"
     rotary = kind if config.model_type == "gemma3_text" else "all"
     names = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
@@ -307,7 +307,7 @@ def _llama_block(config: Any, layer: Any, index: int, head_dim: int) -> Block:
         **norms,
         head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
         rotary=rotary if getattr(attention, "use_rope", True) else None,
-        window=getattr(config, "sliding_window", None) if kind == "sliding_attention" else None,
+        window=declared(config, "sliding_window") if kind == "sliding_attention" else None,
     )
 
 
@@ -318,14 +318,14 @@ def qkv_parts(layer: Any, *sizes: int, groups: int = 1) -> dict[str, Any]:
 
 def rotary_types(config: Any) -> set[str]:
     """Return the types of rotary embedding that a configuration names, for all its kinds of layers."""
-    rotary = getattr(config, "rope_parameters", None) or {}
-    kinds = [value for value in rotary.values() if isinstance(value, dict)] or [rotary]
-    return {kind.get("rope_type", "default") for kind in kinds}
+    rotary = declared(config, "rope_parameters") or {}
+    parts = [value for value in rotary.values() if isinstance(value, dict)] or [rotary]
+    return {part.get("rope_type", "default") for part in parts}
 
 
 def longrope_limit(config: Any) -> int | None:
     """Return how many tokens a pass may have before longrope takes other frequencies for all; None: no longrope."""
-    rotary = getattr(config, "rope_parameters", None) or {}
+    rotary = declared(config, "rope_parameters") or {}
     return rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.config_fields import declared
 from pipeline.kernels.attention_choice import choose_attention_kernel
 from pipeline.models.loading import backbone, base_model
 from pipeline.models.packed_attention import uses_packed_attention
@@ -73,7 +74,7 @@ def masks_of_layers(model: Any, visible: Tensor, distance: Tensor) -> Tensor | d
     """
     inner = base_model(model)
     config = inner.config.get_text_config()
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    window, kinds = declared(config, "sliding_window"), declared(config, "layer_types")
 
     def as_taken(mask: Tensor) -> Tensor:
         if inner.config._attn_implementation != "eager":

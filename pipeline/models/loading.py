@@ -25,6 +25,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import cached_file
 
 from pipeline import dist
+from pipeline.config_fields import declared, drop_unknown_fields
 from pipeline.errors import InputError
 from pipeline.files import CONFIG_FILES
 from pipeline.hub import commits_read, go_offline_without_network, split_revision
@@ -85,18 +86,20 @@ def load_config(path: str) -> PretrainedConfig:
     config._attn_implementation = None
     if private:
         warn_once(f"{path}: config.json: private fields are ignored: {', '.join(private)}")
+    for found in drop_unknown_fields(config):
+        warn_once(f"{path}: config.json: {found}")
     return config
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
     """Return how many tokens a sequence may have, None if the architecture has no limit (BLOOM)."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return declared(config.get_text_config(), "max_position_embeddings")
 
 
 def num_experts(config: PretrainedConfig) -> int:
     """Return how many experts a layer of a mixture of experts has, 0 for any other model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return max(getattr(config.get_text_config(), name, None) or 0 for name in names)
+    return max(declared(config.get_text_config(), name) or 0 for name in names)
 
 
 def check_whole_experts(path: str) -> None:
@@ -323,7 +326,7 @@ def attention_for(config: PretrainedConfig, asked: str, path: str, *, flag: str 
 
     Older versions of transformers give Gemma 2 to sdpa, which leaves `attn_logit_softcapping` out without a word.
     """
-    if not getattr(config.get_text_config(), "attn_logit_softcapping", None):
+    if not declared(config.get_text_config(), "attn_logit_softcapping"):
         return asked
     if asked == "sdpa":
         raise InputError(f"{flag} sdpa: {path} caps its attention scores, which sdpa cannot; give {flag} eager")

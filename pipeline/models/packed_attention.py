@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from pipeline.config_fields import declared
 from pipeline.data.batching import SFTBatch, block_diagonal_mask
 from pipeline.errors import InputError
 from pipeline.models.loading import load_config
@@ -56,8 +57,8 @@ def check_packing(path: str, flag: str) -> None:
     config, whole = load_config(path).get_text_config(), load_config(path)
     # Recurrences, which transformers declares in a model's class; older configurations name no types of layers.
     recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None), "_is_stateful", False)
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if config.model_type == "bloom" or getattr(config, "alibi", False):
+    others = set(declared(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if config.model_type == "bloom" or declared(config, "alibi"):
         raise InputError(f"{flag}: {path}: {config.model_type} takes a mask of padding only (alibi); leave {flag} out")
     if others or recurrent:
         layers = f"{min(others)} layers" if others else f"layers of {config.model_type}"

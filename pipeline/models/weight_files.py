@@ -12,6 +12,7 @@ from typing import Any
 
 import safetensors
 
+from pipeline.config_fields import declared
 from pipeline.errors import InputError
 from pipeline.files import CONFIG_FILES
 from pipeline.marks import OURS
@@ -131,7 +132,7 @@ def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
             f"{path}: {kind} has {'an' if tower == 'audio' else 'a'} {tower} tower (config.json: {field}); only text "
             "decoders are trained here: give a checkpoint of the language model alone"
         )
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+    if "chunked_attention" in (declared(config, "layer_types") or ()):
         raise InputError(
             f"{path}: layers of {kind} attend within chunks (config.json: attention_chunk_size); take another model"
         )

@@ -1,0 +1,44 @@
+"""Fields of a model's configuration that its class in transformers knows; config.json may hold others."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+# Fields that parts of transformers, or other programs, obey in models of any class.
+MISREAD = (
+    "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "kv_sharing_modes", "layer_types",
+    "logit_scale", "logits_scaling", "query_pre_attn_scalar", "sliding_window",
+)  # fmt: skip
+
+
+def declared(config: Any, name: str) -> Any:
+    """Return the field `name` of a transformers configuration; None if its class does not know that field.
+
+    transformers keeps unknown fields of config.json as attributes, and its forward passes do not read them.
+    """
+    config_class: Any = type(config)
+    return getattr(config, name, None) if knows_field(config_class, name) else None
+
+
+@cache
+def knows_field(config_class: Any, name: str) -> bool:
+    """Return whether a class of configurations has the field `name`: declared, by another name, or made by itself."""
+    if hasattr(config_class, name) or name in config_class.__dataclass_fields__ or name in config_class.attribute_map:
+        return True
+    try:
+        return name in vars(config_class())
+    except Exception:  # a class that joins others asks for them, one that checks its fields may refuse its own defaults
+        return False
+
+
+def drop_unknown_fields(config: Any) -> Iterator[str]:
+    """Remove the fields of MISREAD that the configuration's class does not know; yield a line on those with a value.
+
+    The caches of transformers read a window by which its forward pass without a cache, which trains, does not go.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        config_class: Any = type(part)
+        unknown = [name for name in MISREAD if name in vars(part) and not knows_field(config_class, name)]
+        found = {name: vars(part).pop(name) for name in unknown}
+        if names := ", ".join(name for name, value in found.items() if value is not None):
+            yield f"{names}: ignored: transformers' class of this model, {config_class.__name__}, does not know it"
