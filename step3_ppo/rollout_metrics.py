@@ -17,6 +17,8 @@ from step3_ppo.experience import Responses, Rewarded, Scores
 EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
 # Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
 NEGATIVE_KL_WARNING = -1.0
+# Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
+SAMPLER_ERROR_WARNING = {torch.float32: 0.05, torch.float16: 1.0, torch.bfloat16: 1.0}
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,14 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
     }
 
 
-def warn_of_rollout(metrics: dict[str, float], *, step: int) -> None:
-    """Log what a healthy policy's rollout does not show."""
+def warn_of_rollout(metrics: dict[str, float], *, step: int, dtype: torch.dtype) -> None:
+    """Log what a healthy policy's rollout does not show, and at the first step one that another policy has sampled."""
+    if not step and (error := metrics.get("policy/sampler_error", 0.0)) > SAMPLER_ERROR_WARNING[dtype]:
+        log.warning(
+            "step 0: sampler and trainer differ by %.2f nats in a token's log-probability (policy/sampler_error), more "
+            "than rounding makes: they do not compute the same model; try another --generation_engine",
+            error,
+        )
     if metrics["completions/empty_fraction"] > EMPTY_WARNING:
         log.warning("step %d: most responses are an EOS alone: the policy answers nothing", step)
     if metrics["objective/kl"] < NEGATIVE_KL_WARNING:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step
+from pipeline.engine.build import weights_dtype
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey
 from pipeline.heartbeat import beat
@@ -127,7 +128,7 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
     rewarded = ppo.rewarded(responses, scores, state)
     metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
-    warn_of_rollout(metrics, step=state.step)
+    warn_of_rollout(metrics, step=state.step, dtype=weights_dtype(ppo.run))
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
     metrics |= {

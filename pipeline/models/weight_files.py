@@ -124,9 +124,9 @@ def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
     if fields := list(kernel_fields(raw)):
         raise InputError(f"{path}: config.json: {fields[0]}: code from the hub is never run; remove the field")
     kind = config.model_type
-    declared = getattr(type(config), "__dataclass_fields__", ())
+    own = getattr(type(config), "__dataclass_fields__", ())
     # Fuyu's tower is a linear layer without a configuration of its own.
-    if field := next(tower_fields(raw), "image_size" if "image_size" in declared else ""):
+    if field := next(tower_fields(raw), "image_size" if "image_size" in own else ""):
         tower = "audio" if "audio" in field or "speech" in field else "vision"
         raise InputError(
             f"{path}: {kind} has {'an' if tower == 'audio' else 'a'} {tower} tower (config.json: {field}); only text "

@@ -1,11 +1,12 @@
-"""Decoders of types that no test trains: refused where they make logits by more than a head, a scale and a cap."""
+"""Decoders are refused where they make logits by more than a head, a scale and a cap, also those of known types."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.decode_models import random_weights
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pipeline.engine.build import check_function
 from pipeline.engine.engine import FrozenEngine
@@ -27,13 +28,34 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+class OtherLlama(LlamaForCausalLM):
+    """As a later version of transformers, or another program, might make its logits."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs: Any = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * 0.9
+        return outputs
+
+
+def engine_of(model: Any) -> FrozenEngine:
+    return FrozenEngine(CausalLM(random_weights(model).cpu()), {"zero_optimization": {"stage": 0}}, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_logits_than_the_models_own_are_refused(kind: str) -> None:
     fields, is_known = KINDS[kind]
-    model: Any = random_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SHAPE | fields)))).cpu()
-    engine = FrozenEngine(CausalLM(model), {"zero_optimization": {"stage": 0}}, torch.device("cpu"))
+    engine = engine_of(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SHAPE | fields))))
     if is_known:
         check_function(engine, "model")
         return
     with pytest.raises(InputError, match=f"model: {kind} makes its logits in a way that is not known here"):
         check_function(engine, "model")
+
+
+def test_a_tested_type_is_looked_at_too_but_not_where_its_weights_are_on_a_disk() -> None:
+    engine = engine_of(OtherLlama(LlamaConfig(**SHAPE)))
+    with pytest.raises(InputError, match="model: llama makes its logits in a way that is not known here"):
+        check_function(engine, "model")
+    weight: Any = next(engine.module.parameters())
+    weight.ds_id, weight.ds_tensor = 0, SimpleNamespace(final_location="nvme")
+    check_function(engine, "model")

@@ -60,6 +60,10 @@ SHARED = {
 RATES = {"learning_rate": 5e-4, "lora_learning_rate": 2e-3}
 ACTOR_RATES = {"actor_learning_rate": 1e-3, "actor_lora_learning_rate": 2e-2}
 NUM_NEW = 4
+UNKNOWN_FIELDS = {
+    "final_logit_softcapping": 1.0, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.25,
+    "query_pre_attn_scalar": 0.01, "sliding_window": 3,
+}  # fmt: skip
 
 
 def run(folder: Path, stage: str, ranks: int = 1, **flags: Any) -> Ended:
@@ -119,6 +123,19 @@ def test_an_untested_type_is_called_so_where_it_enters_and_not_again(tmp_path: P
     ended = three_steps(folder, "full", 3, 2)
     assert [one.code for one in ended] == [0, 0, 0], ended[-1].stderr
     assert [one.stderr.count("is untested here") for one in ended] == [1, 0, 0]
+    check_trained(folder)
+
+
+@pytest.mark.slow
+def test_fields_that_a_class_does_not_know_are_named_once_and_train_no_other_model(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, num_train=8, num_test=2)
+    save_family("llama-3", folder / "base")
+    file = folder / "base/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | UNKNOWN_FIELDS))
+    ended = three_steps(folder, "full", 0, 1)
+    assert [one.code for one in ended] == [0, 0, 0], ended[-1].stderr
+    line = f"base: config.json: {', '.join(UNKNOWN_FIELDS)}: ignored: transformers' class of this model, LlamaConfig,"
+    assert [one.stderr.count(line) for one in ended] == [1, 0, 0]
     check_trained(folder)
 
 

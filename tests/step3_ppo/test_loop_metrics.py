@@ -158,6 +158,17 @@ def test_a_negative_kl_is_warned_of(world, trained_folders, tmp_path, monkeypatc
     assert ("step 0: the mean KL is negative, -" in caplog.text) == warned
 
 
+@pytest.mark.parametrize(("log_probs", "warned"), [(-9.0, True), (None, False)])
+def test_a_sampler_of_another_model_is_warned_of(
+    world, trained_folders, tmp_path, monkeypatch, caplog, log_probs, warned
+):
+    spoiled_scores(monkeypatch, **({} if log_probs is None else {"log_probs": log_probs}))
+    with caplog.at_level(logging.WARNING):
+        loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders)).collect()
+    found = [text for text in caplog.messages if text.startswith("step 0: sampler and trainer differ by ")]
+    assert len(found) == warned
+
+
 def test_the_values_of_sampling_are_logged_at_the_start(world, trained_folders, tmp_path, caplog):
     folder = shutil.copytree(trained_folders.actor, tmp_path / "actor")
     settings = {"eos_token_id": [EOS, 9], "pad_token_id": PAD, "temperature": 0.6, "top_k": 20, "do_sample": True}
