@@ -154,7 +154,7 @@ def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
     write_lines(inputs / "lengths.jsonl", [{"prompt": "q", "response": "z" * count} for count in (40, 2, 1, 8, 4)])
     tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
     shortest = len(tokenizer("\n\nHuman: q\n\nAssistant: z").input_ids) + 1  # and the EOS
-    lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3} from the first 5 records"
+    lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3} from all 5 records"
     page = planned("--target", "small.yaml", "--data_path", "lengths.jsonl", "--data_split", "none").stdout
     assert f"\n  data     lengths.jsonl: {lengths}\n" in page
 
