@@ -19,16 +19,19 @@ from support.decode_models import (
     generator_of,
     llama,
     opt,
+    plain_logits,
     random_ids,
     random_prompts,
     rollouts,
     with_lora,
 )
 
+from pipeline.generation.generator import FIRST_NEW_TOKENS
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, rollout_uniforms
 from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padded_eos
 from pipeline.generation.static import StaticCacheForward
-from pipeline.tensor_ops import pad_rows
+from pipeline.tensor_ops import pad_rows, round_up
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +50,7 @@ SHAPES: dict[str, Any] = {
 }
 LENGTHS = (20, 3, 33, 1)
 ENDS = [EOS, *range(20, 40)]
+LONG = 4096
 
 
 @pytest.fixture(params=SHAPES)
@@ -202,6 +206,27 @@ def test_a_stop_leaves_the_graph_usable():
             should_stop=lambda: bool(asked) or asked.append(None),
         )  # fmt: skip
     assert_same(*rollouts(model, gen, prompts, sampling=Sampling(30)), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("ends", [(), ENDS], ids=["full length", "early ends"])
+def test_long_rollouts_are_those_of_one_pass_and_the_cache_has_the_length_that_is_there(ends):
+    """4,096 + 4,096 tokens; where responses end early, no position but the first new ones is ever allocated."""
+    model = llama(**HEADS_OF_128, max_position_embeddings=2 * LONG)
+    with torch.no_grad():
+        for parameter in (weight for weight in model.parameters() if weight.dim() > 1):
+            parameter.mul_(0.25)
+    gen = generator_of(fused(model), ends)
+    prompts = random_prompts((LONG, LONG // 8, 1))
+    found = gen.generate(prompts, num_samples=1, num_slots=3, sampling=Sampling(LONG), key=KEY)
+    for prompt, response, log_probs in zip(found.prompts, found.responses, found.log_probs, strict=True):
+        assert ends or len(response) == LONG
+        logits = plain_logits(model, [*prompt.tolist(), *response.tolist()])[len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, response.to(logits.device)[:, None]).squeeze(1)
+        torch.testing.assert_close(log_probs.to(logits.device), expected, rtol=0.0, atol=1e-3)
+    if ends:
+        assert gen._buffers.cache_length <= round_up(LONG + FIRST_NEW_TOKENS, CACHE_LENGTH_MULTIPLE)
+    else:
+        assert gen._buffers.cache_length >= 2 * LONG
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 40}])
