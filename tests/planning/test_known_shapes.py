@@ -49,7 +49,7 @@ def plan_of_qwen(folder, monkeypatch, capsys, *words):
     monkeypatch.setattr("pipeline.launching.preflight.is_reachable", lambda: False)
     monkeypatch.chdir(folder)
     model = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max_seq_len", "64"]
-    task = {"stages": {"sft": [*model, *words]}, "dry_run": True, "ranks": None, "hosts": 1, "made": {}}
+    task = {"stages": {"sft": [*model, *words]}, "dry_run": True, "slots": None, "made": {}}
     assert main(json.dumps(task)) == 0
     return capsys.readouterr().out
 

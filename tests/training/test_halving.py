@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,7 @@ def out_of_memory(
     """
     true_forward, seen, failed = of.forward, [], []
 
+    @wraps(true_forward)
     def forward(self: Any, input_ids: torch.Tensor, *more: Any, **named: Any) -> Any:
         seen.append(len(input_ids) > above and torch.is_grad_enabled() == grad)
         if not seen[-1] or not number <= sum(seen) < number + times:
