@@ -35,7 +35,7 @@ def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subp
         (str(ROOT / "chat.py"), "--help"),
         ("-m", "rlhf", "--help"),
         ("-m", "step1_sft.main", "--help"),
-        slow((("-m", "step1_sft.main", "--dry-run", "--model_name_or_path", "org/model"),)),
+        slow((("-m", "step1_sft.main", "--dry-run", "--model_name_or_path", "facebook/opt-125m"),)),
     ],
     ids=" ".join,
 )
