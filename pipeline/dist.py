@@ -136,14 +136,18 @@ def on_loopback() -> bool:
     """Return whether all ranks are on this machine and not torchrun's, which has a store of its own."""
     address = os.environ["MASTER_ADDR"]
     local = address == "localhost" or address.startswith("127.")
-    return local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return local and not has_agents_store()
+
+
+def has_agents_store() -> bool:
+    """Return whether torchrun's agent holds the rendezvous store of its ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def network_store(host: str, port: int, timeout: timedelta) -> Any:
     """Return torch's rendezvous store, of torchrun's agent or of rank 0, before the other ranks have come."""
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_agents, size = has_agents_store(), int(os.environ["WORLD_SIZE"])
     is_master = os.environ["RANK"] == "0" and not is_agents
-    size = int(os.environ["WORLD_SIZE"])
     return dist.TCPStore(
         host, port, size, is_master, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents
     )

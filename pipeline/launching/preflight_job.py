@@ -44,8 +44,7 @@ def main(task: str) -> int:
     stages = {section: stage_flags(MODULES[section], words)[0] for section, words in content["stages"].items()}
     try:
         if content["dry_run"]:
-            given = {name: content[name] for name in ("slots", "made")}
-            look_and_plan(stages, **given, named_by_section=True)
+            look_and_plan(stages, slots=content["slots"], made=content["made"], named_by_section=True)
         else:
             configs = {section: resolved.config for section, resolved in stages.items()}
             for line in look_before_start(configs, dry_run=False, named_by_section=True, made=content["made"]):

@@ -54,7 +54,8 @@ def enable_packed_attention(model: Any, *, device: torch.device) -> bool:
 
 def check_packing(path: str, flag: str) -> None:
     """Raise InputError for a model that takes no mask which keeps the sequences of a row apart."""
-    config, whole = load_config(path).get_text_config(), load_config(path)
+    whole = load_config(path)
+    config = whole.get_text_config()
     # Recurrences, which transformers declares in a model's class; older configurations name no types of layers.
     recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None), "_is_stateful", False)
     others = set(declared(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}

@@ -126,7 +126,8 @@ def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
     kind = config.model_type
     own = getattr(type(config), "__dataclass_fields__", ())
     # Fuyu's tower is a linear layer without a configuration of its own.
-    if field := next(tower_fields(raw), "image_size" if "image_size" in own else ""):
+    towers = (path for path, name, _ in fields_within(raw) if name in TOWERS)
+    if field := next(towers, "image_size" if "image_size" in own else ""):
         tower = "audio" if "audio" in field or "speech" in field else "vision"
         raise InputError(
             f"{path}: {kind} has {'an' if tower == 'audio' else 'a'} {tower} tower (config.json: {field}); only text "
@@ -152,28 +153,24 @@ def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
         )
 
 
-def tower_fields(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the fields of a config.json, at any depth, that are among TOWERS."""
+def fields_within(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield (path, name, value) of the fields of a config.json at any depth, each before those within it."""
     for name, value in config.items():
-        if name in TOWERS:
-            yield path + name
-        elif isinstance(value, Mapping):
-            yield from tower_fields(value, f"{path}{name}.")
+        yield path + name, name, value
+        if isinstance(value, Mapping):
+            yield from fields_within(value, f"{path}{name}.")
 
 
-def kernel_fields(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def kernel_fields(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield fields of a config.json, at any depth, that name an attention or expert implementation from the hub.
 
     transformers would fetch and run that code (CVE-2026-4372 and its kin).
     """
-    for name, value in config.items():
-        inner = f"{path}.{name}" if path else name
+    for path, name, value in fields_within(config):
         if "implementation" in name:
             named = value.values() if isinstance(value, Mapping) else [value]
             if any(isinstance(text, str) and not text.replace("_", "").isalnum() for text in named):
-                yield f"{inner} {value!r}"
-        elif isinstance(value, Mapping):
-            yield from kernel_fields(value, inner)
+                yield f"{path} {value!r}"
 
 
 def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pickles: bool = True) -> None:

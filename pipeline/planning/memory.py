@@ -81,25 +81,24 @@ def states_of(
         gather: --zero3_gather.
     """
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
-    weights, gathered, layered = size.num_bytes, 0, 0
-    host = 0
+    weights, host, gathered, passing = size.num_bytes, 0, 0, 0
     if stage == 3:
         offloaded = device_of(zero, "offload_param") != "none"
         share = -(-size.num_bytes // ranks)
         weights, host = (0, share) if offloaded else (share, 0)
-        if offloaded and moments and zero["offload_param"].get("pin_memory"):  # also those of loading, which stay
-            host = page_locked(share) + share
         if device_of(zero, "offload_param") == "nvme":  # page-locked buffers, and weights that stay in memory
             swap = {"buffer_count": 5, "buffer_size": 10**8, "max_in_cpu": 10**9} | zero["offload_param"]
             host = swap["buffer_count"] * swap["buffer_size"] * size.element
             host += min(share, swap["max_in_cpu"] * size.element)
-        live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), size.layer + size.embeddings))
-        is_whole = gathers_once(size, gather, device_bytes) and not offloaded
-        gathered = size.num_bytes if is_whole else live * size.element
-        layered = gathered if is_whole else (size.layer + size.embeddings) * size.element
-        if ranks == 1 and not offloaded:  # its partition is the whole, and is used where it lies
-            gathered = 0
-    held = States(weights, gathered=gathered, passing=min(gathered, layered), host=host)
+        elif offloaded and moments and zero["offload_param"].get("pin_memory"):  # also those of loading, which stay
+            host = page_locked(share) + share
+        layer = min(size.weights, size.layer + size.embeddings)
+        live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), layer))
+        if offloaded or (ranks > 1 and not gathers_once(size, gather, device_bytes)):
+            gathered, passing = live * size.element, layer * size.element
+        elif ranks > 1:  # the partition of a single rank is the whole, and is used where it lies
+            gathered = passing = size.num_bytes
+    held = States(weights, gathered=gathered, passing=passing, host=host)
     return training_states(size, engine, held, moments, ranks=ranks, on_cpu=on_cpu) if moments else held
 
 
@@ -148,8 +147,10 @@ def training_states(
     step = (gradient + master) * share
     if offloaded != "none":
         gradients, step = (gradients if stage == 1 else 0), gradient * size.largest
-    held = replace(held, optimizer=optimizer, gradients=gradients, buckets=buffers * bucket)
-    return replace(held, step=step, host=host, streams=stage == 2)
+    buckets = buffers * bucket
+    return replace(
+        held, optimizer=optimizer, gradients=gradients, buckets=buckets, step=step, host=host, streams=stage == 2
+    )
 
 
 def host_copies(size: ModelSize, zero: Json, share: int, gradient: int) -> int:
