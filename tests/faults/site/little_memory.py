@@ -1,4 +1,4 @@
-"""A rank with little memory: embeddings of training batches with too many rows fail, as an allocation of CUDA does."""
+"""A rank with little memory: its GPU is capped, or embeddings of training batches with too many rows fail without one."""
 
 from typing import Any
 
@@ -23,3 +23,13 @@ def lack_memory(above: int, number: int) -> None:
         return embedding(tokens, *more, **named)
 
     functional.embedding = checked
+
+
+def cap_gpu(gib: float) -> None:
+    """Let torch's allocator hold so many GiB of the GPU, as soon as CUDA starts: this process may never start it."""
+
+    def cap() -> None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(gib * 2**30 / total, 1.0), 0)
+
+    torch.cuda._lazy_call(cap)

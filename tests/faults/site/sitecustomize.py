@@ -29,6 +29,11 @@ if "RANK" in os.environ and "OUT_OF_MEMORY" in os.environ:
 
         lack_memory(int(above), int(number))
 
+if "RANK" in os.environ and "GPU_CAP_GIB" in os.environ:
+    from little_memory import cap_gpu
+
+    cap_gpu(float(os.environ["GPU_CAP_GIB"]))
+
 if "IGNORED_FLAG_FIELD" in os.environ:
     import ignored_flag
 

@@ -1,0 +1,125 @@
+"""A capped CUDA device: --auto_batch finds a micro-batch by trying, --auto_fit takes rungs of the ladder, and they hold.
+
+Stage 1 by its launch script, with a supervisor, DeepSpeed's launcher and one rank: rows of full length on OPT-125M.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from bench.random_models import make_model, make_pairs
+from support.source_tree import ROOT
+from support.tiny_run import read_metrics
+
+from demo.make import make_data, make_tokenizer
+from pipeline.files import GIB
+from pipeline.run.device import DeviceConstants, keep_constants
+
+pytestmark = pytest.mark.gpu
+SHAPE, TOKENS, ROWS, STEPS = "125m", 2048, 12, 3
+# Planned for the largest pass of 12, 6 and 4 rows: 7.7, 5.2 and 4.4 GiB allocated; for one row with checkpointing 2.5,
+# with the optimizer on the host, too, 1.8.
+ROOM_GIB, LITTLE_GIB = 6.4, 3.0
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and rows that are all longer than they may be, so that all of them are cut to one length."""
+    folder = tmp_path_factory.mktemp("automatic")
+    make_data(folder, seed=0)
+    make_model(folder / "actor", SHAPE, make_tokenizer(folder), scores=False)
+    torch.cuda.empty_cache()
+    make_pairs(folder / "rows.jsonl", ROWS * (STEPS + 1), prompt_words=9, responses=(2 * TOKENS, 2 * TOKENS))
+    return folder
+
+
+class Machine:
+    """This machine, of whose GPU a rank may use so many GiB: torch's allocator is held to it, and plans know of it."""
+
+    def __init__(self, folder: Path, gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.gib = folder, gib
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "user"))
+        name = torch.cuda.get_device_name(0)
+        keep_constants(DeviceConstants(name, "2026-11-22", int(gib * GIB), 700.0, 3.0, 50.0, context=GIB // 2))
+
+    def train(self, inputs: Path, name: str, *words: object) -> tuple[Path, str]:
+        """The run folder and the stderr of stage 1 with these flags."""
+        output = self.folder / "out" / name
+        common = ["--model_name_or_path", inputs / "actor", "--data_path", inputs / "rows.jsonl", "--data_split", "none",
+                  "--eval_fraction", 0, "--data_output_path", self.folder / "cache", "--train_on_prompt", "true",
+                  "--max_seq_len", TOKENS, "--max_steps", STEPS, "--dtype", "bf16", "--learning_rate", "1e-6",
+                  "--keep_checkpoints", 0, "--enable_tensorboard", "false", "--output_dir", output]  # fmt: skip
+        command = ["bash", ROOT / "launch/single_gpu.sh", "1", *common, *words]
+        variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "tests/faults/site")}
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=self.folder,
+            env=os.environ | variables | {"GPU_CAP_GIB": str(self.gib), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        print(done.stderr, file=sys.stderr)
+        assert done.returncode == 0, done.stdout[-2000:]
+        return self.folder / "out/runs" / name, done.stderr
+
+
+def steps_of(run_dir: Path, gib: float) -> list[dict[str, Any]]:
+    """The lines of a run's steps, which stayed within the cap."""
+    lines = [line for line in read_metrics(run_dir) if "step_s" in line]
+    print(*((line["step_s"], line["gpu_memory_gib"], line["gpu_reserved_gib"]) for line in lines), file=sys.stderr)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["gpu_memory_gib"] <= line["gpu_reserved_gib"] <= gib for line in lines)
+    return lines
+
+
+def test_the_largest_micro_batch_that_has_memory_is_found_by_trying(inputs, tmp_path, monkeypatch):
+    machine = Machine(tmp_path, ROOM_GIB, monkeypatch)
+    four = ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", ROWS // 4)
+    run_dir, said = machine.train(inputs, "sft", *four, "--auto_batch")
+    tried = re.findall(r"auto_batch: micro-batch (\d+): (fits|out of memory)", said)
+    assert tried == [("4", "fits"), ("12", "out of memory"), ("6", "fits")]
+    assert [line["micro_batch_size"] for line in steps_of(run_dir, ROOM_GIB)] == [6] * STEPS
+    settings = json.loads((run_dir / "config.json").read_text())
+    assert settings["gradient_accumulation_steps"]["value"] == 2 and not (run_dir / "auto_batch").exists()
+    assert "out of memory" not in (run_dir / "log.txt").read_text()
+    assert list(json.loads((tmp_path / "cache/micro_batches.json").read_text()).values()) == [6]
+
+
+def test_without_the_search_the_cap_halves_the_batch(inputs, tmp_path, monkeypatch):
+    """What the other tests rest on: twelve rows at once lack memory under the cap, and six do not."""
+    machine = Machine(tmp_path, ROOM_GIB, monkeypatch)
+    run_dir, _ = machine.train(inputs, "sft", "--per_device_train_batch_size", ROWS)
+    assert [line["micro_batch_size"] for line in steps_of(run_dir, ROOM_GIB)] == [6] * STEPS
+    log = (run_dir / "log.txt").read_text()
+    assert log.count("done again with --per_device_train_batch_size 6 instead of 12") == 1, log
+
+
+@pytest.mark.parametrize("gib, wanted", [(ROOM_GIB, {"per_device_train_batch_size": 6}), (LITTLE_GIB, {})])
+def test_a_run_starts_with_the_changes_that_its_plan_needs_and_stays_within_it(
+    inputs, tmp_path, monkeypatch, gib, wanted
+):
+    machine = Machine(tmp_path, gib, monkeypatch)
+    run_dir, said = machine.train(inputs, "sft", "--per_device_train_batch_size", ROWS, "--auto_fit")
+    chosen = yaml.safe_load((run_dir / "automatic.yaml").read_text())
+    micro = chosen["per_device_train_batch_size"]
+    assert chosen["gradient_accumulation_steps"] == ROWS // micro
+    if wanted:
+        assert chosen == wanted | {"gradient_accumulation_steps": ROWS // micro}
+    else:  # moments in 8 bits come first where bitsandbytes is installed
+        assert micro == 1 and (chosen.get("offload") or chosen.get("optimizer_states") == "8bit"), chosen
+    lines = steps_of(run_dir, gib)
+    assert [line["micro_batch_size"] for line in lines] == [micro] * STEPS
+    settings = json.loads((run_dir / "config.json").read_text())
+    assert {name: settings[name]["value"] for name in chosen} == chosen
+    assert "out of memory" not in (run_dir / "log.txt").read_text()
+    expected = float(re.findall(r"auto_fit: (?:fits|tight): ([\d.]+) to ", said)[-1])  # with CUDA's own and a rest
+    assert 0.6 * expected < max(line["gpu_memory_gib"] for line in lines) < expected <= gib
