@@ -1,4 +1,4 @@
-"""A capped CUDA device: --auto_batch finds a micro-batch by trying, --auto_fit takes rungs of the ladder, and they hold.
+"""A capped CUDA device: --auto_batch finds a micro-batch by trying, --auto_fit takes rungs of the ladder; both hold.
 
 Stage 1 by its launch script, with a supervisor, DeepSpeed's launcher and one rank: rows of full length on OPT-125M.
 """
@@ -52,10 +52,11 @@ class Machine:
     def train(self, inputs: Path, name: str, *words: object) -> tuple[Path, str]:
         """The run folder and the stderr of stage 1 with these flags."""
         output = self.folder / "out" / name
-        common = ["--model_name_or_path", inputs / "actor", "--data_path", inputs / "rows.jsonl", "--data_split", "none",
-                  "--eval_fraction", 0, "--data_output_path", self.folder / "cache", "--train_on_prompt", "true",
-                  "--max_seq_len", TOKENS, "--max_steps", STEPS, "--dtype", "bf16", "--learning_rate", "1e-6",
-                  "--keep_checkpoints", 0, "--enable_tensorboard", "false", "--output_dir", output]  # fmt: skip
+        common = ["--model_name_or_path", inputs / "actor", "--data_path", inputs / "rows.jsonl",
+                  "--data_split", "none", "--eval_fraction", 0, "--data_output_path", self.folder / "cache",
+                  "--train_on_prompt", "true", "--max_seq_len", TOKENS, "--max_steps", STEPS,
+                  "--dtype", "bf16", "--learning_rate", "1e-6", "--keep_checkpoints", 0,
+                  "--enable_tensorboard", "false", "--output_dir", output]  # fmt: skip
         command = ["bash", ROOT / "launch/single_gpu.sh", "1", *common, *words]
         variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "tests/faults/site")}
         done = subprocess.run(

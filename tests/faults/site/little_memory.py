@@ -1,4 +1,4 @@
-"""A rank with little memory: its GPU is capped, or embeddings of training batches with too many rows fail without one."""
+"""A rank with little memory: a cap on its GPU, or embeddings of training batches that fail where rows are too many."""
 
 from typing import Any
 
