@@ -1,6 +1,7 @@
-"""Accumulation that keeps --train_batch_size on any number of ranks. For stages, dry runs and `rlhf train`.
+"""Settings that follow the number of ranks: accumulation that keeps --train_batch_size, and the sharing of rollouts.
 
-A preset names the batch that its rates are meant for; what the number of ranks cannot divide is told, not refused.
+For stages, dry runs and `rlhf train`. A preset names the batch that its rates are meant for, and on how many ranks a
+rollout's weights are; what the number of ranks cannot divide is told, not refused.
 """
 
 from dataclasses import replace
@@ -8,15 +9,21 @@ from math import gcd
 from typing import Any
 
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import Resolved, validated
+from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
+
+SHARED = "inference_tp_size"  # of stage 3
 
 
 def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     """Return the settings of a run on `ranks` ranks (None: not known): those given, unless --train_batch_size is set.
 
     Then --gradient_accumulation_steps follows, and in stage 3 as many --generation_batches as an optimizer step takes,
-    unless they are given. Raises InputError: see `validated`.
+    unless they are given. An --inference_tp_size of a file is lowered to one that divides the ranks.
+
+    Raises:
+        InputError: see `validated`.
     """
+    resolved = with_sharing(resolved, ranks) if ranks else resolved
     values, origins = dict(flat_items(resolved.config)), dict(resolved.origins)
     target: int = resolved.config.optimizer.train_batch_size
     if not target or not ranks:
@@ -35,6 +42,19 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     config: Any = validated(type(resolved.config), values, origins)
     notes = [] if steps * rows == target else [difference(values, origins, ranks, steps)]
     return replace(resolved, config=config, origins=origins, notes=tuple(dict.fromkeys([*resolved.notes, *notes])))
+
+
+def with_sharing(resolved: Resolved, ranks: int) -> Resolved:
+    """Return the settings with rollouts shared by fewer ranks than a file says, where it is meant for other numbers."""
+    values, origins = dict(flat_items(resolved.config)), dict(resolved.origins)
+    size = values.get(SHARED, 1)
+    if ranks % size == 0 or origins[SHARED] == COMMAND_LINE:  # else a mistake, which the stage refuses
+        return resolved
+    values[SHARED], of_ranks = gcd(size, ranks), f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
+    note = f"--{SHARED} {values[SHARED]} in place of {size} ({origins[SHARED]}), which does not divide {of_ranks}"
+    origins[SHARED] = f"--{SHARED} {size} on {of_ranks}"
+    config: Any = validated(type(resolved.config), values, origins)
+    return replace(resolved, config=config, origins=origins, notes=(*resolved.notes, note))
 
 
 def difference(values: dict[str, Any], origins: dict[str, str], ranks: int, steps: int) -> str:

@@ -56,7 +56,8 @@ def enter(
     try:
         check_srun()
         resolved = read_flags(config_class, stage_arguments(argv), stage, prog=prog)
-        resolved = with_ranks(resolved, int(os.environ.get("WORLD_SIZE", "1")))
+        if not resolved.config.run.starts_nothing:  # else the ranks are those that it plans
+            resolved = with_ranks(resolved, int(os.environ.get("WORLD_SIZE", "1")))
         check_supervised(resolved.config.run)
     except RunError as error:
         return print_error(error) if is_first_process() else error.code

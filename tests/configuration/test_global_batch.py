@@ -26,7 +26,8 @@ def test_a_preset_keeps_its_batch_by_accumulation(preset, ranks):
     resolved = on(ranks, section, "--preset", str(preset))
     values = dict(flat_items(resolved.config))
     per_step = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
-    assert per_step * ranks == values["train_batch_size"] > 0 and resolved.notes == ()
+    assert per_step * ranks == values["train_batch_size"] > 0
+    assert all(note.startswith("--inference_tp_size ") for note in resolved.notes)
     if section == "ppo":
         rollout = values["per_device_generation_batch_size"] * values["generation_batches"]
         assert rollout * values["num_samples_per_prompt"] == per_step, "one optimizer step on each rollout"
@@ -38,6 +39,20 @@ def test_the_origin_of_what_follows_is_told():
     assert resolved.origins["gradient_accumulation_steps"] == "--train_batch_size 128 on 2 ranks"
     assert resolved.origins["generation_batches"] == "--train_batch_size 128 on 2 ranks"
     assert resolved.origins["per_device_train_batch_size"] == "default"
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(8, 8), (16, 8), (4, 4), (6, 2), (3, 1), (1, 1)])
+def test_fewer_ranks_share_a_rollout_than_a_file_says_where_it_is_meant_for_more(tmp_path, ranks, size):
+    preset = tmp_path / "p.yaml"
+    preset.write_text("inference_tp_size: 8\n")
+    resolved = on(ranks, "ppo", "--preset", str(preset))
+    assert resolved.config.sampling.inference_tp_size == size
+    of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    note = f"--inference_tp_size {size} in place of 8 ({preset}), which does not divide {of_ranks}"
+    assert resolved.notes == (() if size == 8 else (note,)) and with_ranks(resolved, ranks) == resolved
+    origin = str(preset) if size == 8 else f"--inference_tp_size 8 on {of_ranks}"
+    assert resolved.origins["inference_tp_size"] == origin
+    assert on(ranks, "ppo", "--inference_tp_size", "8").config.sampling.inference_tp_size == 8, "given: not changed"
 
 
 def test_accumulation_that_is_given_by_a_stronger_layer_ends_it(tmp_path):

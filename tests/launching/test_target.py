@@ -25,6 +25,7 @@ from pipeline.run.device import DeviceConstants, keep_constants
 from rlhf import train
 from step1_sft.main import main
 from step3_ppo.config import PPOConfig
+from step3_ppo.main import main as ppo_main
 
 
 class Done(NamedTuple):
@@ -253,6 +254,24 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     # The context alone is more than this device has: what a tiny model can give back is next to nothing.
     assert changes[0].startswith("    no change of flags is enough")
     assert planned("--target", "none.yaml", "--auto_fit").returncode == 3
+
+
+def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, capsys):
+    """Its rollouts are shared by fewer of them; as a word of the command the same size is a mistake."""
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("inference_tp_size: 8\nper_device_generation_batch_size: 1\n", encoding="utf-8")
+    words = (
+        "--actor_model_name_or_path base --critic_model_name_or_path scorer --data_path train.jsonl --output_dir out"
+    )
+    words += " --target none.yaml --per_device_train_batch_size 1 --max_prompt_seq_len 96 --max_answer_seq_len 8"
+    words += f" --preset {preset}"
+    assert ppo_main(words.split()) == 3
+    done = capsys.readouterr()
+    assert f"  note: --inference_tp_size 2 in place of 8 ({preset}), which does not divide 2 ranks\n" in done.out
+    assert "  verdict  does not fit: " in done.out and "to make it fit, each with those before it:\n" in done.out
+    assert done.err.startswith("error: ppo: does not fit: ") and done.err.count("\n") == 1
+    assert ppo_main([*words.split(), "--inference_tp_size", "8"]) == 2
+    assert capsys.readouterr().err == "error: --inference_tp_size 8: must divide the 2 ranks; give 2\n"
 
 
 def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
