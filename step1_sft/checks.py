@@ -13,6 +13,12 @@ from step1_sft.config import SFTConfig
 
 # Packages that compute the values of --eval_metric; not among the requirements.
 PACKAGES = {"bleu": "sacrebleu", "rouge": "rouge_score"}
+# Encoder-decoder types whose labels or masks are made in ways that this stage does not follow.
+CODES = "marks languages by codes, which rows do not name"
+OWN_WAYS = "shifts its labels, or masks its source, in a way of its own"
+UNSUITABLE = dict.fromkeys(("m2m_100", "mbart", "nllb-moe", "plbart"), CODES) | dict.fromkeys(
+    ("blenderbot", "blenderbot-small", "fsmt", "prophetnet"), OWN_WAYS
+)
 
 
 def start_models(config: SFTConfig, made: Mapping[str, str]) -> list[StartModel]:
@@ -34,9 +40,10 @@ def start_models(config: SFTConfig, made: Mapping[str, str]) -> list[StartModel]
 
 
 def check_seq2seq(config: SFTConfig, path: str) -> None:
-    """Raise InputError, one line for each, for flags that an encoder-decoder model at `path` cannot follow."""
+    """Raise InputError for an encoder-decoder model at `path` that is not trained, or for flags it cannot follow."""
     if not is_encoder_decoder(path):
         return
+    check_labels(path)
     kind, fp16 = load_config(path).model_type, config.deepspeed.dtype == "fp16"
     refused = (
         (config.data.packing, "--packing", "an encoder reads one row at a time; leave it out"),
@@ -45,6 +52,19 @@ def check_seq2seq(config: SFTConfig, path: str) -> None:
     )
     if lines := [f"{flag}: {reason}" for given, flag, reason in refused if given]:
         raise InputError("\n".join(lines))
+
+
+def check_labels(path: str) -> None:
+    """Raise InputError for an encoder-decoder model whose decoder cannot read labels shifted by one position."""
+    config = load_config(path)
+    if reason := UNSUITABLE.get(kind := config.model_type):
+        raise InputError(f"--model_name_or_path {path}: {kind} {reason}; give T5, FLAN-T5, mT5, BART, Pegasus or Marian")
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        if getattr(config, name, None) is None and kind != "t5gemma":  # whose decoder begins with its bos_token_id
+            raise InputError(
+                f"--model_name_or_path {path}: config.json names no {name}, which the decoder reads in front of or "
+                "behind the labels; add it (of BERT: the ids of [CLS] and [PAD])"
+            )
 
 
 def check_metric(metric: str) -> None:

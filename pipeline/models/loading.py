@@ -1,7 +1,6 @@
 """Check and load language models: hub ids, folders and adapter folders, always with dropout off.
 
-Configuration and files are checked before any weight is read. Reward heads are in `reward_model.py`, LoRA training in
-`lora.py`.
+Configuration and files are checked before any weight is read. Reward heads are in `reward_model.py`, LoRA in `lora.py`.
 """
 
 import copy
@@ -189,7 +188,8 @@ def load_language_model(
     if is_encoder_decoder(path):
         with head_apart_under_zero3(load_config(path)):
             model = load_pretrained(AutoModelForSeq2SeqLM, base or path, dtype=dtype, **options)
-        model.source_config.tie_word_embeddings = "lm_head.weight" in model.all_tied_weights_keys
+        if hasattr(getattr(model, "lm_head", None), "weight"):  # T5Gemma's and BERT's have other names
+            model.source_config.tie_word_embeddings = "lm_head.weight" in model.all_tied_weights_keys
     else:
         model = load_pretrained(AutoModelForCausalLM, base or path, dtype=dtype, **options)
     return model if base is None else with_adapter(model, path, merged=merged)

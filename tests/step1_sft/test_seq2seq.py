@@ -1,6 +1,7 @@
 """Step 1 on encoder-decoder models: transformers' own T5 loss, any ranks and ZeRO stages, resumed, and its refusals."""
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from support.in_process import error_lines, undone_afterwards
 from support.marks import slow_but
 from support.model_card import read_card, run_example
 from support.source_tree import ROOT
+from support.tiny_models import randomise
 from support.tiny_run import read_metrics, write_lines
 from support.tiny_t5 import TASK, make_t5_folder
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from pipeline.configuration.flags import parse
 from pipeline.data.batching import IGNORED, seq2seq_batch
@@ -231,6 +233,68 @@ def test_chat_answers_as_generate_does(folder: Path, capsys: pytest.CaptureFixtu
     flags = ["--prompt", f"{TASK}the old house", "--temperature", "0", "--max_new_tokens", "9", "--dtype", "fp32"]
     assert chat([str(model), *flags]) == 0
     assert capsys.readouterr().out.strip() == expected.strip() != ""
+
+
+def save_other(kind: str, folder: Path) -> Path:
+    """Replace the T5 in `folder` by a tiny model of another type, with the same tokenizer."""
+    size = len(AutoTokenizer.from_pretrained(folder))
+    shape = {
+        "vocab_size": size, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    }  # fmt: skip
+    if kind == "t5gemma":
+        part = shape | {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 4}
+        decoder = part | {"cross_attention_hidden_size": 32}
+        config = AutoConfig.for_model(kind, encoder=part, decoder=decoder, vocab_size=size, pad_token_id=0)
+    else:
+        decoder = shape | {"is_decoder": True, "add_cross_attention": True}
+        parts = {"encoder": shape | {"model_type": "bert"}, "decoder": decoder | {"model_type": "bert"}}
+        config = AutoConfig.for_model(kind, **parts, decoder_start_token_id=2, pad_token_id=0)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    randomise(model, 0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["t5gemma", "encoder-decoder"])
+def test_other_models_are_trained_and_saved_as_transformers_reads_them(kind: str, tmp_path: Path) -> None:
+    """T5Gemma, whose head has another name than T5's, and one joined of two BERTs."""
+    made = make_t5_folder(tmp_path, num_train=4, num_test=3)
+    start = save_other(kind, made / "t5")
+    trained = run(made, "other", max_steps=1, per_device_train_batch_size=2)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    rows = [json.loads(line) for line in (made / "test.jsonl").read_text().splitlines()]
+    logged = [line["eval_loss"] for line in read_metrics(trained.parent / "runs" / "sft") if "eval_loss" in line]
+    for path, found in zip((start, trained), logged, strict=True):
+        model, total, count = AutoModelForSeq2SeqLM.from_pretrained(path).eval(), 0.0, 0
+        for row in rows:
+            source, target = (tokenizer(row[name], return_tensors="pt").input_ids for name in ("prompt", "response"))
+            total += model(input_ids=source, labels=target).loss.item() * target.numel()
+            count += target.numel()
+        assert abs(total / count - found) < 1e-4
+    assert abs(logged[0] - logged[1]) > 1e-2
+
+
+UNSUITABLE = {
+    "mbart": "mbart marks languages by codes, which rows do not name; give T5",
+    "blenderbot": "blenderbot shifts its labels, or masks its source, in a way of its own; give T5",
+    "t5": "config.json names no decoder_start_token_id, which the decoder reads",
+}
+
+
+@pytest.mark.parametrize("kind", UNSUITABLE)
+def test_a_model_whose_labels_are_not_shifted_as_ours_is_refused(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Path(shutil.copytree(folder / "t5", tmp_path / "model"))
+    fields = json.loads((model / "config.json").read_text())
+    del fields["decoder_start_token_id"]
+    (model / "config.json").write_text(json.dumps(fields | {"model_type": kind}))
+    with undone_afterwards():
+        assert main(words(folder, "unsuitable", model_name_or_path=model)) == 2
+    (line,) = error_lines(capfd.readouterr().err)
+    assert line.startswith(f"error: --model_name_or_path {model}: {UNSUITABLE[kind]}")
 
 
 REFUSED = {
