@@ -5,6 +5,7 @@ bounds of the sequences instead; the model gets these bounds as its 4-D attentio
 unchanged to the attention function. B rows, S positions, H heads, D head size.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ OLDEST_DEVICE = (8, 0)  # compute capability that the flash kernel needs
 # Architectures that mix the tokens of a row only in attention, with heads of one size: convolutions and recurrences
 # would carry state from one sequence into the next.
 MODEL_TYPES = frozenset({"opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "olmo2", "phi3", "smollm3"})
+
+# Architectures whose attention takes no mask of rows and columns.
+MASKS_OF_PADDING = ("bloom", "openai-gpt", "reformer")
 
 
 def enable_packed_attention(model: Any, *, device: torch.device) -> bool:
@@ -53,17 +57,25 @@ def enable_packed_attention(model: Any, *, device: torch.device) -> bool:
 
 
 def check_packing(path: str, flag: str) -> None:
-    """Raise InputError for a model that takes no mask which keeps the sequences of a row apart."""
+    """Raise InputError for a model that does not keep the sequences of a row apart: by its masks, positions or states.
+
+    Reads only config.json.
+    """
     whole = load_config(path)
-    config = whole.get_text_config()
+    config, kind = whole.get_text_config(), whole.model_type
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None)
     # Recurrences, which transformers declares in a model's class; older configurations name no types of layers.
-    recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None), "_is_stateful", False)
+    recurrent = getattr(model_class, "_is_stateful", False)
     others = set(declared(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if config.model_type == "bloom" or declared(config, "alibi"):
-        raise InputError(f"{flag}: {path}: {config.model_type} takes a mask of padding only (alibi); leave {flag} out")
+    if kind in MASKS_OF_PADDING or declared(config, "alibi"):
+        raise InputError(f"{flag}: {path}: {kind} takes a mask of padding only; leave {flag} out")
     if others or recurrent:
-        layers = f"{min(others)} layers" if others else f"layers of {config.model_type}"
+        layers = f"{min(others)} layers" if others else f"layers of {kind}"
         raise InputError(f"{flag}: {path}: {layers} carry state between sequences; leave {flag} out")
+    takes = inspect.signature(model_class.forward).parameters if model_class else ()
+    # MPT's positions are distances.
+    if model_class and not whole.is_encoder_decoder and "position_ids" not in takes and kind != "mpt":
+        raise InputError(f"{flag}: {path}: {kind} counts positions from the first token of a row; leave {flag} out")
 
 
 def uses_packed_attention(config: Any) -> bool:

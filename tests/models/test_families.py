@@ -20,6 +20,7 @@ from support.family_runs import check_ppo, check_reward, check_sft
 from support.in_process import error_lines
 from support.tiny_run import make_folder
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     FuyuConfig,
     Gemma3Config,
@@ -172,6 +173,11 @@ def save_xlnet(folder: Path) -> None:
     XLNetConfig(vocab_size=vocab_size, d_model=32, n_layer=1, n_head=2).save_pretrained(folder)
 
 
+def save_config(kind: str, folder: Path) -> None:
+    """Another type in config.json; the weights stay."""
+    AutoConfig.for_model(kind, vocab_size=len(AutoTokenizer.from_pretrained(folder))).save_pretrained(folder)
+
+
 def save_llama_4(folder: Path) -> None:
     sizes = {
         "hidden_size": 16,
@@ -217,7 +223,15 @@ REFUSED = {
     ),
     "positions that are in the mask, in packed rows": (
         lambda folder: save_family("bloom", folder), "step1_sft", {"packing": "true"},
-        "--packing: base: bloom takes a mask of padding only (alibi); leave --packing out",
+        "--packing: base: bloom takes a mask of padding only; leave --packing out",
+    ),
+    "a mask that has no rows, in packed rows": (
+        lambda folder: save_config("openai-gpt", folder), "step1_sft", {"packing": "true"},
+        "--packing: base: openai-gpt takes a mask of padding only; leave --packing out",
+    ),
+    "positions that nothing sets, in packed rows": (
+        lambda folder: save_config("trocr", folder), "step1_sft", {"packing": "true"},
+        "--packing: base: trocr counts positions from the first token of a row; leave --packing out",
     ),
     "a state that goes on through packed rows": (
         lambda folder: save_family("rwkv", folder), "step1_sft", {"packing": "true"},
