@@ -1,6 +1,7 @@
 """Merge a LoRA adapter into the 16-bit weights of its base: `rlhf merge output/sft output/sft-merged`.
 
 An adapter that was trained on a quantised base meets other base weights there: the difference of the logits is printed.
+Of a base that is stored as codes, the weights are the values of the codes.
 """
 
 import json
@@ -45,7 +46,7 @@ class MergeConfig(Group):
     )
     dtype: Dtype = flag("auto", "Data type of the merged weights; auto: the base's if it has 16 bits, else bf16")
     quantization: Literal["auto", "none", "nf4", "int8"] = flag(
-        "auto", "Base that the adapter was trained on; auto: by the training_config.json beside it"
+        "auto", "Base that the adapter was trained on; auto: as it is stored, or by the adapter's training_config.json"
     )
     sentences: list[str] = flag([], "Texts whose logits are compared; none: three bundled ones", kind="text")
 
@@ -67,7 +68,6 @@ def run(argv: list[str], prog: str) -> None:
     if Path(output).expanduser().exists():
         raise InputError(f"--folders: {output} exists; name a new folder for the merged model")
     scores = adapter.get("task_type") == "SEQ_CLS"
-    quantization = trained_quantization(path, scores=scores) if config.quantization == "auto" else config.quantization
     import transformers
 
     from pipeline.inference.answers import load_chat_tokenizer
@@ -76,21 +76,20 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.models.weight_files import check_model_files
 
     transformers.logging.disable_progress_bar()
-    check_quantization(quantization, "--quantization")
     base: str = adapter["base_model_name_or_path"]
     check_model_files(path, "--folders")
-    if (stored := stored_quantization(load_config(base))) != "none":
-        raise InputError(
-            f"--folders: {path}: its base {base} is stored as {stored}; name the 16-bit folder that it was made of "
-            "as base_model_name_or_path in adapter_config.json"
-        )
+    stored, quantization = stored_quantization(load_config(base)), config.quantization
+    if quantization == "auto":
+        quantization = trained_quantization(path, scores=scores) if stored == "none" else stored
+    check_quantization(quantization, "--quantization")
     dtype = DTYPES.get(config.dtype) or sixteen_bits(load_config(path))
     tokenizer = load_chat_tokenizer(path)
     sentences = config.sentences or SENTENCES
     trained = logits_of(load(path, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences)
-    write_merged(path, output, base, tokenizer, dtype=dtype, scores=scores)
+    write_merged(path, output, base, tokenizer, dtype=dtype, scores=scores, stored=stored)
     merged = logits_of(load(output, dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences)
-    print(f"{output}: {path} merged into {base} in {str(dtype).removeprefix('torch.')}")
+    codes = "" if stored == "none" else f"the {stored} codes of "
+    print(f"{output}: {path} merged into {codes}{base} in {str(dtype).removeprefix('torch.')}")
     kind = "base" if quantization == "none" else f"{quantization} base"
     print(f"{'scores' if scores else 'logits'} of the {kind} with its adapter, and of the merged model:")
     for line in difference_lines(trained, merged, sentences):
@@ -140,13 +139,21 @@ def logits_of(model: Any, tokenizer: Any, sentences: Sequence[str]) -> "list[tor
         return [model(**dict.fromkeys(names, ids)).logits.float().cpu().flatten(0, -2) for ids in encoded]
 
 
-def write_merged(path: str, output: str, base: str, tokenizer: Any, *, dtype: "torch.dtype", scores: bool) -> None:
-    """Write the model folder: base weights plus adapter, added in fp32 and rounded once; the adapter beside them."""
+def write_merged(
+    path: str, output: str, base: str, tokenizer: Any, *, dtype: "torch.dtype", scores: bool, stored: str
+) -> None:
+    """Write the model folder: base weights plus adapter, added in fp32 and rounded once; the adapter beside them.
+
+    Of a base that is stored as codes, the values of the codes.
+    """
     from pipeline.checkpoints.model_card import example, saved_settings, shareable
     from pipeline.checkpoints.model_folder import save_model
+    from pipeline.models.lora import dequantise
 
     documents = saved_settings(path)
-    model = load(path, dtype, quantization="none", merged=False, scores=scores)
+    model = load(path, dtype, quantization=stored, merged=False, scores=scores)
+    if stored != "none":
+        dequantise(model, dtype)
     card = CARD.format(
         adapter=shareable(path),
         base=shareable(base),

@@ -58,7 +58,9 @@ def check_labels(path: str) -> None:
     """Raise InputError for an encoder-decoder model whose decoder cannot read labels shifted by one position."""
     config = load_config(path)
     if reason := UNSUITABLE.get(kind := config.model_type):
-        raise InputError(f"--model_name_or_path {path}: {kind} {reason}; give T5, FLAN-T5, mT5, BART, Pegasus or Marian")
+        raise InputError(
+            f"--model_name_or_path {path}: {kind} {reason}; give T5, FLAN-T5, mT5, BART, Pegasus or Marian"
+        )
     for name in ("decoder_start_token_id", "pad_token_id"):
         if getattr(config, name, None) is None and kind != "t5gemma":  # whose decoder begins with its bos_token_id
             raise InputError(

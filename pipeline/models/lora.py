@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from pipeline import dist
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import commits_read
-from pipeline.kernels.int8_linear import Int8Linear
+from pipeline.kernels.int8_linear import Int8Linear, dequantise_rows
 from pipeline.models.partitions import gathered, is_partitioned
 
 # Method that config.json of a folder with stored int8 codes names, and what else it says there.
@@ -205,6 +205,40 @@ class StoredInt8Quantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, Int8Linear):
                 module.scale.requires_grad_(False)
+
+
+@torch.no_grad()
+def dequantise(model: Any, dtype: torch.dtype) -> None:
+    """Give a quantised peft model plain linear layers, with the values of its codes in `dtype`, to be merged into."""
+    inner = model.get_base_model()
+    with torch.device("meta"):
+        plain = type(inner)(inner.config)
+    for name, layer in list(inner.named_modules()):
+        if (weight := dequantised_weight(layer)) is None:
+            continue
+        place = name.removesuffix(".base_layer")
+        own: Any = plain.get_submodule(place)
+        if isinstance(own, Conv1D):  # GPT-2's, which is transposed, and its adapter was not
+            inner.get_submodule(place).fan_in_fan_out = name != place
+            weight = weight.T
+        own.weight, own.bias = nn.Parameter(weight.to(dtype).contiguous()), layer.bias
+        inner.set_submodule(name, own)
+    if (quantizer := getattr(inner, "hf_quantizer", None)) is not None:  # bitsandbytes', by which it would be saved
+        quantizer.remove_quantization_config(inner)
+        inner._weight_conversions = None
+
+
+def dequantised_weight(layer: Any) -> torch.Tensor | None:
+    """Return the values (outputs, inputs) of a layer's int8 or nf4 codes, None for a layer without codes."""
+    if isinstance(layer, Int8Linear):
+        return dequantise_rows(layer.weight, layer.scale, torch.float32)
+    state = getattr(getattr(layer, "weight", None), "quant_state", None)
+    if state is None or isinstance(layer, LoraLayer):  # a wrapper shows its layer's weight
+        return None
+    from bitsandbytes.functional import dequantize_4bit
+
+    values: torch.Tensor = dequantize_4bit(layer.weight.data, state)
+    return values
 
 
 def nf4_options(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import save_family
 from support.stored_nf4 import store_nf4
 from support.tiny_models import random_rows, save_tiny
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.memory import num_bytes, storages, weight_tensors
-from pipeline.errors import EXIT_INPUT, EnvironmentFault, InputError
+from pipeline.errors import EXIT_DONE, EXIT_INPUT, EnvironmentFault, InputError
 from pipeline.models.loaded import check_finite
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora, is_lora, quantization_of
@@ -122,17 +123,31 @@ def test_a_stored_number_that_is_not_finite_is_found_in_its_file(base: str, tmp_
 
 
 @NF4
-def test_an_adapter_on_a_stored_base_stays_apart_and_is_not_merged(
-    base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("entry", [{}, {"bnb_4bit_quant_storage": "bfloat16", "llm_int8_skip_modules": SKIP}])
+def test_an_adapter_on_a_stored_base_stays_apart_and_is_merged_into_its_values(
+    kind: str, entry: dict[str, Any], base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, adapter = store_nf4(base, tmp_path / "nf4"), tmp_path / "adapter"
+    """GPT-2's layers are transposed in 16 bits, and not in 4."""
+    if kind == "gpt2":
+        base = str(shutil.copytree(base, tmp_path / "base"))
+        save_family("gpt2", Path(base))
+    folder, adapter = store_nf4(base, tmp_path / "nf4", **entry), tmp_path / "adapter"
     model = add_lora(load_causal_lm(folder, dtype=torch.float32), task="CAUSAL_LM", **LORA)
     model.peft_config["default"].base_model_name_or_path = folder
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
     model.save_pretrained(adapter)
+    AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
     again = load_causal_lm(str(adapter), dtype=torch.float32)
     assert is_lora(again) and quantization_of(again) == "nf4"
-    assert merge.main([str(adapter), f"{tmp_path}/merged"]) == EXIT_INPUT
-    assert f"its base {folder} is stored as nf4; name the 16-bit folder" in capsys.readouterr().err
+    assert merge.main([str(adapter), f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
+    assert "merged into the nf4 codes of" in capsys.readouterr().out
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    torch.testing.assert_close(merged(input_ids=ROW).logits, again.eval()(input_ids=ROW).logits, rtol=0, atol=1e-4)
 
 
 @NF4

@@ -127,8 +127,8 @@ def test_codes_are_no_16_bit_weights(made: Path) -> None:
         (main, ["{made}/none", "--output", "{made}/new"], "--checkpoint: {made}/none: no such folder"),
         (
             merge.main,
-            ["{made}/adapter", "{made}/new"],
-            "--folders: {made}/adapter: its base {made}/int8 is stored as int8",
+            ["{made}/adapter", "{made}/new", "--quantization", "none"],
+            "{made}/int8: its weights are stored as int8; give --quantization int8",
         ),
     ],
 )

@@ -16,7 +16,13 @@ from support.model_card import run_example
 from support.tiny_models import save_tiny
 from support.tiny_t5 import make_t5_folder
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_log
 
 from pipeline.checkpoints.model_card import example
@@ -26,6 +32,7 @@ from pipeline.marks import OURS
 from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import load_reward_model, score_head_fields
+from rlhf.export import main as export
 from rlhf.merge import SENTENCES, main, sixteen_bits
 
 SETTINGS = {"dim": 4, "alpha": 8.0, "dropout": 0.0, "module_name": "all-linear", "only_lora": True, "seed": 0}
@@ -200,6 +207,41 @@ def test_an_encoder_decoder_models_adapter_is_merged(
     torch.testing.assert_close(merged(**row).logits, expected, rtol=1e-4, atol=1e-4)
     assert (expected - start).abs().max() > 1e-2
     run_example(tmp_path / "merged", monkeypatch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["opt", "gpt2", "reward", "t5"])
+def test_an_adapter_on_stored_codes_is_merged_into_their_values(
+    name: str, bpe_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two layers only: those without an adapter have values, too; GPT-2's are stored transposed."""
+    kind = {"reward": "llama-3"}.get(name, name)
+    if name == "t5":
+        base = make_t5_folder(tmp_path / "made") / "t5"
+    else:
+        base = Path(shutil.copytree(bpe_folder, tmp_path / "base"))
+        save_family(kind, base)
+    assert export([str(base), "--output", f"{tmp_path}/int8", "--dtype", "int8"]) == EXIT_DONE
+    some = SETTINGS | {"module_name": {"gpt2": "c_proj", "opt": "fc1", "t5": "wi"}.get(name, "up_proj")}
+    changes, int8 = {}, f"{tmp_path}/int8"
+    if name == "reward":
+        model = load_reward_model(int8, dtype=torch.float32, quantization="int8", new_head=True).model
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(2))
+        changes["config_changes"] = score_head_fields(
+            PreTrainedTokenizerFast.from_pretrained(base), score_mean=0.5, score_std=2.0, label="value"
+        )
+    else:
+        model = load_language_model(int8, dtype=torch.float32, quantization="int8")
+    task = {"reward": "SEQ_CLS", "t5": "SEQ_2_SEQ_LM"}.get(name, "CAUSAL_LM")
+    adapter = save_adapter(add_lora(model, **some, task=task), int8, tmp_path / "adapter", "int8", **changes)
+    capsys.readouterr()
+    assert main([adapter, f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert f"merged into the int8 codes of {int8} in float32" in printed
+    assert len(LINE.findall(printed)) == 3 and all(float(found) < 1e-4 for found, _ in LINE.findall(printed))
+    auto_class = {"reward": AutoModelForSequenceClassification, "t5": AutoModelForSeq2SeqLM}.get(name)
+    _, info = (auto_class or AutoModelForCausalLM).from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 @pytest.mark.parametrize(
