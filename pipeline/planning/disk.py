@@ -1,14 +1,14 @@
-"""Count what a stage takes on a disk: its models as they are saved, checkpoints of what it trains, offload to NVMe."""
+"""Count what a stage takes on a disk, and of host memory to write it: saved models, checkpoints, offload to NVMe."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_config import Json, is_on_nvme
 from pipeline.files import GIB, free_bytes
 from pipeline.planning.measurement import ModelSize, model_size
-from pipeline.planning.memory import FP32, MOMENTS
+from pipeline.planning.memory import FP32, MOMENTS, MemoryPlan
 from pipeline.planning.needs import ModelUse
 
 
@@ -43,6 +43,34 @@ def outputs(models: Sequence[ModelUse], dtype: str, config: Any) -> Outputs:
         checkpoint += size.trained * (FP32 * copies + MOMENTS)
     kept = run.keep_checkpoints and 1 + (run.keep_checkpoints if run.save_steps else 0)
     return Outputs([*whole, *averages], checkpoint, kept)
+
+
+def with_checkpoint(
+    plan: MemoryPlan, models: Sequence[ModelUse], engines: Mapping[str, Json], config: Any
+) -> MemoryPlan:
+    """Return the plan with the host memory of a checkpoint that is written, on the machine of the first rank.
+
+    `--save_in_background` copies all that is written: each rank its partition, or the first one what is not
+    partitioned. Moments in 8 bits are made fp32 on the host in any case.
+    """
+    background, own, machine = config.run.save_in_background, 0, 0
+    for use in models if config.run.keep_checkpoints else ():
+        if not use.trained:
+            continue
+        size, engine = plan.sizes[use.role], engines[use.role]
+        stage, share = engine["zero_optimization"]["stage"], -(-size.trained // plan.ranks)
+        in_16_bits = (engine.get("bf16") or {}).get("bf16_optimizer_states")
+        state = size.element + MOMENTS // 2 if in_16_bits else FP32 + MOMENTS
+        each = (state if background else 0) + (MOMENTS if config.optimizer.optimizer_states == "8bit" else 0)
+        average = FP32 if background and use.averaged else 0
+        for num_bytes, lowest in ((each, 1), (average, 3)):  # bytes a weight, the lowest ZeRO stage that partitions it
+            elements, writers = (share, plan.per_host) if stage >= lowest else (size.trained, 1)
+            own += num_bytes * elements
+            machine += num_bytes * elements * writers
+    if plan.on_cpu:
+        phases = {name: replace(peak, states=peak.states + own) for name, peak in plan.phases.items()}
+        return replace(plan, phases=phases, checkpoint=machine)
+    return replace(plan, host=plan.host + machine, checkpoint=machine)
 
 
 def nvme_files(

@@ -47,6 +47,10 @@ def with_checkpointing(values: Values, ranks: int) -> dict[str, Any]:
     return {name: True for name in named(values, "gradient_checkpointing") if not values[name]}
 
 
+def saved_in_turn(values: Values, ranks: int) -> dict[str, Any]:
+    return {"save_in_background": False} if values["save_in_background"] else {}
+
+
 def partitioned(stage: int) -> Callable[[Values, int], dict[str, Any]]:
     """Return the change to a ZeRO stage, where there are ranks to partition over."""
 
@@ -98,6 +102,7 @@ def int8_base(values: Values, ranks: int) -> dict[str, Any]:
 
 # (change, what it costs), the cheapest first.
 CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
+    (saved_in_turn, "training waits for each checkpoint"),
     (smaller_micro_batch, "smaller products"),
     (with_checkpointing, "one more forward pass"),
     (partitioned(1), "the weights are gathered once a step"),

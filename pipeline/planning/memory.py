@@ -195,10 +195,11 @@ class PhaseMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory of a stage on a target: states by role, peaks by phase, and what is offloaded on each machine (host).
+    """The memory of a stage on a target: states by role, peaks by phase, and what each machine holds for them (host).
 
-    slots: rows of the KV cache that fit; 0 for a stage that samples nothing. keeps_rollout: the buffers of generation
-    are kept during an update. besides: bytes that CUDA and NCCL take of a GPU, or a process of a CPU.
+    host: what is offloaded, and checkpoint: the copy of a checkpoint that is being written (disk.py). slots: rows of
+    the KV cache that fit; 0 for a stage that samples nothing. keeps_rollout: the buffers of generation are kept during
+    an update. besides: bytes that CUDA and NCCL take of a GPU, or a process of a CPU.
     on_cpu: the phases hold what is offloaded, too. per_host: processes of a machine.
     """
 
@@ -212,6 +213,7 @@ class MemoryPlan:
     besides: tuple[int, int]
     on_cpu: bool = False
     per_host: int = 1
+    checkpoint: int = 0
 
     @property
     def worst(self) -> str:

@@ -8,7 +8,7 @@ from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flags import Resolved
 from pipeline.files import GIB
 from pipeline.launching.target import Target
-from pipeline.planning.disk import nvme_files, outputs, without_room
+from pipeline.planning.disk import nvme_files, outputs, with_checkpoint, without_room
 from pipeline.planning.duration import phase_seconds, renewal_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
 from pipeline.planning.memory import PROCESS_BESIDE_GPU, UNUSED_REST, MemoryPlan, plan_memory
@@ -37,15 +37,16 @@ class StagePlanner:
 
     def memory(self, resolved: Resolved) -> MemoryPlan:
         """Count the stage's memory under these settings. Raises InputError, EnvironmentFault."""
-        settings = resolved.config.deepspeed
-        return plan_memory(
-            self.needs(resolved),
-            self.jsons_of(resolved),
+        config, needs, engines = resolved.config, self.needs(resolved), self.jsons_of(resolved)
+        plan = plan_memory(
+            needs,
+            engines,
             self.target,
-            moments=resolved.config.optimizer.optimizer_states,
+            moments=config.optimizer.optimizer_states,
             dtype=self.dtype(resolved),
-            gather=settings.zero3_gather,
+            gather=config.deepspeed.zero3_gather,
         )
+        return with_checkpoint(plan, needs.models, engines, config)
 
     def seconds(self, resolved: Resolved, plan: MemoryPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return the seconds of each phase, and those of them in which GPUs exchange tensors; {} where not known."""
@@ -173,10 +174,11 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
     if target.host_memory:
         total += f"'s {gib(target.host_memory)}"
     processes = "1 process" if plan.per_host == 1 else f"{plan.per_host} processes"
+    copied = f"{gib(plan.checkpoint)} for a checkpoint, " if plan.checkpoint else ""
     if plan.on_cpu:
-        return f"{total}: {processes}"
-    own = f"{processes} with {' to '.join(map(gib, PROCESS_BESIDE_GPU))} each"
-    offloaded = f"{gib(plan.host)} offloaded, " if plan.host else ""
+        return f"{total}: {copied}{processes}"
+    own = f"{copied}{processes} with {' to '.join(map(gib, PROCESS_BESIDE_GPU))} each"
+    offloaded = f"{gib(size)} offloaded, " if (size := plan.host - plan.checkpoint) else ""
     judged = "" if target.host_memory else "; not compared with its memory: give host_memory_gib in a target file"
     return f"{total}: {offloaded}{own}{judged}"
 

@@ -10,8 +10,10 @@ from support.command_run import run_command
 from support.tiny_run import make_folder, opt_config
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU
-from pipeline.planning.page import StagePlanner, fits
+from pipeline.files import GIB
+from pipeline.planning.ladder import changes
+from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, MemoryPlan
+from pipeline.planning.page import StagePlanner, fits, host_text
 
 WORDS = "--model_name_or_path 125m --per_device_train_batch_size 1 --max_seq_len 64"
 
@@ -63,11 +65,75 @@ def test_states_on_a_disk_leave_four_buffers_of_a_sub_group_on_the_host(tmp_path
     assert few.host == 2 * 4 * 4 * 10**6 and whole.host == 2 * 4 * 4 * whole.sizes["model"].weights / 2
 
 
+BF16_STATES = '{"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}}'
+
+
+@pytest.mark.parametrize(
+    "flags, target, each",
+    [
+        ("--zero_stage 2", {"gpus": 2}, 12),  # two halves
+        ("--zero_stage 2", {"hosts": 2}, 12 / 2),  # a half on each machine
+        ("", {"gpus": 2}, 12),  # the first rank writes all
+        ("", {"hosts": 2}, 12),
+        ("--zero_stage 2 --deepspeed_config bf16.json", {"gpus": 2}, 2 + 2 + 2),
+        ("--optimizer_states 8bit", {}, 12 + 8),  # moments in fp32, and their copy
+        ("--keep_checkpoints 0", {}, 0),
+    ],
+)
+def test_a_checkpoint_that_is_written_in_the_background_is_copied_to_the_host(
+    tmp_path, monkeypatch, flags, target, each
+):
+    """Weights in fp32 and two moments; below ZeRO stage 1 by the first rank alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("bf16.json").write_text(BF16_STATES, encoding="utf-8")
+    hardware = {"name": "mine", "memory_gib": 80, "host_memory_gib": 64} | target
+    words = f"{WORDS} --dtype bf16 {flags}"
+    planner, resolved = planned(tmp_path, f"{words} --save_in_background true", **hardware)
+    plan, in_turn = planner.memory(resolved), memory(tmp_path, words, **hardware)
+    weights = plan.sizes["model"].weights
+    assert plan.checkpoint == plan.host == each * weights
+    assert in_turn.host == (8 * weights if "8bit" in flags else 0) and in_turn.phases == plan.phases
+    assert plan.on_host[0] - in_turn.on_host[0] == plan.host - in_turn.host
+    said = f"{plan.checkpoint / GIB:.2f} for a checkpoint, " if each else "GiB of each machine's 64.00: "
+    assert said in host_text(plan, planner.target)
+
+
+def test_the_moving_average_is_copied_too_and_a_process_on_a_cpu_holds_its_copy(tmp_path):
+    words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --max_answer_seq_len 16"
+    words += " --max_prompt_seq_len 16 --per_device_train_batch_size 1 --per_device_generation_batch_size 1"
+
+    def plan_of(flags: str, **target: object) -> MemoryPlan:
+        file = tmp_path / "target.yaml"
+        file.write_text(json.dumps({"memory_gib": 80, **target}), encoding="utf-8")
+        planner, resolved = planner_of("ppo", f"{words} --enable_ema true {flags}", str(file), tmp_path)
+        return planner.memory(resolved)
+
+    for stage, averages in ((1, 4), (3, 4 / 2)):  # two machines with a half each, but for what is not partitioned
+        flags = f"--actor_zero_stage {stage} --critic_zero_stage {stage} --save_in_background true"
+        plan = plan_of(flags, name="mine", hosts=2)
+        actor, critic = (plan.sizes[role].trained for role in ("actor", "critic"))
+        assert plan.host == pytest.approx(12 * (actor + critic) / 2 + averages * actor, abs=64)
+    plain, saved = (plan_of(f"--save_in_background {value}", name="CPU") for value in ("false", "true"))
+    more = saved.phases["train"].states - plain.phases["train"].states
+    assert more == saved.checkpoint == 12 * (actor + critic) + 4 * actor and saved.host == 0
+
+
 def test_gpus_fit_only_where_the_host_has_memory_for_their_processes(tmp_path):
     """Eight processes of 2 GiB are 16 GiB."""
     for host_gib, does_fit in ((15.9, False), (16.1, True)):
         planner, resolved = planned(tmp_path, gpus=8, memory_gib=80, host_memory_gib=host_gib)
         assert fits(planner.memory(resolved), planner.target) == does_fit
+
+
+def test_a_host_without_room_for_the_copy_lets_training_wait_for_checkpoints(tmp_path):
+    """2 GiB of the process, 1.4 of the copy."""
+    words = f"{WORDS} --dtype bf16 --save_in_background true"
+    planner, resolved = planned(tmp_path, words, name="mine", memory_gib=80, host_memory_gib=3)
+    assert not fits(planner.memory(resolved), planner.target)
+    (change,) = changes(planner, resolved)
+    assert str(change) == (
+        "--save_in_background false: gives back 1.4 GiB of the host; cost: training waits for each checkpoint"
+    )
 
 
 @pytest.mark.slow
