@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.heartbeat import beat_again
-from pipeline.rendezvous import wait_for_port, wait_for_ranks
+from pipeline.rendezvous import LOOPBACK, local_size, read_environment, wait_for_port, wait_for_ranks
 
 T = TypeVar("T")
 
-LOOPBACK = "127.0.0.1"
 # Messages of gloo and nccl, in plain RuntimeErrors, when another rank has ended or does not join.
 PEER_GONE = re.compile(
     r"gloo/transport|closed by peer|Connection reset|Broken pipe|Timed out waiting|NCCL (error|communicator)|"
@@ -55,20 +54,6 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-
-def read_environment() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) of the launcher's environment; else a world of one."""
-    if "RANK" not in os.environ:
-        # Port 0 is any free one, taken as it is found: another process cannot take it in between.
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_size() -> int:
-    """Return the number of ranks on this machine by torchrun's or DeepSpeed's variables, else the number of ranks."""
-    environ = os.environ
-    return int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ.get("WORLD_SIZE", "1"))
 
 
 def has_gpu() -> bool:
@@ -113,12 +98,13 @@ def join(device: torch.device, timeout: timedelta) -> None:
     """Join the other ranks, once all have come; ranks of one machine use the loopback interface only."""
     global _store
     host, port = LOOPBACK if on_loopback() else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, size, timeout_s = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout.total_seconds()
+    (rank, size, _), timeout_s = read_environment(), timeout.total_seconds()
     address = f"{host}:{port}"
     try:
         if rank > 0:
             wait_for_port(host, port, timeout_s)
-        _store = loopback_store(timeout) if on_loopback() else network_store(host, port, timeout)
+        make_store = loopback_store if on_loopback() else network_store
+        _store = make_store(host, port, rank, size, timeout)
         wait_for_ranks(_store, rank, size, address=address, timeout_s=timeout_s)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -144,27 +130,26 @@ def has_agents_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def network_store(host: str, port: int, timeout: timedelta) -> Any:
+def network_store(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
     """Return torch's rendezvous store, of torchrun's agent or of rank 0, before the other ranks have come."""
-    is_agents, size = has_agents_store(), int(os.environ["WORLD_SIZE"])
-    is_master = os.environ["RANK"] == "0" and not is_agents
+    is_agents = has_agents_store()
+    is_master = rank == 0 and not is_agents
     return dist.TCPStore(
         host, port, size, is_master, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents
     )
 
 
-def loopback_store(timeout: timedelta) -> Any:
-    """Return a rendezvous store on the loopback interface; torch's own listens on all interfaces."""
+def loopback_store(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a rendezvous store on the loopback interface; torch's own listens on all interfaces. Port 0: any free."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
     listener = listening_socket(port) if rank == 0 else None
     if listener and not port:
         port = listener.getsockname()[1]
         os.environ["MASTER_PORT"] = str(port)
     return dist.TCPStore(
-        LOOPBACK,
+        host,
         port,
         world_size=size,
         is_master=rank == 0,

@@ -1,6 +1,7 @@
-"""The wait for the other ranks before a process group is made, in Python: torch's own is silent and deaf to signals.
+"""The launcher's variables of a rank, and the wait for the other ranks before a process group is made.
 
-Ranks are counted in the rendezvous store, and lines tell who is missing, ever more rarely. Imports no torch.
+The wait is in Python: torch's own is silent and deaf to signals. Ranks are counted in the rendezvous store, and lines
+tell who is missing, ever more rarely. Imports no torch.
 """
 
 import logging
@@ -15,11 +16,30 @@ from pipeline.heartbeat import beat_again
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 HERE = "rlhf/here"  # a counter in the store: the ranks that have come. Each has a counter of its own, too
 FIRST_LINE_S = 10.0  # each later line takes twice as long as the one before
 POLL_S = 0.2
 CONNECT_S = 5.0
 NAMED = 8  # at most, of the ranks that are missing
+
+
+def read_environment() -> tuple[int, int, int]:
+    """Return (rank, world size, local rank) of the launcher's environment; else a world of one."""
+    if "RANK" not in os.environ:
+        # Port 0 is any free one, taken as it is found: another process cannot take it in between.
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def num_ranks() -> int:
+    """Return the number of ranks by the launcher's environment; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_size() -> int:
+    """Return the number of ranks on this machine by torchrun's or DeepSpeed's variables, else the number of ranks."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_ranks())
 
 
 def wait_for_port(host: str, port: int, timeout_s: float) -> None:

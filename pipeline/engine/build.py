@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline import dist
 from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -28,6 +27,7 @@ from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.weight_files import TESTED_TYPES
+from pipeline.rendezvous import local_size
 from pipeline.run.run import Run
 from pipeline.tensor_ops import gather_log_probs
 
@@ -56,7 +56,7 @@ def placement(run: Run) -> Placement:
         dtype=compute_dtype(run),
         ranks=world.size,
         run_dir=run.folder,
-        one_node=dist.local_size() == world.size,
+        one_node=local_size() == world.size,
     )
 
 

@@ -6,7 +6,6 @@ models are planned.
 
 import importlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil
@@ -21,6 +20,7 @@ from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.launching.machine import device_kind
 from pipeline.launching.preflight import NOTHING_MADE, look_before_start, module_of_stage, sample_sources, start_models
 from pipeline.launching.target import GIB, Target, parse_target, this_machine, with_constants
+from pipeline.rendezvous import local_size, num_ranks
 from pipeline.run.evaluations import memory_peaks, run_flags
 from pipeline.run.layout import model_folders, run_folder
 
@@ -220,4 +220,10 @@ def dry_run_stage(resolved: Resolved, section: str, *, slots: Sequence[int] | No
 
 def dry_run_own_stage(resolved: Resolved, section: str) -> None:
     """Make the dry run of the stage that this process is a rank of. Raises InputError, EnvironmentFault."""
-    dry_run_stage(resolved, section, slots=[int(os.environ.get("WORLD_SIZE", "1"))])
+    ranks, here = num_ranks(), local_size()
+    hosts, rest = divmod(ranks, here)
+    slots = [here] * hosts + [rest] * bool(rest)
+    if hosts > 1 and not resolved.config.run.target:
+        machines = " + ".join(map(str, slots))
+        print(f"  note: {ranks} ranks, {here} of them here: planned on machines like this one, of {machines} ranks")
+    dry_run_stage(resolved, section, slots=slots)

@@ -11,6 +11,7 @@ from pipeline.files import refused_by_disk
 from pipeline.planning.disk import earlier_files, nvme_files, without_room
 from pipeline.planning.measurement import model_size
 from pipeline.planning.needs import StageNeeds
+from pipeline.rendezvous import local_size
 from pipeline.run.run import Run
 
 
@@ -27,7 +28,7 @@ def make_room(run: Run, needs_of: Callable[..., StageNeeds]) -> None:
     engines = resolved.config.engine_jsons(resolved.origins, placement(run))
     if not any(is_on_nvme(json, "offload_optimizer") or is_on_nvme(json, "offload_param") for json in engines.values()):
         return
-    dtype, size, here = compute_dtype(run), run.world.size, dist.local_size()
+    dtype, size, here = compute_dtype(run), run.world.size, local_size()
     sizes = {use.role: model_size(use, dtype) for use in needs_of(resolved.config, {}, dtype, size).models}
     files = nvme_files(sizes, engines, ranks=size, per_host=here)
 

@@ -28,6 +28,7 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.out_of_memory import is_out_of_memory, memory_line
+from pipeline.rendezvous import num_ranks
 from pipeline.run.layout import run_folder
 from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
 from pipeline.run.output_checks import check_outputs
@@ -57,7 +58,7 @@ def enter(
         check_srun()
         resolved = read_flags(config_class, stage_arguments(argv), stage, prog=prog)
         if not resolved.config.run.starts_nothing:  # else the ranks are those that it plans
-            resolved = with_ranks(resolved, int(os.environ.get("WORLD_SIZE", "1")))
+            resolved = with_ranks(resolved, num_ranks())
         check_supervised(resolved.config.run)
     except RunError as error:
         return print_error(error) if is_first_process() else error.code
@@ -91,7 +92,7 @@ def is_first_process() -> bool:
 def check_srun() -> None:
     """Raise EnvironmentFault if srun started several tasks and none of them knows of the others."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
-    if int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and supervisor_name() is None:
+    if int(tasks) > 1 and num_ranks() == 1 and supervisor_name() is None:
         raise EnvironmentFault(
             f"SLURM_NTASKS is {tasks}, but this task is a run of one rank, as each of the others would be: start one "
             "task per machine and the ranks by torchrun (srun --ntasks-per-node 1 torchrun --nproc_per_node GPUS ...; "

@@ -17,6 +17,7 @@ import torch
 from pipeline import dist
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFault
 from pipeline.files import GIB
+from pipeline.rendezvous import local_size, read_environment
 from pipeline.run.device import DeviceConstants, constants_file, keep_constants, kept_constants, query_gpu
 
 TIMEOUT_S = 60
@@ -87,7 +88,7 @@ def all_reduce_seconds(world: dist.World, num_bytes: int) -> float:
 
 def main() -> int:
     """Print what was measured; return the exit code."""
-    (rank, size, local_rank), what = dist.read_environment(), "constants of the GPU"
+    (rank, size, local_rank), what = read_environment(), "constants of the GPU"
     try:
         keeps = rank == 0 and dist.has_gpu()
         before = used_bytes() if keeps else 0  # no context yet
@@ -101,7 +102,7 @@ def main() -> int:
             sent = 2 * (size - 1) / size * num_bytes / seconds / 1e9
             exchanged = f"all-reduce of {num_bytes / GIB:.3g} GiB over {size} ranks"
             print(f"{exchanged}: {seconds * 1e3:.3g} ms, each sends {sent:.3g} GB/s", flush=True)
-            if constants and dist.local_size() == size:
+            if constants and local_size() == size:
                 constants = replace(constants, nccl=max(0, used_bytes() - before), link_gb_per_s=sent)
         what = str(constants_file())
         if constants:

@@ -8,6 +8,7 @@ import pytest
 from support.command_run import Ended, run_command
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
 from support.marks import slow_but
+from support.tiny_run import make_folder
 
 PACKAGES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 ON_THE_HUB = {
@@ -54,6 +55,23 @@ def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step
     assert first["zero_optimization"]["stage"] == 2 and first["train_micro_batch_size_per_gpu"] == 32
     assert done.stdout.count("not looked at (no network): org/") == 1
     assert done.stdout.endswith("dry run: nothing was started\n") and not list((tmp_path / "empty").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "machines", "hardware"),
+    [(4, "2 + 2", "2 x 2 x CPU"), (5, "2 + 2 + 1", "(2 + 2 + 1) x CPU"), (2, "", "2 x CPU")],
+)
+def test_a_rank_of_several_hosts_plans_all_of_them_and_says_so(tmp_path, ranks, machines, hardware):
+    """It sees its own machine alone; torchrun tells how many ranks there are here, and in all."""
+    folder = make_folder(tmp_path, num_train=8, num_test=4, num_documents=2)
+    words = "--model_name_or_path base --data_path train.jsonl --max_seq_len 96 --output_dir out --dry_run".split()
+    given = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+    done = run_command("step1_sft", words, folder=folder, **given)
+    assert f"\nplan of sft, on {hardware}, " in f"\n{done.stdout}" and f" x {ranks} ranks = " in done.stdout, (
+        done.stderr
+    )
+    note = f"  note: {ranks} ranks, 2 of them here: planned on machines like this one, of {machines} ranks\n"
+    assert done.stdout.startswith(note if machines else "plan of sft, ")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from support.two_ranks import run_two_ranks
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault
+from pipeline.rendezvous import LOOPBACK, read_environment
 
 PEERS = """
 print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
@@ -82,8 +83,8 @@ def test_a_lone_rank_takes_a_free_port_as_it_is_found(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that what is set here is undone
         monkeypatch.delenv(name)
-    assert dist.read_environment() == (0, 1, 0)
-    store = dist.loopback_store(timedelta(seconds=10))
+    assert read_environment() == (0, 1, 0)
+    store = dist.loopback_store(LOOPBACK, 0, 0, 1, timedelta(seconds=10))
     assert store.port == int(os.environ["MASTER_PORT"]) > 0
     with pytest.raises(EnvironmentFault, match="Address already in use"):
         dist.listening_socket(store.port)

@@ -22,6 +22,7 @@ from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling
 from pipeline.models.causal_lm import CausalLM
 from pipeline.models.partitions import gathered
+from pipeline.rendezvous import num_ranks
 from pipeline.training.steps import step_together
 
 FUSED, EAGER = (GenerationOptions(backend=backend) for backend in ("fused", "eager"))
@@ -132,7 +133,7 @@ def step_3(inputs: Path) -> dict[str, Any]:
 def cases() -> dict[str, Any]:
     scheduler.POLL_INTERVAL, scheduler.POLL_INTERVAL_WHILE_WAITING = 2, 1
     results: dict[str, Any] = {f"shared {name}": partial(shared, name=name) for name in MAKERS}
-    if dist.read_environment()[1] > 1:
+    if num_ranks() > 1:
         results["shared llama z3"] = partial(shared, name="llama", stage=3)
         results["whole llama z3"] = partial(shared, name="llama", stage=3, size=1)
         results["uneven z3"] = uneven

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.rendezvous import num_ranks
 from step3_ppo import training
 from step3_ppo import updater as updater_module
 from step3_ppo.config import PPOConfig
@@ -252,7 +253,7 @@ def shape_cases(size: int) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Any]:
-    size = dist.read_environment()[1]
+    size = num_ranks()
     found: dict[str, Any] = {"plain": plain_scores, **shape_cases(size)}
     micro = 2 // size
     lora = ("--actor_lora_dim", 4, "--critic_lora_dim", 4)

@@ -15,6 +15,7 @@ from pipeline import dist
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step
 from pipeline.models.partitions import gathered
+from pipeline.rendezvous import num_ranks
 from pipeline.training.steps import Stopping
 from step2_reward import training
 from step2_reward.config import RewardConfig
@@ -119,7 +120,7 @@ def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Any]:
-    per_rank = ROWS_PER_STEP // dist.read_environment()[1]
+    per_rank = ROWS_PER_STEP // num_ranks()
     found: dict[str, Any] = {"exact": partial(exact, step=0), "exact partial": partial(exact, step=PARTIAL_STEP)}
     for stage in range(4):
         here = ("--zero_stage", stage)

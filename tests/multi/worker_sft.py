@@ -15,6 +15,7 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step
 from pipeline.engine.moving_average import MovingAverage
+from pipeline.rendezvous import num_ranks
 from pipeline.training.steps import Stopping
 from step1_sft import training
 from step1_sft.config import SFTConfig
@@ -178,7 +179,7 @@ def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Any]:
-    size = dist.read_environment()[1]
+    size = num_ranks()
     per_rank = ROWS_PER_STEP // size
     found: dict[str, Any] = {"exact": partial(exact, step=0), "exact partial": partial(exact, step=PARTIAL_STEP)}
     for stage in range(4):

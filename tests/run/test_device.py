@@ -76,10 +76,12 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
 
     ranks, exchanged = SimpleNamespace(add=lambda values: exchanged.append(values.nbytes)), list[int]()
     stand_ins = {
-        "read_environment": lambda: (0, 2, 0), "has_gpu": lambda: True, "pick_device": lambda _: CPU,
-        "start": lambda **_: dist.World(0, 2, 0, CPU), "RankGroup": lambda _: ranks, "local_size": lambda: 2,
-        "finish": lambda: None,
+        "has_gpu": lambda: True, "pick_device": lambda _: CPU, "start": lambda **_: dist.World(0, 2, 0, CPU),
+        "RankGroup": lambda _: ranks, "finish": lambda: None,
     }  # fmt: skip
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("RANK", "0")
     for name, value in stand_ins.items():
         monkeypatch.setattr(dist, name, value)
     monkeypatch.setattr(measure_device, "measure", measure)
@@ -91,7 +93,7 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
     assert lines[0].startswith("all-reduce of 0.0625 GiB over 2 ranks: ") and lines[1].endswith("devices.json")
     said = "NVIDIA H200, measured 2026-11-22: 792 TFLOP/s, 4.28 TB/s, 55 GB/s from the host, 0.49 GiB of CUDA's own;"
     assert lines[1].startswith(said)
-    monkeypatch.setattr(dist, "local_size", lambda: 1)  # two machines: nothing of this machine's links is known
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two machines: nothing of this machine's links is known
     assert measure_device.main() == 0 and kept_constants() == first and calls.measured == 1
     constants_file().unlink()
     constants_file().mkdir()  # nothing can be written there
