@@ -46,19 +46,17 @@ FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`hosts` machines of `gpus` GPUs each, or of as many processes on a CPU; `gpus` is of the largest of them.
+    """Machines with GPUs, or of as many processes on a CPU: `slots` are those of each, in the order of their ranks.
 
     memory: bytes of a GPU, or of a CPU's, that a process can have; 0: not known. tb_per_s, tflops: 0 where they are not
     known. host_memory: bytes of a machine's memory, 0 where it is not known. described: False for this machine.
     link_gb_per_s: what a GPU sends to others of its machine; network_gb_per_s: what a machine sends to others.
     measured: the constants of this machine's GPU where it is of this kind and was measured.
-    uneven: the GPUs of each machine, in the order of their ranks, where they differ.
     """
 
     name: str
     memory: int
-    hosts: int = 1
-    gpus: int = 1
+    slots: tuple[int, ...] = (1,)
     tb_per_s: float = 0.0
     tflops: float = 0.0
     host_memory: int = 0
@@ -66,7 +64,6 @@ class Target:
     link_gb_per_s: float = 0.0
     network_gb_per_s: float = 0.0
     measured: DeviceConstants | None = None
-    uneven: tuple[int, ...] = ()
 
     @property
     def source(self) -> str:
@@ -95,9 +92,17 @@ class Target:
         return sum(self.slots)
 
     @property
-    def slots(self) -> tuple[int, ...]:
-        """The GPUs of each machine."""
-        return self.uneven or (self.gpus,) * self.hosts
+    def hosts(self) -> int:
+        return len(self.slots)
+
+    @property
+    def gpus(self) -> int:
+        """Those of the largest machine."""
+        return max(self.slots)
+
+    @property
+    def is_uneven(self) -> bool:
+        return len(set(self.slots)) > 1
 
     def hosts_of(self, ranks: int) -> int:
         """Return on how many machines a group of so many neighbouring ranks is, of the groups the one on most."""
@@ -107,25 +112,22 @@ class Target:
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} x " if self.hosts > 1 else ""
-        gpus = f"({' + '.join(map(str, self.uneven))})" if self.uneven else f"{hosts}{self.gpus}"
+        gpus = f"({' + '.join(map(str, self.slots))})" if self.is_uneven else f"{hosts}{self.gpus}"
         size = f"{self.memory / GIB:.1f} GiB each" if self.memory else "of unknown memory"
         return f"{gpus} x {self.name}, {size}"
 
 
 def this_machine(*slots: int) -> Target:
     """Describe machines like this one, on which so many ranks each are started; memory is 0 where it is not known."""
-    host_memory, hosts, most = memory_of_machine(), len(slots), max(slots)
-    uneven = slots if len(set(slots)) > 1 else ()
+    host_memory = memory_of_machine()
     if not count_gpus():
-        memory = host_memory // most
-        return Target("CPU", memory, hosts, most, host_memory=host_memory, described=False, uneven=uneven)
+        return Target("CPU", host_memory // max(slots), slots, host_memory=host_memory, described=False)
     name, mib = query_gpu("name", "memory.total") or ("GPU", "0")
     memory = int(int(mib) * 2**20 * USABLE) if mib.isdigit() else 0
     sheets = [sheet for device, sheet in DEVICES.items() if is_model(device, name)]
     # Of an A100 there are two.
     known = min(sheets, key=lambda sheet: abs(sheet[0] * GIB - memory), default=(0,) + (0.0,) * 4)
-    here = Target(name, memory, hosts, most, known[1], known[2], host_memory, False, known[3], known[4])
-    return replace(here, uneven=uneven)
+    return Target(name, memory, slots, known[1], known[2], host_memory, False, known[3], known[4])
 
 
 def is_model(device: str, name: str) -> bool:
@@ -172,8 +174,8 @@ def parse_target(text: str) -> Target:
         reason = f"give one of {', '.join(names)}" if names else f"known are {', '.join(DEVICES)}, or give a YAML file"
         raise InputError(f"--target {text}: {match[3]}: {reason}{nearest(match[3], DEVICES) if not names else ''}")
     memory, tb_per_s, tflops, link, network = DEVICES[names[0]]
-    size, hosts, gpus = int(memory * USABLE * GIB), int(match[1] or 1), int(match[2])
-    return Target(names[0], size, hosts, gpus, tb_per_s, tflops, link_gb_per_s=link, network_gb_per_s=network)
+    size, slots = int(memory * USABLE * GIB), (int(match[2]),) * int(match[1] or 1)
+    return Target(names[0], size, slots, tb_per_s, tflops, link_gb_per_s=link, network_gb_per_s=network)
 
 
 def devices_called(name: str) -> list[str]:
@@ -208,8 +210,7 @@ def target_of_file(path: Path) -> Target:
     return Target(
         name,
         memory,
-        int(content.get("hosts", 1)),
-        int(content.get("gpus", 1)),
+        (int(content.get("gpus", 1)),) * int(content.get("hosts", 1)),
         speeds[0],
         speeds[1],
         int(content.get("host_memory_gib", 0) * GIB),

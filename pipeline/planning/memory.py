@@ -261,7 +261,7 @@ def plan_memory(
     Raises:
         InputError, EnvironmentFault: a model whose config cannot be read.
     """
-    ranks, per_host = target.num_gpus, min(target.num_gpus, target.gpus)
+    ranks, per_host = target.num_gpus, target.gpus
     on_device = 0 if target.is_cpu else target.memory  # what a run looks at; it never looks at a host's
     uses = {use.role: replace(use, on_cpu=target.is_cpu) for use in needs.models}
     sizes = {role: model_size(use, dtype) for role, use in uses.items()}

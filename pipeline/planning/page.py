@@ -169,7 +169,7 @@ def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target, *, faults
 
 def host_text(plan: MemoryPlan, target: Target) -> str:
     """Return what the processes of a machine take of its memory, expected to high, and of what that is made."""
-    machine = "the largest machine" if target.uneven else "each machine"
+    machine = "the largest machine" if target.is_uneven else "each machine"
     total = f"{' to '.join(map(gib, plan.on_host))} GiB of {machine}"
     if target.host_memory:
         total += f"'s {gib(target.host_memory)}"

@@ -201,11 +201,11 @@ def test_hosts_with_different_numbers_of_gpus_are_planned_as_they_are(
 
 def test_groups_of_ranks_are_on_the_machines_that_the_host_file_gives_them():
     """Of 8, 4 and 4 GPUs, the groups of 6 neighbours are on one, two and one machine."""
-    uneven = Target("GPU", GIB, 3, 8, uneven=(8, 4, 4))
+    uneven = Target("GPU", GIB, (8, 4, 4))
     assert uneven.num_gpus == 16 and uneven.hosts_of(16) == 3
     assert [uneven.hosts_of(size) for size in (1, 4, 6, 8)] == [1, 1, 2, 2]
-    assert [Target("GPU", GIB, 2, 8).hosts_of(size) for size in (1, 8, 16)] == [1, 1, 2]
-    assert Ring.of(replace(uneven, uneven=(8, 1, 1)), 10).hosts == 3
+    assert [Target("GPU", GIB, (8, 8)).hosts_of(size) for size in (1, 8, 16)] == [1, 1, 2]
+    assert Ring.of(replace(uneven, slots=(8, 1, 1)), 10).hosts == 3
 
 
 def test_the_steps_of_a_run_are_told_from_its_rows(planned):

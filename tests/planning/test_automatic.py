@@ -58,7 +58,7 @@ def test_the_largest_micro_batch_keeps_the_rows_of_a_step_and_is_remembered_by_s
         return flags["per_device_train_batch_size"] <= 6
 
     def found(resolved: object, gpus: int = 1, name: str = "H100") -> dict[str, int]:
-        return largest_micro_batch(resolved, "sft", Target(name, 80 * GIB, gpus=gpus), tries, tmp_path / "known.json")
+        return largest_micro_batch(resolved, "sft", Target(name, 80 * GIB, (gpus,)), tries, tmp_path / "known.json")
 
     six = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 4}
     assert found(settings(tmp_path, micro=2, steps=12)) == six
