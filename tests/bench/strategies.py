@@ -159,18 +159,23 @@ def table_of(rows: dict[tuple[str, str], dict[str, dict[str, Any]]]) -> str:
 
 
 def plot(rows: dict[tuple[str, str], dict[str, dict[str, Any]]], picture: Path) -> None:
-    """Draw the columns of the table as bars, a panel each."""
+    """Draw the columns of the table that have values as bars, a panel each."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(COLUMNS), figsize=(14, 1 + 0.45 * len(rows)), dpi=110, sharey=True)
-    for panel, (field, title) in zip(panels, COLUMNS.items(), strict=True):
+    runs_of_all = [run for runs in rows.values() for run in runs.values()]
+    drawn = {field: title for field, title in COLUMNS.items() if any(field in run for run in runs_of_all)}
+    size = (5 * len(drawn), 1 + 0.45 * len(rows))
+    figure, grid = plt.subplots(1, len(drawn), figsize=size, dpi=110, sharey=True, squeeze=False)
+    panels = grid[0]
+    for panel, (field, title) in zip(panels, drawn.items(), strict=True):
         for number, by in enumerate(MADE_BY):
             values = [runs.get(by, {}).get(field) or 0.0 for runs in rows.values()]
             bars = panel.barh([place + 0.4 * number for place in range(len(rows))], values, height=0.4, label=by)
             panel.bar_label(bars, [f"{value:.1f}" if value else "" for value in values], fontsize="x-small")
+        panel.margins(x=0.12)  # room for the numbers behind the bars
         panel.set_title(title)
     panels[0].set_yticks([place + 0.2 for place in range(len(rows))], [", ".join(row[::-1]) for row in rows])
     panels[0].invert_yaxis()
