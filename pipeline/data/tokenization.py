@@ -6,6 +6,7 @@ Pure functions of records and tokenizer; what is cut or left out is counted. Whi
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pipeline.data.counts import Counts
@@ -107,6 +108,11 @@ class _RowMaker:
             except RefusedTurnsError as error:
                 reason = " ".join(str(error.__cause__).split())[:MAX_REASON]
                 self.counts.add("dropped", f"turns refused by the chat template: {reason}", record.origin)
+            except RewrittenTurnsError:
+                if not self.renders_an_exchange:
+                    raise
+                kind = "answer that the chat template renders elsewhere than behind its prompt"
+                self.counts.add("dropped", kind, record.origin)
             except BadRowError as error:
                 num_tokens = error.num_tokens if isinstance(error, TooLongError) else 0
                 self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens, found=error.found)
@@ -114,6 +120,16 @@ class _RowMaker:
                 if record.messages[:1] and record.messages[0].role == "tools" and not self.renders_tools:
                     self.counts.add("kept", "tools that the chat template does not render", record.origin)
                 yield row
+
+    @cached_property
+    def renders_an_exchange(self) -> bool:
+        """False for a template that renders no answer behind its prompt, as DeepSeek-R1's: then no row can be used."""
+        exchange = (Message("user", "a"), Message("assistant", "b"))
+        try:
+            encode_conversation(self.tokenizer, exchange, "last", self.special)
+        except RewrittenTurnsError:
+            return False
+        return True
 
     def sequence(self, record: Record) -> SFTRow:
         if record.chosen is None:

@@ -138,6 +138,22 @@ def test_marks_excuse_no_answer_that_does_not_follow_its_prompt(chatml, template
     assert len(list(sft_rows([record(TALK)], chatml, TokenizationOptions(), Counts()))) == 1
 
 
+def test_a_row_whose_answer_is_rendered_elsewhere_is_dropped_and_counted(chatml):
+    """As by Mistral 7B v0.3's: the system turn stands in the last turn, where that is the user's, and nowhere else."""
+    chatml.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>"
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}"
+        "<|im_start|>{% elif m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    rows = [record(TALK[:3], "x"), record(TALK[1:3], "x"), record(TALK, "x")]
+    for make, others in ((sft_rows, 0), (pair_rows, 0), (prompt_rows, 2)):
+        counts = Counts()
+        assert len(list(make(rows, chatml, TokenizationOptions(), counts))) == 1 + others
+        kind = "answer that the chat template renders elsewhere than behind its prompt"
+        assert counts.lines() == ([] if others else [f"2 dropped: {kind} (first: f:1)"])
+    assert "Be brief." in chatml.decode(encode_prompt(chatml, TALK[:2]))
+
+
 def test_marked_answers_that_are_rewritten_later_are_not_trained_and_counted(chatml):
     """The marks hold them, but as they were sampled they stand nowhere."""
     block = "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
