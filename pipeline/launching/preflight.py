@@ -98,14 +98,16 @@ def look_before_start(
     for section, config in stages.items():
         findings.dashes = f"--{section}." if named_by_section else "--"
         findings.flags = frozenset(flag_table(type(config)))
+        errors = len(findings.errors)
         start = look_at_models(findings, start_models(config, made), made, elsewhere=elsewhere)
+        is_usable = len(findings.errors) == errors
         tokenizer = look_at_tokenizer(findings, config, start)
         if not elsewhere:
             findings.look("--resume", partial(check_resume, config.run.resume))
         for stage, options in findings.look("--column_map", partial(data_of, config, section)) or ():
             look_at_rows(findings, stage, options, tokenizer)
         made |= {str(folder): start for folder in model_folders(config, section)[:1]}
-        for folder, size in output_bytes(config, section, made):
+        for folder, size in output_bytes(config, section, made) if is_usable else ():
             disk = os.stat(existing(folder)).st_dev
             needed[disk] = (folder, needed.get(disk, (folder, 0))[1] + size)
     for folder, size in () if elsewhere else needed.values():

@@ -33,6 +33,7 @@ from rlhf.chat import main as chat
 from step1_sft.checks import start_models
 from step1_sft.config import SFTConfig
 from step1_sft.main import main
+from step2_reward.config import RewardConfig
 from step2_reward.main import main as reward_main
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main as ppo_main
@@ -352,19 +353,16 @@ def test_steps_2_and_3_refuse_it_in_one_line(
 
 
 def test_a_chain_of_steps_is_refused_before_the_first_one_starts(folder: Path, tmp_path: Path) -> None:
-    """Step 3 starts from what step 1 makes of the model."""
-    chain = {"sft": SFTConfig, "ppo": PPOConfig}
+    """Step 3 starts from what step 1 makes of the model; no outputs are counted of what is refused."""
+    data = ["--data_path", str(folder / "train.jsonl")]
     flags = {
         "sft": words(folder, "chained"),
-        "ppo": [
-            "--actor_model_name_or_path",
-            str(folder / "chained" / "sft"),
-            "--data_path",
-            str(folder / "train.jsonl"),
-        ],
+        "reward": ["--model_name_or_path", str(folder / "t5"), "--output_dir", str(tmp_path / "reward"), *data],
+        "ppo": ["--actor_model_name_or_path", str(folder / "chained" / "sft"), *data],
     }
+    chain = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
     stages = {name: parse(config, flags[name], section=name).config for name, config in chain.items()}
     with pytest.raises(InputError) as caught:
         look_before_start(stages, dry_run=True, named_by_section=True)
-    flag = "--ppo.actor_model_name_or_path"
-    assert f"{flag}: {folder / 't5'} is an encoder-decoder model (t5)" in str(caught.value).splitlines()[0]
+    for flag in ("--reward.model_name_or_path", "--ppo.actor_model_name_or_path"):
+        assert f"{flag}: {folder / 't5'} is an encoder-decoder model (t5)" in str(caught.value)
