@@ -142,8 +142,8 @@ def test_a_row_whose_answer_is_rendered_elsewhere_is_dropped_and_counted(chatml)
     """As by Mistral 7B v0.3's: the system turn stands in the last turn, where that is the user's, and nowhere else."""
     chatml.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>"
-        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}"
-        "<|im_start|>{% elif m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
+        "{{ m.content }}<|im_start|>{% elif m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     )
     rows = [record(TALK[:3], "x"), record(TALK[1:3], "x"), record(TALK, "x")]
     for make, others in ((sft_rows, 0), (pair_rows, 0), (prompt_rows, 2)):
