@@ -83,14 +83,30 @@ def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> Non
         assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
+    """The same of four ranks, on inputs of their own."""
+    folder = tmp_path_factory.mktemp("sft-four")
+    make_folder(folder)
+    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
+    with running("worker_sft", (4,), folder, folder) as groups:
+        yield groups
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", ["", " lora"])
 @pytest.mark.parametrize("gather", ["once", "layers"])
-def test_a_second_partition_of_the_weights_changes_nothing(found: Found, gather: str, lora: str) -> None:
-    """ZeRO++'s hpZ, from the user's JSON: also where weights are written by others than the optimizer."""
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_second_partition_of_the_weights_changes_nothing(
+    found: Found, request: pytest.FixtureRequest, size: int, gather: str, lora: str
+) -> None:
+    """ZeRO++'s hpZ, from the user's JSON, in one or two groups of two ranks: weights have a second partition over a
+    group, and are gathered from it; also where others than the optimizer write them."""
     reference = found[1][0][f"z0{lora or ' m2'}"]
-    for rank in found[2]:
+    for rank in found[2] if size == 2 else request.getfixturevalue("four")[4]:
         mine = rank[f"z3 hpz {gather}{lora}"]
+        assert mine["parts"] == ([2] if gather == "layers" else [0, 2])  # 0: whole since they were gathered
+        assert mine["groups"] == ([2] if size == 2 else [2, 4])
         assert numbers_apart(mine["losses"], reference["losses"]) < TOLERANCE
         assert mine["resume"]["resumed"] == mine["resume"]["uninterrupted"]
 

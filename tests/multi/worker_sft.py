@@ -1,12 +1,16 @@
 """Step 1 over ranks: what tests/multi/test_ranks_sft.py compares."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import partition_parameters
+from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from stages import current_world, make_run, training_rows, watched_steps, weights
 from transformers import AutoModelForCausalLM
@@ -142,19 +146,47 @@ def live_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def with_hpz(inputs: Path, gather: str, lora: Words) -> dict[str, Any]:
-    """Losses under ZeRO++'s hpZ in groups of two ranks, with a moving average saved after each step; and resumed."""
+    """Losses under ZeRO++'s hpZ in groups of two ranks, with a moving average saved after each step; and resumed.
+
+    groups: ranks that each collective gathered weights over. parts: of the trained weights before a step, in how many
+    each is cut in the second partition; 0 where it has none.
+    """
     file = inputs / "hpz.json"
     user = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
     dist.on_main(lambda: file.write_text(json.dumps(user)))
     words = ("--deepspeed_config", file, "--zero3_gather", gather, *lora)
     sft, state, losses = setup(inputs, 2, words), training.State(), []
     average = MovingAverage(sft.engine.module, decay=0.5)
-    for _ in range(3):
-        losses.append(take_step(sft, sft.loader.step(state.step), state))
-        average.update()
-        with average.swapped_in():
-            weights(sft.engine)
-    return {"losses": losses, "resume": checkpointed(inputs, 2, words)}
+    groups, parts = list[int](), list[int]()
+    with second_partitions(sft, groups, parts):
+        for _ in range(3):
+            losses.append(take_step(sft, sft.loader.step(state.step), state))
+            average.update()
+            with average.swapped_in():
+                weights(sft.engine)
+    found = {"losses": losses, "groups": sorted(set(groups)), "parts": sorted(set(parts))}
+    return found | {"resume": checkpointed(inputs, 2, words)}
+
+
+@contextmanager
+def second_partitions(sft: training.SFT, groups: list[int], parts: list[int]) -> Iterator[None]:
+    """Note what `with_hpz` tells of the second partition."""
+    gather, step = partition_parameters._dist_allgather_fn, training.step_together
+
+    def noted_gather(own: torch.Tensor, whole: torch.Tensor, group: Any = None) -> Any:
+        groups.append(whole.numel() // own.numel())
+        return gather(own, whole, group)
+
+    def noted_step(engines: Any, *given: Any, **named: Any) -> bool:
+        for parameter in sft.engine.module.parameters():
+            second = parameter.ds_secondary_tensor
+            parts.append(0 if second is None else -(-parameter.ds_numel // second.numel()))
+        return step(engines, *given, **named)
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(partition_parameters, "_dist_allgather_fn", noted_gather)
+        patch.setattr(training, "step_together", noted_step)
+        yield
 
 
 def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
