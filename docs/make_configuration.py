@@ -40,7 +40,8 @@ ppo: {kl_coef: 0.05, data_path: [my.jsonl:0.7, Dahoas/rm-static:0.3]}
 
 - Its values become flags where there is one (`zero_optimization.stage` is `--zero_stage`), with the file as their
   origin. A value that contradicts a flag given in a preset, a YAML file or on the command line is refused, naming both.
-- `"auto"` is filled in from the flags; where there is no flag, DeepSpeed's own default holds.
+- `"auto"` is filled in from the flags; where there is no flag, DeepSpeed's own default holds. With `bf16` switched off
+  and no `--dtype`, training is in fp32.
 - All other values are passed on as they are and win over what we would write. Keys that begin with `_`, `/`, `#` or
   `$`, and `comment`, are remarks.
 - Keys of another ZeRO stage than that of the models have no effect and are left out, so a file may hold those of

@@ -155,8 +155,13 @@ def at_stages(user: Json, stages: Set[int]) -> tuple[Json, list[str]]:
     return user | {"zero_optimization": kept}, [f"zero_optimization.{key}" for key in unread]
 
 
-def flags_from_json(user: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, tuple[str, Any]]:
-    """Return {flag: (key of the JSON, value)} for all that the user's JSON says about flags; 'auto' says nothing."""
+def flags_from_json(
+    user: Mapping[str, Any], table: Mapping[str, Flag], *, dtype: str = "auto"
+) -> dict[str, tuple[str, Any]]:
+    """Return {flag: (key of the JSON, value)} for all that the user's JSON says about flags; 'auto' says nothing.
+
+    dtype: --dtype. Where it is auto, bf16 switched off means fp32: auto is no choice of fp16.
+    """
     said = {key: value for key, value in leaves(user) if value != "auto"}
     flags = {}
     for name, flag in table.items():
@@ -171,10 +176,11 @@ def flags_from_json(user: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[
         flags["pin_memory"] = next((key, value) for value, key in pinned.items())
     if monitors := [key for key in table["deepspeed_monitor"].deepspeed if said.get(key) is True]:
         flags["deepspeed_monitor"] = monitors[0], [key.partition(".")[0] for key in monitors]
-    for dtype in ("bf16", "fp16"):
-        if said.get(f"{dtype}.enabled") is True:
-            flags["dtype"] = (f"{dtype}.enabled", dtype)
-    if said.get("bf16.enabled") is False and said.get("fp16.enabled") is False:
+    for name in ("bf16", "fp16"):
+        if said.get(f"{name}.enabled") is True:
+            flags["dtype"] = (f"{name}.enabled", name)
+    off = [said.get(f"{name}.enabled") is False for name in ("bf16", "fp16")]
+    if all(off) or (off[0] and dtype == "auto" and "dtype" not in flags):
         flags["dtype"] = ("bf16.enabled", "fp32")
     return flags
 

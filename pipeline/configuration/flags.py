@@ -257,7 +257,7 @@ def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -
     stages = {said[name][1] if name in said else values[name] for name in flags_of_key(type(config), ZERO_STAGE)}
     user, unread = at_stages(whole, stages)
     before = {name: shown_value(value) for name, value in values.items()}
-    for name, (key, value) in flags_from_json(user, table).items():
+    for name, (key, value) in flags_from_json(user, table, dtype=values["dtype"]).items():
         # A list of DeepSpeed's monitors may be part of a longer one.
         if values[name] == value or (isinstance(value, list) and set(value) <= set(values[name])):
             continue

@@ -13,6 +13,8 @@ from pipeline.configuration.ds_keys import check_keys
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.errors import InputError
+from pipeline.launching.dry_run import engine_jsons
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -221,6 +223,22 @@ def test_flags_from_json():
     }  # fmt: skip
     off = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
     assert flags_from_json(off, SFT) == {"dtype": ("bf16.enabled", "fp32")}
+
+
+@pytest.mark.parametrize("target", ["1xH100-80GB", "1xV100-32GB"])
+@pytest.mark.parametrize("words, dtype", [("", "fp32"), ("--dtype fp16", "fp16"), ("--dtype fp32", "fp32")])
+def test_bf16_that_is_switched_off_alone_is_no_bf16_on_a_gpu(tmp_path, words, dtype, target):
+    """The model's own type follows --dtype: one that stayed auto would be bf16, under an engine without it."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"bf16": {"enabled": false}}')
+    given = ["--model_name_or_path", "x", "--target", target, "--deepspeed_config", str(file), *words.split()]
+    resolved = parse(SFTConfig, given, section="sft")
+    assert resolved.config.deepspeed.dtype == dtype
+    assert resolved.notes == (() if words else (f"{file}: sets --dtype fp32 (was auto)",))
+    (engine,) = engine_jsons(resolved, "sft", ranks=1).values()
+    assert engine["bf16"]["enabled"] is False and engine["fp16"]["enabled"] is (dtype == "fp16")
+    with pytest.raises(InputError, match="bf16.enabled: found False, but --dtype .command line. makes it True"):
+        engine_jsons(parse(SFTConfig, [*given, "--dtype", "bf16"], section="sft"), "sft", ranks=1)
 
 
 def test_the_json_that_we_build_says_the_flags_that_it_was_built_from():
