@@ -25,11 +25,11 @@ from pipeline.console import say
 from pipeline.data.cache import cache_folder
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, POLL_S, tuned_flags
-from pipeline.launching.machine import check_port, is_on_one_machine, launcher_values, ranks_by_host
+from pipeline.launching.machine import check_local_port, is_on_one_machine, launcher_values, ranks_by_host
 from pipeline.launching.plan import without_flag
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
-from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
+from pipeline.out_of_memory import HALVED, Halved, batches_in_words, halved_as_text
 from pipeline.processes import Signals, end_with_parent, free_memory, kill_session, num_oom_kills, send
 from pipeline.run.earlier_runs import automatic_words, write_choice
 from pipeline.run.entry import read_flags
@@ -149,21 +149,6 @@ def stage_flags(module: str, words: list[str]) -> tuple[Resolved, str]:
 def is_first_host(command: Sequence[str]) -> bool:
     """Return True unless another host is the first of several that are started by hand (--node_rank)."""
     return launcher_values(command)["--node_rank"] in ("", "0")
-
-
-def check_local_port(command: Sequence[str], *, patience_s: float = 0.0) -> None:
-    """Raise EnvironmentFault if the port of a run on only this machine is taken, for so long."""
-    port = command[command.index("--master_port") + 1] if "--master_port" in command else ""
-    if not is_on_one_machine(command) or not port.isdigit():
-        return
-    end = time.monotonic() + patience_s
-    while True:
-        try:
-            return check_port(int(port))
-        except errors.EnvironmentFault:
-            if time.monotonic() > end:
-                raise
-            time.sleep(POLL_S)
 
 
 class Job:
@@ -320,26 +305,33 @@ def try_batch(
 ) -> bool:
     """Run three steps of a stage with other `words` and `flags`, in a folder that is deleted; tell if it had memory.
 
+    Where another phase lacks it, whatever the micro-batch, it is started again with fewer rows there, as the run would.
+
     Raises:
         StoppedRun: on a signal. RunError: it ended for another reason than want of memory.
     """
     size, run_dir = flags["per_device_train_batch_size"], folder / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    run_dir.mkdir(parents=True)
-    places = {"run_dir": run_dir, "output_dir": folder / "model"}
-    check_local_port(command, patience_s=ENDING_S)
-    with (folder / "output.txt").open("wb") as output:
-        words = [*command, *words, *flag_words({**TRIED, **places, **flags})]
-        job = Trial(run_dir, words, resolved.config.run.rank_timeout_s, {}, signals=signals, output=output)
-        try:
-            ended = job.supervise()
-        finally:
-            job.kill()
+    halved: Halved = {}
+    words = [*command, *words, *flag_words({**TRIED, "run_dir": run_dir, "output_dir": folder / "model", **flags})]
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        run_dir.mkdir(parents=True)
+        check_local_port(command, patience_s=ENDING_S)
+        variables, timeout_s = {HALVED: halved_as_text(halved)}, resolved.config.run.rank_timeout_s
+        with (folder / "output.txt").open("wb") as output:
+            job = Trial(run_dir, words, timeout_s, variables, signals=signals, output=output)
+            try:
+                ended = job.supervise()
+            finally:
+                job.kill()
+        halved = ended.halved
+        if not halved or "train" in halved:
+            break
     lines, text = training_lines(run_dir), "\n".join(ended.lines)
     if ended.code == errors.EXIT_STOPPED or job.is_asked_to_stop:
         shutil.rmtree(folder, ignore_errors=True)
         raise errors.StoppedRun("stopped while micro-batches were tried; the same command starts again")
-    lacks = bool(ended.halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)
+    lacks = bool(halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)
     if not lacks and ended.code != errors.EXIT_DONE:
         raise errors.RunError(f"--auto_batch: a micro-batch of {size}: {text}; its output: {folder / 'output.txt'}")
     peak = f", {lines[-1]['gpu_memory_gib']:.1f} GiB" if lines and "gpu_memory_gib" in lines[-1] else ""

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from pipeline.errors import EnvironmentFault, InputError, nearest
 # A name that began with a dash would be an option to ssh.
 HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
+PORT_POLL_S = 0.1
 NO_HOSTFILE = "/dev/null"  # launch/_run.sh names it where all ranks are on this machine
 # Flags of DeepSpeed's launcher that choose hosts and GPUs, or a search before the run, and their other names.
 LAUNCHER_NAMES = {
@@ -200,6 +202,21 @@ def hosts_of_launcher(words: Sequence[str]) -> dict[str, list[int]]:
 def is_on_one_machine(command: Sequence[str]) -> bool:
     """Return True if the launcher is told to read no host file (launch/_run.sh)."""
     return ("--hostfile", NO_HOSTFILE) in zip(command, command[1:], strict=False)
+
+
+def check_local_port(command: Sequence[str], *, patience_s: float = 0.0) -> None:
+    """Raise EnvironmentFault if the port of a run on only this machine is taken, for so long."""
+    port = command[command.index("--master_port") + 1] if "--master_port" in command else ""
+    if not is_on_one_machine(command) or not port.isdigit():
+        return
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return check_port(int(port))
+        except EnvironmentFault:
+            if time.monotonic() > end:
+                raise
+            time.sleep(PORT_POLL_S)
 
 
 def num_ranks(words: Sequence[str]) -> int | None:

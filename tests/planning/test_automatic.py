@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pipeline.configuration.flags import flag_words, parse
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import EnvironmentFault
 from pipeline.launching.dry_run import stage_planner
+from pipeline.launching.job import try_batch
 from pipeline.launching.target import GIB, Target
 from pipeline.planning.automatic import flags_that_fit, largest_micro_batch, search
 from pipeline.planning.page import fits
@@ -177,6 +179,43 @@ def test_a_stage_without_a_supervisor_says_who_chooses(capsys):
     assert capsys.readouterr().err.startswith(
         "error: --auto_batch: flags are chosen before ranks start: give it to `rlhf"
     )
+
+
+# Plays a launcher and its rank: it lacks memory in the phases of $LACKING, one after the other, until the job is
+# started again with fewer rows there; then it has taken three steps, and runs until it is ended.
+LACKING = """
+import json, os, socket, sys, time
+from pathlib import Path
+
+folder = Path(os.environ["PYTHON_RUN_DIR"])
+lacking = {phase: [16, 8] for phase in os.environ["LACKING"].split()}
+halved = {part.split(":")[0] for part in os.environ["PYTHON_RUN_HALVED"].split(",") if part}
+missing = [phase for phase in lacking if phase not in halved][:1]
+now = {phase: lacking[phase] for phase in [*halved, *missing]} if missing else {}
+outcome = {"rank": 0, "code": 3 if missing else None, "message": "phase generate: out of memory", "secondary": False,
+           "halved": now, "pid": os.getpid(), "host": socket.gethostname(),
+           "supervisor": os.environ["PYTHON_RUN_SUPERVISOR"], "time": time.time()}
+(folder / "outcome").mkdir()
+(folder / "metrics.jsonl").write_text("" if missing else 3 * '{"step_s": 1.0, "micro_batch_size": 4}\\n')
+(folder / "outcome/rank-0.json").write_text(json.dumps(outcome))
+time.sleep(0 if missing else 60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lacking", "fits"), [("", True), ("generate", True), ("cache score", True), ("generate train", False)]
+)
+def test_a_micro_batch_is_not_to_blame_where_another_phase_of_several_ranks_lacks_memory(
+    tmp_path, monkeypatch, capsys, lacking, fits
+):
+    """The job ends, as several ranks do, and is started again with what it asks for; the run itself would, too."""
+    write_program(tmp_path / "launcher.py", LACKING)
+    monkeypatch.setenv("LACKING", lacking)
+    command, flags = [sys.executable, str(tmp_path / "launcher.py")], {"per_device_train_batch_size": 4}
+    signals: Any = SimpleNamespace(first=None, second=None)
+    assert try_batch(command, [], settings(tmp_path), flags, signals=signals, folder=tmp_path / "try") == fits
+    said = "fits, 1 s a step" if fits else "out of memory"
+    assert capsys.readouterr().err == f"auto_batch: micro-batch 4: {said}\n" and not (tmp_path / "try").exists()
 
 
 @pytest.mark.slow
