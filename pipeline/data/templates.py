@@ -38,11 +38,13 @@ HUMAN_ASSISTANT_TEMPLATE = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '\\n\\nAssistant:' }}{%- endif -%}"
 )
-# Encoder-decoder models: the request as it is, for the encoder, and the response, each with its EOS.
+# Encoder-decoder models: the request as it is, for the encoder, and the response, each with its EOS, and with a BOS
+# where the tokenizer puts one before a text: BART writes it first, and generates with forced_bos_token_id.
 PLAIN_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if loop.index0 > 1 + (messages[0]['role'] == 'system') -%}"
     "{{ raise_exception('an encoder-decoder model takes one request and one response') }}{%- endif -%}"
+    "{%- if start is defined and message['role'] == 'assistant' -%}{{ start }}{%- endif -%}"
     "{{ message['content'] + ('\\n\\n' if message['role'] == 'system' else eos_token) }}"
     "{%- endfor -%}"
 )
@@ -55,6 +57,7 @@ MAX_PROBE_BYTES = 2**30
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Prepended for tokenizers whose own encode starts with BOS.
 BOS_PREFIX = "{{- bos_token -}}"
+PLAIN_BOS_PREFIX = "{%- set start = bos_token -%}{{- start -}}"
 
 
 class RefusedTurnsError(InputError):
@@ -101,8 +104,9 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str, *, plain: bool
         raise InputError(f"template human_assistant: {_name(tokenizer)} has no EOS token to end a turn with")
     bos_id, first = tokenizer.bos_token_id, list(tokenizer("a")["input_ids"])[:1]
     adds_bos = bos_id is not None and first == [bos_id]
-    chosen = PLAIN_TEMPLATE if plain and name == "auto" else HUMAN_ASSISTANT_TEMPLATE
-    tokenizer.chat_template = (BOS_PREFIX if adds_bos else "") + chosen
+    is_plain = plain and name == "auto"
+    prefix, chosen = (PLAIN_BOS_PREFIX, PLAIN_TEMPLATE) if is_plain else (BOS_PREFIX, HUMAN_ASSISTANT_TEMPLATE)
+    tokenizer.chat_template = (prefix if adds_bos else "") + chosen
 
 
 def render(

@@ -17,6 +17,7 @@ from support.source_tree import ROOT
 from support.tiny_models import randomise
 from support.tiny_run import read_metrics, write_lines
 from support.tiny_t5 import TASK, make_t5_folder
+from tokenizers import processors
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from pipeline.configuration.flags import parse
@@ -119,6 +120,23 @@ def test_the_loss_is_that_of_transformers(folder: Path, name: str) -> None:
     named = dict(reference.named_parameters())
     for key, parameter in model.model.named_parameters():
         torch.testing.assert_close(parameter.grad, named[key].grad, atol=1e-4, rtol=1e-4)
+
+
+def test_a_bos_that_the_tokenizer_puts_first_is_read_and_written(folder: Path, tmp_path: Path) -> None:
+    """As BART's, whose answers begin with it when transformers generates."""
+    shutil.copytree(folder / "t5", tmp_path / "bart")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bart", bos_token="<extra_id_0>")
+    pieces = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<extra_id_0>", "</s>")]
+    both = processors.TemplateProcessing(single="<extra_id_0> $A </s>", special_tokens=pieces)
+    tokenizer.backend_tokenizer.post_processor = both
+    tokenizer.save_pretrained(tmp_path / "bart")
+    options = DataOptions(data_path=(str(folder / "train.jsonl"),), data_split="none", cache_dir=str(tmp_path))
+    rows = load_or_build("sft", options, prepare_tokenizer(str(tmp_path / "bart"), "auto")).train
+    batch = seq2seq_batch([[rows[0]]], pad_id=tokenizer.pad_token_id)
+    given = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    expected = {tuple(tokenizer(row["prompt"]).input_ids): tokenizer(row["response"]).input_ids for row in given}
+    assert batch.labels[0].tolist() == expected[tuple(batch.input_ids[0].tolist())]
+    assert batch.labels[0, 0] == batch.input_ids[0, 0] == tokenizer.bos_token_id
 
 
 @pytest.mark.parametrize(("name", "ranks"), slow_but([("flan", 1)], [("t5", 1), ("flan", 1), ("t5", 2), ("flan", 2)]))
