@@ -327,7 +327,7 @@ def try_batch(
         halved = ended.halved
         if not halved or "train" in halved:
             break
-    lines, text = training_lines(run_dir), "\n".join(ended.lines)
+    lines, text = training_lines(run_dir), "\n".join(line.removeprefix("error: ") for line in ended.lines)
     if ended.code == errors.EXIT_STOPPED or job.is_asked_to_stop:
         shutil.rmtree(folder, ignore_errors=True)
         raise errors.StoppedRun("stopped while micro-batches were tried; the same command starts again")

@@ -17,7 +17,7 @@ from support.tiny_run import make_folder, read_metrics
 
 from pipeline.configuration.flags import flag_words, parse
 from pipeline.configuration.global_batch import with_ranks
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.dry_run import stage_planner
 from pipeline.launching.job import try_batch
 from pipeline.launching.target import GIB, Target
@@ -192,7 +192,9 @@ lacking = {phase: [16, 8] for phase in os.environ["LACKING"].split()}
 halved = {part.split(":")[0] for part in os.environ["PYTHON_RUN_HALVED"].split(",") if part}
 missing = [phase for phase in lacking if phase not in halved][:1]
 now = {phase: lacking[phase] for phase in [*halved, *missing]} if missing else {}
-outcome = {"rank": 0, "code": 3 if missing else None, "message": "phase generate: out of memory", "secondary": False,
+message, code = ("a fault", 1) if missing == ["fault"] else ("phase generate: out of memory", 3 if missing else None)
+now = {} if missing == ["fault"] else now
+outcome = {"rank": 0, "code": code, "message": message, "secondary": False,
            "halved": now, "pid": os.getpid(), "host": socket.gethostname(),
            "supervisor": os.environ["PYTHON_RUN_SUPERVISOR"], "time": time.time()}
 (folder / "outcome").mkdir()
@@ -211,11 +213,27 @@ def test_a_micro_batch_is_not_to_blame_where_another_phase_of_several_ranks_lack
     """The job ends, as several ranks do, and is started again with what it asks for; the run itself would, too."""
     write_program(tmp_path / "launcher.py", LACKING)
     monkeypatch.setenv("LACKING", lacking)
-    command, flags = [sys.executable, str(tmp_path / "launcher.py")], {"per_device_train_batch_size": 4}
-    signals: Any = SimpleNamespace(first=None, second=None)
-    assert try_batch(command, [], settings(tmp_path), flags, signals=signals, folder=tmp_path / "try") == fits
+    assert tried_four(tmp_path) == fits
     said = "fits, 1 s a step" if fits else "out of memory"
     assert capsys.readouterr().err == f"auto_batch: micro-batch 4: {said}\n" and not (tmp_path / "try").exists()
+
+
+def tried_four(folder: Path) -> bool:
+    """Whether a micro-batch of four had memory, by the launcher in this folder."""
+    command, flags = [sys.executable, str(folder / "launcher.py")], {"per_device_train_batch_size": 4}
+    signals: Any = SimpleNamespace(first=None, second=None)
+    return try_batch(command, [], settings(folder), flags, signals=signals, folder=folder / "try")
+
+
+def test_a_try_that_fails_otherwise_says_why_and_keeps_its_output(tmp_path, monkeypatch):
+    write_program(tmp_path / "launcher.py", LACKING)
+    monkeypatch.setenv("LACKING", "fault")
+    with pytest.raises(RunError) as failed:
+        tried_four(tmp_path)
+    first, *others = str(failed.value).splitlines()
+    assert re.fullmatch(r"--auto_batch: a micro-batch of 4: rank 0 on .*: a fault", first)
+    assert not any(line.startswith("error: ") for line in others)
+    assert str(failed.value).endswith(f"; its output: {tmp_path / 'try/output.txt'}") and (tmp_path / "try").is_dir()
 
 
 @pytest.mark.slow
