@@ -109,7 +109,9 @@ def test_template_choice(bpe_tokenizer):
     set_template(bpe_tokenizer, "auto")
     assert bpe_tokenizer.chat_template == CHATML
     bpe_tokenizer.eos_token = None
-    with pytest.raises(InputError, match="no EOS token"):
+    with pytest.raises(
+        InputError, match="no EOS token to end a turn with; name one as eos_token in its tokenizer_config"
+    ):
         set_template(bpe_tokenizer, "human_assistant")
 
 
