@@ -102,8 +102,8 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str, *, plain: bool
         return
     if tokenizer.eos_token is None:
         raise InputError(
-            f"template human_assistant: {_name(tokenizer)} has no EOS token to end a turn with; name one as eos_token in "
-            "its tokenizer_config.json (of BERT: [SEP], and [CLS] as bos_token)"
+            f"template human_assistant: {_name(tokenizer)} has no EOS token to end a turn with; name one as eos_token "
+            "in its tokenizer_config.json (of BERT: [SEP], and [CLS] as bos_token)"
         )
     bos_id, first = tokenizer.bos_token_id, list(tokenizer("a")["input_ids"])[:1]
     adds_bos = bos_id is not None and first == [bos_id]

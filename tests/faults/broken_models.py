@@ -95,7 +95,9 @@ BROKEN: dict[str, Broken] = {
     "list-as-type": Broken(config(model_type=["opt"]), "cannot read a model configuration"),
     "word-as-size": Broken(config(hidden_size="big"), "Field 'hidden_size' expected int, got str"),
     "unknown-dtype": Broken(config(dtype="evil"), "cannot read a model configuration"),
-    "translation": Broken(config(model_type="t5"), "weights are not in its files", at_load=True),
+    "translation": Broken(
+        config(model_type="t5", decoder_start_token_id=2), "weights are not in its files", at_load=True
+    ),
     "encoder": Broken(config(model_type="bert"), "bert does not generate text from left to right"),
     "speech": Broken(config(model_type="whisper"), "whisper does not generate text from left to right"),
     "negative-size": Broken(config(hidden_size=-1), "cannot load the model", at_load=True),
