@@ -6,7 +6,7 @@ from pipeline.generation.backends import CACHE_MEMORY_FRACTION
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, cache_bytes_per_token
 from pipeline.generation.streaming import GROUP_BYTES
 from pipeline.models.architecture import Rows, UnsupportedModel, linear_of, read_architecture
-from pipeline.planning.measurement import build, model_size, planned_config
+from pipeline.planning.measurement import build, count_pass, model_size, planned_config
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, counted, step_arithmetic
 from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
@@ -56,7 +56,8 @@ def prefill(config: PPOConfig) -> Pass:
     """Return the first pass over prompts: as many as there are slots, within the limit of a prefill."""
     length = config.data.max_prompt_seq_len
     rows = min(num_slots(config), max(1, MAX_PREFILL_TOKENS // length))
-    return Pass("actor", rows, length, rows, times=-(-num_responses(config) // rows))
+    merged = bool(config.actor.lora_dim) and merges_adapters(config)
+    return Pass("actor", rows, length, rows, times=-(-num_responses(config) // rows), without_adapters=merged)
 
 
 def scoring(config: PPOConfig, roles: list[str]) -> list[Pass]:
@@ -69,9 +70,10 @@ def scoring(config: PPOConfig, roles: list[str]) -> list[Pass]:
     if config.ppo.old_log_probs == "trainer":
         passes.append(Pass("actor", micro, length, micro * answer, times=-(-responses // micro)))
     reference = "reference" if "reference" in roles else "actor"  # its adapters switched off; so is the critic scored
-    passes.append(Pass(reference, rows, length, rows * answer, times=times))
+    passes.append(Pass(reference, rows, length, rows * answer, times=times, without_adapters=reference == "actor"))
     reward = "reward model" if "reward model" in roles else "critic"
-    return passes + [Pass(role, rows, length, times=times) for role in ("critic", reward)]
+    passes.append(Pass("critic", rows, length, times=times))
+    return [*passes, Pass(reward, rows, length, times=times, without_adapters=reward == "critic")]
 
 
 def updates(config: PPOConfig) -> list[Pass]:
@@ -85,6 +87,11 @@ def updates(config: PPOConfig) -> list[Pass]:
     if config.data.unsupervised_data_path:
         passes.append(Pass("actor", rows, length, rows * (length - 1), trains=True, accumulates=True, times=times))
     return passes
+
+
+def merges_adapters(config: PPOConfig) -> bool:
+    """Return whether a rollout samples with adapters of LoRA merged into the weights."""
+    return config.sampling.merge_lora_for_generation and config.actor.quantization == "none"
 
 
 def num_responses(config: PPOConfig) -> int:
@@ -120,7 +127,22 @@ def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollo
         hidden_bytes=model_config.hidden_size * size.element,
         logits_bytes=model_config.vocab_size * (size.element + (TRUNCATION_BYTES if truncates else 0)),
         gathers_per_step=-(-size.linear * size.element // GROUP_BYTES) if streamed else 0,
+        kernels_per_step=decode_kernels(config, actor, dtype),
     )
+
+
+def decode_kernels(config: PPOConfig, actor: ModelUse, dtype: str) -> int:
+    """Return the kernels of a decode step in all layers: those of the fused backend, else of transformers' modules.
+
+    A fused layer has four products, attention and two norms, and in many architectures rotation and an activation.
+    """
+    try:
+        architecture = read_architecture(build(actor, dtype).model)
+    except UnsupportedModel:
+        return sum(count_pass(actor, dtype, Pass("actor", num_slots(config), 1)).kernels.values())
+    adapters = 0 if not config.actor.lora_dim or merges_adapters(config) else 2 * 4  # two products beside each
+    each = 7 + bool(architecture.rotary) + (architecture.activation != "relu") + adapters
+    return each * len(architecture.blocks)
 
 
 def copied_bytes(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> int:
@@ -132,7 +154,7 @@ def copied_bytes(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> 
         return 0
     if config.actor.quantization == "int8":  # codes are views, adapters small
         return size.linear // sampling.inference_tp_size if sampling.inference_tp_size > 1 else 0
-    if config.actor.quantization != "none" or (config.actor.lora_dim and not sampling.merge_lora_for_generation):
+    if config.actor.quantization != "none" or (config.actor.lora_dim and not merges_adapters(config)):
         return 0
     if config.actor.partitioned == "weights":
         return size.num_bytes // (ranks if sampling.rollout_weights == "streamed" else sampling.inference_tp_size)

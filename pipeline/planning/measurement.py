@@ -5,7 +5,6 @@ places of kernels that keep less for the backward pass than torch's plain functi
 """
 
 import warnings
-import weakref
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -34,9 +32,9 @@ from pipeline.models.loading import DTYPES, base_model, load_config, use_gradien
 from pipeline.models.lora import add_lora, linear_names, quantise_to_int8
 from pipeline.models.reward_model import FloatLinear, TokenValueModel, check_score_class
 from pipeline.models.seq2seq_lm import Seq2SeqLM
+from pipeline.planning.counting import PassCount, PassCounter
 from pipeline.planning.needs import ModelUse, Pass
 
-ALLOCATION_UNIT = 512  # bytes, of torch's allocator for CUDA devices
 # Bytes of a weight in 4 bits with its share of the scale of its block of 64 in fp32, and doubly quantised (QLoRA,
 # section 3).
 NF4_BYTES, DOUBLE_NF4_BYTES = 0.5 + 4 / 64, 0.5 + 0.127 / 8
@@ -77,12 +75,12 @@ class KeepsInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
+        return torch.mul(x, weight, out=torch.empty_like(x))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.mul(x, gradients[0], out=torch.empty_like(x)), torch.empty_like(weight)
 
 
 class KeepsLogits(torch.autograd.Function):
@@ -91,12 +89,12 @@ class KeepsLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         ctx.save_for_backward(logits)
-        return logits.new_empty(len(logits), dtype=torch.float32)
+        return logits.sum(1, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         logits: Tensor = ctx.saved_tensors[0]
-        return logits
+        return logits.mul_(gradients[0].unsqueeze(1))
 
 
 class CountedLM(CausalLM):
@@ -127,29 +125,6 @@ class CountedSeq2SeqLM(Seq2SeqLM):
     def label_log_probs(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Map (B, T, V) logits to (B, T) log-probabilities without values."""
         return KeepsSelectedLogits.apply(logits.flatten(0, 1)).view_as(labels)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations make while the mode is on, and their peak."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self._live = {id(tensor.untyped_storage()): 0 for tensor in known}  # a tensor keeps its storage object
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (list, tuple)) else (out,):
-            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in self._live:
-                size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
-                self._live[id(storage)] = size
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, id(storage)).atexit = False
-        return out
-
-    def _free(self, key: int) -> None:
-        self.now -= self._live.pop(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +260,14 @@ def model_size(use: ModelUse, dtype: str) -> ModelSize:
     return ModelSize.of(build(use, dtype).model, quantization=use.settings.quantization)
 
 
-@lru_cache(maxsize=256)
 def peak_bytes(use: ModelUse, dtype: str, work: Pass) -> int:
-    """Return the peak of bytes that a pass holds beside weights and gradients, logits and temporary ones included.
+    """Return the peak of bytes that a pass holds, see `count_pass`."""
+    return count_pass(use, dtype, work).peak
+
+
+@lru_cache(maxsize=256)
+def count_pass(use: ModelUse, dtype: str, work: Pass) -> PassCount:
+    """Count the kernels of a pass, and the bytes that it holds beside weights and gradients, logits included.
 
     Where no earlier gradients exist, those that the pass makes are included.
 
@@ -301,8 +281,8 @@ def peak_bytes(use: ModelUse, dtype: str, work: Pass) -> int:
         raise InputError(f"{use.path}: its passes cannot be planned, they depend on values: {reason}") from error
 
 
-def run_counted(use: ModelUse, dtype: str, work: Pass) -> int:
-    """Run a pass on the meta device and return the peak of its bytes."""
+def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
+    """Run a pass on the meta device and return what it takes."""
     wrapped = build(use, dtype)
     of_two = isinstance(wrapped, Seq2SeqLM)
     device, rows, length = torch.device("meta"), work.rows, work.length // 2 if of_two else work.length
@@ -319,7 +299,7 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> int:
     positions = torch.arange(length, device=device).unsqueeze(0)
     selected = torch.ones(rows, length - 1, dtype=torch.bool, device=device)
     known = [*wrapped.parameters(), *wrapped.buffers(), *(p.grad for p in trained if p.grad is not None)]
-    with LiveBytes([*known, ids, mask, positions, selected]) as live, torch.set_grad_enabled(work.trains):
+    with PassCounter([*known, ids, mask, positions, selected]) as counter, torch.set_grad_enabled(work.trains):
         if use.has_values:
             out = wrapped(ids, mask, positions, right_padded=True)
         elif of_two:
@@ -337,7 +317,7 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> int:
             out.sum().backward()
     for parameter in trained:
         parameter.grad = None
-    return live.peak
+    return PassCount(counter.peak, counter.kernels)
 
 
 def fuse_norms(model: nn.Module, num_tokens: int) -> None:

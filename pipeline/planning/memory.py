@@ -328,7 +328,8 @@ def phase_memory(
         gradients = sum(states[role].gradients for role in others)
         if work.trains:
             gradients += states[work.role].buckets + (states[work.role].gradients if work.accumulates else 0)
-        measured = replace(work, accumulates=work.accumulates or states[work.role].streams, times=1)
+        accumulates = work.accumulates or states[work.role].streams
+        measured = replace(work, accumulates=accumulates, times=1, without_adapters=False)
         activations = peak_bytes(uses[work.role], dtype, measured)
         moments.append(PhaseMemory(resident, gradients, gathered, activations=activations))
     for number, role in enumerate(trained):  # one steps after the other, and releases what was gathered of it

@@ -31,7 +31,7 @@ class Pass:
     """The largest forward pass of a model in a phase, or forward and backward pass, on one rank.
 
     num_head_tokens: tokens that pass through a language model's head. accumulates: gradients of an earlier pass exist.
-    times: passes like it in a step, or in stage 3 in a rollout.
+    times: passes like it in a step, or in stage 3 in a rollout. without_adapters: those of LoRA are switched off.
     """
 
     role: str
@@ -41,6 +41,7 @@ class Pass:
     trains: bool = False
     accumulates: bool = False
     times: int = 1
+    without_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Rollout:
     rows; hidden_bytes: of a token's hidden state, which they exchange. logits_bytes: of a slot's logits at a decode
     step, with what the draw makes of them.
     gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: they are not streamed.
+    kernels_per_step: of a decode step.
     """
 
     slots: int
@@ -68,6 +70,7 @@ class Rollout:
     hidden_bytes: int
     logits_bytes: int
     gathers_per_step: int
+    kernels_per_step: int
 
     def rounds(self, slots: int) -> int:
         """Return how often a cache of so many rows is filled for all responses, where they are of full length."""

@@ -9,7 +9,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import nvme_files, outputs, with_checkpoint, without_room
-from pipeline.planning.duration import phase_seconds, renewal_seconds
+from pipeline.planning.duration import phase_seconds, renewal_seconds, waiting_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
 from pipeline.planning.memory import PROCESS_BESIDE_GPU, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds, counted
@@ -52,11 +52,13 @@ class StagePlanner:
         """Return the seconds of each phase, and those of them in which GPUs exchange tensors; {} where not known."""
         needs, target = self.needs(resolved), self.target
         gather = resolved.config.deepspeed.zero3_gather
-        exchanged = exchange_seconds(needs, self.jsons_of(resolved), plan, target, gather=gather)
-        own = dict(phase_seconds(needs, self.dtype(resolved), target, slots=plan.slots))
+        engines, dtype = self.jsons_of(resolved), self.dtype(resolved)
+        exchanged = exchange_seconds(needs, engines, plan, target, gather=gather)
+        own = dict(phase_seconds(needs, engines, plan, dtype, target))
         if needs.rollout and own:
             own["generate"] += renewal_seconds(needs, plan, target)
-        return {name: value + exchanged.get(name, 0.0) for name, value in own.items()}, exchanged
+        waited = waiting_seconds(needs, engines, plan, dtype, target, gather=gather)
+        return {name: value + waited[name] + exchanged.get(name, 0.0) for name, value in own.items()}, exchanged
 
     def files(self, resolved: Resolved, plan: MemoryPlan) -> Mapping[Path, int]:
         """Return the bytes on a machine of each folder of NVMe that the stage offloads to."""

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench import phases
 from bench.jobs import NO_HELD_OUT, BenchError, environment, flags, launched, output_words, plain, run_logged
-from bench.planned import planner_of
+from bench.planned import Run, planner_of
 from bench.random_models import make_model, make_pairs, make_prompts
 from demo.make import make_data, make_tokenizer
 from pipeline.files import GIB, write_json
@@ -32,6 +32,7 @@ from pipeline.files import GIB, write_json
 PHASE_NAMES, TIMES = (*phases.PHASES, "evaluate"), tuple(phases.PPO_TIMES)
 STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 Peaks = dict[str, dict[str, float]]  # run -> phase -> GiB, and of timed runs `<phase>_s` -> seconds
+MEASURED = Path(__file__).resolve().parents[2] / "docs/benchmarks/raw/memory_measured_h200_202611.json"
 STEPS, TIMED_STEPS, WARM_UP, AT_ONCE = 3, 5, 2, 10
 ROOM_GIB = 4.0  # of each process beside its planned tensors: context, libraries, the allocator's unused blocks
 ADAPTERS = "--actor_lora_dim 64 --save_adapter_only true"
@@ -306,6 +307,16 @@ def time_table(planned: Peaks, measured: Peaks) -> list[str]:
                 cells = (run.name, run.gpus, name.removesuffix("_s"), f"{expected:.2f} s", f"{value:.2f} s")
                 lines.append(f"| {' | '.join(map(str, cells))} | {expected / value - 1:+.0%} |")
     return lines
+
+
+def alone_runs(measured: Peaks) -> list[Run]:
+    """Return the runs whose times were measured, as planned.py compares them."""
+    return [
+        Run(run.name, run.section, f"{run.gpus}xH200", run.words, 0, f"raw/{MEASURED.stem}",
+            seconds=tuple(measured[run.name][name] for name in TIMES if name in measured[run.name]))
+        for run in RUNS
+        if run.name in measured
+    ]  # fmt: skip
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Measured are peaks of torch's allocator in GiB, from the reports in docs/benchma
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,7 @@ STAGES: dict[str, tuple[type, ModuleType]] = {
     "reward": (RewardConfig, step2_reward.needs),
     "ppo": (PPOConfig, step3_ppo.needs),
 }
-H200, FOUR = "1xH200", "4xH200"
+H200, TWO, FOUR = "1xH200", "2xH200", "4xH200"
 OPT = "--actor_model_name_or_path 1.3b --critic_model_name_or_path 350m --old_log_probs sampler"
 LLAMA = "--actor_model_name_or_path llama-7b --critic_model_name_or_path llama-1b"
 
@@ -40,7 +41,8 @@ LLAMA = "--actor_model_name_or_path llama-7b --critic_model_name_or_path llama-1
 class Run:
     """A run that was measured: its flags without folders, and the peak in GiB of its highest phase, or of one.
 
-    seconds: of its phases, generate, score and train, or train alone.
+    measured: 0 of a run whose times alone are compared. seconds: of its phases, generate, score and train, or train
+    alone.
     """
 
     name: str
@@ -98,9 +100,50 @@ RUNS = (
         ppo(LLAMA, 4, 16, 3, f"--old_log_probs sampler --max_answer_seq_len 1024 {CHECKPOINTING}"), 105.0, "one run"),
 )  # fmt: skip
 
+OFFLOAD, STRATEGIES = "raw/offload_h200_202611", "raw/strategies_h200_202611"
+OLD_LOG_PROBS = OPT.replace("sampler", "trainer")
+BATCH_128 = ("generation_batch_size 64", "generation_batch_size 128")
+
+
+def gpt2_xl(zero_stage: int) -> str:
+    return (
+        f"--model_name_or_path gpt2-xl --zero_stage {zero_stage} --per_device_train_batch_size 8 "
+        "--gradient_accumulation_steps 1"
+    )
+
+
+# Runs whose times are compared beside those of RUNS. Those of GPT2-XL and of OFFLOAD were made while other runs were at
+# work on other GPUs of the machine.
+TIMES = (
+    Run("PPO, OPT-1.3B, micro-batch 64", "ppo", H200, ppo(OPT, 64, 1, 2), 0, "raw/ppo_h200_202611_training",
+        seconds=(0.689, 0.221, 0.600)),
+    Run("PPO, OPT-1.3B, micro-batch 64, checkpointing", "ppo", H200, ppo(OPT, 64, 1, 2, CHECKPOINTING), 0,
+        "raw/ppo_h200_202611_training", seconds=(0.686, 0.221, 0.744)),
+    Run("PPO, OPT-1.3B, micro-batch 16", "ppo", H200, ppo(OPT, 16, 4, 2), 0, "raw/ppo_h200_202611_step3",
+        seconds=(0.686, 0.220, 0.634)),
+    Run("PPO, OPT-1.3B, batch 128, micro-batch 32", "ppo", H200, ppo(OPT, 32, 4, 2).replace(*BATCH_128), 0,
+        "raw/ppo_h200_202611_step3_batch_128", seconds=(1.056, 0.442, 1.200)),
+    Run("PPO, Qwen2.5-1.5B, critic 0.5B, batch 128", "ppo", H200, ppo(QWEN, 32, 4, 2).replace(*BATCH_128), 0,
+        "raw/ppo_h200_202611_qwen2_5_1_5b_batch_128", seconds=(0.749, 1.073, 1.708)),
+    Run("PPO, OPT-1.3B, micro-batch 32, ZeRO-2", "ppo", FOUR, ppo(OPT, 32, 2, 2), 0, "raw/ppo_h200x4_202611_zero3",
+        seconds=(0.689, 0.226, 0.646)),
+    Run("SFT, GPT2-XL, micro-batch 8, ZeRO-0", "sft", H200, gpt2_xl(0), 0, STRATEGIES, seconds=(0.209,)),
+    Run("SFT, GPT2-XL, micro-batch 8, ZeRO-1", "sft", H200, gpt2_xl(1), 0, STRATEGIES, seconds=(0.153,)),
+    Run("SFT, GPT2-XL, micro-batch 8, ZeRO-3", "sft", H200, gpt2_xl(3), 0, STRATEGIES, seconds=(0.269,)),
+    Run("SFT, GPT2-XL, micro-batch 8, ZeRO-2", "sft", TWO, gpt2_xl(2), 0, "raw/strategies_h200x2_202611",
+        seconds=(0.219,)),
+    Run("SFT, OPT-1.3B, another machine", "sft", H200, f"--model_name_or_path 1.3b {SUPERVISED}", 0, OFFLOAD,
+        seconds=(0.544,)),
+    Run("SFT, OPT-1.3B, ZeRO-3", "sft", H200, f"--model_name_or_path 1.3b {SUPERVISED}".replace("stage 2", "stage 3"),
+        0, OFFLOAD, seconds=(0.630,)),
+    Run("PPO, OPT-1.3B, micro-batch 16, old log-probabilities", "ppo", H200, ppo(OLD_LOG_PROBS, 16, 4, 2), 0, OFFLOAD,
+        seconds=(0.700, 0.368, 0.734)),
+    Run("PPO, OPT-1.3B, micro-batch 16, old log-probabilities, ZeRO-3", "ppo", H200, ppo(OLD_LOG_PROBS, 16, 4, 3), 0,
+        OFFLOAD, seconds=(0.709, 0.381, 1.120)),
+)  # fmt: skip
+
 
 # What several GPUs measured beside these, of rollouts and of whole steps: the docs/benchmarks report of four H200s.
-TWO = "2xH200"
 SHARED = (
     ("generate", "tensor parallel on 2 of 4 GPUs", FOUR, ppo(OPT, 16, 4, 1, "--inference_tp_size 2"), 0.87),
     ("generate", "tensor parallel on 4 GPUs, ZeRO-3", FOUR, ppo(OPT, 16, 4, 3, "--inference_tp_size 4"), 1.08),
@@ -156,15 +199,25 @@ def planned_seconds(run: Run, folder: Path) -> list[float]:
     return list(seconds.values())
 
 
+def timed_runs() -> list[Run]:
+    """All runs whose times were measured, those of plan_runs.py too, which were planned before."""
+    from bench.plan_runs import MEASURED, alone_runs, read_peaks  # which imports this module
+
+    return [run for run in (*RUNS, *TIMES, *alone_runs(read_peaks(MEASURED))) if run.seconds]
+
+
+def time_row(run: Run, seconds: Sequence[float]) -> str:
+    """The line of docs/memory.md for a run with these planned seconds of its phases."""
+    pairs = zip(seconds, run.seconds, strict=True)
+    cells = [f"{value:.2f} / {measured:.2f} ({value / measured - 1:+.0%})" for value, measured in pairs]
+    return f"| {run.name} | {run.target[0]} | {' | '.join([''] * (3 - len(cells)) + cells)} |"
+
+
 def time_table() -> list[str]:
     """The lines of the table of times in Markdown: planned / measured seconds of each phase."""
     lines = ["| run | GPUs | generate | score | train |", "|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
-        for run in filter(lambda run: run.seconds, RUNS):
-            pairs = zip(planned_seconds(run, Path(folder)), run.seconds, strict=True)
-            cells = [f"{value:.2f} / {measured:.2f} ({value / measured - 1:+.0%})" for value, measured in pairs]
-            lines.append(f"| {run.name} | {run.target[0]} | {' | '.join([''] * (3 - len(cells)) + cells)} |")
-    return lines
+        return lines + [time_row(run, planned_seconds(run, Path(folder))) for run in timed_runs()]
 
 
 def shared_seconds(case: tuple[str, str, str, str, float], folder: Path) -> float:

@@ -3,42 +3,163 @@
 from dataclasses import replace
 
 import pytest
-from bench.planned import OPT, RUNS, planned_seconds, planner_of, ppo
+from bench.planned import CHECKPOINTING, FOUR, LORA_7B, OPT, planned_seconds, planner_of, ppo, time_row, timed_runs
+from support.source_tree import ROOT
 
 from pipeline.files import GIB
-from pipeline.launching.target import parse_target
-from pipeline.planning.duration import LAUNCH_S, READ, SCORED, TRAINED, phase_seconds, renewal_seconds
+from pipeline.launching.target import COPIES, parse_target
+from pipeline.planning.counting import Kernel
+from pipeline.planning.duration import (
+    CODES,
+    DECODE_KERNEL_S,
+    DEQUANTISED,
+    GATHER_S,
+    HOOK_S,
+    LAUNCH_S,
+    LAYER_S,
+    LOOK_S,
+    MOVED,
+    PRODUCTS,
+    STEP_TRAFFIC,
+    decode_seconds,
+    has_hooks,
+    kernel_seconds,
+    pass_seconds,
+    phase_seconds,
+    renewal_seconds,
+    waiting_seconds,
+)
+from pipeline.planning.measurement import count_pass
 from pipeline.planning.page import run_text, verdict_lines
 from pipeline.run.device import DeviceConstants
 
 WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
 HEAD = 50_272 * 2048
-# Half of the time of a 7B model with LoRA, in micro-batches of four rows, is not explained; Qwen2.5's rollout is not
-# bound by memory (docs/memory.md).
-TIMED = [run for run in RUNS if run.seconds and "7B" not in run.name and "Qwen" not in run.name]
+H200 = parse_target("1xH200")
+TIMED = timed_runs()
+PAGE = (ROOT / "docs/memory.md").read_text(encoding="utf-8").replace("*", "")
+# Phases that are missed by more than 20 %, as the table of docs/memory.md shows: run, phase -> planned over measured.
+MISSED = {
+    ("PPO, Llama-7B LoRA 64, critic 1B", "score"): 0.77,
+    ("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing, micro-batch 4", "generate"): 0.76,
+}
 
 
-def test_the_seconds_of_phases_by_hand(tmp_path):
-    """64 rows of 256 + 256 tokens; a decode step reads the weights, and keys and values of 384 tokens on average."""
-    target = parse_target("1xH200")
-    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), "1xH200", tmp_path)
+def test_the_operations_of_phases_by_hand(tmp_path):
+    """64 rows of 256 + 256 tokens on a device whose memory takes no time."""
+    target = replace(H200, tb_per_s=1e9)
+    planner, resolved = planner_of("ppo", ppo(OPT, 64, 1, 2), "1xH200", tmp_path)
+    engines, plan = planner.jsons_of(resolved), planner.memory(resolved)
+    seconds = phase_seconds(planner.needs(resolved), engines, plan, "bf16", target)
+    prefill = 2 * WEIGHTS * 64 * 256 + 2 * HEAD * 64 + 2 * 24 * 2048 * 64 * 256**2
+    decode = 256 * 7 * 24 * DECODE_KERNEL_S
+    assert seconds["generate"] - decode == pytest.approx(prefill / (989e12 * PRODUCTS), rel=1e-3)
+    # Backward passes compute the scores of attention again, and pieces of logits.
+    actor = 6 * WEIGHTS * 64 * 512 + 8 * HEAD * 64 * 256 + 7 * 24 * 2048 * 64 * 512**2
+    critic = 6 * 24 * (12 * 1024**2 * 64 * 512) + 7 * 24 * 1024 * 64 * 512**2 + 6 * 2 * 512 * 1024 * 64 * 512
+    assert seconds["train"] == pytest.approx((actor + critic) / (989e12 * PRODUCTS), rel=1e-3)
+
+
+def test_an_optimizer_step_by_hand(tmp_path):
+    """Reads and writes 54 bytes a trained weight: of no other rank's, and of none in host memory."""
+    seconds = []
+    for words, gpus in (("", 1), ("", 4), ("--actor_offload_optimizer cpu --critic_offload_optimizer cpu", 1)):
+        planner, resolved = planner_of("ppo", ppo(OPT, 64, 1, 1, words), f"{gpus}xH200", tmp_path)
+        plan, engines = planner.memory(resolved), planner.jsons_of(resolved)
+        seconds.append(phase_seconds(planner.needs(resolved), engines, plan, "bf16", planner.target)["train"])
+    step = 54 * (1_315_758_080 + 331_196_416) / (4.8e12 * COPIES)
+    assert STEP_TRAFFIC * 12 == 54
+    assert seconds[0] - seconds[2] == pytest.approx(step, rel=1e-6)
+    assert seconds[1] - seconds[2] == pytest.approx(step / 4, rel=1e-6)
+
+
+def test_a_pass_takes_the_longer_of_its_kernels_and_of_their_launches(tmp_path):
+    planner, resolved = planner_of("ppo", LORA_7B, "1xH200", tmp_path)
     needs = planner.needs(resolved)
-    seconds = phase_seconds(needs, "bf16", target, slots=64)
-    numel = planner.memory(resolved).sizes["actor"].num_bytes
-    decode = 256 * (numel + 64 * 384 * 24 * 2 * 2048 * 2) / (target.tb_per_s * 1e12 * READ)
-    prompts = 64 * 256
-    prefill = 2 * WEIGHTS * prompts + 2 * HEAD * 64 + 2 * 24 * 2048 * 64 * 256**2
-    assert seconds["generate"] == pytest.approx(decode + prefill / (target.tflops * 1e12 * SCORED), rel=1e-6)
-    actor = 6 * WEIGHTS * 64 * 512 + 6 * HEAD * 64 * 256 + 6 * 24 * 2048 * 64 * 512**2
-    critic = 6 * 24 * (12 * 1024**2 * 64 * 512 + 1024 * 64 * 512**2) + 6 * 2 * 512 * 1024 * 64 * 512
-    assert seconds["train"] * target.tflops * 1e12 * TRAINED == pytest.approx(actor + critic, rel=1e-6)
-    halves = phase_seconds(needs, "bf16", target, slots=32)  # two rounds, each reads the weights
-    assert halves["generate"] - seconds["generate"] == pytest.approx(256 * numel / (target.tb_per_s * 1e12 * READ))
+    actor, step = needs.models[0], needs.phases["train"][0]
+    kernels = count_pass(actor, "bf16", replace(step, times=1)).kernels
+    launched = 16 * sum(kernels.values()) * LAUNCH_S
+    endless = replace(H200, tflops=1e9, tb_per_s=1e9)
+    assert pass_seconds(actor, "bf16", step, endless) == pytest.approx(launched)
+    each = (max(k.operations / (989e12 * PRODUCTS), k.num_bytes / (4.8e12 * MOVED)) * n for k, n in kernels.items())
+    assert 16 * sum(each) < launched == pytest.approx(pass_seconds(actor, "bf16", step, H200))
+    longer = replace(step, rows=16, times=4)
+    kernels = count_pass(actor, "bf16", replace(longer, times=1)).kernels
+    each = (max(k.operations / (989e12 * PRODUCTS), k.num_bytes / (4.8e12 * MOVED)) * n for k, n in kernels.items())
+    assert launched / 4 < 4 * sum(each) == pytest.approx(pass_seconds(actor, "bf16", longer, H200))
+    # Seven layers of 32 have two trained parameters each.
+    hooked = pass_seconds(actor, "bf16", step, endless, hooked=True)
+    assert hooked == pytest.approx(launched + 16 * 2 * 7 * 32 * HOOK_S)
+
+
+def test_adapters_add_four_kernels_to_a_layer_in_each_pass_where_they_are_on(tmp_path):
+    """Two products, a scaling and a sum, beside each of seven linear layers of 32."""
+    planner, resolved = planner_of("ppo", LORA_7B, "1xH200", tmp_path)
+    needs = planner.needs(resolved)
+    policy, reference, *_ = needs.phases["score"]
+    assert policy.role == reference.role == "actor" and reference.without_adapters
+    adapted, plain = (
+        sum(count_pass(use, "bf16", replace(policy, times=1)).kernels.values())
+        for use in (needs.models[0], replace(needs.models[0], trained=False))
+    )
+    assert adapted - plain == pytest.approx(4 * 7 * 32, abs=2)
+    slower, faster = (
+        pass_seconds(needs.models[0], "bf16", replace(reference, without_adapters=value), H200) for value in (0, 1)
+    )
+    assert slower > 1.2 * faster
+
+
+def test_decode_steps_by_hand(tmp_path):
+    """A step reads weights without tables of embeddings, keys and values of 384 tokens on average, and has kernels."""
+    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), "1xH200", tmp_path)
+    needs, plan = planner.needs(resolved), planner.memory(resolved)
+    # All weights but the table of positions; its own is the head's.
+    weights, cache = plan.sizes["actor"].num_bytes - 2050 * 2048 * 2, 384 * 24 * 2 * 2048 * 2
+    speed, kernels = 4.8e12 * COPIES, 24 * 7 * DECODE_KERNEL_S
+    actor, rollout = needs.models[0], needs.rollout
+    whole = decode_seconds(actor, "bf16", rollout, H200, slots=64)
+    assert whole == pytest.approx(256 * ((weights + 64 * cache) / speed + kernels))
+    in_two_rounds = decode_seconds(actor, "bf16", rollout, H200, slots=32)
+    assert in_two_rounds == pytest.approx(2 * 256 * ((weights + 32 * cache) / speed + kernels))
+    planner, resolved = planner_of("ppo", LORA_7B + " --actor_quantization int8", "1xH200", tmp_path)
+    # Rotation, an activation, and of adapters that are not merged two products beside each of four.
+    assert planner.needs(resolved).rollout.kernels_per_step == 32 * (7 + 2 + 8)
+    planner, resolved = planner_of("ppo", LORA_7B, "1xH200", tmp_path)
+    assert planner.needs(resolved).rollout.kernels_per_step == 32 * (7 + 2)
+
+
+def test_int8_codes_are_read_at_a_speed_of_their_own(tmp_path):
+    assert kernel_seconds(Kernel(0.0, 3_000, dequantises=True), H200) == pytest.approx(3e3 / (4.8e12 * DEQUANTISED))
+    seconds = []
+    for words in ("--merge_lora_for_generation false", "--actor_quantization int8"):
+        planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200", tmp_path)
+        needs = planner.needs(resolved)
+        seconds.append(decode_seconds(needs.models[0], "bf16", needs.rollout, H200, slots=64))
+    linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    longer = 256 * linear * (1 / (4.8e12 * CODES) - 2 / (4.8e12 * COPIES))
+    assert seconds[1] - seconds[0] == pytest.approx(longer, rel=0.05)  # adapters are counted along
+
+
+def test_hooks_and_waits_for_deepspeeds_python_by_hand(tmp_path):
+    """OPT-1.3B and OPT-350M have 388 and 389 trained parameters; two micro-batches, 64 rows scored by 32."""
+    seconds, hooks = [], []
+    for stage, words in ((0, ""), (1, ""), (2, ""), (3, ""), (3, "--zero3_gather layers " + CHECKPOINTING)):
+        planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, stage, words), FOUR, tmp_path)
+        needs, plan, engines = planner.needs(resolved), planner.memory(resolved), planner.jsons_of(resolved)
+        gather = resolved.config.deepspeed.zero3_gather
+        seconds.append(waiting_seconds(needs, engines, plan, "bf16", planner.target, gather=gather))
+        hooks.append([has_hooks(engines[role]) for role in ("actor", "critic")])
+    assert hooks == [[stage > 1] * 2 for stage in (0, 1, 2, 3, 3)]
+    nothing = {"generate": 0, "score": 0, "train": 0}
+    assert seconds[0] == nothing | {"train": pytest.approx((388 + 389) * LOOK_S)}
+    assert seconds[1] == seconds[2] == seconds[3] == nothing
+    layers = {"score": 3 * 2 * 24 * GATHER_S, "train": 2 * 2 * 3 * 24 * GATHER_S}
+    assert seconds[4] == pytest.approx(nothing | layers)
 
 
 def test_the_time_to_make_again_what_was_given_back_by_hand(tmp_path):
     """6 GiB of cache are zeroed, three decode steps of 24 layers launched; states go both ways at 50 GB/s."""
-    made = 6 * GIB / (4.8e12 * READ) + 3 * 24 * LAUNCH_S
+    made = 6 * GIB / (4.8e12 * COPIES) + 3 * 24 * LAYER_S
     seconds = {}
     for words in ("", "--release_inference_cache true", "--offload_optimizer_during_rollout true"):
         planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200", tmp_path)
@@ -46,7 +167,7 @@ def test_the_time_to_make_again_what_was_given_back_by_hand(tmp_path):
         seconds[words], _ = planner.seconds(resolved, plan)
         assert renewal_seconds(planner.needs(resolved), plan, planner.target) == pytest.approx(made if words else 0)
         line = next(line for line in verdict_lines(planner.needs(resolved), plan, planner.target) if "KV cache" in line)
-        assert line.endswith(" for each rollout: 0.024 s (estimate)" if words else "kept during the update")
+        assert line.endswith(" for each rollout: 0.023 s (estimate)" if words else "kept during the update")
     kept, released, _ = seconds.values()
     assert released["generate"] - kept["generate"] == pytest.approx(made) and released["train"] == kept["train"]
     constants = DeviceConstants("NVIDIA H200", "2026-11-22", 0, 0.0, 0.0, host_gb_per_s=50.0)
@@ -56,16 +177,27 @@ def test_the_time_to_make_again_what_was_given_back_by_hand(tmp_path):
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(TIMED)))])
 def test_times_are_within_20_percent_of_those_measured(tmp_path, number):
+    """And so says the page's table."""
     run = TIMED[number]
-    for value, measured in zip(planned_seconds(run, tmp_path), run.seconds, strict=True):
-        assert value == pytest.approx(measured, rel=0.2)
+    planned, phases = planned_seconds(run, tmp_path), ("generate", "score", "train")[-len(run.seconds) :]
+    for phase, value, measured in zip(phases, planned, run.seconds, strict=True):
+        missed = MISSED.get((run.name, phase))
+        assert value / measured == (pytest.approx(missed, abs=0.02) if missed else pytest.approx(1, abs=0.2)), phase
+    assert time_row(run, planned) in PAGE
+
+
+def test_the_phases_that_are_missed_are_of_runs_that_are_compared():
+    assert {name for name, _ in MISSED} <= {run.name for run in TIMED}
+    assert all(abs(ratio - 1) > 0.2 for ratio in MISSED.values())
 
 
 def test_no_time_is_told_where_speeds_are_not_known(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("memory_gib: 24", encoding="utf-8")
     planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), str(file), tmp_path)
-    assert phase_seconds(planner.needs(resolved), "bf16", parse_target(str(file)), slots=64) == {}
+    plan = planner.memory(resolved)
+    engines = planner.jsons_of(resolved)
+    assert phase_seconds(planner.needs(resolved), engines, plan, "bf16", parse_target(str(file))) == {}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
 from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.planning import measurement
-from pipeline.planning.measurement import KeepsInput, KeepsLogits, model_size, peak_bytes
+from pipeline.planning.counting import Kernel, PassCounter
+from pipeline.planning.measurement import KeepsInput, KeepsLogits, count_pass, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass
 
 ROWS, LENGTH, LORA = 4, 64, 4
@@ -186,12 +187,17 @@ def test_fused_norms_keep_their_input_alone(folders, monkeypatch):
     """As `FusedNorm` does: without fp32 copies of it, where there are enough tokens for the kernel."""
     use = ModelUse("critic", str(folders / "llama"), ModelConfig(), has_values=True)
     work = Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)
-    plain = peak_bytes(use, "bf16", work)
+    plain = count_pass(use, "bf16", work)
     assert ROWS * LENGTH * SHAPE["hidden_size"] < MIN_ELEMENTS
     monkeypatch.setattr(measurement, "MIN_ELEMENTS", 1)
-    fused = peak_bytes.__wrapped__(use, "bf16", work)
+    fused = count_pass.__wrapped__(use, "bf16", work)
     tokens, norms = ROWS * LENGTH * SHAPE["hidden_size"], 2 * SHAPE["num_hidden_layers"] + 1
-    assert plain - fused > 3 * norms * tokens  # at least a rounded copy and a part of the fp32 ones for each norm
+    assert plain.peak - fused.peak > 3 * norms * tokens  # at least a rounded copy and a part of the fp32 ones for each
+    assert sum(plain.kernels.values()) - sum(fused.kernels.values()) > 5 * norms
     x = torch.randn(3, 4, requires_grad=True)
     saved = KeepsInput.apply(x, torch.ones(4)).grad_fn.saved_tensors
     assert saved[0] is x and len(saved) == 2
+    with PassCounter([x]) as counter:
+        KeepsInput.apply(x, torch.ones(4)).backward(torch.ones(3, 4))
+    # Forwards it reads input and weight, backwards input and gradient, and writes as much as its input.
+    assert counter.kernels[Kernel(0.0, 4 * (12 + 4 + 12))] == counter.kernels[Kernel(0.0, 4 * 3 * 12)] == 1

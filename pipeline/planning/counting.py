@@ -1,0 +1,93 @@
+"""Count what operations do on the meta device, where tensors have shapes and no values: live bytes, and GPU kernels.
+
+An operation that makes or changes a tensor is a kernel; views are none. Its work are the operations of a matrix product
+or of attention, and the bytes that it reads and writes.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+ALLOCATION_UNIT = 512  # bytes, of torch's allocator for CUDA devices
+# Operations that write nothing, those that read as much as they give out, and attention, whose pairs half are masked.
+WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+LOOK_UPS = frozenset({"embedding", "gather", "index", "index_select"})
+CAUSAL = frozenset({"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"})
+
+
+class Kernel(NamedTuple):
+    """The work of a kernel: operations of products (0: it is none), and the bytes that it reads and writes.
+
+    dequantises: it reads int8 codes.
+    """
+
+    operations: float
+    num_bytes: int
+    dequantises: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PassCount:
+    """The peak of live bytes of a pass, and how often it launches each kernel."""
+
+    peak: int
+    kernels: Mapping[Kernel, int]
+
+
+class PassCounter(TorchDispatchMode):
+    """Counts live bytes of all tensors that operations make while the mode is on, their peak, and kernels."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self._live = {id(tensor.untyped_storage()): 0 for tensor in known}  # a tensor keeps its storage object
+        self.now = self.peak = 0
+        self.kernels = Counter[Kernel]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if kernel := kernel_of(func, args, kwargs or {}, out):
+            self.kernels[kernel] += 1
+        for tensor in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in self._live:
+                size = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
+                self._live[id(storage)] = size
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, id(storage)).atexit = False
+        return out
+
+    def _free(self, key: int) -> None:
+        self.now -= self._live.pop(key)
+
+
+def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kernel | None:
+    """Return the work of an operation that has returned `out`; None for one that only allocates, or views."""
+    name, given = func._schema.name.removeprefix("aten::"), [kwargs[key] for key in kwargs if key != "out"]
+    read, made = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, given), out))
+    storages = {id(tensor.untyped_storage()) for tensor in read}
+    is_view = not func._schema.is_mutable and all(id(tensor.untyped_storage()) in storages for tensor in made)
+    if is_view or name in WITHOUT_KERNEL:
+        return None
+    written = sum(map(num_bytes, made))
+    if name in LOOK_UPS:
+        return Kernel(0.0, 2 * written)
+    count = flop_registry.get(func._overloadpacket)
+    operations = float(count(*args, **kwargs, out_val=out)) if count else 0.0
+    return Kernel(
+        operations / 2 if name in CAUSAL else operations,
+        sum(map(num_bytes, read)) + written,  # a tensor that is changed in place is among both
+        any(tensor.dtype == torch.int8 for tensor in read),
+    )
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's values in memory; an expanded one repeats some."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
