@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pipeline.generation.backends import CACHE_MEMORY_FRACTION
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, cache_bytes_per_token
 from pipeline.generation.streaming import GROUP_BYTES
-from pipeline.models.architecture import Rows, UnsupportedModel, linear_of, read_architecture
+from pipeline.models.architecture import Architecture, Rows, UnsupportedModel, linear_of, read_architecture
 from pipeline.planning.measurement import build, count_pass, model_size, planned_config
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, counted, step_arithmetic
 from pipeline.tensor_ops import round_up
@@ -131,14 +131,23 @@ def rollout(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> Rollo
     )
 
 
+def fused_architecture(config: PPOConfig, actor: ModelUse, dtype: str) -> Architecture | None:
+    """Return the parts of an actor that the fused backend samples with; None where another one serves (backends.py)."""
+    quantization, adapted = config.actor.quantization, config.actor.lora_dim and not merges_adapters(config)
+    if config.sampling.generation_engine not in ("auto", "fused") or quantization == "nf4":
+        return None
+    try:
+        return None if adapted and quantization == "none" else read_architecture(build(actor, dtype).model)
+    except UnsupportedModel:
+        return None
+
+
 def decode_kernels(config: PPOConfig, actor: ModelUse, dtype: str) -> int:
     """Return the kernels of a decode step in all layers: those of the fused backend, else of transformers' modules.
 
     A fused layer has four products, attention and two norms, and in many architectures rotation and an activation.
     """
-    try:
-        architecture = read_architecture(build(actor, dtype).model)
-    except UnsupportedModel:
+    if (architecture := fused_architecture(config, actor, dtype)) is None:
         return sum(count_pass(actor, dtype, Pass("actor", num_slots(config), 1)).kernels.values())
     adapters = 0 if not config.actor.lora_dim or merges_adapters(config) else 2 * 4  # two products beside each
     each = 7 + bool(architecture.rotary) + (architecture.activation != "relu") + adapters
@@ -148,14 +157,10 @@ def decode_kernels(config: PPOConfig, actor: ModelUse, dtype: str) -> int:
 def copied_bytes(config: PPOConfig, actor: ModelUse, dtype: str, ranks: int) -> int:
     """Return the bytes of weights that the fused backend copies; 0 where another one serves, or views are enough."""
     sampling, size = config.sampling, model_size(actor, dtype)
-    try:
-        architecture = read_architecture(build(actor, dtype).model)
-    except UnsupportedModel:
+    if (architecture := fused_architecture(config, actor, dtype)) is None:
         return 0
     if config.actor.quantization == "int8":  # codes are views, adapters small
         return size.linear // sampling.inference_tp_size if sampling.inference_tp_size > 1 else 0
-    if config.actor.quantization != "none" or (config.actor.lora_dim and not merges_adapters(config)):
-        return 0
     if config.actor.partitioned == "weights":
         return size.num_bytes // (ranks if sampling.rollout_weights == "streamed" else sampling.inference_tp_size)
     if config.actor.lora_dim or sampling.inference_tp_size > 1:

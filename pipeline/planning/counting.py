@@ -1,6 +1,6 @@
 """Count what operations do on the meta device, where tensors have shapes and no values: live bytes, and GPU kernels.
 
-An operation that makes or changes a tensor is a kernel; views are none. Its work are the operations of a matrix product
+An operation that makes or changes a tensor is a kernel; views are none. Its work is the operations of a matrix product
 or of attention, and the bytes that it reads and writes.
 """
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 ALLOCATION_UNIT = 512  # bytes, of torch's allocator for CUDA devices
-# Operations that write nothing, those that read as much as they give out, and attention, whose pairs half are masked.
+# Operations that write nothing, those that read as much as they give out, and attention that masks half of its pairs.
 WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 LOOK_UPS = frozenset({"embedding", "gather", "index", "index_select"})
 CAUSAL = frozenset({"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"})

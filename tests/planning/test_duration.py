@@ -30,6 +30,7 @@ from pipeline.planning.duration import (
     waiting_seconds,
 )
 from pipeline.planning.measurement import count_pass
+from pipeline.planning.needs import Pass
 from pipeline.planning.page import run_text, verdict_lines
 from pipeline.run.device import DeviceConstants
 
@@ -128,13 +129,26 @@ def test_decode_steps_by_hand(tmp_path):
     assert planner.needs(resolved).rollout.kernels_per_step == 32 * (7 + 2)
 
 
+@pytest.mark.parametrize(
+    "words", ["--merge_lora_for_generation false", "--actor_quantization nf4", "--generation_engine static"]
+)
+def test_a_decode_step_that_the_fused_backend_does_not_serve_has_the_kernels_of_transformers_modules(words, tmp_path):
+    planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200", tmp_path)
+    needs = planner.needs(resolved)
+    step = Pass("actor", needs.rollout.slots, 1)
+    kernels = sum(count_pass(needs.models[0], "bf16", step).kernels.values())
+    assert needs.rollout.kernels_per_step == kernels > 32 * (7 + 2 + 8)
+    assert needs.rollout.copied_bytes == 0
+
+
 def test_int8_codes_are_read_at_a_speed_of_their_own(tmp_path):
     assert kernel_seconds(Kernel(0.0, 3_000, dequantises=True), H200) == pytest.approx(3e3 / (4.8e12 * DEQUANTISED))
     seconds = []
     for words in ("--merge_lora_for_generation false", "--actor_quantization int8"):
         planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200", tmp_path)
         needs = planner.needs(resolved)
-        seconds.append(decode_seconds(needs.models[0], "bf16", needs.rollout, H200, slots=64))
+        rollout = replace(needs.rollout, kernels_per_step=0)
+        seconds.append(decode_seconds(needs.models[0], "bf16", rollout, H200, slots=64))
     linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     longer = 256 * linear * (1 / (4.8e12 * CODES) - 2 / (4.8e12 * COPIES))
     assert seconds[1] - seconds[0] == pytest.approx(longer, rel=0.05)  # adapters are counted along
