@@ -207,9 +207,11 @@ def timed_runs() -> list[Run]:
 
 
 def time_row(run: Run, seconds: Sequence[float]) -> str:
-    """The line of docs/memory.md for a run with these planned seconds of its phases."""
-    pairs = zip(seconds, run.seconds, strict=True)
-    cells = [f"{value:.2f} / {measured:.2f} ({value / measured - 1:+.0%})" for value, measured in pairs]
+    """The line of docs/memory.md for a run with these planned seconds of its phases; misses of over 20 % are bold."""
+    misses = [value / measured - 1 for value, measured in zip(seconds, run.seconds, strict=True)]
+    shown = [f"**{miss:+.0%}**" if abs(miss) > 0.2 else f"{miss:+.0%}" for miss in misses]
+    triples = zip(seconds, run.seconds, shown, strict=True)
+    cells = [f"{value:.2f} / {measured:.2f} ({miss})" for value, measured, miss in triples]
     return f"| {run.name} | {run.target[0]} | {' | '.join([''] * (3 - len(cells)) + cells)} |"
 
 

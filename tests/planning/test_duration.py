@@ -38,7 +38,7 @@ WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
 HEAD = 50_272 * 2048
 H200 = parse_target("1xH200")
 TIMED = timed_runs()
-PAGE = (ROOT / "docs/memory.md").read_text(encoding="utf-8").replace("*", "")
+PAGE = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
 # Phases that are missed by more than 20 %, as the table of docs/memory.md shows: run, phase -> planned over measured.
 MISSED = {
     ("PPO, Llama-7B LoRA 64, critic 1B", "score"): 0.77,
