@@ -72,9 +72,9 @@ def check_packing(path: str, flag: str) -> None:
     if others or recurrent:
         layers = f"{min(others)} layers" if others else f"layers of {kind}"
         raise InputError(f"{flag}: {path}: {layers} carry state between sequences; leave {flag} out")
-    takes = inspect.signature(model_class.forward).parameters if model_class else ()
+    takes = inspect.signature(model_class.forward).parameters if model_class else {"position_ids"}
     # MPT's positions are distances.
-    if model_class and not whole.is_encoder_decoder and "position_ids" not in takes and kind != "mpt":
+    if not whole.is_encoder_decoder and "position_ids" not in takes and kind != "mpt":
         raise InputError(f"{flag}: {path}: {kind} counts positions from the first token of a row; leave {flag} out")
 
 

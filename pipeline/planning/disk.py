@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.configuration.ds_config import Json, is_on_nvme
 from pipeline.files import GIB, free_bytes
 from pipeline.planning.measurement import ModelSize, model_size
-from pipeline.planning.memory import FP32, MOMENTS, MemoryPlan
+from pipeline.planning.memory import FP32, MOMENTS, MemoryPlan, state_bytes
 from pipeline.planning.needs import ModelUse
 
 
@@ -59,9 +59,8 @@ def with_checkpoint(
             continue
         size, engine = plan.sizes[use.role], engines[use.role]
         stage, share = engine["zero_optimization"]["stage"], -(-size.trained // plan.ranks)
-        in_16_bits = (engine.get("bf16") or {}).get("bf16_optimizer_states")
-        state = size.element + MOMENTS // 2 if in_16_bits else FP32 + MOMENTS
-        each = (state if background else 0) + (MOMENTS if config.optimizer.optimizer_states == "8bit" else 0)
+        state = int(sum(state_bytes(size, engine, "fp32"))) if background else 0
+        each = state + (MOMENTS if config.optimizer.optimizer_states == "8bit" else 0)
         average = FP32 if background and use.averaged else 0
         for num_bytes, lowest in ((each, 1), (average, 3)):  # bytes a weight, the lowest ZeRO stage that partitions it
             elements, writers = (share, plan.per_host) if stage >= lowest else (size.trained, 1)

@@ -134,12 +134,13 @@ def waiting_seconds(
     too, and each backward pass; at stage 0 each gradient is looked at in an optimizer step. gather: --zero3_gather.
     """
     uses, seconds = {use.role: use for use in needs.models}, dict.fromkeys(needs.phases, 0.0)
-    for name, step in ((name, step) for name, passes in needs.phases.items() for step in passes):
-        use, size, zero = uses[step.role], plan.sizes[step.role], engines[step.role]["zero_optimization"]
-        is_whole = name == "generate" or gathers_once(size, gather, target.memory)
-        if zero["stage"] == 3 and device_of(zero, "offload_param") == "none" and not is_whole:
-            passes = 2 + use.settings.gradient_checkpointing if step.trains else 1
-            seconds[name] += step.times * passes * size.num_layers * GATHER_S
-        if zero["stage"] == 0 and step.trains:
-            seconds[name] += needs.steps_each * num_trained(use, dtype) * LOOK_S
+    for name, passes in needs.phases.items():
+        for step in passes:
+            use, size, zero = uses[step.role], plan.sizes[step.role], engines[step.role]["zero_optimization"]
+            is_whole = name == "generate" or gathers_once(size, gather, target.memory)
+            if zero["stage"] == 3 and device_of(zero, "offload_param") == "none" and not is_whole:
+                gathers = 2 + use.settings.gradient_checkpointing if step.trains else 1
+                seconds[name] += step.times * gathers * size.num_layers * GATHER_S
+            if zero["stage"] == 0 and step.trains:
+                seconds[name] += needs.steps_each * num_trained(use, dtype) * LOOK_S
     return seconds

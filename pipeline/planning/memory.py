@@ -112,16 +112,20 @@ def gradient_bytes(size: ModelSize, engine: Json) -> int:
     return FP32 if (engine.get("data_types") or {}).get("grad_accum_dtype") == "fp32" else size.element
 
 
+def state_bytes(size: ModelSize, engine: Json, kind: OptimizerStates) -> tuple[int, float]:
+    """Return the bytes of a weight's master copy, and of AdamW's two moments of it, under the JSON `engine`."""
+    if (engine.get("bf16") or {}).get("bf16_optimizer_states"):
+        return size.element, MOMENTS // 2
+    return FP32, MOMENTS_8BIT if kind == "8bit" else MOMENTS
+
+
 def training_states(
     size: ModelSize, engine: Json, held: States, kind: OptimizerStates, *, ranks: int, on_cpu: bool
 ) -> States:
     """Add gradients, optimizer states and buffers of a trained model to its weights, which are counted already."""
     host = held.host
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
-    gradient, master = gradient_bytes(size, engine), FP32
-    moments = MOMENTS_8BIT if kind == "8bit" else MOMENTS
-    if (engine.get("bf16") or {}).get("bf16_optimizer_states"):
-        master, moments = size.element, MOMENTS // 2
+    gradient, (master, moments) = gradient_bytes(size, engine), state_bytes(size, engine, kind)
     share = -(-size.trained // ranks)  # elements of a partition
     if stage == 0:
         masters = FP32 * size.trained if size.element < FP32 else 0
