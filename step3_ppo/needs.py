@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from pipeline.generation.backends import CACHE_MEMORY_FRACTION
-from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, cache_bytes_per_token
-from pipeline.generation.streaming import GROUP_BYTES
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, GROUP_BYTES, MAX_PREFILL_TOKENS, cache_bytes_per_token
 from pipeline.models.architecture import Architecture, Rows, UnsupportedModel, linear_of, read_architecture
 from pipeline.planning.measurement import build, count_pass, model_size, planned_config
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, counted, step_arithmetic

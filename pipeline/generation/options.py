@@ -14,6 +14,9 @@ Backend = Literal["fused", "static", "eager"]
 CACHE_LENGTH_MULTIPLE = 64
 # Prompt tokens of one prefill with padding, which bound its activations. Chosen by hand.
 MAX_PREFILL_TOKENS = 32_768
+# Bytes of the streamed layers that are gathered at a time: larger groups are gathered at a higher rate and take more
+# memory. A larger layer is a group of its own. Chosen by hand.
+GROUP_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)

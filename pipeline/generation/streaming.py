@@ -17,14 +17,12 @@ from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import free_bytes
 from pipeline.generation.fused_weights import BlockWeights, DecodeWeights
+from pipeline.generation.options import GROUP_BYTES
 from pipeline.generation.projections import WeightTensor, on_meta
 from pipeline.generation.scheduler import Lockstep, SideStream
 from pipeline.models.architecture import Architecture
 from pipeline.tensor_ops import round_up
 
-# Bytes of the layers that are gathered at a time: larger groups are gathered at a higher rate and take more memory. A
-# larger layer is a group of its own. Chosen by hand.
-GROUP_BYTES = 2**28
 # Tensors begin at multiples of this many bytes, as matrix products need it.
 ALIGNMENT = 256
 
