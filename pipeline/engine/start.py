@@ -31,6 +31,8 @@ def start_deepspeed(*, deterministic: bool = False) -> None:
         EnvironmentFault: the installed DeepSpeed lacks a private name that this project uses.
     """
     check_private_names()
+    # DeepSpeed, which compiles what writes to NVMe, cannot read 9.0a of images for Hopper; then it asks the GPU.
+    os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)

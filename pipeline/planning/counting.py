@@ -20,6 +20,7 @@ ALLOCATION_UNIT = 512  # bytes, of torch's allocator for CUDA devices
 # Operations that write nothing, those that read as much as they give out, and attention that masks half of its pairs.
 WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 LOOK_UPS = frozenset({"embedding", "gather", "index", "index_select"})
+ATTENTION = "_scaled_dot_product_"
 CAUSAL = frozenset({"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"})
 
 
@@ -79,13 +80,27 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
     written = sum(map(num_bytes, made))
     if name in LOOK_UPS:
         return Kernel(0.0, 2 * written)
-    count = flop_registry.get(func._overloadpacket)
-    operations = float(count(*args, **kwargs, out_val=out)) if count else 0.0
+    if name.startswith(ATTENTION):
+        operations = attention_operations(name, args) / (2 if name in CAUSAL else 1)
+    else:
+        count = flop_registry.get(func._overloadpacket)
+        operations = float(count(*args, **kwargs, out_val=out)) if count else 0.0
     return Kernel(
-        operations / 2 if name in CAUSAL else operations,
+        operations,
         sum(map(num_bytes, read)) + written,  # a tensor that is changed in place is among both
         any(tensor.dtype == torch.int8 for tensor in read),
     )
+
+
+def attention_operations(name: str, args: Any) -> float:
+    """Return the operations of attention between all queries and keys; torch before 2.12 counts no grouped queries.
+
+    Forward, scores and output are a product each. Backward, scores are made again, and each product has two gradients.
+    """
+    is_backward = name.endswith("_backward")
+    query, key, value = args[is_backward : is_backward + 3]  # behind the gradient of the output
+    width = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
+    return 2.0 * query.shape[:-1].numel() * key.shape[-2] * width
 
 
 def num_bytes(tensor: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Models whose optimizer states or weights are in host memory: the numbers of those that are not, and exact resume."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from safetensors.torch import load_file, save_file
-from support.in_process import undone_afterwards
+from support.in_process import group_of_one, undone_afterwards
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flags import parse
@@ -349,3 +351,18 @@ def test_files_on_a_disk_are_as_large_as_the_plan_says(folder, sft, tmp_path, on
     train(folder, tmp_path / "sft", max_steps=1, **given)
     written = sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*.swp"))
     assert written == pytest.approx(planned, rel=0.05)
+
+
+def test_deepspeed_compiles_for_the_gpu_where_the_environment_names_one_that_it_cannot_read(monkeypatch):
+    """Images for Hopper set 9.0a; what writes to NVMe holds no kernel, but its builder reads the variable."""
+
+    class Builder(CUDAOpBuilder):
+        absolute_name = sources = lambda self: []
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    with group_of_one():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        builder = Builder("any")
+        builder.jit_mode = True
+        assert builder.compute_capability_args() == [] and os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0+PTX"

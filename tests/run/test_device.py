@@ -2,6 +2,7 @@
 
 import json
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,9 @@ def test_constants_hold_for_a_device_with_its_driver_and_stand_beside_those_of_o
     gpu.name("NVIDIA H200, 570.1")
     assert kept_constants() == H200
     names = json.loads(constants_file().read_text())
-    assert set(names) == {f"NVIDIA H200, torch {torch.__version__}, driver {number}" for number in ("570.1", "580.2")}
+    assert set(names) == {
+        f"NVIDIA H200, torch {metadata.version('torch')}, driver {number}" for number in ("570.1", "580.2")
+    }
     constants_file().write_text("{")
     assert kept_constants() is None
 
