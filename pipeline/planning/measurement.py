@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
+    PreTrainedModel,
 )
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -222,7 +223,8 @@ def build(use: ModelUse, dtype: str) -> Any:
         warnings.simplefilter("ignore", FutureWarning)
         model = auto_class.from_config(config, dtype=DTYPES[dtype])
         if settings.attn_implementation != "eager" and model.config._attn_implementation != "eager":
-            model.set_attn_implementation(COUNTED_ATTENTION)
+            for part in filter(lambda part: isinstance(part, PreTrainedModel), model.modules()):
+                part.set_attn_implementation(COUNTED_ATTENTION)  # transformers 5.17 leaves out T5's encoder and decoder
         if settings.quantization == "int8":
             quantise_to_int8(model)
         if use.trained and settings.lora_dim:

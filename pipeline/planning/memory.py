@@ -6,6 +6,7 @@ come from `measurement.py`. Bytes throughout, of one rank.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.groups import OptimizerStates
@@ -39,8 +40,8 @@ class States:
     weights, optimizer: always. gathered: weights that ZeRO stage 3 makes whole while the model trains; passing: in a
     pass without gradients. gradients: from the first backward pass to the step; kept: those that ZeRO stage 3 holds
     always. buckets: of a backward pass. step: temporary bytes of the optimizer step, gradients in fp32 above all. host:
-    in host memory. streams: gradients leave each parameter during the backward pass (ZeRO stages 2 and 3), so that they
-    never are whole.
+    in host memory; starting: there besides, while the engine is made. streams: gradients leave each parameter during
+    the backward pass (ZeRO stages 2 and 3), so that they never are whole.
     """
 
     weights: int
@@ -52,6 +53,7 @@ class States:
     buckets: int = 0
     step: int = 0
     host: int = 0
+    starting: int = 0
     streams: bool = False
 
     @property
@@ -123,52 +125,51 @@ def training_states(
     size: ModelSize, engine: Json, held: States, kind: OptimizerStates, *, ranks: int, on_cpu: bool
 ) -> States:
     """Add gradients, optimizer states and buffers of a trained model to its weights, which are counted already."""
-    host = held.host
-    zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
+    zero, stage, host, starting = engine["zero_optimization"], engine["zero_optimization"]["stage"], held.host, 0
     gradient, (master, moments) = gradient_bytes(size, engine), state_bytes(size, engine, kind)
     share = -(-size.trained // ranks)  # elements of a partition
     if stage == 0:
-        masters = FP32 * size.trained if size.element < FP32 else 0
-        step = FP32 * size.trained if size.element < FP32 else 0
+        masters = step = FP32 * size.trained if size.element < FP32 else 0
         optimizer = masters + int(moments * size.trained)
         return replace(held, optimizer=optimizer, gradients=gradient * size.trained, step=step)
     elements = zero.get("reduce_bucket_size", 500_000_000)
     bucket = gradient * (min(elements, size.trained) if on_cpu else elements)  # a CPU has no page that nobody wrote to
     optimizer, offloaded = int((master + moments) * share), device_of(zero, "offload_optimizer")
     if offloaded != "none":
-        # What NVMe holds is no memory; page-locked buffers of sub-groups are.
-        buffers = zero["offload_optimizer"].get("buffer_count", 4) * min(share, zero.get("sub_group_size", 10**9))
-        host += optimizer + host_copies(size, zero, share, gradient) if offloaded == "cpu" else FP32 * buffers
-        optimizer = 0
+        beside, starting = beside_optimizer(size, zero, share, gradient)
+        optimizer, host = 0, host + beside + (optimizer if offloaded == "cpu" else 0)  # what NVMe holds is no memory
     if stage == 3:
         step = master * min(share, zero.get("sub_group_size", 10**9)) if offloaded == "none" else 0
         kept = bucket + (gradient * share if offloaded == "none" else 0)
         buckets = bucket if ranks > 1 or on_cpu else 0  # the partitions that are reduced
-        return replace(held, optimizer=optimizer, kept=kept, buckets=buckets, step=step, host=host, streams=True)
+        held = replace(held, optimizer=optimizer, kept=kept, buckets=buckets, step=step, host=host)
+        return replace(held, starting=starting, streams=True)
     buffers = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
     gradients = gradient * (size.trained if stage == 1 else share)
     # The step flattens the gradients of a partition and copies them in fp32, a group of parameters at a time.
     step = (gradient + master) * share
     if offloaded != "none":
         gradients, step = (gradients if stage == 1 else 0), gradient * size.largest
-    buckets = buffers * bucket
-    return replace(
-        held, optimizer=optimizer, gradients=gradients, buckets=buckets, step=step, host=host, streams=stage == 2
-    )
+    held = replace(held, optimizer=optimizer, gradients=gradients, buckets=buffers * bucket, step=step, host=host)
+    return replace(held, streams=stage == 2)
 
 
-def host_copies(size: ModelSize, zero: Json, share: int, gradient: int) -> int:
-    """Return the bytes of host memory of a partition of `share` weights beside an optimizer that is there.
+def beside_optimizer(size: ModelSize, zero: Json, share: int, gradient: int) -> tuple[int, int]:
+    """Return the bytes of host memory beside an optimizer of `share` weights there or on NVMe; and more at the start.
 
-    Gradients in fp32; at ZeRO stage 3 those of the backward pass too, below it the new weights on their way back.
-    Page-locked blocks are rounded up, below stage 3 the master weights are among them.
+    Gradients in fp32, or NVMe's buffers of sub-groups; at ZeRO stage 3 gradients of the backward pass too, of which
+    DeepSpeed makes a page-locked copy, below it the new weights on their way back. Page-locked blocks are rounded up,
+    below stage 3 the master weights are among them.
     """
-    locked = page_locked if zero["offload_optimizer"].get("pin_memory") else int
+    is_locked = zero["offload_optimizer"].get("pin_memory")
+    locked, group_size = page_locked if is_locked else int, min(share, zero.get("sub_group_size", 10**9))
     if zero["stage"] < 3:
-        return 2 * locked(FP32 * share) - FP32 * share + locked(size.element * share)
-    whole, rest = divmod(share, min(share, zero.get("sub_group_size", 10**9)))
-    group = FP32 * ((share - rest) // whole)
-    return whole * locked(group) + locked(FP32 * rest) + locked(gradient * share)
+        return 2 * locked(FP32 * share) - FP32 * share + locked(size.element * share), 0
+    whole, rest = divmod(share, group_size)
+    groups = whole * locked(FP32 * ((share - rest) // whole)) + locked(FP32 * rest)
+    if zero["offload_optimizer"]["device"] == "nvme":
+        groups = FP32 * zero["offload_optimizer"].get("buffer_count", 4) * group_size
+    return groups + locked(gradient * share), gradient * share if is_locked else 0
 
 
 def page_locked(num_bytes: int) -> int:
@@ -284,7 +285,8 @@ def plan_memory(
     resident = sum(held.resident for held in states.values())
     resident += sum(FP32 * sizes[role].trained for role, use in uses.items() if use.averaged)
     leaving = sum(held.optimizer for held in states.values()) if needs.idle_states_leave else 0
-    host = sum(held.host for held in states.values()) + leaving
+    made = list(accumulate(held.host for held in states.values()))  # one engine after another
+    host = max(made[-1] + leaving, *(now + held.starting for now, held in zip(made, states.values(), strict=True)))
     if target.is_cpu:
         resident, host = resident + host, 0
     besides = bytes_of_libraries(target, ranks)

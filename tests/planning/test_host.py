@@ -12,10 +12,14 @@ from transformers import AutoTokenizer, OPTForCausalLM
 
 from pipeline.files import GIB
 from pipeline.planning.ladder import changes
-from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, MemoryPlan
+from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, MemoryPlan, page_locked
 from pipeline.planning.page import StagePlanner, fits, host_text
 
 WORDS = "--model_name_or_path 125m --per_device_train_batch_size 1 --max_seq_len 64"
+PPO = (
+    "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --max_answer_seq_len 16"
+    " --max_prompt_seq_len 16 --per_device_train_batch_size 1 --per_device_generation_batch_size 1"
+)
 
 
 def planned(folder: Path, words: str = WORDS, **target: object) -> tuple[StagePlanner, object]:
@@ -57,12 +61,22 @@ def test_buckets_on_a_cpu_are_no_larger_than_the_gradients_that_fill_them(tmp_pa
 
 
 def test_states_on_a_disk_leave_four_buffers_of_a_sub_group_on_the_host(tmp_path):
-    """In fp32, page-locked: of a million elements, or of all where a sub-group holds them."""
+    """In fp32, page-locked: of a million elements, or of all where a sub-group holds them; and gradients in 16 bits."""
     user = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}}
     (tmp_path / "ds.json").write_text(json.dumps(user), encoding="utf-8")
     words = f"{WORDS} --deepspeed_config {tmp_path / 'ds.json'} --sub_group_size"
     few, whole = (memory(tmp_path, f"{words} {size}", gpus=2, memory_gib=80) for size in (10**6, 10**9))
-    assert few.host == 2 * 4 * 4 * 10**6 and whole.host == 2 * 4 * 4 * whole.sizes["model"].weights / 2
+    weights = whole.sizes["model"].weights
+    assert few.host == 2 * 4 * 4 * 10**6 + 2 * weights and whole.host == (4 * 4 + 2) * weights
+
+
+def test_the_gradients_of_zero_stage_3_are_twice_on_the_host_while_an_engine_is_made(tmp_path):
+    """Page-locked ones are a copy of others, which leave again."""
+    words = f"{WORDS} --zero_stage 3 --offload true --dtype bf16 --pin_memory"
+    pinned, plain = (memory(tmp_path, f"{words} {way}", memory_gib=80) for way in ("true", "false"))
+    weights = plain.sizes["model"].weights
+    held = 12 * weights + page_locked(4 * weights) + page_locked(2 * weights)
+    assert plain.host == (12 + 4 + 2) * weights and pinned.host == held + 2 * weights
 
 
 BF16_STATES = '{"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}}'
@@ -98,14 +112,23 @@ def test_a_checkpoint_that_is_written_in_the_background_is_copied_to_the_host(
     assert said in host_text(plan, planner.target)
 
 
-def test_the_moving_average_is_copied_too_and_a_process_on_a_cpu_holds_its_copy(tmp_path):
-    words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --max_answer_seq_len 16"
-    words += " --max_prompt_seq_len 16 --per_device_train_batch_size 1 --per_device_generation_batch_size 1"
+@pytest.mark.parametrize("critic", ["none", "cpu"])
+def test_engines_are_made_one_after_another(tmp_path, critic):
+    """A critic that is offloaded takes more than the room which the actor's gradients left."""
+    ways = f"--actor_offload_optimizer cpu --critic_offload_optimizer {critic} --pin_memory true --dtype bf16"
+    words = f"{PPO} {ways} --actor_zero_stage 3 --critic_zero_stage 3"
+    (tmp_path / "target.yaml").write_text("memory_gib: 80", encoding="utf-8")
+    planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"), tmp_path)
+    plan = planner.memory(resolved)
+    held, last = plan.states, "actor" if critic == "none" else "critic"
+    assert plan.host == held["actor"].host + held["critic"].host + 2 * plan.sizes[last].trained
 
+
+def test_the_moving_average_is_copied_too_and_a_process_on_a_cpu_holds_its_copy(tmp_path):
     def plan_of(flags: str, **target: object) -> MemoryPlan:
         file = tmp_path / "target.yaml"
         file.write_text(json.dumps({"memory_gib": 80, **target}), encoding="utf-8")
-        planner, resolved = planner_of("ppo", f"{words} --enable_ema true {flags}", str(file), tmp_path)
+        planner, resolved = planner_of("ppo", f"{PPO} --enable_ema true {flags}", str(file), tmp_path)
         return planner.memory(resolved)
 
     for stage, averages in ((1, 4), (3, 4 / 2)):  # two machines with a half each, but for what is not partitioned

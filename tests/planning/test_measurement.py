@@ -195,7 +195,8 @@ def test_fused_norms_keep_their_input_alone(folders, monkeypatch):
     assert plain.peak - fused.peak > 3 * norms * tokens  # at least a rounded copy and a part of the fp32 ones for each
     assert sum(plain.kernels.values()) - sum(fused.kernels.values()) > 5 * norms
     x = torch.randn(3, 4, requires_grad=True)
-    saved = KeepsInput.apply(x, torch.ones(4)).grad_fn.saved_tensors
+    out = KeepsInput.apply(x, torch.ones(4))
+    saved = out.grad_fn.saved_tensors
     assert saved[0] is x and len(saved) == 2
     with PassCounter([x]) as counter:
         KeepsInput.apply(x, torch.ones(4)).backward(torch.ones(3, 4))
