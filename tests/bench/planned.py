@@ -62,11 +62,20 @@ def ppo(models: str, micro: int, steps: int, zero_stage: int, rest: str = "") ->
     )
 
 
+def gpt2_xl(zero_stage: int, rest: str = "") -> str:
+    return (
+        f"--model_name_or_path gpt2-xl --zero_stage {zero_stage} --per_device_train_batch_size 8 "
+        f"--gradient_accumulation_steps 1 --max_seq_len 512 {rest}"
+    )
+
+
 SUPERVISED = "--zero_stage 2 --per_device_train_batch_size 16 --gradient_accumulation_steps 4"
 LLAMA_3 = "--actor_model_name_or_path llama-3-8b --critic_model_name_or_path llama-3-1b"
 QWEN = "--actor_model_name_or_path qwen2.5-1.5b --critic_model_name_or_path qwen2.5-0.5b"
 LORA_8B = ppo(LLAMA_3, 16, 4, 2, "--actor_lora_dim 64")
 LORA_7B = ppo(LLAMA, 4, 16, 2, "--actor_lora_dim 64")
+STRATEGIES, OF_TWO = "raw/strategies_h200_202611", "raw/strategies_h200x2_202611"
+ALL_ON_HOST = "--offload true --offload_parameters true"
 CHECKPOINTING = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
 # The last one was measured while a planner was wished for; its other settings are those of the benchmark's rows.
 RUNS = (
@@ -96,24 +105,25 @@ RUNS = (
         "raw/ppo_h200_202611_llama_3_8b", "train", seconds=(1.832, 2.181, 2.629)),
     Run("PPO, Qwen2.5-1.5B, critic 0.5B", "ppo", H200, ppo(QWEN, 32, 2, 2), 75.528,
         "raw/ppo_h200_202611_qwen2_5_1_5b", seconds=(0.601, 0.538, 0.882)),
+    Run("SFT, GPT-2-XL, ZeRO-0", "sft", H200, gpt2_xl(0), 37.8, STRATEGIES, seconds=(0.187,)),
+    Run("SFT, GPT-2-XL, ZeRO-1", "sft", H200, gpt2_xl(1), 37.3, STRATEGIES, seconds=(0.160,)),
+    Run("SFT, GPT-2-XL, ZeRO-2", "sft", H200, gpt2_xl(2), 37.3, STRATEGIES, seconds=(0.152,)),
+    Run("SFT, GPT-2-XL, ZeRO-3", "sft", H200, gpt2_xl(3), 41.2, STRATEGIES, seconds=(0.221,)),
+    Run("SFT, GPT-2-XL, ZeRO-3, all on the host", "sft", H200, gpt2_xl(3, ALL_ON_HOST), 19.9, STRATEGIES),
+    Run("SFT, GPT-2-XL, ZeRO-0", "sft", TWO, gpt2_xl(0), 37.8, OF_TWO, seconds=(0.195,)),
+    Run("SFT, GPT-2-XL, ZeRO-1", "sft", TWO, gpt2_xl(1), 28.6, OF_TWO, seconds=(0.159,)),
+    Run("SFT, GPT-2-XL, ZeRO-3", "sft", TWO, gpt2_xl(3), 32.5, OF_TWO, seconds=(0.236,)),
+    Run("SFT, GPT-2-XL, ZeRO-3, all on the host", "sft", TWO, gpt2_xl(3, ALL_ON_HOST), 20.0, OF_TWO),
     Run("PPO, Llama-7B, critic 1B, ZeRO-3, checkpointing", "ppo", FOUR,
         ppo(LLAMA, 4, 16, 3, f"--old_log_probs sampler --max_answer_seq_len 1024 {CHECKPOINTING}"), 105.0, "one run"),
 )  # fmt: skip
 
-OFFLOAD, STRATEGIES = "raw/offload_h200_202611", "raw/strategies_h200_202611"
+OFFLOAD = "raw/offload_h200_202611"
 OLD_LOG_PROBS = OPT.replace("sampler", "trainer")
 BATCH_128 = ("generation_batch_size 64", "generation_batch_size 128")
 
-
-def gpt2_xl(zero_stage: int) -> str:
-    return (
-        f"--model_name_or_path gpt2-xl --zero_stage {zero_stage} --per_device_train_batch_size 8 "
-        "--gradient_accumulation_steps 1"
-    )
-
-
-# Runs whose times are compared beside those of RUNS. Those of GPT2-XL and of OFFLOAD were made while other runs were at
-# work on other GPUs of the machine.
+# Runs whose times are compared beside those of RUNS. Those of OFFLOAD, and ZeRO-2 on two GPUs, were made while other
+# runs were at work on the machine.
 TIMES = (
     Run("PPO, OPT-1.3B, micro-batch 64", "ppo", H200, ppo(OPT, 64, 1, 2), 0, "raw/ppo_h200_202611_training",
         seconds=(0.689, 0.221, 0.600)),
@@ -127,11 +137,7 @@ TIMES = (
         "raw/ppo_h200_202611_qwen2_5_1_5b_batch_128", seconds=(0.749, 1.073, 1.708)),
     Run("PPO, OPT-1.3B, micro-batch 32, ZeRO-2", "ppo", FOUR, ppo(OPT, 32, 2, 2), 0, "raw/ppo_h200x4_202611_zero3",
         seconds=(0.689, 0.226, 0.646)),
-    Run("SFT, GPT2-XL, micro-batch 8, ZeRO-0", "sft", H200, gpt2_xl(0), 0, STRATEGIES, seconds=(0.209,)),
-    Run("SFT, GPT2-XL, micro-batch 8, ZeRO-1", "sft", H200, gpt2_xl(1), 0, STRATEGIES, seconds=(0.153,)),
-    Run("SFT, GPT2-XL, micro-batch 8, ZeRO-3", "sft", H200, gpt2_xl(3), 0, STRATEGIES, seconds=(0.269,)),
-    Run("SFT, GPT2-XL, micro-batch 8, ZeRO-2", "sft", TWO, gpt2_xl(2), 0, "raw/strategies_h200x2_202611",
-        seconds=(0.219,)),
+    Run("SFT, GPT-2-XL, ZeRO-2", "sft", TWO, gpt2_xl(2), 0, OF_TWO, seconds=(0.219,)),
     Run("SFT, OPT-1.3B, another machine", "sft", H200, f"--model_name_or_path 1.3b {SUPERVISED}", 0, OFFLOAD,
         seconds=(0.544,)),
     Run("SFT, OPT-1.3B, ZeRO-3", "sft", H200, f"--model_name_or_path 1.3b {SUPERVISED}".replace("stage 2", "stage 3"),
