@@ -51,9 +51,10 @@ def with_checkpoint(
     """Return the plan with the host memory of a checkpoint that is written, on the machine of the first rank.
 
     `--save_in_background` copies all that is written: each rank its partition, or the first one what is not
-    partitioned. Moments in 8 bits are made fp32 on the host in any case.
+    partitioned. Moments in 8 bits are made fp32 on the host in any case. A process on a CPU holds its own share in each
+    phase, and what the first one alone writes is told of the machine.
     """
-    background, own, machine = config.run.save_in_background, 0, 0
+    background, own, machine = config.run.save_in_background, 0, 0  # bytes of each process, and of all
     for use in models if config.run.keep_checkpoints else ():
         if not use.trained:
             continue
@@ -64,11 +65,11 @@ def with_checkpoint(
         average = FP32 if background and use.averaged else 0
         for num_bytes, lowest in ((each, 1), (average, 3)):  # bytes a weight, the lowest ZeRO stage that partitions it
             elements, writers = (share, plan.per_host) if stage >= lowest else (size.trained, 1)
-            own += num_bytes * elements
+            own += num_bytes * elements if writers == plan.per_host else 0
             machine += num_bytes * elements * writers
     if plan.on_cpu:
         phases = {name: replace(peak, states=peak.states + own) for name, peak in plan.phases.items()}
-        return replace(plan, phases=phases, checkpoint=machine)
+        return replace(plan, phases=phases, host=plan.host + machine - own * plan.per_host, checkpoint=machine)
     return replace(plan, host=plan.host + machine, checkpoint=machine)
 
 

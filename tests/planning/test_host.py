@@ -141,6 +141,24 @@ def test_the_moving_average_is_copied_too_and_a_process_on_a_cpu_holds_its_copy(
     assert more == saved.checkpoint == 12 * (actor + critic) + 4 * actor and saved.host == 0
 
 
+@pytest.mark.parametrize("stage, averages", [(0, 4), (1, 4), (3, 4 / 2)])
+def test_of_processes_on_a_cpu_each_copies_its_partition_and_the_first_one_what_has_none(tmp_path, stage, averages):
+    def plan_of(flags: str) -> MemoryPlan:
+        words = f"{PPO} --enable_ema true --actor_zero_stage {stage} --critic_zero_stage {stage} {flags}"
+        (tmp_path / "target.yaml").write_text("name: CPU\nmemory_gib: 80\ngpus: 2", encoding="utf-8")
+        planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"), tmp_path)
+        return planner.memory(resolved)
+
+    plain, saved = (plan_of(f"--save_in_background {value}") for value in ("false", "true"))
+    actor, critic = (saved.sizes[role].trained for role in ("actor", "critic"))
+    copied = 12 * (actor + critic) + 4 * actor
+    assert saved.checkpoint == pytest.approx(copied, abs=64)
+    assert saved.on_host[0] - plain.on_host[0] == saved.checkpoint
+    share = 6 * (actor + critic) if stage else 0
+    more = saved.phases["train"].states - plain.phases["train"].states
+    assert more == pytest.approx(share + (averages * actor if stage == 3 else 0), abs=64)
+
+
 def test_gpus_fit_only_where_the_host_has_memory_for_their_processes(tmp_path):
     """Eight processes of 2 GiB are 16 GiB."""
     for host_gib, does_fit in ((15.9, False), (16.1, True)):
