@@ -105,13 +105,22 @@ def target_of(plan: Plan) -> Target | None:
 
 
 def on_target(plan: Plan) -> Plan:
-    """Return the plan with the launcher's flags for the hardware of `--target`, if it is given. Raises InputError."""
+    """Return the plan with the launcher's flags for the hardware of `--target`, if it is given; name those it replaces.
+
+    Raises:
+        InputError: see `parse_target`.
+    """
     if (target := target_of(plan)) is None:
         return plan
-    several = target.hosts > 1
+    several, described = target.hosts > 1, plan.chosen[0].resolved.config.run.target
     kind = "multi_node" if several else "single_node" if target.gpus > 1 else "single_gpu"
     changes = {name: getattr(TrainConfig(), name) for name in (("include", "exclude") if several else HOST_FLAGS)}
     changes |= {"deployment_type": kind, "num_gpus": target.gpus if target.num_gpus > 1 else 0}
+    for name in sorted(plan.given & changes.keys()):
+        found, planned = getattr(plan.config, name), changes[name]
+        if found != planned:
+            how = f"planned with {planned}" if planned else "planned without it"
+            print(f"note: --{name.replace('_', '-')} {found} does not go with --target {described}: {how}")
     if several and not plan.config.hostfile:
         changes["hostfile"] = HOSTFILE
         print(f"note: {HOSTFILE} stands for a file of {target.hosts} lines `name slots={target.gpus}`")

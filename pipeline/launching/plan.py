@@ -54,10 +54,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All three stages, also those that are not to run: later ones read their output."""
+    """All three stages, also those that are not to run: later ones read their output. given: own flags that were."""
 
     config: TrainConfig
     stages: dict[int, Stage]
+    given: frozenset[str]
 
     @property
     def chosen(self) -> list[Stage]:
@@ -75,7 +76,7 @@ def make_plan(argv: list[str], kinds: Mapping[int, StageKind], *, prog: str) -> 
     words, overrides = split_overrides(argv, [kind.section for kind in kinds.values()])
     own, common = split_common(words)
     config_file = "".join(dict(scan(own)).get("config", [])[-1:])
-    config, errors = train_config(own, config_file, prog)
+    config, given, errors = train_config(own, config_file, prog)
     chosen = {number: kinds[number] for number in sorted(set(config.step))}
     problems = [why_not_common(flag[0], kinds, chosen) for flag in common]
     errors += filter(None, problems)
@@ -92,7 +93,7 @@ def make_plan(argv: list[str], kinds: Mapping[int, StageKind], *, prog: str) -> 
             errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
-    return Plan(config, stages)
+    return Plan(config, stages, given)
 
 
 def is_common(name: str, stages: Collection[Names]) -> bool:
@@ -130,8 +131,10 @@ def why_not_common(word: str, kinds: Mapping[int, StageKind], chosen: Mapping[in
     return f"{given}: unknown flag{nearest('--' + name, valid)}"
 
 
-def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, list[str]]:
-    """Return (own configuration, error lines); the defaults if there are errors, so that the stages can be checked.
+def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, frozenset[str], list[str]]:
+    """Return (own configuration, flags that were given, error lines).
+
+    The defaults if there are errors, so that the stages can be checked.
 
     Raises:
         InputError: the --config file is not usable, which each stage would report again.
@@ -142,13 +145,14 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     if "preset" in dict(scan(own)):
         errors.append("--preset: presets follow --actor-model and --reward-model; give --config FILE")
         own = without_flag(own, "preset")
-    config = TrainConfig()
+    config, given = TrainConfig(), frozenset[str]()
     try:
-        config = parse(TrainConfig, own, section="train", prog=prog, help_maker=short_help).config
+        resolved = parse(TrainConfig, own, section="train", prog=prog, help_maker=short_help)
+        config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if origin != "default")
         errors += contradictions(config)
     except InputError as error:
         errors += str(error).splitlines()
-    return with_reward_model(TrainConfig() if errors else config), errors
+    return with_reward_model(TrainConfig() if errors else config), given, errors
 
 
 def has_sections(config_file: str) -> bool:
