@@ -1,4 +1,4 @@
-"""Exit codes of a run, the errors that carry them, and their lines on stderr."""
+"""Exit codes of a run, the errors that carry them, their lines on stderr, and words that many lines need."""
 
 import difflib
 import sys
@@ -60,3 +60,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `; did you mean X?` for the valid name that is nearest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 rank`, `2 ranks`, `2 batches`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"

@@ -16,7 +16,7 @@ from pipeline.configuration.groups import (
     OptimizerConfig,
 )
 from pipeline.configuration.run_flags import RunConfig
-from pipeline.errors import InputError
+from pipeline.errors import InputError, counted
 from pipeline.generation.options import why_not_streamed
 
 
@@ -250,7 +250,8 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
     sampling, partitioned = config.sampling, config.actor.partitioned == "weights"
     size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:
-        errors.append(f"--inference_tp_size {size}: must divide the {ranks} ranks; give {math.gcd(size, ranks)}")
+        divisor = math.gcd(size, ranks)
+        errors.append(f"--inference_tp_size {size}: must divide the {counted(ranks, 'rank')}; give {divisor}")
     if size > 1 and backend not in ("auto", "fused"):
         errors.append(f"--inference_tp_size {size}: needs the fused backend, found {backend}")
     reason = why_not_streamed(partitioned=partitioned, ranks=ranks, tensor_parallel_size=size, backend=backend)

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
+from pipeline.errors import counted
 from pipeline.generation.backends import CACHE_MEMORY_FRACTION
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, GROUP_BYTES, MAX_PREFILL_TOKENS, cache_bytes_per_token
 from pipeline.models.architecture import Architecture, Rows, UnsupportedModel, linear_of, read_architecture
 from pipeline.planning.measurement import build, count_pass, model_size, planned_config
-from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, counted, step_arithmetic
+from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
 from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
 from step3_ppo.config import PPOConfig
@@ -22,7 +23,7 @@ def needs(config: PPOConfig, made: Mapping[str, str], dtype: str, ranks: int) ->
     return StageNeeds(
         models=models,
         phases={
-            "generate": [prefill(config)],
+            "generate": [prefill(config, models[0], dtype)],
             "score": scoring(config, roles),
             "train": updates(config),
         },
@@ -51,11 +52,15 @@ def models_of(config: PPOConfig, made: Mapping[str, str]) -> list[ModelUse]:
     return models
 
 
-def prefill(config: PPOConfig) -> Pass:
-    """Return the first pass over prompts: as many as there are slots, within the limit of a prefill."""
+def prefill(config: PPOConfig, actor: ModelUse, dtype: str) -> Pass:
+    """Return the first pass over prompts: as many as there are slots, within the limit of a prefill.
+
+    Only the fused backend merges adapters: the others run the module that is trained.
+    """
     length = config.data.max_prompt_seq_len
     rows = min(num_slots(config), max(1, MAX_PREFILL_TOKENS // length))
-    merged = bool(config.actor.lora_dim) and merges_adapters(config)
+    adapted = config.actor.lora_dim and merges_adapters(config)
+    merged = bool(adapted) and fused_architecture(config, actor, dtype) is not None
     return Pass("actor", rows, length, rows, times=-(-num_responses(config) // rows), without_adapters=merged)
 
 
@@ -89,7 +94,7 @@ def updates(config: PPOConfig) -> list[Pass]:
 
 
 def merges_adapters(config: PPOConfig) -> bool:
-    """Return whether a rollout samples with adapters of LoRA merged into the weights."""
+    """Return whether the fused backend samples with adapters of LoRA merged into the weights."""
     return config.sampling.merge_lora_for_generation and config.actor.quantization == "none"
 
 
@@ -179,9 +184,10 @@ def batch_lines(config: PPOConfig, ranks: int) -> list[str]:
     rows = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * ranks
     length = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     steps = responses * config.ppo.ppo_epochs // rows
+    batches = counted(sampling.generation_batches, "generation batch")
     return [
-        f"{counted(prompts, 'prompt')} x {counted(samples, 'sample')} x {sampling.generation_batches} generation "
-        f"batches x {counted(ranks, 'rank')} = {counted(responses, 'response')} a rollout",
+        f"{counted(prompts, 'prompt')} x {counted(samples, 'sample')} x {batches} x {counted(ranks, 'rank')} = "
+        f"{counted(responses, 'response')} a rollout",
         step_arithmetic(optimizer, ranks, f"responses of up to {length} tokens"),
         f"{counted(responses, 'response')} x {counted(config.ppo.ppo_epochs, 'epoch')} / {counted(rows, 'row')} = "
         f"{counted(steps, 'optimizer step')} a rollout",

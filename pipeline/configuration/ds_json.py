@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, READ_AT, REFUSED, check_keys
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag
 from pipeline.configuration.redact import shown
-from pipeline.errors import InputError
+from pipeline.errors import InputError, counted
 
 Json = dict[str, Any]
 
@@ -290,6 +290,6 @@ def check_ranks(config: Json, world_size: int, source: str) -> None:
                 fitting.append(f"--{flag} {found // rest}")
         raise InputError(
             f"{source}: train_batch_size: found {found}, but --per_device_train_batch_size {micro} x"
-            f" --gradient_accumulation_steps {accumulation} x {world_size} ranks = {wanted};"
+            f" --gradient_accumulation_steps {accumulation} x {counted(world_size, 'rank')} = {wanted};"
             f" right are {' or '.join(fitting)}"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
+from pipeline.errors import counted
 
 SHARED = "inference_tp_size"  # of stage 3
 
@@ -31,7 +32,7 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     rows = values["per_device_train_batch_size"] * ranks  # of all ranks between two accumulations
     steps = max(1, round(target / rows))
     changed = {"gradient_accumulation_steps": steps}
-    origin = f"--train_batch_size {target} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    origin = f"--train_batch_size {target} on {counted(ranks, 'rank')}"
     if origins.get("generation_batches") in ("default", origin):  # the ladder derives it again, for other micro-batches
         prompts = values["per_device_generation_batch_size"] * values["num_samples_per_prompt"]
         per_step = values["per_device_train_batch_size"] * steps
@@ -50,7 +51,7 @@ def with_sharing(resolved: Resolved, ranks: int) -> Resolved:
     size = values.get(SHARED, 1)
     if ranks % size == 0 or origins[SHARED] == COMMAND_LINE:  # else a mistake, which the stage refuses
         return resolved
-    values[SHARED], of_ranks = gcd(size, ranks), f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
+    values[SHARED], of_ranks = gcd(size, ranks), counted(ranks, "rank")
     note = f"--{SHARED} {values[SHARED]} in place of {size} ({origins[SHARED]}), which does not divide {of_ranks}"
     origins[SHARED] = f"--{SHARED} {size} on {of_ranks}"
     config: Any = validated(type(resolved.config), values, origins)
@@ -63,6 +64,6 @@ def difference(values: dict[str, Any], origins: dict[str, str], ranks: int, step
     fitting = [size for size in range(1, micro) if target % (size * ranks) == 0]
     hint = f"; --per_device_train_batch_size {fitting[-1]} keeps it" if fitting else ""
     return (
-        f"an optimizer step takes {steps * micro * ranks} rows ({ranks} ranks x {micro} x {steps}), but the settings "
-        f"are meant for --train_batch_size {target} ({origins['train_batch_size']}){hint}"
+        f"an optimizer step takes {steps * micro * ranks} rows ({counted(ranks, 'rank')} x {micro} x {steps}), but the "
+        f"settings are meant for --train_batch_size {target} ({origins['train_batch_size']}){hint}"
     )

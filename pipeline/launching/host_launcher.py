@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.console import outlive_console
-from pipeline.errors import EXIT_FAULT, EnvironmentFault, RunError, print_error
+from pipeline.errors import EXIT_FAULT, EnvironmentFault, RunError, counted, print_error
 from pipeline.launching.host_agent import SETTLE_S, Message, write_end
 from pipeline.launching.machine import hosts_of_launcher
 from pipeline.run.layout import lock_file
@@ -152,10 +152,9 @@ class Launcher:
         for host in self.hosts:
             same, gpus = host.said["facts"]["same"], host.said["facts"]["gpus"]
             folder = "shared with the first host" if host.said["shared"] else "on a disk of its own"
-            words = ", ".join(f"{name} {value}" for name, value in same.items())
-            print(
-                f"{host.name}: {gpus} GPUs, {len(host.ranks)} ranks, {words}; {self.run_dir.name}: {folder}", flush=True
-            )
+            words = [counted(gpus, "GPU"), counted(len(host.ranks), "rank")]
+            words += [f"{name} {value}" for name, value in same.items()]
+            print(f"{host.name}: {', '.join(words)}; {self.run_dir.name}: {folder}", flush=True)
         module, self.command = self.command[1], ["--module", "pipeline.run.measure_device"]
         if not self.flags.no_ssh:
             self.start()
@@ -164,7 +163,7 @@ class Launcher:
                     "the ranks of the hosts do not reach each other, their words are above: name the network by "
                     "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) and --master-addr, and open its ports"
                 )
-        print(f"{len(self.hosts)} hosts can run {module}; nothing was started", flush=True)
+        print(f"{counted(len(self.hosts), 'host')} can run {module}; nothing was started", flush=True)
         return 0
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import EnvironmentFault, InputError, nearest
+from pipeline.errors import EnvironmentFault, InputError, counted, nearest
 
 # A name that began with a dash would be an option to ssh.
 HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
@@ -71,10 +71,12 @@ def check_device_count(asked: int) -> None:
     """Raise EnvironmentFault for more ranks than GPUs; without GPUs, for more processes than cores."""
     if gpus := count_gpus():
         if asked > gpus:
-            raise EnvironmentFault(f"--num-gpus: found {asked}, but {gpus} GPUs are visible here; give at most {gpus}")
+            here = f"{counted(gpus, 'GPU')} {'is' if gpus == 1 else 'are'} visible here"
+            raise EnvironmentFault(f"--num-gpus: found {asked}, but {here}; give at most {gpus}")
     elif asked > (cores := len(os.sched_getaffinity(0))):
         raise EnvironmentFault(
-            f"--num-gpus: found {asked}, but this machine has no GPU and {cores} cores; give at most {cores} processes"
+            f"--num-gpus: found {asked}, but this machine has no GPU and {counted(cores, 'core')}; "
+            f"give at most {counted(cores, 'process')}"
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.configuration.groups import ModelConfig, OptimizerConfig
+from pipeline.errors import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,3 @@ def step_arithmetic(optimizer: OptimizerConfig, ranks: int, rows: str) -> str:
     micro, accumulation = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps
     product = f"micro-batch {micro} x {accumulation} accumulated x {counted(ranks, 'rank')}"
     return f"{product} = {micro * accumulation * ranks} {rows} an optimizer step"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return `1 rank`, `2 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flags import Resolved
+from pipeline.errors import counted
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import nvme_files, outputs, with_checkpoint, without_room
 from pipeline.planning.duration import phase_seconds, renewal_seconds, waiting_seconds
 from pipeline.planning.exchange import exchange_seconds, waiting_share
 from pipeline.planning.memory import PROCESS_BESIDE_GPU, UNUSED_REST, MemoryPlan, plan_memory
-from pipeline.planning.needs import StageNeeds, counted
+from pipeline.planning.needs import StageNeeds
 
 NeedsOf = Callable[..., StageNeeds]
 JsonsOf = Callable[[Resolved], Mapping[str, Json]]
@@ -87,7 +88,7 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
     if num_steps:
         run = resolved.config.run
         why = "--max_steps" if run.max_steps else f"about; --num_train_epochs {run.num_train_epochs:g}"
-        rollouts = f" in {-(-num_steps // needs.steps_each)} rollouts" if needs.rollout else ""
+        rollouts = f" in {counted(-(-num_steps // needs.steps_each), 'rollout')}" if needs.rollout else ""
         lines.append(f"  steps    {num_steps} of the optimizer{rollouts} ({why})")
     lines += [
         *phase_lines(plan),
@@ -175,7 +176,7 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
     total = f"{' to '.join(map(gib, plan.on_host))} GiB of {machine}"
     if target.host_memory:
         total += f"'s {gib(target.host_memory)}"
-    processes = "1 process" if plan.per_host == 1 else f"{plan.per_host} processes"
+    processes = counted(plan.per_host, "process")
     copied = f"{gib(plan.checkpoint)} for a checkpoint, " if plan.checkpoint else ""
     if plan.on_cpu:
         return f"{total}: {copied}{processes}"
@@ -192,7 +193,7 @@ def time_lines(
     if not seconds:
         return []
     phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
-    run = f", {num_steps} steps {run_text(sum(seconds.values()) / needs.steps_each * num_steps)}" if num_steps else ""
+    run = f", {counted(num_steps, 'step')} {run_text(sum(seconds.values()) / needs.steps_each * num_steps)}" if num_steps else ""
     whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
     line = f"  time     {phases}{whole}{run}: not measured; by the device's speeds and shares that an H200 reached"
     return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]

@@ -145,7 +145,7 @@ REFUSED = {
     ),
     "ranks that are not there": (
         {"generation_engine": "fused", "inference_tp_size": 2},
-        "--inference_tp_size 2: must divide the 1 ranks",
+        "--inference_tp_size 2: must divide the 1 rank",
     ),
 }
 

@@ -59,7 +59,7 @@ def test_hosts_that_are_alike_pass_and_their_network_is_measured(check):
     done = check()
     assert done.returncode == 0, done.stderr
     first, second, last = done.stdout.splitlines()
-    assert first.startswith("a: 0 GPUs, 1 ranks, python 3.") and second.startswith("b: 0 GPUs, 1 ranks, python 3.")
+    assert first.startswith("a: 0 GPUs, 1 rank, python 3.") and second.startswith("b: 0 GPUs, 1 rank, python 3.")
     assert last == "2 hosts can run step1_sft.main; nothing was started"
     line = r"^all-reduce of (.+) GiB over 2 ranks: (.+) ms, each sends (.+) GB/s$"
     size, ms, sent = map(float, re.findall(line, done.stderr, re.MULTILINE)[0])

@@ -301,11 +301,29 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
     assert train(tmp_path, *TINY, "--step", "3", STUB_OUTCOMES="0").returncode == 0
 
 
+def test_a_plan_for_a_target_names_the_launchers_flags_that_it_replaces(tmp_path):
+    def notes(*words: str) -> list[str]:
+        done = train(tmp_path, *TINY, "--step", "1", "--dry-run", *words)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if "--target" in line]
+
+    one = "note: --deployment-type single_gpu does not go with --target 2x8xH100: planned with multi_node"
+    assert notes("--target", "2x8xH100", "--deployment-type", "single_gpu") == [one]
+    assert notes("--target", "2x8xH100") == notes("--target", "1xH100", "--deployment-type", "single_gpu") == []
+    words = ("--deployment-type", "single_node", "--num-gpus", "4", "--include", "localhost:0")
+    assert notes("--target", "8xH100", *words[:4]) == [
+        "note: --num-gpus 4 does not go with --target 8xH100: planned with 8"
+    ]
+    assert notes("--target", "8xH100", *words[:2], *words[4:]) == [
+        "note: --include localhost:0 does not go with --target 8xH100: planned without it"
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: needs --actor_zero_stage 3"),
-        (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 1 ranks"),
+        (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 1 rank; give 1"),
         (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
         (("--ppo.offload_reward_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
     ],
@@ -323,7 +341,7 @@ def test_batch_arithmetic_of_the_users_json(tmp_path):
     assert good.returncode == 0, good.stderr
     assert ["zero_stage", "2", "ds.json"] in [line.split() for line in good.stdout.splitlines()]
     bad = train(tmp_path, *words)
-    assert bad.returncode == 2 and "train_batch_size: found 64" in bad.stderr and "x 1 ranks = 32" in bad.stderr
+    assert bad.returncode == 2 and "train_batch_size: found 64" in bad.stderr and "x 1 rank = 32" in bad.stderr
 
 
 def test_ptx_text_doubles_the_accumulation_that_the_users_json_may_name(tmp_path):

@@ -139,6 +139,13 @@ def test_a_decode_step_that_the_fused_backend_does_not_serve_has_the_kernels_of_
     kernels = sum(count_pass(needs.models[0], "bf16", step).kernels.values())
     assert needs.rollout.kernels_per_step == kernels > 32 * (7 + 2 + 8)
     assert needs.rollout.copied_bytes == 0
+    assert not needs.phases["generate"][0].without_adapters
+
+
+@pytest.mark.parametrize("words, merged", [("", True), ("--actor_quantization int8", False)])
+def test_the_fused_backend_computes_prompts_with_merged_adapters_but_beside_codes(words, merged, tmp_path):
+    planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200", tmp_path)
+    assert planner.needs(resolved).phases["generate"][0].without_adapters == merged
 
 
 def test_int8_codes_are_read_at_a_speed_of_their_own(tmp_path):

@@ -5,6 +5,7 @@ import re
 import runpy
 
 import pytest
+from bench.planned import planner_of
 from support.source_tree import ROOT
 
 from pipeline.configuration.flags import load_yaml
@@ -70,6 +71,17 @@ def test_a_known_model_is_planned_without_a_hub(tmp_path, monkeypatch, capsys):
 def test_a_plan_counts_the_disk_of_a_model_whose_weights_are_not_here(tmp_path, monkeypatch, capsys, words, line):
     """494,032,768 weights: 2 or 4 bytes each in a model, in a checkpoint three numbers in fp32."""
     assert f"\n  disk     {line}\n" in plan_of_qwen(tmp_path, monkeypatch, capsys, *words)
+
+
+def test_one_of_a_thing_is_not_said_in_the_plural(tmp_path):
+    words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --per_device_generation_batch_size 1"
+    for batches, said in (
+        (1, "1 prompt x 1 sample x 1 generation batch x 1 rank = 1 response a rollout"),
+        (2, "1 prompt x 1 sample x 2 generation batches x 1 rank = 2 responses a rollout"),
+    ):
+        more = f"--generation_batches {batches} --per_device_train_batch_size 1"
+        planner, resolved = planner_of("ppo", f"{words} {more}", "1xH100", tmp_path)
+        assert planner.needs(resolved).batch[0] == said
 
 
 def numbers_and_words(row: str) -> tuple[list[float], str]:
