@@ -143,10 +143,7 @@ def look_at_models(findings: Findings, models: Sequence[Any], made: Mapping[str,
     for model in models:
         for check in () if elsewhere else model.packages:
             findings.look(model.flag, check)
-        found = made.get(model.path)
-        if found is None:
-            found = findings.look(model.flag, partial(model_path, findings, model))
-        usable.append(found or "")
+        usable.append(findings.look(model.flag, partial(model_path, findings, model, made)) or "")
         for check in model.fits if all(usable) else ():
             findings.look(model.flag, check)
     if all(usable) and not findings.errors:
@@ -161,12 +158,20 @@ def model_in_reach(findings: Findings, path: str) -> str:
     return path if Path(path).expanduser().is_dir() or not findings.is_out_of_reach(path) else ""
 
 
-def model_path(findings: Findings, model: Any) -> str:
-    """Return the path of a start model, "" for a hub id out of reach. Raises InputError, EnvironmentFault."""
-    model.check_kind(model.path, model.flag)
-    path = model_in_reach(findings, model.path)
+def model_path(findings: Findings, model: Any, made: Mapping[str, str]) -> str:
+    """Return the path of a start model, or of what it will be made from; "" for one that is of no use or out of reach.
+
+    Raises:
+        InputError, EnvironmentFault: its files are no model of the right kind.
+    """
+    path = made.get(model.path)
+    if path is None:
+        model.check_kind(model.path, model.flag)
+        path = model_in_reach(findings, model.path)
     if path:
-        model.check_files()
+        from pipeline.models.loading import check_model
+
+        check_model(path, model.flag)
     return path
 
 

@@ -144,7 +144,8 @@ def size(num_bytes: int) -> str:
 def changes(planner: StagePlanner, resolved: Resolved) -> Iterator[Change]:
     """Yield each change that gives back what is missing, planned with those before it, until the plan fits.
 
-    After each one the cheapest are tried first again: activations may be the peak once states are small.
+    After each one the cheapest are tried first again: activations may be the peak once states are small. A micro-batch
+    is never raised again, since the first plan that fits is taken: `--auto_batch` finds the largest one beside it.
     """
     target, before = planner.target, planner.memory(resolved)
     while not fits(before, target):

@@ -193,7 +193,8 @@ def time_lines(
     if not seconds:
         return []
     phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
-    run = f", {counted(num_steps, 'step')} {run_text(sum(seconds.values()) / needs.steps_each * num_steps)}" if num_steps else ""
+    all_steps = sum(seconds.values()) / needs.steps_each * num_steps
+    run = f", {counted(num_steps, 'step')} {run_text(all_steps)}" if num_steps else ""
     whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
     line = f"  time     {phases}{whole}{run}: not measured; by the device's speeds and shares that an H200 reached"
     return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]

@@ -1,5 +1,6 @@
 """What would end a later stage is found before the first one starts, in the dry run too: models, rows, room."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, family in families.items():
         tokenizer.save_pretrained(folder / name)
         save_family(family, folder / name)
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(folder / "base", folder / "bare", ignore=ignored)
     write_lines(folder / "odd.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}])
     return folder
 
@@ -162,6 +165,10 @@ def test_a_stage_alone_may_take_earlier_ones_as_made():
     alone = {"ppo": configs()["ppo"]}
     assert look_before_start(alone, dry_run=True) != [], "they might be models of the hub"
     assert look_before_start(alone, dry_run=True, made={"out/sft": "base", "out/reward": "base"}) == []
+    with pytest.raises(InputError) as refused:
+        look_before_start(alone, dry_run=True, named_by_section=True, made={"out/sft": "bare", "out/reward": "base"})
+    missing = "bare holds no weights (no model.safetensors)"
+    assert str(refused.value) == f"--ppo.actor_model_name_or_path: {missing}"
     note = "not looked at (no network): org/model"
     assert look_before_start(alone, dry_run=True, made=dict.fromkeys(("out/sft", "out/reward"), "org/model")) == [note]
 
