@@ -44,7 +44,8 @@ def read_user_json(path: str | Path) -> Json:
     except (ValueError, RecursionError, InputError) as error:
         raise InputError(f"--deepspeed_config: {path}: {error}") from None
     if not isinstance(content, dict):
-        raise InputError(f"--deepspeed_config: {path}: found a {type(content).__name__}, wanted an object {{...}}")
+        found = "a list" if isinstance(content, list) else "a single value"
+        raise InputError(f"--deepspeed_config: {path}: found {found}, wanted an object {{...}}")
     check_keys(content, str(path))
     refuse_optimizer(content, str(path))
     content = usual_names(without_refused(content), str(path))

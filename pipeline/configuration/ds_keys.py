@@ -203,7 +203,8 @@ READ_AT = {
 }
 OFFLOAD_DEVICES, DTYPES = ("none", "cpu", "nvme"), ("fp32", "fp16", "bf16")
 # Keys whose value is one of a few words.
-CHOICES = {
+CHOICES: dict[str, tuple[object, ...]] = {
+    "zero_optimization.stage": (0, 1, 2, 3),
     "zero_optimization.offload_optimizer.device": OFFLOAD_DEVICES,
     "zero_optimization.offload_param.device": OFFLOAD_DEVICES,
     "data_types.grad_accum_dtype": DTYPES,
@@ -267,11 +268,13 @@ def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
             yield f"{inner}: found {value!r}, wanted a block {{...}}"
         elif kind != OTHER and not fits(value, kind):
             yield f"{inner}: found {value!r}, wanted {kind}"
+        elif kind == NUMBER and inner.startswith(("zero_optimization.", "aio.")) and not value >= 0:
+            yield f"{inner}: found {value!r}, wanted 0 or more"
         elif inner in ONLY and value != ONLY[inner][0]:
             right, reason = ONLY[inner]
             yield f"{inner}: found {value!r}, wanted {right!r}: {reason}"
         elif inner in CHOICES and value not in CHOICES[inner]:
-            *first, last = CHOICES[inner]
+            *first, last = map(str, CHOICES[inner])
             yield f"{inner}: found {value!r}, wanted {', '.join(first)} or {last}"
 
 

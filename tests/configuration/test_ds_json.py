@@ -121,6 +121,7 @@ def test_unknown_keys_at_every_level():
         ("{", "line 1: not JSON"),
         ('{\n "a": 1,\n}', "line 3: not JSON"),
         ("[]", "found a list, wanted an object"),
+        ("null", "found a single value, wanted an object"),
         ('{"bf16": {}, "bf16": {}}', "bf16: occurs twice in one block"),
         ('{"bf17": {}}', "did you mean bf16?"),
         ('{"bfloat16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16: both are enabled, wanted one"),
@@ -288,6 +289,6 @@ def test_the_json_contradicts_a_given_flag(tmp_path):
 
 def test_a_value_of_the_json_is_checked_like_a_flag(tmp_path):
     file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"stage": 4}}')
+    file.write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}')
     (line,) = refusal(parse, SFTConfig, ["--deepspeed_config", str(file)], section="sft")
-    assert line.startswith(f"--zero_stage: found 4 ({file}): wanted less than")
+    assert line.startswith(f"--reduce_bucket_size: found 0 ({file}): wanted greater than")
