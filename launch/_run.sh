@@ -43,8 +43,15 @@ while (($#)); do
     case "$name" in
         --num_gpus | --num_accelerators) num_gpus="$value" && continue ;;
         --include | -i | --exclude | -e) chosen=yes ;;
-        --master_port) port="$value" ;;
+        --master_port)
+            [[ $value =~ ^[0-9]{1,5}$ ]] && ((10#$value <= 65535)) || fail "$name: found '$value', wanted 0 to 65535"
+            port="$value"
+            ;;
         --launcher) backend="${value,,}" && continue ;;
+        --hostfile | -H | --num_nodes | --node_rank | --master_addr | --launcher_args | --ssh_port | --venv_script | \
+            --bind_core_list | --enable_each_rank_log | --log_level) ;;
+        --autotuning) [[ $value == tune || $value == run ]] || fail "$name: found '$value', wanted tune or run" ;;
+        *) fail "$name: not a flag of the launcher; those of the stage follow STEP" ;;
     esac
     launcher+=("$name" "$value")
 done
@@ -57,6 +64,10 @@ esac
 
 [[ " ssh srun pdsh openmpi mpich impi slurm mvapich " == *" $backend "* ]] ||
     fail "--launcher: found '$backend', wanted ssh, srun, pdsh or another one of DeepSpeed's"
+if [[ $backend == pdsh && $deployment == multi_node ]] && ! command -v pdsh >/dev/null; then
+    echo "error: --launcher pdsh: pdsh is not installed on this machine; install its package, or leave it out for ssh" >&2
+    exit 3
+fi
 [[ $num_gpus =~ ^([1-9][0-9]*)?$ ]] || fail "--num_gpus: found '$num_gpus', wanted a number from 1 on"
 
 # --- the Python of the environment ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ With `--dtype int8` it writes a model's linear layers as int8 codes: a base for 
 
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -91,3 +92,7 @@ def write_int8(path: str, output: Path) -> str:
     save_model(model, load_chat_tokenizer(path), output, dtype=dtype, documents=documents, config_changes=changes)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors")) / 2**30
     return f"{output}: {path} in int8, {size:.2f} GiB; train it with --quantization int8 and --lora_dim"
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.export"))

@@ -5,6 +5,7 @@ Of a base that is stored as codes, the weights are the values of the codes.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -178,3 +179,7 @@ def difference_lines(
             figures += f", same most likely token at {same:.0%} of {len(first)}"
         lines.append(f"  {figures}: {text[:40]!r}")
     return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.merge"))

@@ -11,6 +11,7 @@ import os
 import queue
 import random
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.console import outlive_console
-from pipeline.errors import EXIT_FAULT, EnvironmentFault, RunError, counted, print_error
+from pipeline.errors import EXIT_FAULT, EnvironmentFault, InputError, RunError, counted, print_error
 from pipeline.launching.host_agent import SETTLE_S, Message, write_end
 from pipeline.launching.machine import hosts_of_launcher
 from pipeline.run.layout import lock_file
@@ -49,6 +50,8 @@ class Host:
         self.code: int | None = None  # of its ranks' launcher, once it has ended
         self.heard_s = time.monotonic()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        if not shutil.which(command[0]):
+            raise EnvironmentFault(f"{name}: needs {command[0]}, which is not installed on this machine")
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -232,8 +235,8 @@ class Launcher:
 
 
 def parsed(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of DeepSpeed's launcher that count here, and the words that go on to its part on each host."""
-    parser = argparse.ArgumentParser("multi_node.sh", allow_abbrev=False, add_help=False)
+    """Return the launcher's flags that count here, and the words for its part on each host. Raises ArgumentError."""
+    parser = argparse.ArgumentParser("multi_node.sh", allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--launcher", default="ssh", choices=["ssh", "srun"])
     parser.add_argument("--launcher_args", default="", type=shlex.split)
     parser.add_argument("--ssh_port", type=int)
@@ -337,6 +340,8 @@ def main(words: list[str]) -> int:
     outlive_console()
     try:
         return Launcher(words).run()
+    except argparse.ArgumentError as error:
+        return print_error(InputError(f"{error.argument_name}: {error.message}"))
     except RunError as error:
         return print_error(error)
 

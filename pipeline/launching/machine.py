@@ -13,7 +13,7 @@ from typing import Literal
 from pipeline.errors import EnvironmentFault, InputError, counted, nearest
 
 # A name that began with a dash would be an option to ssh.
-HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d+)\s*(#.*)?", re.ASCII)
+HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d{1,4})\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
 PORT_POLL_S = 0.1
 NO_HOSTFILE = "/dev/null"  # launch/_run.sh names it where all ranks are on this machine
@@ -125,10 +125,15 @@ def corrected(line: str) -> str:
     name = re.match(r"[A-Za-z0-9][\w.-]*", line, re.ASCII)
     if not name or "=" in name[0] or line.startswith("slots"):
         return "`name slots=GPUS`, with a name that begins with a letter or digit"
-    if line.count("slots=") > 1:
+    rest = line[name.end() :]
+    if rest.count(":") > 1:
+        return "a name or an IPv4 address: DeepSpeed takes no address of IPv6"
+    if len(re.findall(r"\bslots=", rest)) > 1:
         return f"one host on each line, such as `{name[0]} slots=8`"
-    numbers = [number for number in re.findall(r"\d+", line[name.end() :]) if int(number)]
-    return f"`{name[0]} slots={numbers[0] if len(numbers) == 1 and '-' not in line[name.end() :] else 'GPUS'}`"
+    if also := re.match(r"\s+slots=([1-9]\d{0,3})\s+(\w+)=", rest, re.ASCII):
+        return f"`{name[0]} slots={also[1]}`: there is no {also[2]}"
+    numbers = re.findall(r"\b[1-9]\d{0,3}\b", rest, re.ASCII)
+    return f"`{name[0]} slots={numbers[0] if len(numbers) == 1 and not re.search('[-.]', rest) else 'GPUS'}`"
 
 
 def chosen_gpus(

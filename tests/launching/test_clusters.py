@@ -27,6 +27,8 @@ while :; do sleep 0.02; done
 SCONTROL_STUB = """#!/bin/bash
 [[ $* == "show hostnames n[1-2]" ]] && printf 'first\\nsecond\\n'
 """
+HARD_FOLDER = 'my "own" $HOME * folder'
+HARD_FLAGS = f"--output-dir '{HARD_FOLDER}'"
 TWO_OF_EIGHT = {"first": list(range(8)), "second": list(range(8))}
 
 
@@ -88,7 +90,9 @@ def test_skypilot(tmp_path):
     assert task["setup"].splitlines() == ["pip install -c constraints.txt ."]
     sky = {"SKYPILOT_NODE_IPS": "first\nsecond", "SKYPILOT_NUM_GPUS_PER_NODE": "8", **task["envs"]}
     assert planned(tmp_path, task["run"], SKYPILOT_NODE_RANK="1", **sky) is None
+    sky["FLAGS"] += f" {HARD_FLAGS}"
     config = planned(tmp_path, task["run"], SKYPILOT_NODE_RANK="0", **sky)
+    assert config.output_dir == HARD_FOLDER
     assert (config.launcher, config.actor_model) == ("ssh", "13b")
     assert hosts_of_launcher(launcher_words(config)) == TWO_OF_EIGHT
 
@@ -116,6 +120,8 @@ def test_kubeflow_trainer(tmp_path):
     torch |= {variable["name"]: variable["value"] for variable in trainer["env"]}
     config = planned(tmp_path, trainer["args"][0], **torch)
     assert (config.actor_model, config.output_dir) == ("13b", "/output")
+    torch["FLAGS"] += f" {HARD_FLAGS}"
+    assert planned(tmp_path, trainer["args"][0], **torch).output_dir == HARD_FOLDER
     assert launcher_words(config)[:3] == ["--no_ssh", "--node_rank", "1"] and num_ranks(launcher_words(config)) == 16
     assert (config.master_addr, config.master_port) == ("rlhf-node-0-0.rlhf", 29400)
 

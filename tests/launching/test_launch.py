@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from support.marks import slow_but
 from pipeline.errors import InputError
 from pipeline.launching.machine import num_ranks
 from pipeline.launching.plan import make_plan
+from pipeline.run.outcome import RUN_DIR
 from rlhf.train import STAGES as KINDS
 from rlhf.train import ranks_of
 
@@ -261,6 +263,10 @@ def test_works_from_a_folder_with_spaces(tmp_path):
         (("--num_gpus", "0", "1"), "--num_gpus: found '0', wanted a number from 1 on"),
         (("sft", "--seed", "1"), "STEP: found 'sft'"),
         (("--launcher", "pdhs", "1"), "--launcher: found 'pdhs', wanted ssh, srun, pdsh or another one of DeepSpeed's"),
+        (("--master_port", "abc", "1"), "--master_port: found 'abc', wanted 0 to 65535"),
+        (("--master_port", "65536", "1"), "--master_port: found '65536', wanted 0 to 65535"),
+        (("--zero_stage", "2", "1"), "--zero_stage: not a flag of the launcher; those of the stage follow STEP"),
+        (("--autotuning", "tume", "1"), "--autotuning: found 'tume', wanted tune or run"),
     ],
 )
 def test_wrong_step(tmp_path, words, message):
@@ -291,6 +297,40 @@ def test_flags_without_value_are_those_of_the_installed_launcher():
     assert switches == {"--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi",
                         "--save_pid", "--bind_cores_to_rank", "--quiet"}  # fmt: skip
     assert all(switch in script for switch in switches)
+    named = {name for block in blocks for name in re.findall(r'"(-[-\w]+)"', block)}
+    assert all(re.search(rf"(?<![-\w]){name}\b", script) for name in named), "the script refuses all others"
+
+
+@pytest.mark.parametrize(
+    ("words", "rc", "message"),
+    [
+        (("--ssh_port", "x"), 2, "error: --ssh_port: invalid int value: 'x'\n"),
+        (("--launcher", "srun"), 3, "error: far: needs srun, which is not installed on this machine\n"),
+        (("--launcher", "ssh"), 3, "error: far: needs ssh, which is not installed on this machine\n"),
+    ],
+)
+def test_what_reaches_the_hosts_is_looked_at_before(tmp_path, words, rc, message):
+    (tmp_path / "hosts").write_text("far slots=1\n")
+    command = ["-m", "pipeline.launching.host_launcher", *words, "--hostfile", "hosts", "--module", "step1_sft.main"]
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), RUN_DIR: str(tmp_path)}
+    (tmp_path / "run.lock").write_text("{}")
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (rc, message)
+
+
+def test_a_missing_pdsh_is_named(tmp_path):
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    script = str(ROOT / "launch/multi_node.sh")
+    done = subprocess.run(
+        ["bash", script, "--launcher", "pdsh", "--hostfile", "hosts", "1"], env={"PATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: --launcher pdsh: pdsh is not installed on this machine; install its package")
 
 
 def test_wrong_flags_are_refused_before_anything_starts(tmp_path):
