@@ -41,6 +41,7 @@ PRODUCTS, COPIES, LINKS = 0.80, 0.89, 0.69
 SAME_MEMORY = 0.1  # largest difference of a device's memory from its data sheet
 TARGET = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", re.ASCII)
 SPEEDS = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")  # as in DEVICES
+LIMIT = 1_000_000  # of each number of a description, and of all its GPUs: what is above is a slip
 FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
 
 
@@ -167,7 +168,7 @@ def parse_target(text: str) -> Target:
     if Path(text).suffix in (".yaml", ".yml", ".json") or Path(text).is_file():
         return target_of_file(Path(text))
     match = TARGET.fullmatch(text)
-    if not match or "0" in (match[1], match[2]):
+    if not match or not 0 < int(match[1] or 1) * int(match[2]) < LIMIT:
         raise InputError(f"--target {text}: wanted GPUSxDEVICE or HOSTSxGPUSxDEVICE (2x8xA100-40GB), or a YAML file")
     names = devices_called(match[3])
     if len(names) != 1:
@@ -200,9 +201,14 @@ def target_of_file(path: Path) -> Target:
         if name not in FIELDS:
             raise InputError(f"--target: {path}: {name}: unknown field{nearest(str(name), FIELDS)}")
         kind: Any = int if name in ("hosts", "gpus") else int | float
-        if name != "name" and not (isinstance(value, kind) and value > 0):
-            whole = "whole " if kind is int else ""
-            raise InputError(f"--target: {path}: {name}: found {value!r}, wanted a {whole}number above 0")
+        if name == "name" and not (isinstance(value, str) and value):
+            raise InputError(f"--target: {path}: name: found {value!r}, wanted the name of a device")
+        # To Python `true` is a whole number.
+        if name != "name" and not (isinstance(value, kind) and not isinstance(value, bool) and 0 < value < LIMIT):
+            wanted = f"a {'whole ' if kind is int else ''}number above 0 and below {LIMIT:,}"
+            raise InputError(f"--target: {path}: {name}: found {value!r:.40}, wanted {wanted}")
+    if content.get("hosts", 1) * content.get("gpus", 1) >= LIMIT:
+        raise InputError(f"--target: {path}: hosts x gpus: wanted fewer than {LIMIT:,} GPUs")
     name, memory = str(content.get("name", path.stem)), int(content["memory_gib"] * GIB)
     name = min(devices_called(name), key=lambda device: abs(DEVICES[device][0] * GIB - memory), default=name)
     sheet = DEVICES.get(name, (0,) + (0.0,) * len(SPEEDS))[1:]

@@ -100,6 +100,12 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
         ("memory_gib: 3\ngpu: 2", "--target: {file}: gpu: unknown field; did you mean gpus?"),
         ("memory_gib: -3", "--target: {file}: memory_gib: found -3, wanted a number above 0"),
         ("memory_gib: 8\ngpus: 1.5", "--target: {file}: gpus: found 1.5, wanted a whole number above 0"),
+        ("00xH100-80GB", "--target 00xH100-80GB: wanted GPUSxDEVICE"),
+        ("9999999999xH100-80GB", "--target 9999999999xH100-80GB: wanted GPUSxDEVICE"),
+        ("memory_gib: .inf", "--target: {file}: memory_gib: found inf, wanted a number above 0 and below 1,000,000"),
+        ("memory_gib: 8\ngpus: true", "--target: {file}: gpus: found True, wanted a whole number above 0"),
+        ("memory_gib: 8\ngpus: 5000\nhosts: 5000", "--target: {file}: hosts x gpus: wanted fewer than 1,000,000 GPUs"),
+        ("memory_gib: 8\nname:", "--target: {file}: name: found None, wanted the name of a device"),
     ],
 )
 def test_what_is_no_hardware_is_refused_in_one_line(tmp_path, text, line):
