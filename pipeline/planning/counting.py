@@ -81,7 +81,7 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
     if name in LOOK_UPS:
         return Kernel(0.0, 2 * written)
     if name.startswith(ATTENTION):
-        operations = attention_operations(name, args) / (2 if name in CAUSAL else 1)
+        operations = attention_operations(name, args)
     else:
         count = flop_registry.get(func._overloadpacket)
         operations = float(count(*args, **kwargs, out_val=out)) if count else 0.0
@@ -93,14 +93,14 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
 
 
 def attention_operations(name: str, args: Any) -> float:
-    """Return the operations of attention between all queries and keys; torch before 2.12 counts no grouped queries.
+    """Return the operations of attention between unmasked pairs; torch before 2.12 counts no grouped queries.
 
     Forward, scores and output are a product each. Backward, scores are made again, and each product has two gradients.
     """
     is_backward = name.endswith("_backward")
     query, key, value = args[is_backward : is_backward + 3]  # behind the gradient of the output
     width = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
-    return 2.0 * query.shape[:-1].numel() * key.shape[-2] * width
+    return (1.0 if name in CAUSAL else 2.0) * query.shape[:-1].numel() * key.shape[-2] * width
 
 
 def num_bytes(tensor: Tensor) -> int:

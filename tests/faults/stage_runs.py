@@ -107,11 +107,8 @@ def child(story: Story, out: str, words: list[str], rank: int, port: int, first:
     try:
         log = story.log(out)
         forks.write_output_to(log, log)
-        variables = forks.rank_variables(rank, story.ranks, port)
         if story.ranks > 1:
-            os.environ |= variables
-        else:  # of a test that was at work in this process when the server of forks was started
-            list(map(os.environ.pop, variables.keys() & os.environ.keys()))
+            os.environ |= forks.rank_variables(rank, story.ranks, port)
         if first is not None:
             first()
         code = importlib.import_module(f"{forks.PACKAGES[story.stage]}.main").main(words)

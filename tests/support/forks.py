@@ -42,6 +42,8 @@ def server_variables() -> Iterator[None]:
     before = dict(os.environ)
     paths = filter(None, [*PATHS, os.environ.get("PYTHONPATH")])  # Python 3.11 gives its server no sys.path
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    for name in os.environ.keys() & LAUNCHED:  # of a test that is at work in this process
+        del os.environ[name]
     if os.environ.get("DS_ACCELERATOR") != "cpu" and Path("/dev/nvidiactl").exists():
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep children from using CUDA
     else:
