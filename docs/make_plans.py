@@ -48,7 +48,8 @@ The names from 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's r
 ours after its neighbours. Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`; its `7b_mixz` is `llama-2-7b-lora`,
 without quantised weights under ZeRO-3. Chinese, Japanese and T5 are presets of stage 1 alone,
 planned as `bash launch/single_node.sh 1 --preset launch/presets/NAME.sft.yaml` with `--target`
-([how](running.md#models)); of T5, with everything in host memory, no time is planned.
+([how](running.md#models)); of T5, with everything in host memory, no time is planned, and times of Llama 2's reward
+models and of `llama-2-7b`'s PPO leave out what their offload adds.
 """
 
 

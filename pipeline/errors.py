@@ -64,4 +64,4 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return `1 rank`, `2 ranks`, `2 batches`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('tch', 'ss')) else 's'}"

@@ -66,7 +66,7 @@ def write_int8(path: str, output: Path) -> str:
     """Write the model at `path` with linear layers as int8 codes and fp32 scales; return a line that says so.
 
     The other weights have 16 bits, and so has what is quantised: fp32 is rounded to bf16 first.
-    Raises InputError for an adapter, for weights of fewer bits, and for an output that exists.
+    Raises InputError for an adapter, a run, weights of fewer bits, and for an output that exists.
     """
     from pipeline.checkpoints.model_card import settings_document, shareable
     from pipeline.checkpoints.model_folder import save_model
@@ -77,7 +77,10 @@ def write_int8(path: str, output: Path) -> str:
 
     if output.exists():
         raise InputError(f"--output: {output} exists; name a new folder")
-    if read_adapter_config(Path(path).expanduser()) is not None:
+    folder = Path(path).expanduser()
+    if (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
+        raise InputError(f"--dtype int8: takes a model, and {path} is of a run; export that without it, then its model")
+    if read_adapter_config(folder) is not None:
         raise InputError(f"--checkpoint: {path} is an adapter; `rlhf merge` makes a model of it first")
     check_model(path, "--checkpoint")
     source = load_config(path)

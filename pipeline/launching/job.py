@@ -79,7 +79,7 @@ def run_job(module: str, words: list[str], command: list[str], signals: Signals)
             return subprocess.call(command, env={**os.environ, RUN_DIR: str(run_dir.resolve())})
     again, variables = list[str](), dict[str, str]()
     with locked(run_dir) if is_first_host(command) else nullcontext():
-        if tuning or resolved.config.run.auto_fit or resolved.config.run.auto_batch:
+        if searches := bool(tuning or resolved.config.run.auto_fit or resolved.config.run.auto_batch):
             command = [*command, *chosen_words(resolved, section, command, signals)]
         if tuning == "tune":
             return errors.EXIT_DONE
@@ -89,7 +89,8 @@ def run_job(module: str, words: list[str], command: list[str], signals: Signals)
             check_nobody_left(run_dir)
             if is_first_host(command):
                 clear_outcomes(run_dir)
-            check_local_port(command, patience_s=ENDING_S if variables else 0.0)
+            # Ranks that were ended just now, by a search or before another start, may still hold it.
+            check_local_port(command, patience_s=ENDING_S if variables or searches else 0.0)
             job = Job(run_dir, [*command, *again], resolved.config.run.rank_timeout_s, variables, signals=signals)
             try:
                 verdict = job.supervise()

@@ -114,7 +114,8 @@ class Target:
     def __str__(self) -> str:
         hosts = f"{self.hosts} x " if self.hosts > 1 else ""
         gpus = f"({' + '.join(map(str, self.slots))})" if self.is_uneven else f"{hosts}{self.gpus}"
-        size = f"{self.memory / GIB:.1f} GiB each" if self.memory else "of unknown memory"
+        gib = self.memory / GIB
+        size = f"{gib:.{1 if gib >= 0.1 else 2}f} GiB each" if self.memory else "of unknown memory"
         return f"{gpus} x {self.name}, {size}"
 
 

@@ -104,9 +104,9 @@ def phase_seconds(
 ) -> Mapping[str, float]:
     """Return the seconds of each phase of a step, of stage 3 of a rollout with its steps, for rows of full length.
 
-    Empty where the target's speeds, or the work of a model, are not known.
+    Empty where the target's speeds, or the work of a model, are not known; its TFLOP/s are those of 16 bits.
     """
-    if not (target.tflops and target.tb_per_s):
+    if not (target.tflops and target.tb_per_s) or dtype == "fp32":
         return {}
     uses = {use.role: use for use in needs.models}
     if not all(training_work(build(use, dtype).model).weights for use in needs.models):

@@ -15,8 +15,8 @@ from pipeline.launching.target import Target
 from pipeline.models.partitions import GATHERED_SHARE_OF_DEVICE
 from pipeline.planning.measurement import ModelSize, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass, StageNeeds
+from pipeline.planning.offloaded import FP32, beside_optimizer, page_locked
 
-FP32 = 4
 MOMENTS, MOMENTS_8BIT = 8, 2 + 8 / 256  # AdamW's two: in fp32, and in 8 bits with a scale for 256
 # Expected and high, of what is beside the tensors of a process: the CUDA context with its kernels, NCCL's buffers where
 # there are several ranks (of an H200; a measured figure replaces the first, and the second keeps its distance), and the
@@ -41,7 +41,7 @@ class States:
     pass without gradients. gradients: from the first backward pass to the step; kept: those that ZeRO stage 3 holds
     always. buckets: of a backward pass. step: temporary bytes of the optimizer step, gradients in fp32 above all. host:
     in host memory; starting: there besides, while the engine is made. streams: gradients leave each parameter during
-    the backward pass (ZeRO stages 2 and 3), so that they never are whole.
+    the backward pass (ZeRO stages 2 and 3), so that they never are whole. average: the moving average.
     """
 
     weights: int
@@ -55,10 +55,11 @@ class States:
     host: int = 0
     starting: int = 0
     streams: bool = False
+    average: int = 0
 
     @property
     def resident(self) -> int:
-        return self.weights + self.optimizer + self.kept
+        return self.weights + self.optimizer + self.kept + self.average
 
 
 def device_of(zero: Json, key: str) -> str:
@@ -154,27 +155,13 @@ def training_states(
     return replace(held, streams=stage == 2)
 
 
-def beside_optimizer(size: ModelSize, zero: Json, share: int, gradient: int) -> tuple[int, int]:
-    """Return the bytes of host memory beside an optimizer of `share` weights there or on NVMe; and more at the start.
-
-    Gradients in fp32, or NVMe's buffers of sub-groups; at ZeRO stage 3 gradients of the backward pass too, of which
-    DeepSpeed makes a page-locked copy, below it the new weights on their way back. Page-locked blocks are rounded up,
-    below stage 3 the master weights are among them.
-    """
-    is_locked = zero["offload_optimizer"].get("pin_memory")
-    locked, group_size = page_locked if is_locked else int, min(share, zero.get("sub_group_size", 10**9))
-    if zero["stage"] < 3:
-        return 2 * locked(FP32 * share) - FP32 * share + locked(size.element * share), 0
-    whole, rest = divmod(share, group_size)
-    groups = whole * locked(FP32 * ((share - rest) // whole)) + locked(FP32 * rest)
-    if zero["offload_optimizer"]["device"] == "nvme":
-        groups = FP32 * zero["offload_optimizer"].get("buffer_count", 4) * group_size
-    return groups + locked(gradient * share), gradient * share if is_locked else 0
-
-
-def page_locked(num_bytes: int) -> int:
-    """Return what torch takes for a page-locked block of so many bytes: the next power of two."""
-    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+def with_average(held: States, size: ModelSize, engine: Json, *, ranks: int) -> States:
+    """Add the moving average, in fp32 beside the weights: at ZeRO stage 3 a rank has its share of both."""
+    zero = engine["zero_optimization"]
+    num_bytes = FP32 * (-(-size.trained // ranks) if zero["stage"] == 3 else size.trained)
+    if device_of(zero, "offload_param") == "none":
+        return replace(held, average=num_bytes)
+    return replace(held, host=held.host + num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +269,9 @@ def plan_memory(
         )
         for role, use in uses.items()
     }
+    for role in [role for role, use in uses.items() if use.averaged]:
+        states[role] = with_average(states[role], sizes[role], engines[role], ranks=ranks)
     resident = sum(held.resident for held in states.values())
-    resident += sum(FP32 * sizes[role].trained for role, use in uses.items() if use.averaged)
     leaving = sum(held.optimizer for held in states.values()) if needs.idle_states_leave else 0
     made = list(accumulate(held.host for held in states.values()))  # one engine after another
     host = max(made[-1] + leaving, *(now + held.starting for now, held in zip(made, states.values(), strict=True)))

@@ -97,7 +97,8 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
     times = planner.seconds(resolved, plan)
     if planner.target.memory and not planner.target.is_cpu:
         lines.append(f"  device   {planner.target.source}")
-    lines += time_lines(needs, plan, *times, num_steps) or [f"  time     {why_no_time(planner.target)}"]
+    is_measured, why_none = planner.target.measured is not None, why_no_time(planner.target, planner.dtype(resolved))
+    lines += time_lines(needs, plan, *times, num_steps=num_steps, is_measured=is_measured) or [f"  time     {why_none}"]
     return [*lines, disk_line(planner, resolved, plan)], plan
 
 
@@ -129,8 +130,11 @@ def model_lines(plan: MemoryPlan) -> list[str]:
     for role, size in plan.sizes.items():
         held = plan.states[role]
         counts = [f"{count / 1e6:,.1f}" for count in (size.weights, size.trained, size.weights - size.embeddings)]
-        parts = (held.weights, held.gradients, held.optimizer, held.kept + held.buckets)
+        # Weights, optimizer and buffers of all rows add up to the states of a phase; buckets are of a backward pass.
+        parts = (held.weights, held.gradients + held.buckets, held.optimizer, held.kept)
         lines.append(row(role, [*counts, *map(gib, parts)]))
+        if held.average:
+            lines.append(row(f"{role}_ema", ["", "", "", gib(held.average), *[gib(0)] * 3]))
     return lines
 
 
@@ -187,9 +191,18 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
 
 
 def time_lines(
-    needs: StageNeeds, plan: MemoryPlan, seconds: Mapping[str, float], exchanged: Mapping[str, float], num_steps: int
+    needs: StageNeeds,
+    plan: MemoryPlan,
+    seconds: Mapping[str, float],
+    exchanged: Mapping[str, float],
+    *,
+    num_steps: int,
+    is_measured: bool,
 ) -> list[str]:
-    """Return the time of the phases, and of the run where its steps are known; rough figures, of full-length rows."""
+    """Return the time of the phases, and of the run where its steps are known; rough figures, of full-length rows.
+
+    is_measured: the target's speeds are, also that of the way of optimizer states that are offloaded during rollouts.
+    """
     if not seconds:
         return []
     phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
@@ -197,13 +210,17 @@ def time_lines(
     run = f", {counted(num_steps, 'step')} {run_text(all_steps)}" if num_steps else ""
     whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
     line = f"  time     {phases}{whole}{run}: not measured; by the device's speeds and shares that an H200 reached"
+    if plan.host > plan.checkpoint and not (needs.idle_states_leave and is_measured):
+        line += "; what offload adds is not counted"
     return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]
 
 
-def why_no_time(target: Target) -> str:
+def why_no_time(target: Target, dtype: str) -> str:
     """Return what a plan's time lacks."""
     if target.is_cpu:
         return "not planned for a CPU"
+    if dtype == "fp32":
+        return "not planned in fp32: the TFLOP/s of data sheets, and those that are measured, are of 16 bits"
     if missing := " and ".join(name for name in ("tb_per_s", "tflops") if not getattr(target, name)):
         given = "give them in a target file, or its name if it has a data sheet" if target.described else "see device"
         return f"not known without {missing} of the device; {given}"

@@ -56,6 +56,9 @@ def test_hardware_is_read_from_a_name_or_a_file(tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text(json.dumps({"hosts": 3, "gpus": 4, "memory_gib": 95, "name": "Mine"}), encoding="utf-8")
     assert parse_target(str(file)).num_gpus == 12 and parse_target(str(file)).memory == 95 * GIB
+    assert [str(Target("X", int(gib * GIB))) for gib in (23.64, 0.5, 0.02)] == [
+        f"1 x X, {gib} GiB each" for gib in ("23.6", "0.5", "0.02")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +89,7 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
     assert time_of("tflops: 9") == f"  time     not known without tb_per_s {what}"
     assert time_of("name: CPU") == "  time     not planned for a CPU"
     assert time_of("name: L4").startswith("  time     train ")
+    assert time_of("name: T4").startswith("  time     not planned in fp32: ")
 
 
 @pytest.mark.parametrize(

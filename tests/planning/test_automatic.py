@@ -3,8 +3,10 @@
 import json
 import math
 import re
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,8 @@ from pipeline.configuration.flags import flag_words, parse
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.dry_run import stage_planner
-from pipeline.launching.job import try_batch
+from pipeline.launching.job import run_job, try_batch
+from pipeline.launching.machine import NO_HOSTFILE
 from pipeline.launching.target import GIB, Target
 from pipeline.planning.automatic import flags_that_fit, largest_micro_batch, search
 from pipeline.planning.page import fits
@@ -172,6 +175,25 @@ def test_a_flag_that_is_given_on_resume_wins_over_the_chosen_one(tmp_path):
     assert "--zero_stage 1" not in text
     text = resumed("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
     assert text.endswith("--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --zero_stage 1"), text
+
+
+def test_a_port_that_the_ranks_of_a_search_still_hold_is_waited_for(tmp_path):
+    """They were killed a moment ago; the launcher, which starts nobody here, comes after them."""
+    run_dir = tmp_path / "out/runs/sft"
+    run_dir.mkdir(parents=True)
+    write_earlier(tmp_path)
+    for name in ("automatic.yaml", "done.json"):
+        (tmp_path / name).rename(run_dir / name)
+    words = ["--model_name_or_path", str(tmp_path / "125m"), "--per_device_train_batch_size", "8", "--auto_batch",
+             "--output_dir", str(tmp_path / "out/sft")]  # fmt: skip
+    signals: Any = SimpleNamespace(first=None, second=None)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = str(held.getsockname()[1])
+        threading.Timer(0.3, held.close).start()
+        command = [sys.executable, "-c", "", "--hostfile", NO_HOSTFILE, "--master_port", port]
+        assert run_job("step1_sft.main", words, command, signals) == 1, "and no EnvironmentFault for the port"
 
 
 def test_a_stage_without_a_supervisor_says_who_chooses(capsys):

@@ -31,7 +31,7 @@ from pipeline.planning.duration import (
 )
 from pipeline.planning.measurement import count_pass
 from pipeline.planning.needs import Pass
-from pipeline.planning.page import run_text, verdict_lines
+from pipeline.planning.page import run_text, time_lines, verdict_lines
 from pipeline.run.device import DeviceConstants
 
 WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
@@ -219,6 +219,22 @@ def test_no_time_is_told_where_speeds_are_not_known(tmp_path):
     plan = planner.memory(resolved)
     engines = planner.jsons_of(resolved)
     assert phase_seconds(planner.needs(resolved), engines, plan, "bf16", parse_target(str(file))) == {}
+
+
+@pytest.mark.parametrize(
+    "words, is_measured, is_said",
+    [
+        ("", False, False),
+        ("--actor_offload_optimizer cpu", True, True),
+        ("--offload_optimizer_during_rollout true", False, True),
+        ("--offload_optimizer_during_rollout true", True, False),  # then the line `rollout` has it
+    ],
+)
+def test_a_time_that_leaves_offload_out_says_so(words, is_measured, is_said, tmp_path):
+    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200", tmp_path)
+    needs, plan = planner.needs(resolved), planner.memory(resolved)
+    line = time_lines(needs, plan, {"train": 1.0}, {}, num_steps=0, is_measured=is_measured)[0]
+    assert line.endswith("; what offload adds is not counted") == is_said
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from pipeline.engine.memory import model_memory
 from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.planning.measurement import ModelSize
-from pipeline.planning.memory import page_locked, states_of
-from pipeline.planning.page import phase_lines
+from pipeline.planning.memory import states_of
+from pipeline.planning.offloaded import page_locked
+from pipeline.planning.page import model_lines, phase_lines
 from pipeline.training.steps import step_together
 
 N = 10**9
@@ -174,6 +175,39 @@ def test_what_makes_room_for_what(tmp_path):
     assert away.phases["train"].states == whole.phases["train"].states
     few = plan_of(ppo(OPT, 16, 4, 2), "1xRTX4090", tmp_path)  # states alone take more than it has
     assert few.slots == 1 and few.phases["generate"].total > 23.6 * GIB
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_columns_of_the_models_add_up_to_the_states_of_a_phase(tmp_path, stage):
+    """Buckets of a backward pass are gradients; the moving average, 4 bytes a weight, has a line of its own."""
+    plan = plan_of(ppo(OPT, 16, 4, stage, "--enable_ema true"), FOUR, tmp_path)
+    cells = {
+        line.split()[0]: [float(cell.replace(",", "")) for cell in line[15:].split()] for line in model_lines(plan)[1:]
+    }
+    shares = 4 if stage == 3 else 1
+    assert cells["actor_ema"] == [pytest.approx(4 * 1.3158e9 / GIB / shares, abs=0.01), 0, 0, 0]
+    states = float(phase_lines(plan)[3].split()[1])
+    assert states == pytest.approx(sum(row[-4] + row[-2] + row[-1] for row in cells.values()), abs=0.04)
+
+
+def test_epochs_have_their_plural(tmp_path):
+    planner, resolved = planner_of(
+        "ppo", ppo(OPT, 16, 4, 2, "--ppo_epochs 2 --old_log_probs trainer"), "1xH200", tmp_path
+    )
+    assert planner.needs(resolved).batch[2] == "64 responses x 2 epochs / 64 rows = 2 optimizer steps a rollout"
+
+
+def test_a_moving_average_is_where_the_weights_are(tmp_path):
+    """A rank has its share of both at ZeRO stage 3, in host memory where the weights are offloaded."""
+    words = "--enable_ema true --actor_offload_weights cpu"
+    whole, shared, away = (
+        plan_of(ppo(OPT, 16, 4, stage, more), FOUR, tmp_path)
+        for stage, more in ((2, "--enable_ema true"), (3, "--enable_ema true"), (3, words))
+    )
+    bare = plan_of(ppo(OPT, 16, 4, 3, "--actor_offload_weights cpu"), FOUR, tmp_path)
+    size = 4 * whole.sizes["actor"].trained
+    assert (whole.states["actor"].average, shared.states["actor"].average) == (size, size // 4)
+    assert away.states["actor"].average == 0 and away.host - bare.host == 4 * (size // 4)
 
 
 def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor(tmp_path):

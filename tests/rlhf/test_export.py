@@ -92,13 +92,14 @@ def test_training_on_stored_codes_is_training_on_quantised_weights(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def made(bpe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model `base`, its codes `int8`, and an `adapter` on them."""
+    """A model `base`, its codes `int8`, an `adapter` on them, and the folder of a `run`."""
     folder = tmp_path_factory.mktemp("export")
     int8 = exported(save_tiny("llama", bpe_folder, folder / "base"), folder / "int8")
     settings: Any = {"dim": 2, "alpha": 4, "dropout": 0.0, "module_name": "all-linear", "only_lora": True, "seed": 0}
     model = add_lora(load_causal_lm(int8, **INT8), task="CAUSAL_LM", **settings)
     model.peft_config["default"].base_model_name_or_path = int8
     model.save_pretrained(folder / "adapter")
+    (folder / "run/checkpoints").mkdir(parents=True)
     return folder
 
 
@@ -125,6 +126,7 @@ def test_codes_are_no_16_bit_weights(made: Path) -> None:
             "--checkpoint: {made}/adapter is an adapter; `rlhf merge`",
         ),
         (main, ["{made}/none", "--output", "{made}/new"], "--checkpoint: {made}/none: no such folder"),
+        (main, ["{made}/run", "--output", "{made}/new"], "--dtype int8: takes a model, and {made}/run is of a run; "),
         (
             merge.main,
             ["{made}/adapter", "{made}/new", "--quantization", "none"],
