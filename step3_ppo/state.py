@@ -24,10 +24,10 @@ from pipeline.heartbeat import Phase, beat
 from pipeline.models.flops import TrainingWork, training_work
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.tokenizers import eos_ids, prepare_tokenizer
-from pipeline.out_of_memory import KEPT_CACHE, halved_before
+from pipeline.out_of_memory import KEPT_CACHE
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
-from pipeline.training.halving import in_batches_that_fit
+from pipeline.training.halving import in_batches_that_fit, take_halved
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Counters, rate_factor
 from step3_ppo.config import PPOConfig
@@ -262,7 +262,7 @@ def make_updater(run: Run, config: PPOConfig, models: Models, schedule: Schedule
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
     """The counters of a checkpoint, and the rollout that it holds where its updates were not done; else the start."""
     state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
-    state.halved |= halved_before()
+    take_halved(state, ppo.config)
     if KEPT_CACHE in state.halved:
         ppo.hybrid.always_release()
     if resumed is None:

@@ -12,9 +12,18 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.groups import Group
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.heartbeat import Phase, current_phase
-from pipeline.out_of_memory import BATCH_FLAGS, KEPT_CACHE, BatchTooLarge, batches_in_words, is_out_of_memory
+from pipeline.out_of_memory import (
+    BATCH_FLAGS,
+    KEPT_CACHE,
+    BatchTooLarge,
+    batches_in_words,
+    halved_before,
+    is_out_of_memory,
+)
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
 
@@ -30,6 +39,17 @@ class Buffers(Protocol):
     def holds_buffers(self) -> bool: ...
     def always_release(self) -> None: ...
     def note_update(self) -> None: ...
+
+
+def take_halved(state: Counters, config: Group) -> None:
+    """Add to the batches of a checkpoint those that this job was started again with, and log which are in force."""
+    state.halved |= halved_before()
+    values = dict(flat_items(config))
+    kept = [
+        phase for phase, (asked, _) in state.halved.items() if values.get(BATCH_FLAGS.get(phase, ""), asked) == asked
+    ]
+    if kept:
+        log.info("since an out-of-memory error: %s", batches_in_words(state.halved, *kept))
 
 
 def in_batches_that_fit(

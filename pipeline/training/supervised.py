@@ -15,10 +15,9 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader, evaluation_batches
 from pipeline.engine.engine import TrainingEngine
 from pipeline.models.flops import TrainingWork, training_mfu, training_work
-from pipeline.out_of_memory import halved_before
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.halving import in_batches_that_fit
+from pipeline.training.halving import in_batches_that_fit, take_halved
 from pipeline.training.steps import Counters, note_skipped_step, rate_factor
 
 
@@ -70,7 +69,7 @@ class Supervised(Generic[C, B]):
         )
         resumed = checkpoint.load(self.run, settings.resumes_from, engines, fingerprint, force=settings.force_resume)
         state = state_type(**resumed.state) if resumed else state_type()
-        state.halved |= halved_before()
+        take_halved(state, self.config)
         resumed_step = state.step if resumed else None
         take_folder(self.run)
         course = Course(self.run, fingerprint, resumed_step=resumed_step, total_steps=self.total_steps, engines=engines)

@@ -320,7 +320,9 @@ def alone_runs(measured: Peaks) -> list[Run]:
 
 
 def main() -> None:
-    """Plan, measure, or print the tables."""
+    """Plan, measure, or print the tables; a command with too few words is answered with all three."""
+    if len(sys.argv) < {"plan": 3, "measure": 5, "table": 4}.get(" ".join(sys.argv[1:2]), sys.maxsize):
+        sys.exit(__doc__)
     command, file = sys.argv[1], Path(sys.argv[2])
     if command == "plan":
         plan(file)

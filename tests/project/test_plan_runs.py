@@ -8,6 +8,7 @@ from bench.plan_runs import (
     RUNS,
     PlannedRun,
     Room,
+    main,
     peaks_in,
     read_peaks,
     shapes_of,
@@ -114,3 +115,12 @@ def test_the_planner_still_says_what_was_planned(run: PlannedRun, tmp_path):
 
 def test_the_time_of_an_update_is_that_of_all_steps_of_its_rollout():
     assert steps_of_a_rollout([{"time/generate_s": 2.0}, {}, {}, {"time/generate_s": 2.0}, {}]) == 3
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("plan",), ("measure", "planned.json", "measured.json"), ("help", "x", "y", "z")]
+)
+def test_too_few_words_are_answered_with_the_commands(monkeypatch, words):
+    monkeypatch.setattr("sys.argv", ["plan_runs.py", *words])
+    with pytest.raises(SystemExit, match="`plan_runs.py plan PLANNED` writes"):
+        main()

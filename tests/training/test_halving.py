@@ -292,12 +292,14 @@ def test_an_optimizer_step_that_fails_is_not_made_again(folder, tmp_path, monkey
     assert "done again" not in capsys.readouterr().err
 
 
-def test_a_resumed_run_goes_on_with_the_halved_micro_batch_unless_the_flag_is_changed(folder, tmp_path):
+def test_a_resumed_run_goes_on_with_the_halved_micro_batch_unless_the_flag_is_changed(folder, tmp_path, capsys):
     with out_of_memory(2, of=CausalLM):
         assert run("sft", folder, tmp_path, 4, 2, max_steps=1) == 0
     with out_of_memory(2, of=CausalLM, times=99) as failed:
         assert run("sft", folder, tmp_path, 4, 2, max_steps=2) == 0
+    assert "since an out-of-memory error: --per_device_train_batch_size 2 instead of 4\n" in capsys.readouterr().err
     assert run("sft", folder, tmp_path, 8, 1, max_steps=3) == 0
+    assert "out-of-memory" not in capsys.readouterr().err
     assert failed == [] and metrics(tmp_path, "sft", "micro_batch_size") == [2, 2, 8]
 
 
