@@ -182,10 +182,14 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
         total += f"'s {gib(target.host_memory)}"
     processes = counted(plan.per_host, "process")
     copied = f"{gib(plan.checkpoint)} for a checkpoint, " if plan.checkpoint else ""
+    # On a CPU a process holds what it offloads, too: it is in the states of its phases.
+    away = (
+        plan.per_host * sum(held.host for held in plan.states.values()) if plan.on_cpu else plan.host - plan.checkpoint
+    )
+    offloaded = f"{gib(away)} offloaded, " if away else ""
     if plan.on_cpu:
-        return f"{total}: {copied}{processes}"
+        return f"{total}: {copied}{offloaded}{processes}"
     own = f"{copied}{processes} with {' to '.join(map(gib, PROCESS_BESIDE_GPU))} each"
-    offloaded = f"{gib(size)} offloaded, " if (size := plan.host - plan.checkpoint) else ""
     judged = "" if target.host_memory else "; not compared with its memory: give host_memory_gib in a target file"
     return f"{total}: {offloaded}{own}{judged}"
 

@@ -47,6 +47,8 @@ def test_processes_on_a_cpu_hold_all_that_a_gpu_and_its_host_would(tmp_path):
     assert plain.reserved() == (expected, high) and plain.on_host == (2 * expected, 2 * high)
     offloaded = memory(tmp_path, f"{WORDS} --zero_stage 2 --offload true", **cpu)
     assert offloaded.phases["train"].states == (4 + (4 + 8 + 4 + 4) / 2) * weights and offloaded.host == 0
+    told = host_text(offloaded, planned(tmp_path, **cpu)[0].target)
+    assert told.endswith(f": {(4 + 8 + 4 + 4) * weights / GIB:.2f} offloaded, 2 processes")
     unpinned = f"{WORDS} --zero_stage 2 --offload true --dtype fp32 --pin_memory false"
     gpu = memory(tmp_path, unpinned, **cpu | {"name": "mine"})
     assert gpu.host == 2 * (4 + 8 + 4 + 4) / 2 * weights
