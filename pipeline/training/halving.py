@@ -49,7 +49,7 @@ def take_halved(state: Counters, config: Group) -> None:
         phase for phase, (asked, _) in state.halved.items() if values.get(BATCH_FLAGS.get(phase, ""), asked) == asked
     ]
     if kept:
-        log.info("since an out-of-memory error: %s", batches_in_words(state.halved, *kept))
+        log.info("since memory ran out: %s", batches_in_words(state.halved, *kept))
 
 
 def in_batches_that_fit(
