@@ -64,8 +64,16 @@ esac
 
 [[ " ssh srun pdsh openmpi mpich impi slurm mvapich " == *" $backend "* ]] ||
     fail "--launcher: found '$backend', wanted ssh, srun, pdsh or another one of DeepSpeed's"
-if [[ $backend == pdsh && $deployment == multi_node ]] && ! command -v pdsh >/dev/null; then
-    echo "error: --launcher pdsh: pdsh is not installed on this machine; install its package, or leave it out for ssh" >&2
+# The program by which DeepSpeed looks for each of its launchers, as in deepspeed/launcher/multinode_runner.py.
+case "$backend" in
+    openmpi) needed=ompi_info ;;
+    mpich | impi) needed=mpirun ;;
+    mvapich) needed=mpiname ;;
+    slurm) needed=sinfo ;;
+    *) needed="$backend" ;;
+esac
+if [[ $backend != ssh && $backend != srun && $deployment == multi_node ]] && ! command -v "$needed" >/dev/null; then
+    echo "error: --launcher $backend: $needed is not installed on this machine; install its package, or leave it out for ssh" >&2
     exit 3
 fi
 [[ $num_gpus =~ ^([1-9][0-9]*)?$ ]] || fail "--num_gpus: found '$num_gpus', wanted a number from 1 on"

@@ -25,7 +25,13 @@ from pipeline.console import say
 from pipeline.data.cache import cache_folder
 from pipeline.launching.dry_run import dry_run_stage
 from pipeline.launching.launcher import PARENT, POLL_S, tuned_flags
-from pipeline.launching.machine import check_local_port, is_on_one_machine, launcher_values, ranks_by_host
+from pipeline.launching.machine import (
+    check_first_host,
+    check_local_port,
+    is_on_one_machine,
+    launcher_values,
+    ranks_by_host,
+)
 from pipeline.launching.plan import without_flag
 from pipeline.launching.rank_watch import RankWatch
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
@@ -77,6 +83,7 @@ def run_job(module: str, words: list[str], command: list[str], signals: Signals)
             return subprocess.call([*own, "--module", MEASURING])
         with locked(run_dir):
             return subprocess.call(command, env={**os.environ, RUN_DIR: str(run_dir.resolve())})
+    check_first_host(command)
     again, variables = list[str](), dict[str, str]()
     with locked(run_dir) if is_first_host(command) else nullcontext():
         if searches := bool(tuning or resolved.config.run.auto_fit or resolved.config.run.auto_batch):
@@ -124,7 +131,7 @@ def chosen_words(resolved: Resolved, section: str, command: list[str], signals: 
     if tuning:
         if section != "sft" or not is_on_one_machine(command) or run.auto_fit or run.auto_batch:
             raise errors.InputError("--autotuning: for stage 1 on one machine, and without --auto_fit and --auto_batch")
-        flags = tuned_flags(command, signals, run_dir)
+        flags = tuned_flags(command, signals, run_dir, resolved)
     else:
         # By name: it plans models, which are above this package.
         automatic = importlib.import_module("pipeline.planning.automatic")

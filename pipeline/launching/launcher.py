@@ -17,8 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline.configuration.ds_json import read_user_json
-from pipeline.configuration.flags import flag_words
+from pipeline.configuration.ds_json import flags_from_json, read_user_json
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flat_items
+from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.run_flags import TRIED
 from pipeline.errors import EXIT_STOPPED, EnvironmentFault, InputError, StoppedRun
 from pipeline.files import write_text
@@ -65,13 +66,14 @@ def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
     return (code if code >= 0 else 128 - code), bool(received)
 
 
-def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path) -> dict[str, Any]:
+def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path, resolved: Resolved) -> dict[str, Any]:
     """Return the flags that DeepSpeed's autotuning has found: a copy of its JSON in the run folder.
 
     Its experiments are runs of the stage's script, in a folder that is deleted.
 
     Raises:
-        InputError: no file with an autotuning block. EnvironmentFault: it needs a program, or has found nothing.
+        InputError: no file with an autotuning block, or flags against it. EnvironmentFault: it needs a program, or has
+            found nothing.
         StoppedRun: on a signal.
     """
     place = command.index("--module")
@@ -84,7 +86,9 @@ def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path) -> dict
     missing += [] if find_spec("tabulate") else ["tabulate (pip install tabulate)"]
     if missing:
         raise EnvironmentFault(f"--autotuning: DeepSpeed's search needs {' and '.join(missing)}; install it")
-    results = results_folder(dict(zip(words, words[1:], strict=False)).get("--deepspeed_config", ""))
+    file = dict(zip(words, words[1:], strict=False)).get("--deepspeed_config", "")
+    results = results_folder(file)
+    check_left_to_search(resolved, file)
     found, script, folder = results / "ds_config_optimal.json", find_spec(module), run_dir / "autotuning"
     found.unlink(missing_ok=True)
     tried = flag_words({**TRIED, "run_dir": folder / "run", "output_dir": folder / "model"})
@@ -107,6 +111,23 @@ def tuned_flags(command: Sequence[str], signals: Signals, run_dir: Path) -> dict
     write_text(kept, found.read_text(encoding="utf-8"))
     tuned = read_user_json(kept)
     return {"deepspeed_config": str(kept)} | {flag: tuned[key] for flag, key in TUNED.items() if key in tuned}
+
+
+def check_left_to_search(resolved: Resolved, file: str) -> None:
+    """Refuse a flag whose value the experiments of a search on `file` contradict. Raises InputError naming it."""
+    # A list stands for values to try: as text it is nobody's value.
+    tried = json.loads(
+        Path(file).read_text(encoding="utf-8"),
+        object_hook=lambda block: {
+            key: str(value) if isinstance(value, list) else value for key, value in block.items()
+        },
+    )
+    mapped, values = tried["autotuning"].get("arg_mappings") or {}, dict(flat_items(resolved.config))
+    said = {"zero_stage": (ZERO_STAGE, "tried")} | flags_from_json(tried, flag_table(type(resolved.config)))
+    for name, (key, value) in said.items():
+        if resolved.origins[name] != "default" and key not in mapped and values[name] not in ("auto", value):
+            reason = f"leave it out, or write it into {file} as {key}"
+            raise InputError(f"--{name} {values[name]} ({resolved.origins[name]}): --autotuning tries others; {reason}")
 
 
 def results_folder(file: str) -> Path:

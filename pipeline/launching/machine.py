@@ -211,6 +211,21 @@ def is_on_one_machine(command: Sequence[str]) -> bool:
     return ("--hostfile", NO_HOSTFILE) in zip(command, command[1:], strict=False)
 
 
+def check_first_host(command: Sequence[str]) -> None:
+    """Raise EnvironmentFault where DeepSpeed's launcher would end with a traceback: its first host is out of reach."""
+    own = command[: command.index("--module")]
+    without_ssh = is_on_one_machine(own) or "--no_ssh" in own or "--no_ssh_check" in own
+    if without_ssh or "deepspeed.launcher.runner" not in own:
+        return
+    host = next(iter(hosts_of_launcher(command)))
+    port = ["-p", own[own.index("--ssh_port") + 1]] if "--ssh_port" in own else []
+    probe = ["ssh", "-o", "PasswordAuthentication=no", *port, host, "hostname"]  # its own
+    if not shutil.which("ssh"):
+        raise EnvironmentFault("ssh is not installed on this machine; install its package (openssh-client)")
+    if subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
+        raise EnvironmentFault(f"host {host}: not reachable by ssh; `ssh {host} true` must work without a password")
+
+
 def check_local_port(command: Sequence[str], *, patience_s: float = 0.0) -> None:
     """Raise EnvironmentFault if the port of a run on only this machine is taken, for so long."""
     port = command[command.index("--master_port") + 1] if "--master_port" in command else ""

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.configuration.ds_config import EngineDtype
+from pipeline.configuration.flags import load_yaml
 from pipeline.errors import InputError, nearest
 from pipeline.files import GIB
 from pipeline.launching.machine import count_gpus
@@ -192,11 +191,10 @@ def target_of_file(path: Path) -> Target:
         InputError: names the file and the field.
     """
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or "not YAML"
-        raise InputError(f"--target: {path}: cannot read it: {reason}") from None
-    if not isinstance(content, dict) or "memory_gib" not in content:
+        content = load_yaml(str(path))
+    except InputError as error:
+        raise InputError(f"--target: {error}") from None
+    if "memory_gib" not in content:
         raise InputError(f"--target: {path}: wanted fields {', '.join(FIELDS)}, of which memory_gib is required")
     for name, value in content.items():
         if name not in FIELDS:

@@ -15,6 +15,8 @@ from support.tiny_run import read_metrics
 
 from pipeline.configuration.ds_config import Placement, training_json
 from pipeline.configuration.flags import flag_words, load_yaml, parse, stage_arguments
+from pipeline.errors import InputError
+from pipeline.launching.launcher import check_left_to_search
 from step1_sft.config import SFTConfig
 
 MAPPINGS = {
@@ -114,12 +116,41 @@ def test_what_the_search_has_found_is_a_preset_and_what_is_run(tmp_path, mode):
         assert started(tmp_path) == [search, *runs, *runs]
 
 
+@pytest.mark.parametrize(
+    "words, given, key",
+    [
+        (("--zero_stage", "2"), "zero_stage 2", "zero_optimization.stage"),
+        (("--dtype", "bf16"), "dtype bf16", "fp16.enabled"),
+        (("--per_device_train_batch_size", "16"), "", ""),
+    ],
+)
+def test_flags_that_a_search_contradicts_are_refused_before_it(tmp_path, words, given, key):
+    """A flag whose key is mapped is the search's own, as is one that says what the file says."""
+    file = tmp_path / "ds.json"
+    content = {"fp16": {"enabled": True}, "zero_optimization": {"stage": [1, 2]}, "train_micro_batch_size_per_gpu": 1}
+    file.write_text(json.dumps({**content, "autotuning": {"enabled": True, "arg_mappings": MAPPINGS}}))
+    resolved = parse(SFTConfig, ["--model_name_or_path", "base", "--output_dir", "out", *words], section="sft")
+    if not given:
+        return check_left_to_search(resolved, str(file))
+    with pytest.raises(InputError) as refused:
+        check_left_to_search(resolved, str(file))
+    line = f"--{given} (command line): --autotuning tries others; leave it out, or write it into {file} as {key}"
+    assert str(refused.value) == line
+
+
 @pytest.mark.slow
 def test_a_search_that_cannot_be_is_one_line(tmp_path):
     pytest.importorskip("tabulate")
     alone = "--autotuning: for stage 1 on one machine, and without --auto_fit and --auto_batch"
     nothing = "--autotuning: DeepSpeed has found nothing that runs; see autotuning_results/*/stderr.log"
-    cases = ((("1",), 3, nothing), (("2",), 2, alone), (("1", "--auto_fit"), 2, alone))
+    stage = "--zero_stage 2 (command line): --autotuning tries others; leave it out, or write it into ds.json as "
+    stage += "zero_optimization.stage"
+    cases = (
+        (("1",), 3, nothing),
+        (("1", "--zero_stage", "2"), 2, stage),
+        (("2",), 2, alone),
+        (("1", "--auto_fit"), 2, alone),
+    )
     for number, (words, code, line) in enumerate(cases):
         done = launched(tmp_path / str(number), "tune", *words)
         assert (done.returncode, done.stderr) == (code, f"error: {line}\n")

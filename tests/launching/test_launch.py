@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launch_stub import ROOT, stub_environment, write_program
+from support.launch_stub import ROOT, started, stub_environment, write_program
 from support.marks import slow_but
 
 from pipeline.errors import InputError
@@ -85,6 +85,7 @@ def test_multi_node(tmp_path):
     assert launch(tmp_path, "multi_node", "--no_ssh", "--node_rank", "1", *given)[0] == [
         "--launcher", "ssh", "--no_ssh", "--node_rank", "1", *common
     ]  # fmt: skip
+    write_program(tmp_path / "bin/ssh", "#!/bin/sh\n")
     pdsh, _ = launch(tmp_path, "multi_node", "--launcher", "pdsh", *given)
     assert pdsh == ["--log_level", "critical", "--launcher", "pdsh", *common]
 
@@ -321,16 +322,39 @@ def test_what_reaches_the_hosts_is_looked_at_before(tmp_path, words, rc, message
     assert (done.returncode, done.stderr) == (rc, message)
 
 
-def test_a_missing_pdsh_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "program"),
+    [("pdsh", "pdsh"), ("openmpi", "ompi_info"), ("mpich", "mpirun"), ("impi", "mpirun"), ("mvapich", "mpiname"),
+     ("slurm", "sinfo")],
+)  # fmt: skip
+def test_the_missing_program_of_a_launcher_is_named(tmp_path, launcher, program):
     for name in ("bash", "dirname"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     script = str(ROOT / "launch/multi_node.sh")
     done = subprocess.run(
-        ["bash", script, "--launcher", "pdsh", "--hostfile", "hosts", "1"], env={"PATH": str(tmp_path)},
+        ["bash", script, "--launcher", launcher, "--hostfile", "hosts", "1"], env={"PATH": str(tmp_path)},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 3 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: --launcher pdsh: pdsh is not installed on this machine; install its package")
+    wanted = f"error: --launcher {launcher}: {program} is not installed on this machine; install its package"
+    assert done.stderr.startswith(wanted)
+
+
+def test_a_first_host_out_of_reach_is_one_line(tmp_path):
+    environment = stub_environment(tmp_path)
+    write_program(tmp_path / "bin/pdsh", "#!/bin/sh\n")
+    write_program(tmp_path / "bin/ssh", '#!/bin/sh\nprintf "%s " "$@" >>asked\nexit 255\n')
+    (tmp_path / "hosts").write_text("far slots=1\nother slots=1\n", encoding="utf-8")
+    words = "--launcher pdsh --ssh_port 2222 --hostfile hosts 1 --model_name_or_path base --output_dir out".split()
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/multi_node.sh"), *words], env=environment, cwd=tmp_path, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        3, "error: host far: not reachable by ssh; `ssh far true` must work without a password\n",
+    )  # fmt: skip
+    assert (tmp_path / "asked").read_text() == "-o PasswordAuthentication=no -p 2222 far hostname "
+    assert started(tmp_path) == []
 
 
 def test_wrong_flags_are_refused_before_anything_starts(tmp_path):

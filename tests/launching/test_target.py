@@ -109,6 +109,9 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
         ("memory_gib: .inf", "--target: {file}: memory_gib: found inf, wanted a number above 0 and below 1,000,000"),
         ("memory_gib: 8\ngpus: true", "--target: {file}: gpus: found True, wanted a whole number above 0"),
         ("memory_gib: 8\ngpus: 5000\nhosts: 5000", "--target: {file}: hosts x gpus: wanted fewer than 1,000,000 GPUs"),
+        ("memory_gib: 8\ngpus: 2\nmemory_gib: 80", "--target: {file}: line 3: memory_gib: occurs twice"),
+        ("memory_gib: 8\ngpus: [2", "--target: {file}: line 2: "),
+        ("- memory_gib: 8", "--target: {file}: found a list, wanted `flag: value` lines"),
         ("memory_gib: 8\nname:", "--target: {file}: name: found None, wanted the name of a device"),
     ],
 )
