@@ -97,6 +97,8 @@ def states_of(
             host = page_locked(share) + share
         layer = min(size.weights, size.layer + size.embeddings)
         live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), layer))
+        if device_of(zero, "offload_param") == "nvme" and zero.get("stage3_max_reuse_distance") == 0:
+            live = layer  # nothing is prefetched from a disk
         if offloaded or (ranks > 1 and not gathers_once(size, gather, device_bytes)):
             gathered, passing = live * size.element, layer * size.element
         elif ranks > 1:  # the partition of a single rank is the whole, and is used where it lies

@@ -98,6 +98,10 @@ def test_weights_on_a_disk_leave_buffers_on_the_host():
     json = {"zero_optimization": {"stage": 3, "offload_param": disk}}
     held = states_of(SIZE, json, None, ranks=8, device_bytes=80 * GIB, gather="auto")
     assert (held.weights, held.host) == (0, 2 * (14 * 1000 + 100))
+    assert held.gathered == 2 * N  # all weights stay below 1e9 live ones until they are used again
+    json["zero_optimization"]["stage3_max_reuse_distance"] = 0
+    at_once = states_of(SIZE, json, None, ranks=8, device_bytes=80 * GIB, gather="auto")
+    assert at_once.gathered == 2 * (2 * 10**7 + 10**8)  # a layer and the embeddings: nothing is prefetched
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
