@@ -213,9 +213,10 @@ def is_on_one_machine(command: Sequence[str]) -> bool:
 
 def check_first_host(command: Sequence[str]) -> None:
     """Raise EnvironmentFault where DeepSpeed's launcher would end with a traceback: its first host is out of reach."""
+    if "deepspeed.launcher.runner" not in command or is_on_one_machine(command):
+        return
     own = command[: command.index("--module")]
-    without_ssh = is_on_one_machine(own) or "--no_ssh" in own or "--no_ssh_check" in own
-    if without_ssh or "deepspeed.launcher.runner" not in own:
+    if "--no_ssh" in own or "--no_ssh_check" in own:
         return
     host = next(iter(hosts_of_launcher(command)))
     port = ["-p", own[own.index("--ssh_port") + 1]] if "--ssh_port" in own else []
