@@ -55,6 +55,14 @@ while (($#)); do
     esac
     launcher+=("$name" "$value")
 done
+for word in "$@"; do
+    case "${word%%=*}" in
+        --num_gpus | --num_accelerators | --num_nodes | --include | --exclude | --hostfile | --master_port | \
+            --master_addr | --node_rank | --launcher | --no_ssh)
+            fail "$word: found behind STEP, wanted before it with the other flags of the launcher"
+            ;;
+    esac
+done
 case "$step" in
     1) module=step1_sft.main ;;
     2) module=step2_reward.main ;;

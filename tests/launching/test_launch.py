@@ -266,6 +266,8 @@ def test_works_from_a_folder_with_spaces(tmp_path):
         (("--launcher", "pdhs", "1"), "--launcher: found 'pdhs', wanted ssh, srun, pdsh or another one of DeepSpeed's"),
         (("--master_port", "abc", "1"), "--master_port: found 'abc', wanted 0 to 65535"),
         (("--master_port", "65536", "1"), "--master_port: found '65536', wanted 0 to 65535"),
+        (("1", "--seed", "1", "--num_gpus", "2"), "--num_gpus: found behind STEP, wanted before it"),
+        (("1", "--include=a:0"), "--include=a:0: found behind STEP"),
         (("--zero_stage", "2", "1"), "--zero_stage: not a flag of the launcher; those of the stage follow STEP"),
         (("--autotuning", "tume", "1"), "--autotuning: found 'tume', wanted tune or run"),
     ],
