@@ -40,7 +40,8 @@ def read_user_json(path: str | Path) -> Json:
     except OSError as error:
         raise InputError(f"--deepspeed_config: {path}: cannot read it: {error.strerror}") from None
     except json.JSONDecodeError as error:
-        raise InputError(f"--deepspeed_config: {path}: line {error.lineno}: not JSON: {error.msg}") from None
+        reason = "JSON has no comments" if error.doc.startswith(("//", "/*", "#"), error.pos) else error.msg
+        raise InputError(f"--deepspeed_config: {path}: line {error.lineno}: not JSON: {reason}") from None
     except (ValueError, RecursionError, InputError) as error:
         raise InputError(f"--deepspeed_config: {path}: {error}") from None
     if not isinstance(content, dict):

@@ -202,6 +202,10 @@ READ_AT = {
     for name in names.split()
 }
 OFFLOAD_DEVICES, DTYPES = ("none", "cpu", "nvme"), ("fp32", "fp16", "bf16")
+FREE_BLOCKS = ("optimizer", "scheduler", "autotuning")  # without a table
+# Numbers that the engine divides by, in the middle of a step; texts that become parts of a path.
+DIVISORS, TEXTS = ("steps_per_print", "gradient_predivide_factor"), ("nvme_path", "output_path", "job_name")
+FRACTIONS = ("ratio", "cpuadam_cores_perc")  # the only numbers of ZeRO and aio that need not be whole
 # Keys whose value is one of a few words.
 CHOICES: dict[str, tuple[object, ...]] = {
     "zero_optimization.stage": (0, 1, 2, 3),
@@ -210,6 +214,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "data_types.grad_accum_dtype": DTYPES,
     "data_types.param_dtype": DTYPES,
     "data_types.buffer_dtype": DTYPES,
+    "seq_parallel_communication_data_type": DTYPES,
+    "log_level": ("debug", "info", "warning", "error", "critical"),
 }
 # What people write of other tools, or of another version -> what is right.
 OTHER_NAMES = {
@@ -229,6 +235,7 @@ OTHER_NAMES = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "thread_count": "aio.intra_op_parallelism",
     "weight_decay": "--weight_decay",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_stage": "zero_optimization.stage",
@@ -258,10 +265,10 @@ def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
         elif valid is not None and key not in valid:
             yield f"{inner}: {right_key(key, path)}"
         elif isinstance(value, Mapping):
-            if kind == OTHER:
+            if kind == OTHER and (valid is None or inner in BLOCKS or inner in FREE_BLOCKS):
                 yield from wrong_keys(value, inner)
             else:
-                yield f"{inner}: found a block, wanted {kind}"
+                yield f"{inner}: found a block, wanted {kind or wanted(CHOICES.get(inner, ('a value',)))}"
         elif value == "auto" or (value is None and path in ("zero_optimization", "data_types")):
             continue  # ours; a null offload block switches offload off, a null type is DeepSpeed's choice
         elif inner in BLOCKS:
@@ -270,12 +277,22 @@ def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
             yield f"{inner}: found {value!r}, wanted {kind}"
         elif kind == NUMBER and inner.startswith(("zero_optimization.", "aio.")) and not value >= 0:
             yield f"{inner}: found {value!r}, wanted 0 or more"
+        elif kind == NUMBER and inner.startswith(("zero_optimization.", "aio.")) and value % 1 and key not in FRACTIONS:
+            yield f"{inner}: found {value!r}, wanted a whole number"
+        elif inner in DIVISORS and not value > 0:
+            yield f"{inner}: found {value!r}, wanted more than 0"
+        elif key in TEXTS and not isinstance(value, str | None):
+            yield f"{inner}: found {value!r}, wanted a text"
         elif inner in ONLY and value != ONLY[inner][0]:
             right, reason = ONLY[inner]
             yield f"{inner}: found {value!r}, wanted {right!r}: {reason}"
         elif inner in CHOICES and value not in CHOICES[inner]:
-            *first, last = map(str, CHOICES[inner])
-            yield f"{inner}: found {value!r}, wanted {', '.join(first)} or {last}"
+            yield f"{inner}: found {value!r}, wanted {wanted(CHOICES[inner])}"
+
+
+def wanted(choices: tuple[object, ...]) -> str:
+    *first, last = map(str, choices)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def right_key(key: str, path: str) -> str:
