@@ -53,6 +53,7 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.checkpoints.offline import open_checkpoint
 
     transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # the checkpoint has what a report of missing weights names
     if config.dtype == "int8":
         print(write_int8(config.checkpoint, Path(config.output).expanduser()))
         return

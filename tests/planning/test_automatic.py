@@ -79,6 +79,10 @@ def test_the_largest_micro_batch_keeps_the_rows_of_a_step_and_is_remembered_by_s
     found(settings(tmp_path, micro=24), gpus=2)
     found(settings(tmp_path, micro=24), name="A100")
     assert [flags["per_device_train_batch_size"] for flags in tried].count(24) == 5
+    count = len(tried)
+    assert found(settings(tmp_path, micro=24)) == six and len(tried) == count, "others were found meanwhile"
+    assert found(settings(tmp_path, micro=30)) == six | {"gradient_accumulation_steps": 5}, "of another step's rows"
+    assert len(tried) > count
     follows = with_ranks(settings(tmp_path, "--train_batch_size", 48, micro=24), 2)
     assert found(follows, gpus=2) == {"per_device_train_batch_size": 6}, "accumulation follows"
 

@@ -12,6 +12,7 @@ from pipeline.configuration.flags import load_yaml
 from pipeline.configuration.groups import ModelConfig
 from pipeline.launching.preflight_job import main
 from pipeline.launching.train_config import SIZES, model_families
+from pipeline.planning.disk import outputs
 from pipeline.planning.measurement import model_size, shapes
 from pipeline.planning.needs import ModelUse
 
@@ -71,6 +72,20 @@ def test_a_known_model_is_planned_without_a_hub(tmp_path, monkeypatch, capsys):
 def test_a_plan_counts_the_disk_of_a_model_whose_weights_are_not_here(tmp_path, monkeypatch, capsys, words, line):
     """494,032,768 weights: 2 or 4 bytes each in a model, in a checkpoint three numbers in fp32."""
     assert f"\n  disk     {line}\n" in plan_of_qwen(tmp_path, monkeypatch, capsys, *words)
+
+
+def test_the_disk_of_stage_3_has_the_moving_average_in_models_and_checkpoints(tmp_path):
+    """Beside 12 bytes of masters and moments a checkpoint has 4 of the average, whose model has a folder of its own."""
+    words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --dtype bf16"
+    plain, average = (planner_of("ppo", f"{words} --enable_ema {way}", "1xH100", tmp_path) for way in ("false", "true"))
+    without, counted = (
+        outputs(planner.needs(resolved).models, planner.dtype(resolved), resolved.config)
+        for planner, resolved in (plain, average)
+    )
+    weights = without.models[0] // 2
+    assert weights == 125_239_296 and without.models == [2 * weights, 2 * (weights + 768)]  # the critic's score head
+    assert counted.models == [*without.models, 2 * weights]
+    assert without.checkpoint == 12 * sum(without.models) / 2 and counted.checkpoint == without.checkpoint + 4 * weights
 
 
 def test_one_of_a_thing_is_not_said_in_the_plural(tmp_path):
