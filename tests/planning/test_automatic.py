@@ -160,12 +160,17 @@ def test_what_was_chosen_hides_no_other_batch(tmp_path):
         assert automatic_words(settings(tmp_path, "--auto_batch", steps=steps), tmp_path) == words
 
 
-def test_a_flag_that_is_given_on_resume_wins_over_the_chosen_one(tmp_path):
-    run_dir = tmp_path / "out/runs/sft"
+def write_earlier_run(folder: Path) -> None:
+    """The files of `write_earlier` as those of the run in `out/runs/sft`."""
+    run_dir = folder / "out/runs/sft"
     run_dir.mkdir(parents=True)
-    write_earlier(tmp_path)
+    write_earlier(folder)
     for name in ("automatic.yaml", "done.json"):
-        (tmp_path / name).rename(run_dir / name)
+        (folder / name).rename(run_dir / name)
+
+
+def test_a_flag_that_is_given_on_resume_wins_over_the_chosen_one(tmp_path):
+    write_earlier_run(tmp_path)
     words = ["--model_name_or_path", tmp_path / "125m", "--dtype", "bf16", "--auto_fit",
              "--output_dir", tmp_path / "out/sft"]  # fmt: skip
 
@@ -183,11 +188,7 @@ def test_a_flag_that_is_given_on_resume_wins_over_the_chosen_one(tmp_path):
 
 def test_a_port_that_the_ranks_of_a_search_still_hold_is_waited_for(tmp_path):
     """They were killed a moment ago; the launcher, which starts nobody here, comes after them."""
-    run_dir = tmp_path / "out/runs/sft"
-    run_dir.mkdir(parents=True)
-    write_earlier(tmp_path)
-    for name in ("automatic.yaml", "done.json"):
-        (tmp_path / name).rename(run_dir / name)
+    write_earlier_run(tmp_path)
     words = ["--model_name_or_path", str(tmp_path / "125m"), "--per_device_train_batch_size", "8", "--auto_batch",
              "--output_dir", str(tmp_path / "out/sft")]  # fmt: skip
     signals: Any = SimpleNamespace(first=None, second=None)
