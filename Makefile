@@ -87,7 +87,7 @@ plans: $(VENV)/installed
 $(VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info[:2]; name = "%s is Python %d.%d" % (sys.executable, *v); \
 	    v < (3, 11) and sys.exit(f"error: {name}; needs 3.11 or newer: make BASE_PYTHON=python3.12 ..."); \
-	    v > (3, 12) and print(f"note: {name}, not tested; tested are 3.11 and 3.12", file=sys.stderr)'
+	    v > (3, 13) and print(f"note: {name}, not tested; tested are 3.11 to 3.13", file=sys.stderr)'
 	$(BASE_PYTHON) -m venv $(VENV)
 
 # Packages without hashes are installed first: pip asks for the hash of all that it installs from a file that has any.

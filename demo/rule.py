@@ -19,7 +19,7 @@ VERBS = "looked sounded acted moved seemed felt walked sang slept played worked 
 KIND = "gentle cheerful brave patient polite honest warm clever calm loyal merry tender wise kind glad lovely".split()
 UNKIND = "rude cruel lazy greedy bitter clumsy nasty selfish angry gloomy vain sly dull harsh noisy spiteful".split()
 
-KIND_SHARE = 0.25  # of the words of a random answer: low enough that SFT leaves room for PPO
+KIND_SHARE = 0.25  # share of the words of a random answer: low enough that SFT leaves room for PPO
 
 
 def make_prompt(random: Random) -> str:

@@ -7,12 +7,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.configuration.help import reference  # noqa: E402
-from pipeline.launching.train_config import TrainConfig  # noqa: E402
 from rlhf.chat import ChatConfig  # noqa: E402
 from rlhf.compare import CompareConfig  # noqa: E402
 from rlhf.convert import ConvertConfig  # noqa: E402
 from rlhf.export import ExportConfig  # noqa: E402
 from rlhf.merge import MergeConfig  # noqa: E402
+from rlhf.train_config import TrainConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
 from step2_reward.config import RewardConfig, RewardEvalConfig  # noqa: E402
 from step3_ppo.config import PPOConfig  # noqa: E402
@@ -20,7 +20,7 @@ from step3_ppo.config import PPOConfig  # noqa: E402
 INTRODUCTION = """# Configuration
 
 Made from the models in `pipeline/configuration/groups.py`, `stepN/config.py` and
-`pipeline/launching/train_config.py` and those of `chat.py` (`rlhf/chat.py`), `prompt_eval.py` (`rlhf/compare.py`) and
+`rlhf/train_config.py` and those of `chat.py` (`rlhf/chat.py`), `prompt_eval.py` (`rlhf/compare.py`) and
 `rlhf convert` (`rlhf/convert.py`) by `make reference`; edit those, not this file.
 
 A value's authority rises in this order: built-in default, DeepSpeed JSON (`--deepspeed_config`), preset (`--preset`),

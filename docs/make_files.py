@@ -1,14 +1,15 @@
-"""Write docs/files.md, the list of all Python files with the first sentence of each: python docs/make_files.py"""
+"""Write docs/files.md, the Python files without the tests, each with its first sentence: python docs/make_files.py"""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "rlhf", "demo", "docs", "tests")
+FOLDERS = ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "rlhf", "demo", "docs")
 INTRODUCTION = """# Files
 
-Every Python file with its first sentence, made by `make reference` from the docstrings: edit those, not this page.
-[The README](../README.md#where-things-are) says what the folders are, [reading.md](reading.md) in which order to read.
+Every Python file with its first sentence, without the tests, made by `make reference` from the docstrings: edit those,
+not this page. [The README](../README.md#where-things-are) says what the folders are, [reading.md](reading.md) in which
+order to read.
 """
 
 

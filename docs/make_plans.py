@@ -12,15 +12,13 @@ sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # shapes are those of launch/shapes.yaml
 
 from pipeline.configuration.flags import parse  # noqa: E402
+from pipeline.configuration.stage import Stage  # noqa: E402
 from pipeline.files import GIB  # noqa: E402
-from pipeline.launching.dry_run import stage_planner  # noqa: E402
-from pipeline.launching.plan import make_plan  # noqa: E402
 from pipeline.launching.target import Target, parse_target  # noqa: E402
-from pipeline.planning.exchange import waiting_share  # noqa: E402
 from pipeline.planning.page import fits, seconds_text  # noqa: E402
-from pipeline.run.layout import model_folders  # noqa: E402
-from rlhf.train import STAGES  # noqa: E402
-from step1_sft.config import SFTConfig  # noqa: E402
+from pipeline.preparation.plans import stage_planner  # noqa: E402
+from rlhf.train_plan import make_plan  # noqa: E402
+from step1_sft.stage import STAGE as SFT  # noqa: E402
 
 # --actor-model: GPUs; of DeepSpeed-Chat's recipes those of its scripts and published times, where there are any.
 HARDWARE = {
@@ -65,28 +63,25 @@ SCALE = (
 SCALE_HEAD = (
     "| actor | GPUs | network, GB/s | stage | responses | generate | score | train | exchange | samples/s | GiB |"
 )
-WAITING_HEAD = (
-    "| mean length | 16 rows on each of 8 GPUs | of 64 | of 512 | 64 rows on each of 8 GPUs | of 64 | of 512 |"
-)
 
 
-def stages_of(name: str, *words: str) -> list[tuple[str, Any]]:
-    """The (section, settings) of what a name plans: the stages of `train.py --actor-model`, or a preset of SFT."""
+def stages_of(name: str, *words: str) -> list[tuple[Stage, Any]]:
+    """The (stage, settings) of what a name plans: the stages of `train.py --actor-model`, or a preset of SFT."""
     if name in SFT_ALONE:
         preset = str(ROOT / f"launch/presets/{name}.sft.yaml")
-        return [("sft", parse(SFTConfig, ["--preset", preset], section="sft"))]
-    plan = make_plan(["--actor-model", name, *words], STAGES, prog="train.py")
-    return [(stage.kind.section, stage.resolved) for stage in plan.chosen]
+        return [(SFT, parse(SFT.config, ["--preset", preset], section="sft"))]
+    plan = make_plan(["--actor-model", name, *words], prog="train.py")
+    return [(planned.stage, planned.resolved) for planned in plan.chosen]
 
 
 def planners(name: str, target: Target, *words: str) -> Iterator[tuple[str, Any, Any]]:
     """The (section, planner, settings) of each stage of a name, which may start from the stages before."""
-    made = dict[str, str]()
-    for section, given in stages_of(name, *words):
-        planner, resolved = stage_planner(given, section, target, made)
-        yield section, planner, resolved
+    bases = dict[str, str]()
+    for stage, given in stages_of(name, *words):
+        planner, resolved = stage_planner(stage, given, target, bases)
+        yield stage.section, planner, resolved
         path = planner.needs(resolved).models[0].path
-        made |= {str(folder): path for folder in model_folders(resolved.config, section)[:1]}
+        bases |= {str(folder): path for folder in stage.outputs(resolved.config)[:1]}
 
 
 def row(name: str) -> str:
@@ -120,18 +115,6 @@ def scale_row(name: str, gpus: str, responses: int, zero_stage: int, network: fl
     return f"| {' | '.join(cells)} |"
 
 
-def waiting_rows() -> Iterator[str]:
-    """The rows of docs/scale.md on ranks that wait, for rollouts of 1,024 tokens at most on each GPU."""
-    *_, (_, planner, resolved) = planners("llama-3.1-8b", parse_target("8xH100"))
-    rollout = planner.needs(resolved).rollout
-    for share in (2, 8, 32):
-        cells = [f"{1024 // share}"]
-        for rows in (16, 64):
-            own = replace(rollout, num_responses=rows, num_new_tokens=1024)
-            cells += [f"{waiting_share(own, ranks, rows, 1024 / share):.0%}" for ranks in (8, 64, 512)]
-        yield f"| {' | '.join(cells)} |"
-
-
 def with_rows(text: str, head: str, rows: Iterator[str]) -> str:
     """The text of a page with other rows below the head of a table."""
     before, head, after = text.partition(head)
@@ -146,8 +129,7 @@ def page() -> str:
 
 def scale_page(text: str) -> str:
     """The text of docs/scale.md with new tables."""
-    text = with_rows(text, SCALE_HEAD, (scale_row(*case) for case in SCALE))
-    return with_rows(text, WAITING_HEAD, waiting_rows())
+    return with_rows(text, SCALE_HEAD, (scale_row(*case) for case in SCALE))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The shared layer of the three stages, without their training loops.
+"""The shared layer of the stages, without their training loops: leaf modules in this folder, and packages over them.
 
-Packages in the order of imports, each importing only those before it: configuration, kernels, data (over the leaf
-modules of this folder, and not over each other), models, run, launching, engine, generation, checkpoints, training,
-inference.
+Packages in the order of imports; each imports only those before it, and those that a comma parts do not import each
+other: configuration, kernels, data; models, run; launching, engine; generation, checkpoints; training; planning;
+preparation; inference.
 """

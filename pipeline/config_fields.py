@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Fields that parts of transformers, or other programs, obey in models of any class.
 MISREAD = (
@@ -11,7 +14,7 @@ MISREAD = (
 )  # fmt: skip
 
 
-def declared(config: Any, name: str) -> Any:
+def declared(config: "PretrainedConfig", name: str) -> Any:
     """Return the field `name` of a transformers configuration; None if its class does not know that field.
 
     transformers keeps unknown fields of config.json as attributes, and its forward passes do not read them.
@@ -31,7 +34,7 @@ def knows_field(config_class: Any, name: str) -> bool:
         return False
 
 
-def drop_unknown_fields(config: Any) -> Iterator[str]:
+def drop_unknown_fields(config: "PretrainedConfig") -> Iterator[str]:
     """Remove the fields of MISREAD that the configuration's class does not know; yield a line on those with a value.
 
     The caches of transformers read a window by which its forward pass without a cache, which trains, does not go.

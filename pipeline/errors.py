@@ -50,6 +50,10 @@ class StoppedRun(RunError):
     code = EXIT_STOPPED
 
 
+class Interrupted(Exception):
+    """The run is to stop, and what was half done is dropped: a rollout, or the gradients of a step."""
+
+
 def print_error(error: RunError) -> int:
     """Print an error to stderr, `error: ` before each of its lines. Returns its exit code."""
     print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ import psutil
 OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # Controllers of a cgroup -> its limit on memory, in bytes: of version 2, and of version 1, with a folder of their name.
 LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # of this container, else of the machine
+# Counters of out-of-memory kills: this container's, else the machine's.
+OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 GIB = 2**30
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
@@ -28,7 +29,14 @@ REPEAT_S = 2.0  # a signal within this time of the first is the same one: termin
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process as last seen; `status` is psutil's word, `cpu_s` the processor time used, `started_s` is since 1970."""
+    """A process as last seen.
+
+    pid: id of the process.
+    status: psutil's word for its state.
+    cpu_s: processor time that it has used.
+    rss_bytes: bytes of its resident memory.
+    started_s: its start, in seconds since 1970.
+    """
 
     pid: int
     status: str
@@ -63,18 +71,18 @@ def is_alive(pid: int) -> bool:
     return read_process(pid) is not None
 
 
-def in_session(session: int) -> Iterator[Process]:
-    """Yield the processes that the leader of this session started, directly or not, and that did not leave it."""
+def in_sessions(sessions: Collection[int]) -> Iterator[Process]:
+    """Yield the processes that the leaders of these sessions started, directly or not, and that did not leave them."""
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError):
-            if os.getsid(pid) == session and (process := read_process(pid)):
+            if os.getsid(pid) in sessions and (process := read_process(pid)):
                 yield process
 
 
-def kill_session(session: int) -> None:
-    """Send SIGKILL to all of the session, until only processes are left that the kernel holds back (a dead disk)."""
+def kill_sessions(sessions: Collection[int]) -> None:
+    """Send SIGKILL to all of the sessions, until only processes are left that the kernel holds back (a dead disk)."""
     end = time.monotonic() + 5.0
-    while (members := list(in_session(session))) and time.monotonic() < end:
+    while (members := list(in_sessions(sessions))) and time.monotonic() < end:
         for process in members:
             send(process.pid, signal.SIGKILL)
         time.sleep(0.02)

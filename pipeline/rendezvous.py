@@ -21,7 +21,7 @@ HERE = "rlhf/here"  # a counter in the store: the ranks that have come. Each has
 FIRST_LINE_S = 10.0  # each later line takes twice as long as the one before
 POLL_S = 0.2
 CONNECT_S = 5.0
-NAMED = 8  # at most, of the ranks that are missing
+NAMED = 8  # most missing ranks that are named
 
 
 def read_environment() -> tuple[int, int, int]:

@@ -45,18 +45,15 @@ def finish_moments(summed: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance.clamp(min=0)  # rounding can leave a constant batch a hair below zero
 
 
-def whiten(
-    values: Tensor, mask: Tensor, *, mean: Tensor, var: Tensor, shift_mean: bool = True, eps: float = 1e-8
-) -> Tensor:
-    """Return (values - mean) / sqrt(var + eps) where the mask counts, else 0; `shift_mean=False` adds the mean back.
+def whiten(values: Tensor, mask: Tensor, *, mean: Tensor, var: Tensor, eps: float = 1e-8) -> Tensor:
+    """Return (values - mean) / sqrt(var + eps) where the mask counts, else 0.
 
     `mean` and `var` are scalars from `finish_moments`, taken over all ranks: statistics of one rank would make the
     result depend on the number of ranks.
     """
     assert mask.dtype == torch.bool and mask.shape == values.shape, (mask.dtype, mask.shape, values.shape)
     assert mean.dim() == 0 and var.dim() == 0, (mean.shape, var.shape)
-    whitened = (values - mean) * torch.rsqrt(var + eps)
-    return torch.where(mask, whitened if shift_mean else whitened + mean, 0)
+    return torch.where(mask, (values - mean) * torch.rsqrt(var + eps), 0)
 
 
 def pad_rows(

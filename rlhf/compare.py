@@ -73,12 +73,12 @@ def run(argv: list[str], prog: str) -> None:
 
     # Faults that would else end the comparison after minutes; this reads no weight.
     from pipeline.inference.answers import check_prompts
-    from pipeline.models.loading import check_model
+    from pipeline.models.source import ModelSource
 
     for path in paths:
         check_prompts(path, prompts, config.sampling.max_new_tokens)
     if config.reward_model:
-        check_model(config.reward_model, "--reward_model")
+        ModelSource(config.reward_model).check("--reward_model")
 
     contestants = [answered(config, label, path, prompts) for label, path in zip(LABELS, paths, strict=False)]
     if config.reward_model:

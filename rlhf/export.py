@@ -3,7 +3,6 @@
 With `--dtype int8` it writes a model's linear layers as int8 codes: a base for LoRA that is loaded as it is stored.
 """
 
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -15,13 +14,7 @@ from pipeline.configuration.groups import Group
 from pipeline.errors import InputError
 from pipeline.models.paths import read_adapter_config
 from pipeline.run.entry import command_config, run_command
-from step1_sft.config import SFTConfig
-from step2_reward.config import RewardConfig
-from step3_ppo.config import PPOConfig
-
-STAGES: dict[str, type[Group]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
-# The module of each stage with `export(checkpoint)`.
-EXPORTS = {"sft": "step1_sft.training", "reward": "step2_reward.training", "ppo": "step3_ppo.state"}
+from rlhf.stages import STAGES
 
 
 class ExportConfig(Group):
@@ -58,9 +51,9 @@ def run(argv: list[str], prog: str) -> None:
         print(write_int8(config.checkpoint, Path(config.output).expanduser()))
         return
     checkpoint = open_checkpoint(Path(config.checkpoint).expanduser(), STAGES, output=config.output, dtype=config.dtype)
-    importlib.import_module(EXPORTS[checkpoint.run.stage]).export(checkpoint)
+    checkpoint.run.stage.export(checkpoint)
     dtype = checkpoint.run.resolved.config.run.save_dtype
-    print(f"{config.output}: step {checkpoint.saved['step']} of {checkpoint.run.stage} in {dtype}")
+    print(f"{config.output}: step {checkpoint.saved['step']} of {checkpoint.run.stage.section} in {dtype}")
 
 
 def write_int8(path: str, output: Path) -> str:
@@ -72,8 +65,8 @@ def write_int8(path: str, output: Path) -> str:
     from pipeline.checkpoints.model_card import settings_document, shareable
     from pipeline.checkpoints.model_folder import save_model
     from pipeline.inference.answers import load_chat_tokenizer
-    from pipeline.models.loading import check_model, load_config
-    from pipeline.models.lora import STORED_INT8_ENTRY, stored_quantization
+    from pipeline.models.lora import STORED_INT8_ENTRY
+    from pipeline.models.source import ModelSource
     from rlhf.merge import load, sixteen_bits
 
     if output.exists():
@@ -83,17 +76,17 @@ def write_int8(path: str, output: Path) -> str:
         raise InputError(f"--dtype int8: takes a model, and {path} is of a run; export that without it, then its model")
     if read_adapter_config(folder) is not None:
         raise InputError(f"--checkpoint: {path} is an adapter; `rlhf merge` makes a model of it first")
-    check_model(path, "--checkpoint")
-    source = load_config(path)
-    if (stored := stored_quantization(source)) not in ("none", "int8"):
+    source = ModelSource(path)
+    source.check("--checkpoint")
+    if (stored := source.stored_quantization) not in ("none", "int8"):
         raise InputError(f"--checkpoint: {path} is stored as {stored}; name the 16-bit folder that it was made of")
-    dtype, scores = sixteen_bits(source), "Classification" in "".join(source.architectures or ())
-    model = load(path, dtype, scores=scores, quantization="int8")
+    dtype, scores = sixteen_bits(source.config), "Classification" in "".join(source.config.architectures or ())
+    model = load(source, dtype, scores=scores, quantization="int8")
     documents = {
         "README.md": f"# An int8 base\n\n`{shareable(path)}` with int8 codes and fp32 scales for its linear layers.\n",
     } | settings_document({"quantised_from": shareable(path)})
     changes = {"quantization_config": STORED_INT8_ENTRY}
-    save_model(model, load_chat_tokenizer(path), output, dtype=dtype, documents=documents, config_changes=changes)
+    save_model(model, load_chat_tokenizer(source), output, dtype=dtype, documents=documents, config_changes=changes)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors")) / 2**30
     return f"{output}: {path} in int8, {size:.2f} GiB; train it with --quantization int8 and --lora_dim"
 

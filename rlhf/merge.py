@@ -19,6 +19,9 @@ from pipeline.run.entry import command_config, run_command
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from pipeline.models.source import ModelSource
 
 SENTENCES = [
     "The heron stood still in the shallow water until the fish came near.",
@@ -72,23 +75,27 @@ def run(argv: list[str], prog: str) -> None:
     import transformers
 
     from pipeline.inference.answers import load_chat_tokenizer
-    from pipeline.models.loading import DTYPES, load_config
-    from pipeline.models.lora import check_quantization, stored_quantization
-    from pipeline.models.weight_files import check_model_files
+    from pipeline.models.loading import DTYPES
+    from pipeline.models.lora import check_quantization
+    from pipeline.models.source import ModelSource
 
     transformers.logging.disable_progress_bar()
-    base: str = adapter["base_model_name_or_path"]
-    check_model_files(path, "--folders")
-    stored, quantization = stored_quantization(load_config(base)), config.quantization
+    source = ModelSource(path)
+    source.check("--folders")
+    base, stored, quantization = source.whole.path, source.stored_quantization, config.quantization
     if quantization == "auto":
         quantization = trained_quantization(path, scores=scores) if stored == "none" else stored
     check_quantization(quantization, "--quantization")
-    dtype = DTYPES.get(config.dtype) or sixteen_bits(load_config(path))
-    tokenizer = load_chat_tokenizer(path)
+    dtype = DTYPES.get(config.dtype) or sixteen_bits(source.config)
+    tokenizer = load_chat_tokenizer(source)
     sentences = config.sentences or SENTENCES
-    trained = logits_of(load(path, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences)
-    write_merged(path, output, base, tokenizer, dtype=dtype, scores=scores, stored=stored)
-    merged = logits_of(load(output, dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences)
+    trained = logits_of(
+        load(source, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences
+    )
+    write_merged(source, output, tokenizer, dtype=dtype, scores=scores)
+    merged = logits_of(
+        load(ModelSource(output), dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences
+    )
     codes = "" if stored == "none" else f"the {stored} codes of "
     print(f"{output}: {path} merged into {codes}{base} in {str(dtype).removeprefix('torch.')}")
     kind = "base" if quantization == "none" else f"{quantization} base"
@@ -106,24 +113,26 @@ def trained_quantization(path: str, *, scores: bool) -> str:
     return str(group.get("quantization", "none"))
 
 
-def sixteen_bits(config: Any) -> "torch.dtype":
+def sixteen_bits(config: "PretrainedConfig") -> "torch.dtype":
     """Return the data type that a configuration names if it has 16 bits, else bf16."""
     import torch
 
     return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
-def load(path: str, dtype: "torch.dtype", *, scores: bool, **settings: Any) -> Any:
+def load(source: "ModelSource", dtype: "torch.dtype", *, scores: bool, **settings: Any) -> Any:
     """Load a language model, decoder or encoder-decoder, or a reward model, without its wrapper, for inference."""
     from pipeline.models.loading import load_language_model
     from pipeline.models.reward_model import load_reward_model
 
     if scores:
-        return load_reward_model(path, dtype=dtype, **settings).model.eval()
-    return load_language_model(path, dtype=dtype, **settings).eval()
+        return load_reward_model(source, dtype=dtype, **settings).model.eval()
+    return load_language_model(source, dtype=dtype, **settings).eval()
 
 
-def logits_of(model: Any, tokenizer: Any, sentences: Sequence[str]) -> "list[torch.Tensor]":
+def logits_of(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", sentences: Sequence[str]
+) -> "list[torch.Tensor]":
     """Return fp32 logits of each sentence on the CPU, (S, V); (1, 1), the score, from a reward model.
 
     An encoder-decoder model reads the sentence and writes it again.
@@ -133,7 +142,7 @@ def logits_of(model: Any, tokenizer: Any, sentences: Sequence[str]) -> "list[tor
     from pipeline.models.loading import default_device
 
     device = default_device()
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]  # its decorator hides the signature
     with torch.inference_mode():
         encoded = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in sentences]
         names = ("input_ids", "labels") if model.config.is_encoder_decoder else ("input_ids",)
@@ -141,7 +150,7 @@ def logits_of(model: Any, tokenizer: Any, sentences: Sequence[str]) -> "list[tor
 
 
 def write_merged(
-    path: str, output: str, base: str, tokenizer: Any, *, dtype: "torch.dtype", scores: bool, stored: str
+    source: "ModelSource", output: str, tokenizer: "PreTrainedTokenizerBase", *, dtype: "torch.dtype", scores: bool
 ) -> None:
     """Write the model folder: base weights plus adapter, added in fp32 and rounded once; the adapter beside them.
 
@@ -151,13 +160,13 @@ def write_merged(
     from pipeline.checkpoints.model_folder import save_model
     from pipeline.models.lora import dequantise
 
-    documents = saved_settings(path)
-    model = load(path, dtype, quantization=stored, merged=False, scores=scores)
+    documents, stored = saved_settings(source.path), source.stored_quantization
+    model = load(source, dtype, quantization=stored, merged=False, scores=scores)
     if stored != "none":
         dequantise(model, dtype)
     card = CARD.format(
-        adapter=shareable(path),
-        base=shareable(base),
+        adapter=shareable(source.path),
+        base=shareable(source.whole.path),
         dtype=str(dtype).removeprefix("torch."),
         settings="".join(documents),
         example=example(scores=scores, adapter=False, seq2seq=model.config.is_encoder_decoder),

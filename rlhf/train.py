@@ -13,43 +13,31 @@ from datetime import timedelta
 from pathlib import Path
 
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.flags import stage_arguments, without_flag
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
-from pipeline.launching.dry_run import NOTHING_STARTED, engine_jsons, show_stage
-from pipeline.launching.launcher import launch_file, run_script
-from pipeline.launching.machine import (
-    NO_HOSTFILE,
-    check_device_count,
-    check_port,
-    hosts_of_launcher,
-    num_ranks,
-    ranks_by_host,
-)
-from pipeline.launching.plan import Plan, Stage, StageKind, as_override, make_plan, path_from_here, without_flag
-from pipeline.launching.preflight_job import start_preflight
+from pipeline.launching.hosts import chosen_hosts, ranks_by_host
+from pipeline.launching.machine import check_device_count, check_port
+from pipeline.launching.request import LaunchRequest, parse_request
+from pipeline.launching.scripts import launch_file, run_script
 from pipeline.launching.target import Target, parse_target
-from pipeline.launching.train_config import HOST_FLAGS, TrainConfig, known_model
+from pipeline.preparation.dry_run import NOTHING_STARTED, show_stage
+from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import evaluations
 from pipeline.run.output_checks import check_outputs
-from step1_sft.config import SFTConfig
-from step2_reward.config import RewardConfig
-from step3_ppo.config import PPOConfig
+from rlhf.preflight import start_preflight
+from rlhf.stages import word_of
+from rlhf.train_config import HOST_FLAGS, TrainConfig, known_model
+from rlhf.train_plan import Plan, PlannedStage, as_override, make_plan, path_from_here
 
-STAGES = {
-    1: StageKind("sft", "supervised fine-tuning", SFTConfig, ("eval_perplexity",)),
-    2: StageKind("reward", "reward model", RewardConfig, ("eval_accuracy",)),
-    3: StageKind("ppo", "PPO", PPOConfig, ("eval_objective/scores", "eval_objective/kl")),
-}
 DEMO = Path("output/demo")
 LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
-NO_SSH = "none"  # of --launcher
-HOSTFILE = "HOSTFILE"  # in the commands for a target of several hosts whose names are not known
+HOSTFILE = "HOSTFILE"  # word in the commands for a target of several hosts whose names are not known
 MEANING = {
     1: "a fault of the program, or a process that was killed",
     2: "bad input",
@@ -62,20 +50,16 @@ MEANING = {
 }
 
 
-def command_of(stage: Stage, config: TrainConfig) -> list[str]:
+def command_of(planned: PlannedStage, config: TrainConfig) -> list[str]:
     """Return the words of `bash launch/<deployment>.sh [launcher flags] STEP [stage flags]`."""
     launcher = launcher_words(config)
     script = path_from_here(launch_file(f"{config.deployment_type}.sh"))
-    return ["bash", script, *launcher, str(stage.number), *stage.argv]
+    return ["bash", script, *launcher, word_of(planned.stage), *planned.argv]
 
 
-def words_for_launcher(config: TrainConfig) -> list[str]:
-    """Return the words that the launch script makes of the launcher's flags (launch/_run.sh), as far as ranks go."""
-    words = launcher_words(config)
-    if config.deployment_type == "multi_node":
-        return words
-    one = config.deployment_type == "single_gpu" and not (config.include or config.exclude)
-    return ["--hostfile", NO_HOSTFILE, *words, *(["--num_gpus", "1"] if one else [])]
+def request_of(config: TrainConfig) -> LaunchRequest:
+    """Return what the launch script makes of the launcher's flags. Raises InputError."""
+    return parse_request(config.deployment_type, launcher_words(config))
 
 
 def launcher_words(config: TrainConfig) -> list[str]:
@@ -83,19 +67,19 @@ def launcher_words(config: TrainConfig) -> list[str]:
     values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
     words = [word for name, value in values if value for word in (f"--{name}", str(value))]
     words += ["--check"] if config.check else []
-    if config.launcher == NO_SSH:
+    if config.launcher == "none":
         return ["--no_ssh", "--node_rank", str(config.node_rank), *words]
     return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
 
 
-def ranks_of(plan: Plan) -> int | None:
+def ranks_of(plan: Plan) -> int:
     """Return the number of ranks: the GPUs that `--target` describes, else those of this machine and its flags.
 
     Raises:
-        InputError, EnvironmentFault: see `machine.num_ranks`.
+        InputError, EnvironmentFault: see `hosts.ranks_by_host`.
     """
     target = target_of(plan)
-    return target.num_gpus if target else num_ranks(words_for_launcher(plan.config))
+    return target.num_gpus if target else sum(ranks_by_host(request_of(plan.config)))
 
 
 def target_of(plan: Plan) -> Target | None:
@@ -130,7 +114,7 @@ def on_target(plan: Plan) -> Plan:
 def check_machine(config: TrainConfig) -> None:
     """Raise EnvironmentFault or InputError if the machine or the host file does not fit the flags."""
     if config.deployment_type == "multi_node":
-        hosts_of_launcher(launcher_words(config))
+        chosen_hosts(request_of(config))
         return
     if config.num_gpus:
         check_device_count(config.num_gpus)
@@ -142,39 +126,45 @@ def check_stages(plan: Plan) -> None:
     """Raise InputError with a line for each stage whose DeepSpeed settings contradict each other."""
     ranks = ranks_of(plan)
     errors: list[str] = []
-    for stage in plan.chosen:
+    for planned in plan.chosen:
         try:
-            engine_jsons(stage.resolved, stage.kind.section, ranks=ranks)
+            engine_jsons(planned.stage, planned.resolved, ranks=ranks)
         except InputError as error:
-            errors += [f"{stage.kind.section}: {line}" for line in str(error).splitlines()]
+            errors += [f"{planned.stage.section}: {line}" for line in str(error).splitlines()]
     if errors:
         raise InputError("\n".join(errors))
 
 
-def missing_inputs(plan: Plan) -> dict[str, Stage]:
-    """Return the flags of stage 3's start models that do not exist, with the stages of other runs that make them."""
-    if 3 not in plan.config.step:
-        return {}
-    values = dict(flat_items(plan.stages[3].resolved.config))
-    flags = {"actor_model_name_or_path": plan.stages[1], "critic_model_name_or_path": plan.stages[2]}
-    return {
-        flag: stage
-        for flag, stage in flags.items()
-        if values[flag] == str(stage.model_dir)
-        and stage not in plan.chosen
-        and not (has_config(stage.model_dir) and any(stage.model_dir.rglob("*.safetensors")))
-    }
+def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
+    """Return flags of start models that do not exist, as typed, with the stages of other runs that make them."""
+    missing: dict[str, PlannedStage] = {}
+    of_section = {planned.stage.section: planned for planned in plan.stages.values()}
+    for planned in plan.chosen:
+        values = dict(flat_items(planned.resolved.config))
+        for prefix, start in planned.stage.starts.items():
+            source, flag = of_section.get(start.section), f"{prefix}model_name_or_path"
+            if source is None or source in plan.chosen or values[flag] != str(source.model_dir):
+                continue
+            if not (has_config(source.model_dir) and any(source.model_dir.rglob("*.safetensors"))):
+                missing[f"--{planned.stage.section}.{flag}"] = source
+    return missing
+
+
+def base_of(planned: PlannedStage) -> str:
+    """Return the model that the first trained model of a stage starts from."""
+    prefix = next(iter(planned.stage.starts))
+    return str(dict(flat_items(planned.resolved.config))[f"{prefix}model_name_or_path"])
 
 
 def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
-    """Raise InputError if stage 3 needs a model that does not exist and that no stage of this run makes."""
+    """Raise InputError if a stage needs a model that does not exist and that no stage of this run makes."""
     errors = []
-    for flag, stage in missing_inputs(plan).items():
+    for flag, source in missing_inputs(plan).items():
         rest = argv
         for name in ("step", "dry_run", "explain"):
             rest = without_flag(rest, name)
-        make = shlex.join([*prog.split(), "--step", str(stage.number), *rest])
-        errors.append(f"--ppo.{flag}: {stage.model_dir}: found no config.json and *.safetensors; make them: {make}")
+        make = shlex.join([*prog.split(), "--step", str(source.stage.number), *rest])
+        errors.append(f"{flag}: {source.model_dir}: found no config.json and *.safetensors; make them: {make}")
     if errors:
         raise InputError("\n".join(errors))
 
@@ -188,11 +178,11 @@ def finished_stages(plan: Plan) -> set[int]:
     ranks, finished = ranks_of(plan), set[int]()
     made: dict[str, int] = {}  # model folders that this run makes anew
     errors: list[str] = []
-    for stage in plan.chosen:
-        section, config = stage.kind.section, with_ranks(stage.resolved, ranks).config
+    for planned in plan.chosen:
+        stage, section, config = planned.stage, planned.stage.section, with_ranks(planned.resolved, ranks).config
         try:
-            if not is_finished(stage.run_dir, config, section, ranks=ranks):
-                made[str(stage.model_dir)] = stage.number
+            if not is_finished(planned.run_dir, config, stage, ranks=ranks):
+                made[str(planned.model_dir)] = stage.number
                 continue
         except InputError as error:
             errors += [as_override(line, section) for line in str(error).splitlines()]
@@ -211,51 +201,53 @@ def finished_stages(plan: Plan) -> set[int]:
 def show_plan(plan: Plan, finished: Collection[int]) -> None:
     """Print the commands, and the dry run of every stage; of those that are `finished` that they are."""
     ranks = ranks_of(plan)
-    for stage in plan.chosen:
-        print(finished_line(stage) if stage.number in finished else header(stage, plan.config))
-        show_stage(stage.resolved, stage.kind.section, ranks=ranks)
+    for planned in plan.chosen:
+        is_done = planned.stage.number in finished
+        print(finished_line(planned) if is_done else header(planned, plan.config))
+        show_stage(planned.stage, planned.resolved, ranks=ranks)
     sys.stdout.flush()
 
 
-def finished_line(stage: Stage) -> str:
-    return f"== stage {stage.number}: finished already ({stage.model_dir}); --overwrite runs it again"
+def finished_line(planned: PlannedStage) -> str:
+    return f"== stage {planned.stage.number}: finished already ({planned.model_dir}); --overwrite runs it again"
 
 
-def header(stage: Stage, config: TrainConfig) -> str:
-    words = command_of(stage, config)
+def header(planned: PlannedStage, config: TrainConfig) -> str:
+    words = command_of(planned, config)
     for name in ("dry_run", "explain", "target"):  # what a dry run shows is to be copied and started
         words = without_flag(words, name)
-    return f"== stage {stage.number}: {stage.kind.title}\n$ {shlex.join(words)}"
+    return f"== stage {planned.stage.number}: {planned.stage.title}\n$ {shlex.join(words)}"
 
 
-def run_stage(stage: Stage, config: TrainConfig, environment: Mapping[str, str]) -> int:
+def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str]) -> int:
     """Run one stage, again up to --max-restarts times after a fault; print its end. Returns its exit code."""
-    print(header(stage, config), flush=True)
+    stage = planned.stage
+    print(header(planned, config), flush=True)
     start = time.monotonic()
     began = time.time()
-    code, asked = run_script(command_of(stage, config), environment)
+    code, asked = run_script(command_of(planned, config), environment)
     for restart in range(1, config.max_restarts + 1):
         if code != EXIT_FAULT or asked:
             break
         print(f"== stage {stage.number}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
         # --overwrite and --resume were for the first start: a restart resumes from what was saved since.
-        saved = [file.stat().st_mtime for file in stage.run_dir.glob("checkpoints/*/manifest.json")]
+        saved = [file.stat().st_mtime for file in planned.run_dir.glob("checkpoints/*/manifest.json")]
         again = list(RESUME) if max(saved, default=0.0) > began else []
-        code, asked = run_script([*command_of(stage, config), *again], environment)
+        code, asked = run_script([*command_of(planned, config), *again], environment)
     took = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:
-        print(f"== stage {stage.number}: done in {took}{reached(stage)}; model: {stage.model_dir}", flush=True)
+        print(f"== stage {stage.number}: done in {took}{reached(planned)}; model: {planned.model_dir}", flush=True)
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
         end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}"
-        print(f"{kind}: {end}; log: {stage.run_dir / 'log.txt'}", file=sys.stderr)
+        print(f"{kind}: {end}; log: {planned.run_dir / 'log.txt'}", file=sys.stderr)
     return code
 
 
-def reached(stage: Stage) -> str:
+def reached(planned: PlannedStage) -> str:
     """Return `, eval_perplexity 15.4 -> 5.1`: the first and the last evaluation of a run; empty without its metrics."""
-    text, lines = "", evaluations(stage.run_dir)
-    for name in stage.kind.reached:
+    text, lines = "", evaluations(planned.run_dir)
+    for name in planned.stage.reached:
         values = [line[name] for line in lines if line.get(name) is not None]
         text += f", {name} {values[0]:.4g} -> {values[-1]:.4g}" if values else ""
     return text
@@ -263,33 +255,33 @@ def reached(stage: Stage) -> str:
 
 def run(argv: list[str], prog: str) -> int:
     """Run the stages that `argv` asks for. Returns the exit code; raises RunError for errors before a stage starts."""
-    plan = make_plan(argv, STAGES, prog=prog)
+    plan = make_plan(argv, prog=prog)
     check_stages(plan)
-    made = dict[str, str]()  # folders that a plan for another machine takes as made from a model
+    bases = dict[str, str]()  # folders that a plan for another machine takes as if they were there -> their start
     if target_of(plan) is None:
         check_inputs(plan, argv, prog)
         check_machine(plan.config)
     else:
-        starts = {stage.model_dir: stage.resolved.config.model for stage in missing_inputs(plan).values()}
-        made = {str(folder): model.model_name_or_path for folder, model in starts.items()}
-    check_outputs({stage.kind.section: stage.resolved.config for stage in plan.chosen}, named_by_section=True)
+        sources = missing_inputs(plan).values()
+        bases = {str(planned.model_dir): base_of(planned) for planned in sources}
+    check_outputs({planned.stage: planned.resolved.config for planned in plan.chosen}, named_by_section=True)
     finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # a plan for elsewhere is of all
     for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
         if known_model(model) is None:
             note = "no preset; the built-in defaults hold where --config and flags say nothing"
             print(f"note: {flag} {model}: {note}", flush=True)
-    dry_run = plan.config.dry_run or any(stage.resolved.config.run.starts_nothing for stage in plan.chosen)
+    dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:
-        for folder, start in made.items():
+        for folder, start in bases.items():
             print(f"note: {folder} does not exist: planned as made from {start}")
         show_plan(on_target(plan), finished)
-    to_run = {stage.kind.section: stage.argv for stage in plan.chosen if stage.number not in finished}
-    slots = None if target_of(plan) else ranks_by_host(words_for_launcher(plan.config))
+    to_run = {planned.stage: planned.argv for planned in plan.chosen if planned.stage.number not in finished}
+    slots = None if target_of(plan) else ranks_by_host(request_of(plan.config))
     python, code = environment["PYTHON"], EXIT_DONE
     if to_run:
-        code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, made=made)
+        code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, base_of_output=bases)
     if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
         print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
     if dry_run:
@@ -298,22 +290,22 @@ def run(argv: list[str], prog: str) -> int:
         return code
     if plan.config.check:
         stages = plan.chosen if plan.config.deployment_type == "multi_node" else plan.chosen[:1]  # one machine: no data
-        return max(run_script(command_of(stage, plan.config), environment)[0] for stage in stages)
+        return max(run_script(command_of(planned, plan.config), environment)[0] for planned in stages)
     if (code := run_stages(plan, finished, environment)) == EXIT_DONE:
         last = plan.chosen[-1]
         # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
         chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
-        print(f"next: {f'{prog} --step 3' if last.number == 2 else chat}")
+        print(f"next: {chat if last.stage.makes_chat_model else f'{prog} --step {last.stage.number + 1}'}")
     return code
 
 
 def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, str]) -> int:
     """Run the chosen stages that are not `finished`, until one fails; return its exit code."""
     try:
-        for stage in plan.chosen:
-            if stage.number in finished:
-                print(finished_line(stage))
-            elif (code := run_stage(stage, plan.config, environment)) != EXIT_DONE:
+        for planned in plan.chosen:
+            if planned.stage.number in finished:
+                print(finished_line(planned))
+            elif (code := run_stage(planned, plan.config, environment)) != EXIT_DONE:
                 return code
     except KeyboardInterrupt:
         # Between two stages nothing can be lost; in a stage the launcher's handler takes the signal.

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 
+from pipeline.engine.start_models import Check, StartModel, check_settings, package_checks
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.models.loading import check_positions, is_encoder_decoder, load_config
-from pipeline.models.packed_attention import check_packing
+from pipeline.models.forward.packed_attention import check_packing
 from pipeline.models.paths import check_language_model
-from pipeline.training.start_models import Check, StartModel, check_settings, package_checks
+from pipeline.models.source import ModelSource, check_positions
 from step1_sft.config import SFTConfig
 
 # Packages that compute the values of --eval_metric; not among the requirements.
@@ -21,10 +21,14 @@ UNSUITABLE = dict.fromkeys(("m2m_100", "mbart", "nllb-moe", "plbart"), CODES) | 
 )
 
 
-def start_models(config: SFTConfig, made: Mapping[str, str]) -> list[StartModel]:
-    """Return the start model with its checks; `made`: folder of an earlier stage's output -> what that starts from."""
+def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> list[StartModel]:
+    """Return the start model with its checks.
+
+    Args:
+        base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
+    """
     data, path = config.data, config.model.model_name_or_path
-    start = made.get(path, path)
+    start = ModelSource(base_of_output.get(path, path))
     fits: list[Check] = [partial(check_positions, start, data.max_seq_len, "--max_seq_len")]
     if config.eval_metric != "loss":
         longest = data.max_seq_len + config.eval_max_new_tokens
@@ -36,15 +40,15 @@ def start_models(config: SFTConfig, made: Mapping[str, str]) -> list[StartModel]
         *package_checks(config.model, config.optimizer, config.deepspeed),
         partial(check_metric, config.eval_metric),
     ]
-    return [StartModel("--model_name_or_path", path, check_language_model, packages, fits)]
+    return [StartModel("--model_name_or_path", path, start, check_language_model, packages, fits)]
 
 
-def check_seq2seq(config: SFTConfig, path: str) -> None:
-    """Raise InputError for an encoder-decoder model at `path` that is not trained, or for flags it cannot follow."""
-    if not is_encoder_decoder(path):
+def check_seq2seq(config: SFTConfig, source: ModelSource) -> None:
+    """Raise InputError for an encoder-decoder model that is not trained, or for flags it cannot follow."""
+    if not source.is_encoder_decoder:
         return
-    check_labels(path)
-    kind, fp16 = load_config(path).model_type, config.deepspeed.dtype == "fp16"
+    check_labels(source)
+    kind, fp16 = source.config.model_type, config.deepspeed.dtype == "fp16"
     refused = (
         (config.data.packing, "--packing", "an encoder reads one row at a time; leave it out"),
         (config.data.train_on_prompt, "--train_on_prompt", "the prompt is the encoder's input; leave it out"),
@@ -54,9 +58,9 @@ def check_seq2seq(config: SFTConfig, path: str) -> None:
         raise InputError("\n".join(lines))
 
 
-def check_labels(path: str) -> None:
+def check_labels(source: ModelSource) -> None:
     """Raise InputError for an encoder-decoder model whose decoder cannot read labels shifted by one position."""
-    config = load_config(path)
+    config, path = source.config, source.path
     if reason := UNSUITABLE.get(kind := config.model_type):
         raise InputError(
             f"--model_name_or_path {path}: {kind} {reason}; give T5, FLAN-T5, mT5, BART, Pegasus or Marian"

@@ -4,11 +4,10 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
+from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.configuration.stage import SupervisedConfig
 
 
 class SFTDataConfig(DataConfig):
@@ -18,7 +17,7 @@ class SFTDataConfig(DataConfig):
         512,
         "Tokens of a training row; longer rows are cut on the right",
         ge=8,
-        other_tools="max_length max_seq_length cutoff_len sequence_len max_len",
+        other_tools="max_length max_seq_length cutoff_len",
     )
     train_on_prompt: bool = flag(False, "Train on prompt tokens too, as DeepSpeed-Chat does")
     train_turns: Literal["all", "last"] = flag("all", "Assistant turns that are trained in a conversation")
@@ -26,7 +25,7 @@ class SFTDataConfig(DataConfig):
     sft_only_data_path: list[str] = flag([], "Further sources, taken whole", kind="path", on_resume="data")
 
 
-class SFTConfig(Group):
+class SFTConfig(SupervisedConfig):
     """Stage 1: supervised fine-tuning of a language model."""
 
     model: ModelConfig = ModelConfig(learning_rate=1e-5)
@@ -41,17 +40,9 @@ class SFTConfig(Group):
         other_tools="predict_with_generate",
     )
     eval_max_new_tokens: int = flag(
-        128,
-        "Tokens of such an answer",
-        ge=1,
-        on_resume="free",
-        other_tools="max_new_tokens generation_max_length max_target_length val_max_target_length",
+        128, "Tokens of such an answer", ge=1, on_resume="free", other_tools="max_new_tokens generation_max_length"
     )
     keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="output")
-
-    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
-        """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""
-        return {"model": training_json(Resolved(self, origins), self.model, placement)}
 
     @model_validator(mode="after")
     def _packing_needs_a_mask(self) -> Self:

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
@@ -14,14 +14,14 @@ from pipeline.data.loader import to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import as_chat_model, decode, generate_answers
+from pipeline.models.forward.packed_attention import packed_mask
 from pipeline.models.loading import base_model
-from pipeline.models.packed_attention import packed_mask
 from step1_sft.loss import token_sum_loss
 
 Batch = SFTBatch | Seq2SeqBatch
 
 
-def forward_log_probs(model: Any, batch: Batch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_log_probs(model: TrainingEngine, batch: Batch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities (B, S - 1) fp32 of trained tokens and their mask; of an encoder-decoder model (B, T)."""
     if isinstance(batch, Seq2SeqBatch):
         log_probs = model(batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
@@ -35,7 +35,7 @@ def forward_log_probs(model: Any, batch: Batch, *, packed: bool) -> tuple[torch.
 
 
 @torch.no_grad()
-def evaluate(model: Any, batches: Iterable[Callable[[], Batch]], device: torch.device) -> dict[str, float]:
+def evaluate(model: TrainingEngine, batches: Iterable[Callable[[], Batch]], device: torch.device) -> dict[str, float]:
     """`eval_loss` (nats per trained token over all ranks) and `eval_perplexity`; {} where nothing is held out."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for make in batches:
@@ -51,7 +51,7 @@ def evaluate(model: Any, batches: Iterable[Callable[[], Batch]], device: torch.d
 
 def evaluate_answers(
     engine: TrainingEngine,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     batches: Iterable[Callable[[], Batch]],
     *,
     metric: Literal["bleu", "rouge"],

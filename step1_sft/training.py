@@ -10,33 +10,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, save_trained
 from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import Seq2SeqBatch, SFTBatch, pack_rows, packed_sft_batch, seq2seq_batch
 from pipeline.data.cache import StageData
-from pipeline.data.loader import PrefetchedSteps, Step, each, to_device
+from pipeline.data.loader import PrefetchedSteps, Step
 from pipeline.engine.build import language_model_engine, start_engines
+from pipeline.engine.start_models import check_start_models
 from pipeline.errors import InputError
-from pipeline.heartbeat import beat
-from pipeline.models.loading import base_model, is_encoder_decoder
-from pipeline.models.packed_attention import enable_packed_attention
-from pipeline.models.tokenizers import prepare_tokenizer
+from pipeline.models.forward.packed_attention import enable_packed_attention
+from pipeline.models.loading import base_model
+from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.planning.room import make_room
-from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_data
-from pipeline.training.start_models import check_start_models
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
-from step1_sft.checks import start_models
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, evaluate_answers, forward_log_probs
 from step1_sft.loss import token_sum_loss
-from step1_sft.needs import needs
+from step1_sft.metrics import METRICS
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ def train(run: Run, config: SFTConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     sft = build(run, config)
-    state, course = sft.resume(State)
+    state, course = sft.resume(State, METRICS)
     steps = PrefetchedSteps(sft.loader, end=sft.total_steps, device=run.world.device)
     with course.resumable(state, lambda: sft.content(state)), steps:
         while state.step < sft.total_steps:
@@ -89,18 +86,17 @@ def train(run: Run, config: SFTConfig) -> None:
 def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
     start_engines(run)
-    check_start_models(start_models(config, {}))
-    make_room(run, needs)
+    (source,) = check_start_models(run.stage.start_models(config, {}))
+    make_room(run)
     data = config.data
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
-    seq2seq = is_encoder_decoder(config.model.model_name_or_path)
+    tokenizer, seq2seq = prepare_tokenizer(source, data.template), source.is_encoder_decoder
     # The turns before the last one are the encoder's input.
-    rows = prepare_data("sft", data, tokenizer=tokenizer, **({"train_turns": "last"} if seq2seq else {}))
+    rows = prepare_data(data, tokenizer, **run.stage.row_options, train_turns="last" if seq2seq else data.train_turns)
     if seq2seq:
         check_sources(rows)
     collate = partial(seq2seq_batch if seq2seq else packed_sft_batch, pad_id=tokenizer.pad_token_id)
     units = pack_rows(rows.train["num_tokens"], data.max_seq_len) if data.packing else None
-    engine = language_model_engine(run, config.model)
+    engine = language_model_engine(run, source, config.model)
     if data.packing:
         able = enable_packed_attention(base_model(engine.module.model), device=run.world.device)
         kind = "by the variable-length flash kernel" if able else "under dense masks"
@@ -120,43 +116,25 @@ def check_sources(data: StageData) -> None:
 
 
 def accumulate_gradients(sft: SFT, step: Step[Any], state: State, stopping: Stopping) -> float:
-    """Sum the gradients of a step's micro-batches; returns the loss, summed over the trained tokens of all ranks.
+    """Sum the gradients of a step; returns the loss, summed over the trained tokens of all ranks.
 
     Raises:
-        Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
-        BatchTooLarge: out of memory, and the micro-batches cannot be halved here.
+        Interrupted, BatchTooLarge: see `Supervised.sum_gradients`.
     """
     if step.num_trained == 0:
         raise InputError(f"step {state.step + 1}: no trained token in {step.num_rows} rows")
-    return sft.in_micro_batches_that_fit(step, state, lambda step: sum_gradients(sft, step, state, stopping))
 
+    def loss_of(batch: SFTBatch | Seq2SeqBatch) -> torch.Tensor:
+        return token_sum_loss(*forward_log_probs(sft.engine, batch, packed=sft.config.data.packing))
 
-def sum_gradients(sft: SFT, step: Step[Any], state: State, stopping: Stopping) -> float:
-    """Run the forward and backward passes of `accumulate_gradients` in the micro-batches of `step`."""
-    world, config = sft.run.world, sft.config
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    seed_dropout(config.run.seed, step=state.step, rank=world.rank)
-    for index, cpu_batch in enumerate(step.micro_batches):
-        beat("train", state.step)
-        stopping.within_step([sft.engine])
-        batch = to_device(cpu_batch, world.device)
-        log_probs, trained = forward_log_probs(sft.engine, batch, packed=config.data.packing)
-        loss = token_sum_loss(log_probs, trained)
-        # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
-        sft.engine.backward(loss * (world.size / step.num_trained), last=index + 1 == len(step.micro_batches))
-        loss_sum += loss.detach()
-    # Read before the update is launched: the host then writes its metrics while the device updates the weights.
-    return dist.sum_over_ranks(loss_sum).item()
+    return sft.sum_gradients(step, state, stopping, loss_of=loss_of, count=step.num_trained)
 
 
 def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
     """Measure the held-out rows, once a step; with `--keep_best`, save the best model so far."""
     if state.evaluated == state.step:
         return
-    beat("evaluate", state.step)
-    sft.engine.module.eval()
-    measured = sft.in_evaluation_batches_that_fit(state, lambda batches: measure(sft, batches, state))
-    sft.engine.module.train()
+    measured = sft.evaluate(state, partial(measure, sft))
     course.recorder.write(state.step, measured)
     state.evaluated = state.step
     loss = measured.get("eval_loss")
@@ -168,17 +146,12 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
         state.best_eval_loss, state.best_step = loss, state.step
 
 
-def measure(sft: SFT, batches: list[Callable[[], Any]], state: State) -> dict[str, float]:
+def measure(sft: SFT, batches: list[Callable[[], Any]]) -> dict[str, float]:
     """Return the loss on evaluation batches, and with `--eval_metric` the score of answers to their prompts."""
-    measured = evaluate(sft.engine, each(batches, lambda: beat("evaluate", state.step)), sft.run.world.device)
+    measured = evaluate(sft.engine, batches, sft.run.world.device)
     if sft.config.eval_metric != "loss":
-        measured |= evaluate_answers(
-            sft.engine,
-            sft.tokenizer,
-            each(batches, lambda: beat("evaluate", state.step)),
-            metric=sft.config.eval_metric,
-            max_new_tokens=sft.config.eval_max_new_tokens,
-        )
+        metric, longest = sft.config.eval_metric, sft.config.eval_max_new_tokens
+        measured |= evaluate_answers(sft.engine, sft.tokenizer, batches, metric=metric, max_new_tokens=longest)
     return measured
 
 
@@ -197,7 +170,7 @@ def save(sft: SFT, state: State) -> None:
     save_module(sft.run, sft.engine.module, sft.tokenizer, step=state.step)
 
 
-def save_module(run: Run, module: Any, tokenizer: Any, *, step: int) -> None:
+def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int) -> None:
     """Write the model folder of a trained module. A collective."""
     config: SFTConfig = run.resolved.config
     folder, kind = Path(config.run.output_dir), "Supervised fine-tuned model"
@@ -208,5 +181,5 @@ def export(checkpoint: OfflineCheckpoint) -> None:
     """Write the model folder of a checkpoint."""
     config: SFTConfig = checkpoint.run.resolved.config
     module = checkpoint.language_model("model", config.model)
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    tokenizer = prepare_tokenizer(ModelSource(config.model.model_name_or_path), config.data.template)
     save_module(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])

@@ -3,17 +3,21 @@
 from collections.abc import Mapping
 from functools import partial
 
-from pipeline.models.loading import check_decoder, check_positions
+from pipeline.engine.start_models import StartModel, check_settings, package_checks
 from pipeline.models.paths import check_model_path
 from pipeline.models.reward_model import check_head
-from pipeline.training.start_models import StartModel, check_settings, package_checks
+from pipeline.models.source import ModelSource, check_decoder, check_positions
 from step2_reward.config import RewardConfig
 
 
-def start_models(config: RewardConfig, made: Mapping[str, str]) -> list[StartModel]:
-    """Return the start model with its checks; `made`: folder of an earlier stage's output -> what that starts from."""
+def start_models(config: RewardConfig, base_of_output: Mapping[str, str]) -> list[StartModel]:
+    """Return the start model with its checks.
+
+    Args:
+        base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
+    """
     flag, path = "--model_name_or_path", config.model.model_name_or_path
-    start = made.get(path, path)
+    start = ModelSource(base_of_output.get(path, path))
     fits = [
         partial(check_decoder, start, flag),
         partial(check_positions, start, config.data.max_seq_len, "--max_seq_len"),
@@ -21,4 +25,4 @@ def start_models(config: RewardConfig, made: Mapping[str, str]) -> list[StartMod
         partial(check_settings, start, config.model),
     ]
     packages = package_checks(config.model, config.optimizer, config.deepspeed)
-    return [StartModel(flag, path, check_model_path, packages, fits)]
+    return [StartModel(flag, path, start, check_model_path, packages, fits)]

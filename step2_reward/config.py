@@ -4,9 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import (
     TOKEN_FLAGS,
     DataConfig,
@@ -16,23 +14,21 @@ from pipeline.configuration.groups import (
     OptimizerConfig,
 )
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.configuration.stage import SupervisedConfig
 
 
 class PairDataConfig(DataConfig):
     """Data"""
 
     max_seq_len: int = flag(
-        512,
-        "Tokens of prompt and response together",
-        ge=8,
-        other_tools="max_length max_seq_length cutoff_len sequence_len max_len",
+        512, "Tokens of prompt and response together", ge=8, other_tools="max_length max_seq_length cutoff_len"
     )
     long_pairs: Literal["drop", "truncate_left"] = flag(
         "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
     )
 
 
-class RewardConfig(Group):
+class RewardConfig(SupervisedConfig):
     """Stage 2: a reward model from pairs of responses."""
 
     model: ModelConfig = ModelConfig(learning_rate=5e-5, weight_decay=0.1)
@@ -47,10 +43,6 @@ class RewardConfig(Group):
     )
     centering_coef: float = flag(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0)
     keep_best: bool = flag(False, "Keep the weights of the best accuracy, not the last ones", on_resume="output")
-
-    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
-        """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""
-        return {"model": training_json(Resolved(self, origins), self.model, placement)}
 
     @model_validator(mode="after")
     def _options_that_do_not_go_together(self) -> Self:

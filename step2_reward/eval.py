@@ -19,11 +19,13 @@ from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.data.cache import load_or_build
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
+from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.paths import check_reward_model
 from pipeline.models.reward_model import last_token_scores, load_reward_model
+from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.run.entry import command_config, run_command
 from step2_reward.config import RewardEvalConfig
@@ -33,7 +35,14 @@ from step2_reward.statistics import accuracy, accuracy_by_length, calibration, m
 
 @dataclass(frozen=True, slots=True)
 class PairScores:
-    """The raw scores (N,) fp32 of both sides of N held-out pairs in order, and response lengths (N,) in tokens."""
+    """The scores of N held-out pairs, in order.
+
+    chosen: (N,) fp32, raw scores of the preferred responses.
+    rejected: (N,) fp32, raw scores of the others.
+    chosen_lengths: (N,), tokens of the preferred responses.
+    rejected_lengths: (N,), tokens of the others.
+    loss: mean loss of the pairs.
+    """
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -57,7 +66,7 @@ def batch_loss(values: torch.Tensor, batch: PairBatch, *, per_token: bool, cente
 
 @torch.no_grad()
 def score_pairs(
-    model: Any,
+    model: TrainingEngine | torch.nn.Module,
     batches: Iterable[Callable[[], PairBatch]],
     device: torch.device,
     *,
@@ -173,6 +182,9 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     check_reward_model(options.model, "--model")
     tokenizer = load_tokenizer(options.model)
     settings = DataOptions(
+        rows="pairs",
+        shares=(1,),
+        title="reward",
         data_path=tuple(options.data_path),
         data_split="none",
         held_out_only=True,
@@ -184,7 +196,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         max_seq_len=options.max_seq_len,
         long_pairs="truncate_left",
     )
-    data = load_or_build("reward", settings, tokenizer)
+    data = load_or_build(settings, tokenizer)
     if not len(rows := data.eval):
         paths = " ".join(options.eval_data_path or options.data_path)
         kinds = "; ".join(data.counts.lines()) or "no row is held out; --eval_fraction 1 takes all"
@@ -192,7 +204,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     for line in data.counts.lines():
         print(f"  rows: {line}", file=sys.stderr)
     device = default_device()
-    model = on_devices(load_reward_model(options.model, dtype=torch.float32), options.model)
+    model = on_devices(load_reward_model(ModelSource(options.model), dtype=torch.float32), options.model)
     pad_id = choose_padding_token(tokenizer).pad_id
     batches = evaluation_batches(
         rows,
@@ -209,7 +221,7 @@ def pair_collator(pad_id: int) -> Callable[[list[Any]], PairBatch]:
     return lambda units: pair_batch([None if unit is None else unit[0] for unit in units], pad_id=pad_id)
 
 
-def response_texts(rows: Any, tokenizer: Any) -> tuple[list[str], list[str]]:
+def response_texts(rows: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
     """(chosen, rejected) responses as text."""
     sides = []
     for name in ("chosen_ids", "rejected_ids"):

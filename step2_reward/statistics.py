@@ -27,7 +27,14 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Comparisons whose predicted probability lies in [low, high); the means are None where there is none."""
+    """Comparisons whose predicted probability lies in [low, high).
+
+    low: lower bound.
+    high: upper bound.
+    count: number of comparisons.
+    predicted: mean predicted probability; None where there is no comparison.
+    observed: share of comparisons won; None where there is no comparison.
+    """
 
     low: float
     high: float

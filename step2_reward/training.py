@@ -2,33 +2,31 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, save_trained
 from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import PairBatch
-from pipeline.data.loader import PrefetchedSteps, Step, each, pair_lengths, to_device
+from pipeline.data.loader import PrefetchedSteps, Step, pair_lengths
 from pipeline.engine.build import start_engines, value_model_engine
-from pipeline.heartbeat import beat
+from pipeline.engine.start_models import check_start_models
 from pipeline.models.reward_model import score_head_fields
-from pipeline.models.tokenizers import prepare_tokenizer
+from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.planning.room import make_room
-from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_data
-from pipeline.training.start_models import check_start_models
 from pipeline.training.steps import Counters, Stopping, step_together
 from pipeline.training.supervised import Supervised, assemble
-from step2_reward.checks import start_models
 from step2_reward.config import RewardConfig
 from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
-from step2_reward.needs import needs
+from step2_reward.metrics import METRICS
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ def train(run: Run, config: RewardConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     reward = build(run, config)
-    state, course = reward.resume(State)
+    state, course = reward.resume(State, METRICS)
     steps = PrefetchedSteps(reward.loader, end=reward.total_steps, device=run.world.device)
     with course.resumable(state, lambda: reward.content(state)), steps:
         while state.step < reward.total_steps:
@@ -85,63 +83,39 @@ def train(run: Run, config: RewardConfig) -> None:
 def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
     start_engines(run)
-    check_start_models(start_models(config, {}))
-    make_room(run, needs)
+    (source,) = check_start_models(run.stage.start_models(config, {}))
+    make_room(run)
     data = config.data
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, data.template)
-    pairs = prepare_data("reward", data, tokenizer=tokenizer)
+    tokenizer = prepare_tokenizer(source, data.template)
+    pairs = prepare_data(data, tokenizer, **run.stage.row_options)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
-    engine = value_model_engine(run, config.model, new_head=True)
+    engine = value_model_engine(run, source, config.model, new_head=True)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)
 
 
 def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, stopping: Stopping) -> float:
-    """Sum the gradients of a step's micro-batches; returns the loss, summed over the pairs of all ranks.
+    """Sum the gradients of a step; returns the loss, summed over the pairs of all ranks.
 
     Raises:
-        Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
-        BatchTooLarge: out of memory, and the micro-batches cannot be halved here.
+        Interrupted, BatchTooLarge: see `Supervised.sum_gradients`.
     """
-    return reward.in_micro_batches_that_fit(step, state, lambda step: sum_gradients(reward, step, state, stopping))
 
+    per_token = reward.config.reward_loss == "per_token"
 
-def sum_gradients(reward: Reward, step: Step[PairBatch], state: State, stopping: Stopping) -> float:
-    """Run the forward and backward passes of `accumulate_gradients` in the micro-batches of `step`."""
-    world, config = reward.run.world, reward.config
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    seed_dropout(config.run.seed, step=state.step, rank=world.rank)
-    for index, cpu_batch in enumerate(step.micro_batches):
-        beat("train", state.step)
-        stopping.within_step([reward.engine])
-        batch = to_device(cpu_batch, world.device)
+    def loss_of(batch: PairBatch) -> torch.Tensor:
         values = reward.engine(batch.input_ids, batch.attention_mask, batch.position_ids, right_padded=True)
-        loss = batch_loss(
-            values, batch, per_token=config.reward_loss == "per_token", centering_coef=config.centering_coef
-        )
-        # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
-        reward.engine.backward(loss * (world.size / step.num_rows), last=index + 1 == len(step.micro_batches))
-        loss_sum += loss.detach()
-    # Read before the update is launched: the host then writes its metrics while the device updates the weights.
-    return dist.sum_over_ranks(loss_sum).item()
+        return batch_loss(values, batch, per_token=per_token, centering_coef=reward.config.centering_coef)
+
+    return reward.sum_gradients(step, state, stopping, loss_of=loss_of, count=step.num_rows)
 
 
 def evaluate(reward: Reward, state: State, course: Course) -> None:
     """Score the held-out pairs, once a step; with `--keep_best`, save the most accurate model so far."""
     if state.evaluated == state.step:
         return
-    beat("evaluate", state.step)
-    reward.engine.module.eval()
-    scores = reward.in_evaluation_batches_that_fit(
-        state,
-        lambda batches: score_pairs(
-            reward.engine,
-            each(batches, lambda: beat("evaluate", state.step)),
-            reward.run.world.device,
-            per_token=reward.config.reward_loss == "per_token",
-            centering_coef=reward.config.centering_coef,
-        ),
-    )
-    reward.engine.module.train()
+    per_token, centering_coef = reward.config.reward_loss == "per_token", reward.config.centering_coef
+    score = partial(score_pairs, reward.engine, per_token=per_token, centering_coef=centering_coef)
+    scores = reward.evaluate(state, partial(score, device=reward.run.world.device))
     measured = summary(scores)
     course.recorder.write(state.step, measured)
     state.evaluated = state.step
@@ -168,7 +142,7 @@ def save(reward: Reward, state: State) -> None:
     save_module(reward.run, reward.engine.module, reward.tokenizer, state)
 
 
-def save_module(run: Run, module: Any, tokenizer: Any, state: State) -> None:
+def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, state: State) -> None:
     """Write the model folder of a trained module, with the constants that normalise its scores. A collective."""
     config: RewardConfig = run.resolved.config
     fields = score_head_fields(tokenizer, score_mean=state.score_mean, score_std=state.score_std, label="reward")
@@ -180,5 +154,5 @@ def export(checkpoint: OfflineCheckpoint) -> None:
     """Write the model folder of a checkpoint."""
     config: RewardConfig = checkpoint.run.resolved.config
     module = checkpoint.value_model("model", config.model, new_head=True)
-    tokenizer = prepare_tokenizer(config.model.model_name_or_path, config.data.template)
+    tokenizer = prepare_tokenizer(ModelSource(config.model.model_name_or_path), config.data.template)
     save_module(checkpoint.run, module, tokenizer, State(**checkpoint.state))

@@ -1,6 +1,7 @@
 """The flags of stage 3, PPO, and the checks of generation that need no model."""
 
 import math
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -16,14 +17,16 @@ from pipeline.configuration.groups import (
     OptimizerConfig,
 )
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, counted
-from pipeline.generation.options import why_not_streamed
+from pipeline.generation.options import GenerationOptions, why_not_streamed
+from pipeline.models.paths import read_adapter_config
 
 
 class PromptDataConfig(DataConfig):
     """Data"""
 
-    max_prompt_seq_len: int = flag(256, "Tokens of a prompt", ge=1, other_tools="max_prompt_length prompt_max_len")
+    max_prompt_seq_len: int = flag(256, "Tokens of a prompt", ge=1, other_tools="max_prompt_length")
     long_prompts: Literal["drop", "truncate_left"] = flag(
         "drop", "Prompts above max_prompt_seq_len: dropped, or cut on their left"
     )
@@ -38,13 +41,6 @@ class PromptDataConfig(DataConfig):
     unsup_coef: float = flag(27.8, "Weight of the ptx loss (InstructGPT, section 3.4)", ge=0)
 
 
-class PPOOptimizerConfig(OptimizerConfig):
-    """Optimizer"""
-
-    adam_eps: float = flag(1e-5, "AdamW epsilon", gt=0)
-    min_learning_rate_ratio: float = flag(0.1, "Floor of the rate as a share of its peak", ge=0, le=1)
-
-
 class SamplingConfig(Group):
     """Rollout"""
 
@@ -53,7 +49,7 @@ class SamplingConfig(Group):
         "Prompts sampled at once on a device",
         ge=1,
         on_resume="rounding",
-        other_tools="rollout_batch_size generation_batch_size",
+        other_tools="generation_batch_size",
         refused={
             "per_device_mini_train_batch_size": "--per_device_train_batch_size is that of training here: use it, and "
             "--per_device_generation_batch_size for rollouts"
@@ -63,13 +59,13 @@ class SamplingConfig(Group):
         1, "Generation batches per update phase", ge=1, on_resume="rounding", aliases=("generation_batch_numbers",)
     )
     num_samples_per_prompt: int = flag(
-        1, "Responses sampled for each prompt", ge=1, other_tools="num_generations n_samples_per_prompt rloo_k"
+        1, "Responses sampled for each prompt", ge=1, other_tools="num_generations rloo_k"
     )
     max_answer_seq_len: int = flag(
         256,
         "Tokens of a response, EOS included",
         ge=1,
-        other_tools="max_new_tokens response_length max_completion_length generate_max_len",
+        other_tools="max_new_tokens response_length max_completion_length",
     )
     temperature: float = flag(1.0, "Divides the logits of sampling and of every log-probability", gt=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
@@ -105,17 +101,12 @@ class PPOCoefficients(Group):
     """PPO"""
 
     ppo_epochs: int = flag(1, "Passes over the rollouts of one update phase", ge=1, other_tools="num_ppo_epochs")
-    policy_clip: float = flag(
-        0.2, "Clip range of the probability ratio", gt=0, other_tools="cliprange clip_range eps_clip clip_eps"
-    )
+    policy_clip: float = flag(0.2, "Clip range of the probability ratio", gt=0, other_tools="cliprange")
     value_clip: float = flag(
-        0.2,
-        "Clip range of the new value around the old one; 0: no clip",
-        ge=0,
-        other_tools="cliprange_value value_clip_range",
+        0.2, "Clip range of the new value around the old one; 0: no clip", ge=0, other_tools="cliprange_value"
     )
     gamma: float = flag(1.0, "Discount per token", ge=0, le=1)
-    gae_lambda: float = flag(0.95, "Lambda of generalised advantage estimation", ge=0, le=1, other_tools="lam lambd")
+    gae_lambda: float = flag(0.95, "Lambda of generalised advantage estimation", ge=0, le=1, other_tools="lam")
     whiten_advantages: bool = flag(
         True, "Advantages get mean 0 and variance 1 over all ranks", other_tools="whiten_rewards"
     )
@@ -144,7 +135,7 @@ class PPOCoefficients(Group):
         return self
 
 
-class PPOConfig(Group):
+class PPOConfig(StageConfig):
     """Stage 3: PPO of an actor against a reward model."""
 
     actor: ModelConfig = ModelConfig(learning_rate=1e-6)
@@ -161,9 +152,14 @@ class PPOConfig(Group):
     data: PromptDataConfig = PromptDataConfig()
     sampling: SamplingConfig = SamplingConfig()
     ppo: PPOCoefficients = PPOCoefficients()
-    optimizer: PPOOptimizerConfig = PPOOptimizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(adam_eps=1e-5, min_learning_rate_ratio=0.1)
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output")
+
+    @property
+    def reward_path(self) -> str:
+        """The folder or hub id of the reward model."""
+        return self.reward_model_name_or_path or self.critic.model_name_or_path
 
     @property
     def actor_accumulation(self) -> int:
@@ -266,3 +262,45 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
         errors.append("--generation_engine fused: it reads no 4-bit weights (--actor_quantization nf4); use auto")
     if errors:
         raise InputError("\n".join(errors))
+
+
+def generation_options(config: PPOConfig) -> GenerationOptions:
+    """Collect what the flags say of generation."""
+    sampling = config.sampling
+    return GenerationOptions(
+        backend=sampling.generation_engine,
+        merge_lora=sampling.merge_lora_for_generation,
+        max_sequence_length=config.data.max_prompt_seq_len + sampling.max_answer_seq_len,
+        # Optimizer states that come back for the update need the memory that the cache had.
+        release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
+        tensor_parallel_size=sampling.inference_tp_size,
+        weights=sampling.rollout_weights,
+        min_slots=max(
+            sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
+            config.optimizer.per_device_eval_batch_size,
+        ),
+    )
+
+
+def frozen_models(config: PPOConfig) -> dict[str, str]:
+    """Return the folders or hub ids of the models that are held beside actor and critic, by role.
+
+    They are the reference and the reward model, but where switching the adapters of a trained model gives one.
+    """
+    models = {"reference": (config.actor, config.actor.model_name_or_path)}
+    models["reward model"] = (config.critic, config.reward_path)
+    return {
+        role: path
+        for role, (trained, path) in models.items()
+        if not (holds_start(config, trained) and path == trained.model_name_or_path)
+    }
+
+
+def holds_start(config: PPOConfig, model: ModelConfig) -> bool:
+    """Return whether switching adapters gives the model that training began with, so that no second one is loaded.
+
+    An adapter that goes on is copied for that, which ZeRO stage 3 has partitioned.
+    """
+    is_copied = read_adapter_config(Path(model.model_name_or_path).expanduser()) is not None
+    switches = bool(model.lora_dim) and config.deepspeed.only_optimize_lora
+    return switches and not (is_copied and model.partitioned == "weights")

@@ -5,15 +5,16 @@
     Scores      what the four models say of them: log-probabilities, values, scores
     Rewarded    rewards and advantages: the Experience, and what is logged of it
     Experience  what an optimizer step reads, besides the Responses
+    Collected   Responses and Experience, cut into minibatches
 
-All are frozen, with one row per sequence. N sequences, S longest sequence, T longest response. Rows are padded on the
-right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is predicted at the position
-before.
+All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response. Rows are
+padded on the right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is predicted at
+the position before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class Responses(Rows):
     """Prompts and sampled responses.
 
     sequences: (N, S) int64, prompt and response in one row.
-    prompt_lengths, response_lengths: (N,) int64; a response includes its EOS.
+    prompt_lengths: (N,) int64.
+    response_lengths: (N,) int64; a response includes its EOS.
     sampler_log_probs: (N, T) fp32, as the sampler saw them.
     finished: (N,) bool, True = ended with an EOS.
     valid: (N,) bool, True = counts; False is padding of an epoch's last rollout.
@@ -98,11 +100,12 @@ class Responses(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The outputs of the four models for `Responses`, raw: no penalty, no normalisation.
+    """The outputs of the four models for `Responses`, raw: no penalty, no normalisation; tokens after the end are 0.
 
-    log_probs, ref_log_probs, entropy, values: (N, T) fp32, 0 after the end; log_probs are those of the policy before
-    the update ("old"), the trainer's or the sampler's; entropy is None with the latter. values are on the normalised
-    reward scale.
+    log_probs: (N, T) fp32, those of the policy before the update ("old"), the trainer's or the sampler's.
+    ref_log_probs: (N, T) fp32.
+    entropy: (N, T) fp32; None with the sampler's log_probs.
+    values: (N, T) fp32, on the normalised reward scale.
     scores: (N,) fp32, the reward model's score of the sequence's last token.
     """
 
@@ -115,7 +118,15 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Experience(Rows):
-    """The tensors that an optimizer step reads: (N, T) in response space, fp32 and 0 where response_mask is False."""
+    """The tensors that an optimizer step reads: in response space, fp32 ones 0 where response_mask is False.
+
+    response_mask: (N, T) bool, True = a token of a row that counts.
+    log_probs: (N, T) fp32, those of the policy before the update.
+    ref_log_probs: (N, T) fp32.
+    values: (N, T) fp32, those of the critic before the update.
+    advantages: (N, T) fp32, whitened with `--whiten_advantages`.
+    returns: (N, T) fp32.
+    """
 
     response_mask: Tensor
     log_probs: Tensor
@@ -163,9 +174,16 @@ def gather_responses(parts: Sequence[Responses]) -> Responses:
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """An Experience, and what is logged of it: sequence_rewards (N,) before the KL penalty, kl (N, T) by k1.
+    """An Experience, and what is logged of it.
 
+    experience: tensors for the updates.
+    valid: (N,) bool, True = the row counts and all its numbers are finite.
+    sequence_rewards: (N,) fp32, rewards before the KL penalty.
     clipped: (N,) bool, True = `reward_clip` cut the score.
+    kl: (N, T) fp32, KL estimate k1.
+    kl_k3: (N, T) fp32, KL estimate k3.
+    advantage_mean: mean of the advantages before whitening.
+    advantage_std: standard deviation of the advantages before whitening.
     """
 
     experience: Experience
@@ -223,3 +241,45 @@ def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[M
     index = places(batches, responses.sequences.device)
     for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
         yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)
+
+
+@dataclass(slots=True)
+class Collected:
+    """A rollout that is ready for updates: the same on every rank but for its times and this rank's minibatches.
+
+    responses: prompts and sampled responses.
+    experience: tensors that an optimizer step reads.
+    metrics: metrics of the rollout.
+    minibatches: this rank's micro-batches of each optimizer step, all epochs.
+    micro_batch_size: rows of a micro-batch.
+    """
+
+    responses: Responses
+    experience: Experience
+    metrics: dict[str, float]
+    minibatches: Sequence[Sequence[MicroBatch]]
+    micro_batch_size: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps of it, besides the metrics."""
+        parts: dict[str, Any] = {"responses": self.responses, "experience": self.experience}
+        return {f"{name}/{f.name}": getattr(part, f.name) for name, part in parts.items() for f in fields(part)}
+
+    @classmethod
+    def restored(
+        cls,
+        tensors: Mapping[str, Tensor],
+        metrics: dict[str, float],
+        device: torch.device,
+        *,
+        minibatches_of: Callable[[Responses], Sequence[Sequence[MicroBatch]]],
+        micro_batch_size: int,
+    ) -> Self:
+        """Make a rollout of the `tensors` and metrics of a checkpoint."""
+
+        def part(name: str, kind: type[Responses | Experience]) -> Any:
+            return kind(**{f.name: tensors[f"{name}/{f.name}"].to(device) for f in fields(kind)})
+
+        responses = part("responses", Responses)
+        minibatches = minibatches_of(responses)
+        return cls(responses, part("experience", Experience), metrics, minibatches, micro_batch_size)

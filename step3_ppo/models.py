@@ -6,21 +6,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.configuration.groups import ModelConfig
+from transformers import PreTrainedTokenizerBase
+
 from pipeline.data.templates import set_template
 from pipeline.engine.build import frozen_engine, language_model_engine, value_model_engine
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.generation.options import GenerationOptions
-from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import adapter_base, base_model, load_causal_lm, load_config
+from pipeline.engine.start_models import check_start_models, same_tokens
+from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.packed_attention import enable_packed_attention, uses_packed_attention
+from pipeline.models.loading import base_model, load_language_model
 from pipeline.models.lora import keep_start_adapter, start_model
-from pipeline.models.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.reward_model import load_reward_model, score_constants
-from pipeline.models.tokenizers import load_tokenizer, prepare_tokenizer
+from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.run.run import Run
-from pipeline.training.start_models import check_start_models, same_tokens
-from step3_ppo.checks import start_models
-from step3_ppo.config import PPOConfig
+from step3_ppo.config import PPOConfig, frozen_models, holds_start
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +28,14 @@ log = logging.getLogger(__name__)
 class Models:
     """The engines of stage 3.
 
+    tokenizer: tokenizer of actor and critic.
+    actor: policy.
+    critic: value model.
     reference: None where the actor with the adapters that it began with, if any, is the reference.
     reward: None where the critic with the adapters and the head that it began with is the reward model.
     reward_tokenizer: None where the reward model reads the actor's own tokens.
-    score_mean, score_std: normalise the reward model's scores.
+    score_mean: mean of the reward model's scores, which are normalised by it.
+    score_std: standard deviation of these scores.
     """
 
     tokenizer: Any
@@ -52,7 +55,10 @@ class Models:
     @property
     def pack_rows(self) -> bool:
         """True where all models take the rows of a forward pass without their padding."""
-        return all(uses_packed_attention(base_model(engine.module.model).config) for engine in self.named().values())
+        return all(
+            uses_packed_attention(base_model(engine.module.get_submodule("model")).config)
+            for engine in self.named().values()
+        )
 
     def release_gathered(self, *names: str) -> None:
         """Release what ZeRO-3 gathered of these models (all where none is named), after a phase that read them."""
@@ -80,52 +86,65 @@ class Models:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizers:
-    """The actor's and critic's, and the reward model's where that is another one, else None."""
+class Sources:
+    """The models that stage 3 starts from, and the tokenizers of its run.
 
-    actor: Any
-    reward: Any
+    actor: start of the actor.
+    critic: start of the critic.
+    reward: reward model; the critic's start where none is named.
+    tokenizer: tokenizer of actor and critic.
+    reward_tokenizer: None where the reward model reads the actor's own tokens.
+    """
+
+    actor: ModelSource
+    critic: ModelSource
+    reward: ModelSource
+    tokenizer: PreTrainedTokenizerBase
+    reward_tokenizer: PreTrainedTokenizerBase | None
 
 
-def make_tokenizers(config: PPOConfig) -> Tokenizers:
+def make_sources(run: Run, config: PPOConfig) -> Sources:
     """Load the tokenizers and look at all four models' files: what cannot work is refused before any weight is read.
 
     Raises:
         InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
     """
-    check_start_models(start_models(config, {}))
-    tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
-    reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
-    return Tokenizers(tokenizer, separate_tokenizer(reward_path, tokenizer, config.data.template))
+    actor, critic, *named = check_start_models(run.stage.start_models(config, {}))
+    reward = named[0] if named else critic
+    tokenizer = prepare_tokenizer(actor, config.data.template)
+    return Sources(actor, critic, reward, tokenizer, separate_tokenizer(reward, tokenizer, config.data.template))
 
 
-def make_models(run: Run, config: PPOConfig, tokenizers: Tokenizers) -> Models:
+def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     """Load and wrap the four models."""
-    reward_path = config.reward_model_name_or_path or config.critic.model_name_or_path
-    mean, std = score_constants(load_config(reward_path)) if config.ppo.normalise_scores else (0.0, 1.0)
+    frozen = frozen_models(config)
+    mean, std = score_constants(sources.reward.config) if config.ppo.normalise_scores else (0.0, 1.0)
     models = Models(
-        tokenizer=tokenizers.actor,
-        actor=language_model_engine(run, config.actor, accumulation=config.actor_accumulation),
+        tokenizer=sources.tokenizer,
+        actor=language_model_engine(run, sources.actor, config.actor, accumulation=config.actor_accumulation),
         # Starts as the reward model, on the scale of the normalised reward.
-        critic=value_model_engine(run, config.critic, normalised=config.ppo.normalise_scores),
-        reference=make_reference(run, config),
-        reward=make_reward(run, config, reward_path),
-        reward_tokenizer=tokenizers.reward,
+        critic=value_model_engine(run, sources.critic, config.critic, normalised=config.ppo.normalise_scores),
+        reference=make_reference(run, config, sources.actor) if "reference" in frozen else None,
+        reward=make_reward(run, config, sources.reward) if "reward model" in frozen else None,
+        reward_tokenizer=sources.reward_tokenizer,
         score_mean=mean,
         score_std=std,
     )
-    for trained, flags in ((models.actor, config.actor), (models.critic, config.critic)):
-        if holds_start(config, flags) and adapter_base(flags.model_name_or_path) is not None:
+    started = ((models.actor, sources.actor, config.actor), (models.critic, sources.critic, config.critic))
+    for trained, source, flags in started:
+        if holds_start(config, flags) and source.base is not None:
             keep_start_adapter(trained.module.model)
     for engine in models.named().values():
-        enable_packed_attention(base_model(engine.module.model), device=run.world.device)
+        enable_packed_attention(base_model(engine.module.get_submodule("model")), device=run.world.device)
     log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
     return models
 
 
-def separate_tokenizer(reward_path: str, tokenizer: Any, template: str) -> Any:
+def separate_tokenizer(
+    reward: ModelSource, tokenizer: PreTrainedTokenizerBase, template: str
+) -> PreTrainedTokenizerBase | None:
     """Return the reward model's own tokenizer where it differs from the actor's `tokenizer`, else None."""
-    reward_tokenizer = load_tokenizer(reward_path)
+    reward_tokenizer = reward.tokenizer
     if reward_tokenizer.chat_template is None:
         set_template(reward_tokenizer, template)
     same = same_tokens(tokenizer, reward_tokenizer) and tokenizer.chat_template == reward_tokenizer.chat_template
@@ -134,49 +153,17 @@ def separate_tokenizer(reward_path: str, tokenizer: Any, template: str) -> Any:
     return None if same else reward_tokenizer
 
 
-def holds_start(config: PPOConfig, model: ModelConfig) -> bool:
-    """Return whether switching adapters gives the model that training began with, so that no second one is loaded.
+def make_reference(run: Run, config: PPOConfig, source: ModelSource) -> FrozenEngine:
+    """Load the policy before PPO."""
 
-    An adapter that goes on is copied for that, which ZeRO stage 3 has partitioned.
-    """
-    is_copied = adapter_base(model.model_name_or_path) is not None
-    switches = bool(model.lora_dim) and config.deepspeed.only_optimize_lora
-    return switches and not (is_copied and model.partitioned == "weights")
+    def load(source: ModelSource, **settings: Any) -> CausalLM:
+        return CausalLM(load_language_model(source, **settings))
 
-
-def make_reference(run: Run, config: PPOConfig) -> FrozenEngine | None:
-    """Load the policy before PPO; none where switching the actor's adapters off gives it."""
-    if holds_start(config, config.actor):
-        return None
-
-    def load(path: str, **settings: Any) -> CausalLM:
-        return CausalLM(load_causal_lm(path, **settings))
-
-    path, offload = config.actor.model_name_or_path, config.offload_reference_model
-    return frozen_engine(run, load, path, config.actor, offload=offload, role="reference")
+    offload = config.offload_reference_model
+    return frozen_engine(run, load, source, config.actor, offload=offload, role="reference")
 
 
-def make_reward(run: Run, config: PPOConfig, path: str) -> FrozenEngine | None:
-    """Load the reward model; none where switching the critic's adapters off gives it."""
-    if holds_start(config, config.critic) and path == config.critic.model_name_or_path:
-        return None
+def make_reward(run: Run, config: PPOConfig, source: ModelSource) -> FrozenEngine:
+    """Load the reward model."""
     offload = config.offload_reward_model
-    return frozen_engine(run, load_reward_model, path, config.critic, offload=offload, role="reward")
-
-
-def generation_options(config: PPOConfig) -> GenerationOptions:
-    """Collect what the flags say of generation."""
-    sampling = config.sampling
-    return GenerationOptions(
-        backend=sampling.generation_engine,
-        merge_lora=sampling.merge_lora_for_generation,
-        max_sequence_length=config.data.max_prompt_seq_len + sampling.max_answer_seq_len,
-        # Optimizer states that come back for the update need the memory that the cache had.
-        release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
-        tensor_parallel_size=sampling.inference_tp_size,
-        weights=sampling.rollout_weights,
-        min_slots=max(
-            sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
-            config.optimizer.per_device_eval_batch_size,
-        ),
-    )
+    return frozen_engine(run, load_reward_model, source, config.critic, offload=offload, role="reward")

@@ -1,38 +1,55 @@
-"""The prompts of a run, those that each rollout takes, and the sampling of responses on all ranks."""
+"""The prompts of a run, those that each rollout takes, the sampling of responses on all ranks, and their metrics."""
 
+import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.configuration.groups import DataConfig
-from pipeline.data.batching import SFTBatch, num_steps, packed_sft_batch, rank_slices, rows_of_step
+from pipeline.data.batching import SFTBatch, num_steps, packed_sft_batch, rank_slices, rows_of_step, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
-from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.errors import Interrupted
+from pipeline.files import tolerated
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.run.run import Run
+from pipeline.tensor_ops import masked_sum, moments
 from pipeline.training.inputs import prepare_data
-from pipeline.training.steps import Interrupted
+from pipeline.training.metrics import finite
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Responses, gather_responses, pack_responses
+from step3_ppo.estimators import explained_variance
+from step3_ppo.experience import Responses, Rewarded, Scores, gather_responses, pack_responses
 
-# What a model's generation_config.json may ask of transformers' `generate`, besides ids of tokens.
+if TYPE_CHECKING:  # it imports deepspeed, which a plan does without
+    from pipeline.generation.hybrid_engine import HybridEngine
+
+# Settings of transformers' `generate` in a model's generation_config.json, besides ids of tokens.
 SAMPLING_SETTINGS = frozenset(
     "do_sample temperature top_p top_k min_p typical_p repetition_penalty num_beams length_penalty max_length "
     "max_new_tokens min_length no_repeat_ngram_size".split()
 )
+EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
+# Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
+NEGATIVE_KL_WARNING = -1.0
+# Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
+SAMPLER_ERROR_WARNING = {torch.float32: 0.05, torch.float16: 1.0, torch.bfloat16: 1.0}
+
+log = logging.getLogger(__name__)
 
 
-def make_prompts(config: PPOConfig, tokenizer: Any) -> StageData:
+def make_prompts(run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> StageData:
     """Read the prompts to train on, and the held-out ones."""
-    return prepare_data("ppo", config.data, tokenizer=tokenizer)
+    return prepare_data(config.data, tokenizer, **run.stage.row_options)
 
 
-def make_text(run: Run, config: PPOConfig, tokenizer: Any) -> StepLoader[SFTBatch] | None:
+def make_text(run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> StepLoader[SFTBatch] | None:
     """Read blocks of plain text for the ptx loss, as many per optimizer step as responses; None without the flag."""
     if not config.data.unsupervised_data_path:
         return None
@@ -43,7 +60,7 @@ def make_text(run: Run, config: PPOConfig, tokenizer: Any) -> StepLoader[SFTBatc
         data_output_path=config.data.data_output_path,
     )
     length = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
-    built = prepare_data("text", source, tokenizer=tokenizer, max_seq_len=length)
+    built = prepare_data(source, tokenizer, rows="blocks", shares=(), title="text", max_seq_len=length)
     return StepLoader(
         built.train,
         [[row] for row in range(len(built.train))],
@@ -60,7 +77,12 @@ def make_text(run: Run, config: PPOConfig, tokenizer: Any) -> StepLoader[SFTBatc
 class Schedule:
     """The arithmetic of a PPO run, counted over all ranks; a row is a sampled response.
 
-    num_rollouts: None where `--max_steps` decides.
+    prompts_per_rollout: prompts of a rollout.
+    rows_per_step: rows of an optimizer step.
+    steps_per_rollout: optimizer steps of a rollout, all PPO epochs.
+    rollouts_per_epoch: rollouts in which each prompt is used once.
+    total_steps: optimizer steps of the run.
+    num_rollouts: rollouts of the run; None where `--max_steps` decides.
     """
 
     prompts_per_rollout: int
@@ -91,7 +113,7 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Sc
     per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * world_size
     steps = rows // per_step * config.ppo.ppo_epochs
     per_epoch = num_steps(num_prompts, prompts)
-    rollouts = max(1, math.ceil(config.run.num_train_epochs * per_epoch))
+    rollouts = total_steps(num_prompts, prompts, epochs=config.run.num_train_epochs, max_steps=0)
     limit = config.run.max_steps
     return Schedule(prompts, per_step, steps, per_epoch, limit or rollouts * steps, None if limit else rollouts)
 
@@ -113,10 +135,17 @@ def sampling_line(config: PPOConfig, eos_ids: Iterable[int], generation_config: 
 class Sampler:
     """The sampling of responses to rows of a prompt data set on all ranks.
 
-    batch_size: prompts generated at once on one rank. max_prompt: tokens of the longest prompt.
+    hybrid: engine that generates.
+    rows: prompt data set.
+    world: ranks and device.
+    sampling: length, temperature and truncation.
+    num_samples: responses to a prompt.
+    batch_size: prompts generated at once on one rank.
+    max_prompt: tokens of the longest prompt.
+    should_stop: says between two tokens whether to stop.
     """
 
-    hybrid: HybridEngine
+    hybrid: "HybridEngine"
     rows: Any
     world: dist.World
     sampling: Sampling
@@ -183,3 +212,101 @@ class Sampler:
     def _prompt(self, row: int) -> Prompt:
         prompt = self.rows[row]
         return Prompt(prompt["prompt_ids"], prompt["prompt_id"])
+
+
+def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *, kl_coef: float) -> dict[str, float]:
+    """Compute the objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows).
+
+    NaN where no row counts: it is logged as null.
+    """
+    valid, mask = rewarded.valid, rewarded.experience.response_mask
+    kl, kl_k3 = (torch.where(mask, kl, 0.0).sum(1) for kl in (rewarded.kl, rewarded.kl_k3))
+    finished = responses.finished.float()
+    experience = rewarded.experience
+    errors = moments(experience.returns - experience.values, mask)
+    found = policy_metrics(responses, scores, mask)
+    return found | {
+        "objective/kl": mean_of(kl, valid),
+        "objective/kl_k3": mean_of(kl_k3, valid),
+        "objective/scores": mean_of(scores.scores, valid),
+        "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
+        "objective/rlhf_reward": mean_of(rewarded.sequence_rewards - kl_coef * kl, valid),
+        "value/explained_variance": explained_variance(moments(experience.returns, mask), errors).item(),
+        "advantages/mean": rewarded.advantage_mean if mask.any() else math.nan,
+        "advantages/std": rewarded.advantage_std if mask.any() else math.nan,
+        "completions/mean_length": mean_of(responses.response_lengths.float(), valid),
+        "completions/truncated_fraction": mean_of(1.0 - finished, valid),
+        "completions/eos_fraction": mean_of(finished, valid),
+        "completions/empty_fraction": mean_of((responses.response_lengths == 1) * finished, valid),
+        "rows_masked": float((responses.valid & ~valid).sum()),
+    }
+
+
+def warn_of_rollout(metrics: dict[str, float], *, step: int, dtype: torch.dtype) -> None:
+    """Log what a healthy policy's rollout does not show, and at the first step one that another policy has sampled."""
+    if not step and (error := metrics.get("policy/sampler_error", 0.0)) > SAMPLER_ERROR_WARNING[dtype]:
+        log.warning(
+            "step 0: sampler and trainer differ by %.2f nats in a token's log-probability (policy/sampler_error), more "
+            "than rounding makes: they do not compute the same model; try another --generation_engine",
+            error,
+        )
+    if metrics["completions/empty_fraction"] > EMPTY_WARNING:
+        log.warning("step %d: most responses are an EOS alone: the policy answers nothing", step)
+    if metrics["objective/kl"] < NEGATIVE_KL_WARNING:
+        log.warning(
+            "step %d: the mean KL is negative, %.2f nats per sequence: responses are not sampled from the policy that "
+            "scores them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error",
+            step,
+            metrics["objective/kl"],
+        )
+
+
+def mean_of(values: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return the mean of the values that count; NaN where none does."""
+    return (masked_sum(values, mask) / mask.sum()).item()
+
+
+def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor) -> dict[str, float]:
+    """Return the metrics of the trainer's pass over the rollout; {} where it is left to the update's own pass."""
+    if scores.entropy is None:
+        return {}
+    sampler_error = torch.where(mask, (responses.sampler_log_probs - scores.log_probs).abs(), 0.0).max()
+    return {
+        "objective/entropy": mean_of(scores.entropy, mask),
+        "policy/sampler_error": sampler_error.item() if mask.any() else math.nan,
+    }
+
+
+def evaluation_metrics(found: dict[str, float]) -> dict[str, float]:
+    """Keep the metrics that describe a policy on held-out prompts, with the prefix `eval_`."""
+    kept = ("objective/", "completions/")
+    return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)}
+
+
+def append_samples(
+    path: Path,
+    *,
+    step: int,
+    responses: Responses,
+    scores: Scores,
+    rewarded: Rewarded,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Add the responses of an evaluation on this rank to samples.jsonl."""
+    lines = []
+    for n in range(len(responses.sequences)):
+        if not responses.valid[n]:
+            continue
+        start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])
+        row = {
+            "step": step,
+            "prompt": tokenizer.decode(responses.sequences[n, :start], skip_special_tokens=True),
+            "response": tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True),
+            "score": finite(round(scores.scores[n].item(), 4)),
+            "kl": round(rewarded.kl[n].sum().item(), 4) if rewarded.valid[n] else None,
+            "tokens": length,
+            "finished": bool(responses.finished[n]),
+        }
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    with tolerated("samples"), path.open("a", encoding="utf-8") as file:
+        file.writelines(lines)

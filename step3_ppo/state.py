@@ -1,12 +1,12 @@
-"""Everything of stage 3 that stays as it is (PPO) and that evolves (State, Collected): built, restored and saved."""
+"""Everything of stage 3 that stays as it is (PPO) and that evolves (State): built, restored and saved."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-import torch
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
@@ -23,17 +23,17 @@ from pipeline.generation.rollouts import Sampling
 from pipeline.heartbeat import Phase, beat
 from pipeline.models.flops import TrainingWork, training_work
 from pipeline.models.reward_model import score_head_fields
-from pipeline.models.tokenizers import eos_ids, prepare_tokenizer
+from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.models.tokenizers import eos_ids
 from pipeline.out_of_memory import KEPT_CACHE
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import in_batches_that_fit, take_halved
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Counters, rate_factor
-from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Experience, Responses, Rewarded, Scores, reward_responses
-from step3_ppo.models import Models, generation_options, make_models, make_tokenizers
-from step3_ppo.needs import needs
+from step3_ppo.config import PPOConfig, generation_options
+from step3_ppo.experience import Collected, Responses, Rewarded, Scores, reward_responses
+from step3_ppo.models import Models, make_models, make_sources
 from step3_ppo.rollout import Sampler, Schedule, make_prompts, make_schedule, make_text, sampling_line
 from step3_ppo.updater import StepSize, Updater
 
@@ -46,8 +46,10 @@ T = TypeVar("T")
 class State(Counters):
     """Everything of stage 3 that evolves, besides the engines and the moving average.
 
-    rollout: rollouts that are done. update: minibatches of the current rollout that are done; 0: a new rollout has to
-    be sampled. first_ratio_error: of the current rollout's first update; None where that trained no policy.
+    rollout: rollouts that are done.
+    update: minibatches of the current rollout that are done; 0: a new rollout has to be sampled.
+    first_ratio_error: ratio error of the current rollout's first update; None where that trained no policy.
+    kl_coef: KL coefficient of the current rollout.
     """
 
     rollout: int = 0
@@ -61,49 +63,23 @@ class State(Counters):
         self.update = 0
 
 
-@dataclass(slots=True)
-class Collected:
-    """A rollout that is ready for updates: the same on every rank but for its times and this rank's minibatches.
-
-    minibatches: this rank's micro-batches of each optimizer step, all epochs, cut for `micro_batch_size` rows at once.
-    """
-
-    responses: Responses
-    experience: Experience
-    metrics: dict[str, float]
-    minibatches: Sequence[Sequence[MicroBatch]]
-    micro_batch_size: int
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint keeps of it, besides the metrics."""
-        parts: dict[str, Any] = {"responses": self.responses, "experience": self.experience}
-        return {f"{name}/{f.name}": getattr(part, f.name) for name, part in parts.items() for f in fields(part)}
-
-    @classmethod
-    def restored(
-        cls,
-        tensors: Mapping[str, torch.Tensor],
-        metrics: dict[str, float],
-        device: torch.device,
-        *,
-        minibatches_of: Callable[[Responses], Sequence[Sequence[MicroBatch]]],
-        micro_batch_size: int,
-    ) -> Self:
-        """Make a rollout of the `tensors` and metrics of a checkpoint."""
-
-        def part(name: str, kind: Any) -> Any:
-            return kind(**{f.name: tensors[f"{name}/{f.name}"].to(device) for f in fields(kind)})
-
-        responses = part("responses", Responses)
-        minibatches = minibatches_of(responses)
-        return cls(responses, part("experience", Experience), metrics, minibatches, micro_batch_size)
-
-
 @dataclass(frozen=True, slots=True)
 class PPO:
     """Everything of stage 3 that stays as it is while it trains.
 
-    actor_work, critic_work: matrix operations of their passes in training.
+    run: ranks, folder and settings.
+    config: configuration of the stage.
+    models: engines and tokenizers.
+    prompts: prompts to train on and held-out ones.
+    text: blocks for the ptx loss; None without them.
+    schedule: arithmetic of rollouts and steps.
+    fingerprint: what a resumed run must share.
+    rate: step -> share of the peak learning rate.
+    average: moving average of the actor's weights; None without --enable_ema.
+    hybrid: engine that generates.
+    updater: takes optimizer steps.
+    actor_work: matrix operations of the actor's passes in training.
+    critic_work: matrix operations of the critic's passes in training.
     """
 
     run: Run
@@ -194,11 +170,11 @@ class PPO:
 def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     """Everything that the loop works on, with the weights of the newest checkpoint; and the rest of that checkpoint."""
     start_engines(run)
-    tokenizers = make_tokenizers(config)
-    make_room(run, needs)
-    prompts = make_prompts(config, tokenizers.actor)
-    text = make_text(run, config, tokenizers.actor)
-    models = make_models(run, config, tokenizers)
+    sources = make_sources(run, config)
+    make_room(run)
+    prompts = make_prompts(run, config, sources.tokenizer)
+    text = make_text(run, config, sources.tokenizer)
+    models = make_models(run, config, sources)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
     fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
     engines = {"actor": models.actor, "critic": models.critic}
@@ -285,8 +261,8 @@ def fingerprint_of(
     config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
 ) -> RunFingerprint:
     """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
-    reward = config.reward_model_name_or_path or config.critic.model_name_or_path
-    models = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path, "reward": reward}
+    models = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path}
+    models["reward"] = config.reward_path
     return run_fingerprint(
         config,
         models={f"{name} model": path for name, path in models.items()},
@@ -306,7 +282,7 @@ def save_models(ppo: PPO, state: State) -> None:
     save_critic(run, models.critic.module, tokenizer, step=state.step)
 
 
-def save_actor(run: Run, module: Any, tokenizer: Any, *, step: int, average: bool = False) -> None:
+def save_actor(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int, average: bool = False) -> None:
     """Write the actor's folder, or that of its moving average. A collective."""
     config: PPOConfig = run.resolved.config
     folder = Path(config.run.output_dir) / ("actor_ema" if average else "actor")
@@ -314,7 +290,7 @@ def save_actor(run: Run, module: Any, tokenizer: Any, *, step: int, average: boo
     save_trained(run, module, tokenizer, folder, model=config.actor, kind=kind, step=step)
 
 
-def save_critic(run: Run, module: Any, tokenizer: Any, *, step: int) -> None:
+def save_critic(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int) -> None:
     """Write the critic's folder. A collective."""
     config: PPOConfig = run.resolved.config
     fields = score_head_fields(tokenizer, score_mean=module.score_mean, score_std=module.score_std, label="value")
@@ -325,7 +301,7 @@ def save_critic(run: Run, module: Any, tokenizer: Any, *, step: int) -> None:
 def export(checkpoint: OfflineCheckpoint) -> None:
     """Write the model folders of a checkpoint, one model in memory at a time."""
     run, step, config = checkpoint.run, checkpoint.saved["step"], checkpoint.run.resolved.config
-    tokenizer = prepare_tokenizer(config.actor.model_name_or_path, config.data.template)
+    tokenizer = prepare_tokenizer(ModelSource(config.actor.model_name_or_path), config.data.template)
     save_actor(run, checkpoint.language_model("actor", config.actor), tokenizer, step=step)
     if checkpoint.has_average:
         average = checkpoint.language_model("actor", config.actor, average=True)

@@ -4,15 +4,13 @@ The functions below the loop are its steps, in order: each hands the settings of
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.data.batching import SFTBatch
-from pipeline.data.loader import Step
 from pipeline.engine.build import weights_dtype
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey
@@ -20,17 +18,16 @@ from pipeline.heartbeat import beat
 from pipeline.models.flops import training_mfu
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.micro_batches import SCORING_TOKENS, MicroBatch, micro_batches, places, scoring_batches
+from pipeline.training.micro_batches import SCORING_TOKENS, micro_batches, places, scoring_batches
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.config import PPOConfig
 from step3_ppo.estimators import next_kl_coef
-from step3_ppo.experience import Responses, Scores
-from step3_ppo.rollout_metrics import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout
+from step3_ppo.experience import Collected, Responses, Scores
+from step3_ppo.metrics import METRICS, SHOWN
+from step3_ppo.rollout import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout
 from step3_ppo.scoring import policy_log_probs, score_responses
-from step3_ppo.state import PPO, Collected, State, build, checkpoint_content, resume, save_models
-from step3_ppo.updater import StepSize
-
-SHOWN = ("objective/scores", "objective/kl", "completions/mean_length", "loss/value")
+from step3_ppo.state import PPO, State, build, checkpoint_content, resume, save_models
+from step3_ppo.updater import Update
 
 
 def train(run: Run, config: PPOConfig) -> None:
@@ -77,6 +74,7 @@ def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
         ppo.fingerprint,
         resumed_step=resumed_step,
         total_steps=ppo.schedule.total_steps,
+        metrics=METRICS,
         engines=ppo.models.named(),
         # With one step a rollout the policy has not moved when its step is taken: approx_kl is 0 by construction.
         shown=SHOWN + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ()),
@@ -141,22 +139,6 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
     }
     minibatches = ppo.minibatches(responses, state)
     return Collected(responses, rewarded.experience, metrics, minibatches, ppo.micro_batch_size(state))
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One optimizer step: this rank's micro-batches, its size on all ranks, the ptx text, metrics.
-
-    trained_actor: False where only the critic learns. stepped: False where a loss or gradient was not finite, and
-    nothing was changed.
-    """
-
-    batches: list[MicroBatch]
-    size: StepSize
-    text: Step[SFTBatch] | None = None
-    trained_actor: bool = True
-    metrics: dict[str, float] = field(default_factory=dict)
-    stepped: bool = False
 
 
 def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:

@@ -1,7 +1,7 @@
 """One optimizer step of PPO: the gradients of actor and critic on a minibatch; both step, or none."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -50,8 +50,11 @@ class UpdateSums:
 class StepSize:
     """Counts of an optimizer step over all ranks; rows that pad an epoch's last rollout are in none of them.
 
-    num_trained: response tokens of rows with a finite reward, which losses are divided by. num_response_tokens: of all
-    rows. num_tokens, num_squares: the sums of the rows' lengths and of their squares, prompts included.
+    num_rows: number of rows.
+    num_tokens: sum of the rows' lengths, prompts included.
+    num_squares: sum of the squares of these lengths.
+    num_response_tokens: response tokens of all rows.
+    num_trained: response tokens of rows with a finite reward, which losses are divided by.
     """
 
     num_rows: int
@@ -62,10 +65,37 @@ class StepSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step.
+
+    batches: this rank's micro-batches.
+    size: counts over all ranks.
+    text: text of the ptx loss.
+    trained_actor: False where only the critic learns.
+    metrics: metrics of the step.
+    stepped: False where a loss or gradient was not finite, and nothing was changed.
+    """
+
+    batches: list[MicroBatch]
+    size: StepSize
+    text: Step[SFTBatch] | None = None
+    trained_actor: bool = True
+    metrics: dict[str, float] = field(default_factory=dict)
+    stepped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Updater:
     """The models, coefficients and batch sizes with which a rollout is turned into optimizer steps.
 
+    actor: policy.
+    critic: value model.
+    world: ranks and device.
+    ppo: coefficients of PPO.
+    temperature: sampling temperature, by which logits are divided.
     rows_per_step: sequences of one optimizer step over all ranks.
+    unsup_coef: factor of the ptx loss.
+    seed: seed of the order of rows in minibatches.
     """
 
     actor: TrainingEngine
@@ -158,7 +188,7 @@ class Updater:
             self.actor, part, batch, temperature=self.temperature, with_entropy=self.old_log_probs_from_sampler
         )
         mask = known.response_mask
-        # Without a pass before the update, this one is that of the old policy: its ratio is 1, its gradient that of 1.
+        # With the sampler's log-probabilities the old ones are the new ones: ratio 1, gradient grad log pi.
         old = log_probs.detach() if self.old_log_probs_from_sampler else known.log_probs
         loss, stats = policy_loss(log_probs, old, known.advantages, mask, policy_clip=self.ppo.policy_clip)
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)

@@ -27,8 +27,11 @@ TRAINING_TEXT = (
 )
 
 
-# Files that take minutes, longest first: a worker that gets one of them at the end would work on alone.
+# Files that take minutes, longest first: a worker that gets one of them at the end would work on alone. Those of GPUs
+# are first, so that each of their shards gets two.
 LONG = (
+    "gpu/test_cuda_automatic.py", "gpu/test_cuda_resume.py", "gpu/test_cuda_memory.py", "gpu/test_cuda_fused_steps.py",
+    "gpu/test_cuda_options.py", "gpu/test_cuda_small_gpu.py",
     "models/test_families.py", "project/test_demo.py", "launching/test_train_runs.py", "models/test_real_checkpoint.py",
     "faults/test_ranks_ending.py", "multi/test_ranks_ppo.py", "data/test_real_data.py", "faults/test_resume_changed.py",
     "checkpoints/test_resume.py", "faults/test_kill.py", "generation/test_generator.py", "multi/test_ranks_sft.py",

@@ -68,7 +68,16 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A checkpoint that is being written; `written` is the result of `write_rank_files`."""
+    """A checkpoint that is being written.
+
+    step: optimizer step of the checkpoint.
+    started: `time.monotonic()` when saving began.
+    fresh: folder that is written, renamed when it is whole.
+    tensors: tensors that are equal on all ranks, in host memory.
+    description: content of state.json.
+    num_bytes: bytes of all ranks' files.
+    written: result of `write_rank_files` to come.
+    """
 
     step: int
     started: float

@@ -16,10 +16,10 @@ from pipeline.checkpoints.model_card import example, settings_document
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.data.templates import set_template
 from pipeline.errors import InputError
-from pipeline.models.loading import load_config
 from pipeline.models.paths import read_config, reading_error
 from pipeline.models.reward_model import check_score_class, score_head_fields
-from pipeline.models.tokenizers import check_vocabulary, choose_padding_token, load_tokenizer
+from pipeline.models.source import ModelSource, check_vocabulary
+from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.models.weight_files import PICKLED, TOKENIZER_FILES, check_code
 
 # The backbone of a reward model, with its name before October 2023.
@@ -107,7 +107,7 @@ def merge_lora(weights: Weights, file: Path) -> int:
 
 def build_model(weights: Weights, source: Path, *, is_reward: bool) -> Any:
     """Return the transformers model with these weights, in their data type. Raises InputError unless all fit."""
-    config = load_config(str(source))
+    config = ModelSource(str(source)).config
     auto: Any = transformers.AutoModelForCausalLM
     if is_reward:
         check_score_class(config, str(source))
@@ -160,5 +160,5 @@ def complete_tokenizer(source: Path, path: str) -> Any:
         except Exception as error:
             raise reading_error(str(source), f"its vocabulary files cannot be read; {advice}", error) from error
     set_template(tokenizer, "auto")
-    check_vocabulary(str(source), tokenizer)
+    check_vocabulary(ModelSource(str(source)), tokenizer)
     return tokenizer

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from pydantic import BaseModel
 
 from pipeline import dist
 from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
+from pipeline.configuration.stage import StageConfig
 from pipeline.files import digest, model_fingerprint
 from pipeline.run.earlier_runs import input_contents
 
@@ -24,10 +24,12 @@ def data_fingerprint(rows: Dataset) -> str:
 class RunFingerprint:
     """The properties of a run that do not change while it lasts, and are compared when it is resumed.
 
-    settings: flags that decide what is learnt. hashes: of data and start models. sizes: rows of an optimizer step and
-    the like, over all ranks. rounding: flags that change numbers by rounding only; other values are logged. inputs:
-    contents of the flags that name data and start models, for the mark of a finished run.
+    settings: flags that decide what is learnt.
+    hashes: hashes of data and start models.
+    sizes: rows of an optimizer step and the like, over all ranks.
+    rounding: flags that change numbers by rounding only; other values are logged.
     defaults: values assumed for flags that the checkpoint's version did not have.
+    inputs: contents of the flags that name data and start models, for the mark of a finished run.
     """
 
     settings: Mapping[str, Any]
@@ -39,7 +41,7 @@ class RunFingerprint:
 
 
 def run_fingerprint(
-    config: BaseModel, *, models: Mapping[str, str], data: Mapping[str, Dataset], ranks: int
+    config: StageConfig, *, models: Mapping[str, str], data: Mapping[str, Dataset], ranks: int
 ) -> RunFingerprint:
     """Return the fingerprint of a run: start models are folders or hub ids; the keys are names for error messages.
 

@@ -66,11 +66,11 @@ def model_documents(
         pipeline_tag="text-classification" if scores else "text2text-generation" if seq2seq else "text-generation",
         base_model=None if is_local(base) else split_revision(base)[0],
         datasets=[hub_id(path) for path, _ in map(parse_path, config.data.data_path) if not is_local(path)] or None,
-        tags=["rlhf", run.stage],
+        tags=["rlhf", run.stage.section],
     )
     parts = [
         f"---\n{data.to_yaml()}\n---\n\n# {kind}",
-        f"Trained by `{run.stage}` of rlhf-pipeline from `{with_commit(base)}` on {', '.join(sources)}. "
+        f"Trained by `{run.stage.section}` of rlhf-pipeline from `{with_commit(base)}` on {', '.join(sources)}. "
         f"All settings are in `{OURS}`.",
         f"```python\n{example(scores=scores, adapter=adapter, seq2seq=seq2seq)}```",
         *measured_table(run, step),

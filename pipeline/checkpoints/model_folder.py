@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
@@ -24,10 +24,10 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.build import weights_dtype
 from pipeline.errors import DivergedError
 from pipeline.files import has_config, with_new_folder, write_json
+from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.lora import START, is_lora, merged_weight, quantization_of, scale_names
 from pipeline.models.partitions import gathered, is_partitioned
-from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.models.tokenizers import eos_ids
 from pipeline.models.weight_files import SENTENCEPIECE_FILES
 from pipeline.run.host_storage import share
@@ -107,8 +107,8 @@ def kept(parameter: Any) -> torch.Tensor:
 
 
 def save_model(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
     dtype: torch.dtype,
@@ -143,7 +143,7 @@ def save_model(
                 setattr(config, name, value)
             config.save_pretrained(fresh)
             rewrite_json(fresh / CONFIG_NAME, with_former_fields)
-        if lora_weights is not None:
+        if is_lora(model):
             adapter = fresh / "adapter" if merged else fresh
             settings = model.peft_config["default"]
             if (base := settings.base_model_name_or_path) and (path := Path(base).expanduser()).is_dir():
@@ -161,7 +161,7 @@ def save_model(
 def save_trained(
     run: Run,
     module: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
     model: ModelConfig,
@@ -180,7 +180,7 @@ def save_trained(
     """
     scores = score_fields is not None
     save_model(
-        module.model,
+        module.get_submodule("model"),
         tokenizer,
         folder,
         dtype=saved_dtype(run),
@@ -192,7 +192,7 @@ def save_trained(
     )
 
 
-def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def save_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write the weights as safetensors with an index where they are sharded, by transformers' own names."""
     own = model.generation_config if model.can_generate() else None
     try:
@@ -206,7 +206,7 @@ def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> 
             model.generation_config = own
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer's files, and the start model's SentencePiece model, as converters to other formats read it.
 
     They look for added tokens in tokenizer_config.json, where transformers 5 leaves them out.
@@ -221,7 +221,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     rewrite_json(folder / TOKENIZER_CONFIG_FILE, lambda config: with_former_names(config) | entries)
 
 
-def generation_settings(own: GenerationConfig, tokenizer: Any) -> dict[str, Any]:
+def generation_settings(own: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the start model's settings for sampling, with the padding and all ids that end a text, its own first."""
     first = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     ends = [token for token in first if token is not None]
@@ -276,7 +276,7 @@ def is_saved(folder: str) -> bool:
     return dist.on_main(lambda: has_config(Path(folder)))
 
 
-def adapter_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def adapter_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the adapter's tensors by peft's names on rank 0, {} elsewhere. A collective; raises as `state_dict`."""
 
     def named() -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -5,7 +5,7 @@ not read.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from pipeline.checkpoints.checkpoint_files import candidates, first_whole
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import Resolved, validated
-from pipeline.configuration.groups import Group, ModelConfig
+from pipeline.configuration.groups import ModelConfig
+from pipeline.configuration.stage import Stage
 from pipeline.dist import World
 from pipeline.engine.build import Trained, add_adapters, start_language_model, start_value_model
 from pipeline.engine.fragments import FragmentReader
@@ -23,7 +24,8 @@ from pipeline.engine.state import read_weights
 from pipeline.errors import InputError
 from pipeline.files import model_fingerprint
 from pipeline.models.loading import DTYPES
-from pipeline.run.layout import environment_file, model_folders
+from pipeline.models.source import ModelSource
+from pipeline.run.layout import environment_file
 from pipeline.run.run import Run
 from pipeline.run.stop_request import StopRequest
 
@@ -52,13 +54,13 @@ class OfflineCheckpoint:
 
     def language_model(self, name: str, model: ModelConfig, *, average: bool = False) -> Trained:
         """Return the language model of the engine `name`; with `average`, with its moving average as weights."""
-        self._check_start(name, model)
-        return self._filled(start_language_model(model, self.dtype), name, model, average=average)
+        source = self._start(name, model)
+        return self._filled(start_language_model(source, model, self.dtype), name, model, average=average)
 
     def value_model(self, name: str, model: ModelConfig, **settings: bool) -> Trained:
         """Return the model with a scalar head of the engine `name`; settings as for `start_value_model`."""
-        self._check_start(name, model)
-        return self._filled(start_value_model(model, self.dtype, **settings), name, model)
+        source = self._start(name, model)
+        return self._filled(start_value_model(source, model, self.dtype, **settings), name, model)
 
     def _filled(self, module: Trained, name: str, model: ModelConfig, *, average: bool = False) -> Trained:
         add_adapters(self.run, module, model)
@@ -66,22 +68,23 @@ class OfflineCheckpoint:
         read_weights(module, FragmentReader(files), prefix="" if average else "weights/")
         return module
 
-    def _check_start(self, name: str, model: ModelConfig) -> None:
-        """Raise InputError where the start model is not the one that the checkpoint was trained from."""
+    def _start(self, name: str, model: ModelConfig) -> ModelSource:
+        """Return the start model. Raises InputError where the checkpoint was trained from another one."""
         key, path = name if name == "model" else f"{name} model", model.model_name_or_path
         if model_fingerprint(path) != self.saved["fingerprints"].get(key):
             raise InputError(
                 f"{path}: not the {key} that {self.folder} was trained from; configuration, tokenizer and frozen"
                 " weights are read from it, so leave it as it was, and export in the folder where the run was started"
             )
+        return ModelSource(path)
 
 
-def open_checkpoint(path: Path, stages: Mapping[str, type[Group]], *, output: str, dtype: str) -> OfflineCheckpoint:
+def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: str) -> OfflineCheckpoint:
     """Open a checkpoint for models that are written to `output`.
 
     Args:
         path: a checkpoint, or a run's folder, whose newest whole checkpoint is meant.
-        stages: the configuration class of each stage.
+        stages: those whose runs are known.
         dtype: of the saved weights; auto: as the run would have saved them.
 
     Raises:
@@ -94,10 +97,11 @@ def open_checkpoint(path: Path, stages: Mapping[str, type[Group]], *, output: st
         raise InputError(f"{path}: found no checkpoint; name one (runs/sft/checkpoints/step-200), or a run's folder")
     saved = read_json(folder / "state.json")
     run_dir = path if is_run else folder.resolve().parent.parent
-    stage = str(read_json(environment_file(run_dir)).get("stage"))
-    if stage not in stages:
-        raise InputError(f"{environment_file(run_dir)}: found stage {stage!r}, wanted one of {', '.join(stages)}")
-    table, entries = flag_table(stages[stage]), read_json(run_dir / "config.json")
+    section, known = str(read_json(environment_file(run_dir)).get("stage")), {stage.section: stage for stage in stages}
+    if section not in known:
+        raise InputError(f"{environment_file(run_dir)}: found stage {section!r}, wanted one of {', '.join(known)}")
+    stage = known[section]
+    table, entries = flag_table(stage.config), read_json(run_dir / "config.json")
     values = {name: entry["value"] for name, entry in entries.items() if name in table} | {"output_dir": output}
     trained_in = saved.get("dtype", "fp32")
     if dtype != "auto" or values["save_dtype"] == "auto":
@@ -107,10 +111,10 @@ def open_checkpoint(path: Path, stages: Mapping[str, type[Group]], *, output: st
         World(0, 1, 0, torch.device("cpu")),
         run_dir,
         stage,
-        Resolved(validated(stages[stage], values, origins), origins),
+        Resolved(validated(stage.config, values, origins), origins),
         StopRequest(interrupt),
     )
-    if taken := next((made for made in model_folders(run.resolved.config, stage) if made.exists()), None):
+    if taken := next((folder for folder in stage.outputs(run.resolved.config) if folder.exists()), None):
         raise InputError(f"--output: {taken} exists; name a new folder")
     in_memory = trained_in if values["save_dtype"] == trained_in else "fp32"
     return OfflineCheckpoint(run, folder, saved, DTYPES[in_memory])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_user_json
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Offload
+from pipeline.configuration.groups import DeepSpeedConfig, Group, ModelConfig, Offload
 from pipeline.errors import InputError
 
 Json = dict[str, Any]
@@ -20,7 +20,7 @@ EngineDtype = Literal["bf16", "fp16", "fp32"]
 
 # DeepSpeed prints its own progress line every so many steps; ours come from pipeline/training/metrics.py.
 NEVER_PRINT = 1_000_000_000
-# With these ZeRO stage 1 has no hook at each parameter.
+# Settings with which ZeRO stage 1 has no hook at each parameter.
 WITHOUT_HOOKS = {"overlap_comm": False, "contiguous_gradients": False}
 
 
@@ -28,8 +28,11 @@ WITHOUT_HOOKS = {"overlap_comm": False, "contiguous_gradients": False}
 class Placement:
     """The machine of an engine, as far as the DeepSpeed JSON depends on it.
 
-    dtype: `--dtype` with auto resolved. ranks: None where only the launcher will know. run_dir: DeepSpeed's own
-    monitors write to `<run_dir>/deepspeed`. one_node: all ranks are on one machine.
+    device: kind of the device that the engine computes on.
+    dtype: `--dtype` with auto resolved.
+    ranks: number of ranks; None where only the launcher will know.
+    run_dir: folder of the run; DeepSpeed's monitors write to `<run_dir>/deepspeed`.
+    one_node: all ranks are on one machine.
     """
 
     device: Literal["cpu", "cuda"]
@@ -88,7 +91,7 @@ def training_json(
     return built
 
 
-def role_of(config: Any, model: ModelConfig) -> str:
+def role_of(config: Group, model: ModelConfig) -> str:
     """Return which of stage 3's trained models this group of `config` is: actor or critic; '' in the other stages."""
     return next((role for role in ("actor", "critic") if getattr(config, role, None) is model), "")
 
@@ -289,13 +292,9 @@ def precision_blocks(settings: DeepSpeedConfig, dtype: str) -> Json:
     """Build the bf16 and fp16 blocks; both are off for fp32."""
     blocks: Json = {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16"}}
     if dtype == "fp16":
-        blocks["fp16"] |= {
-            "loss_scale": settings.loss_scale,
-            "initial_scale_power": settings.initial_scale_power,
-            "loss_scale_window": settings.loss_scale_window,
-            "hysteresis": settings.hysteresis,
-            "min_loss_scale": settings.min_loss_scale,
-        }
+        blocks["fp16"] |= settings.model_dump(
+            include={"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
+        )
     return blocks
 
 

@@ -20,7 +20,7 @@ def keys(*, switches: str = "", numbers: str = "", others: str = "") -> dict[str
     return {name: kind for kind, names in kinds.items() for name in names.split()}
 
 
-# What DeepSpeedConfig asks its dict for; `bfloat16` is an alias of `bf16`.
+# Keys that DeepSpeedConfig reads; `bfloat16` is an alias of `bf16`.
 TOP_LEVEL = keys(
     switches="""
     dataloader_drop_last disable_allgather disable_python_gc dump_state managed_gradient_accumulation memory_breakdown
@@ -202,7 +202,7 @@ READ_AT = {
     for name in names.split()
 }
 OFFLOAD_DEVICES, DTYPES = ("none", "cpu", "nvme"), ("fp32", "fp16", "bf16")
-FREE_BLOCKS = ("optimizer", "scheduler", "autotuning")  # without a table
+FREE_BLOCKS = ("optimizer", "scheduler", "autotuning")  # blocks without a table
 # Numbers that the engine divides by, in the middle of a step; texts that become parts of a path.
 DIVISORS, TEXTS = ("steps_per_print", "gradient_predivide_factor"), ("nvme_path", "output_path", "job_name")
 FRACTIONS = ("ratio", "cpuadam_cores_perc")  # the only numbers of ZeRO and aio that need not be whole
@@ -217,7 +217,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "seq_parallel_communication_data_type": DTYPES,
     "log_level": ("debug", "info", "warning", "error", "critical"),
 }
-# What people write of other tools, or of another version -> what is right.
+# Names from other tools or versions -> the right one.
 OTHER_NAMES = {
     "allgather_size": "zero_optimization.allgather_bucket_size",
     "batch_size": "train_micro_batch_size_per_gpu",

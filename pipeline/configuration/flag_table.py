@@ -9,99 +9,101 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 Kind = Literal["plain", "path", "written path", "text"]
 OnResume = Literal["same", "rounding", "data", "model", "output", "free"]
 Need = Literal["", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA"]
-NOTHING: Mapping[str, str] = {}
+# Words that a definition may also give as one text, with spaces between them.
+Words = Annotated[tuple[str, ...], BeforeValidator(lambda given: given.split() if isinstance(given, str) else given)]
+# Arguments of `flag` that are pydantic's own checks.
+CHECKS = {"ge", "gt", "le", "lt", "min_length", "max_length"}
 ZERO_STAGE = "zero_optimization.stage"  # the key of a DeepSpeed JSON that the flags of the ZeRO stage set
 
 
-def flag(
-    default: Any,
-    meaning: str,
-    *,
-    kind: Kind = "plain",
-    on_resume: OnResume = "same",
-    needs: Need = "",
-    deepspeed: str | tuple[str, ...] = (),
-    aliases: tuple[str, ...] = (),
-    other_tools: str = "",
-    ignored: Mapping[str, str] = NOTHING,
-    refused: Mapping[str, str] = NOTHING,
-    instead_of: str = "",
-    positional: bool = False,
-    per_stage: bool = False,
-    **checks: Any,
-) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a field says of its flag besides type, default and meaning; a wrong name or value is an error at import.
+
+    kind: path: the name of a file or folder; written path: a folder that a run makes; text: a user's own words, which
+    are written nowhere and may hold anything.
+    on_resume: same: a resumed run needs the value that its checkpoint was written under; rounding: another value
+    changes how the work is cut, and numbers by rounding only; data, model: compared by the content of the sources or
+    the start model that it names; output: another value changes the model that a run leaves, not what it learns, so
+    only a finished run needs the same; free: another value changes neither.
+    needs: what the flag has no effect without.
+    deepspeed: the dotted keys of a DeepSpeed JSON that say the same; a single one may be given as a text.
+    aliases: further names of the flag.
+    other_tools: its names in TRL and LLaMA-Factory, given with spaces between them; they are refused with this flag's
+    name.
+    ignored: flags of DeepSpeed-Chat that change nothing here, and why; they are accepted with a note.
+    refused: flags of other programs without a counterpart, and what to do instead.
+    instead_of: a weaker setting of that flag ends where this one is given.
+    switches: of a list of words: names of flags that are true or false, and the word that each adds or takes out.
+    positional: words before the first flag of a command line are its values.
+    per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    kind: Kind = "plain"
+    on_resume: OnResume = "same"
+    needs: Need = ""
+    deepspeed: Words = ()
+    aliases: tuple[str, ...] = ()
+    other_tools: Words = ()
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    instead_of: str = ""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    positional: bool = False
+    per_stage: bool = False
+
+
+RULES = TypeAdapter(Rules)
+
+
+def flag(default: Any, meaning: str, **given: Any) -> Any:
     """Define a flag: return the field of a pydantic model.
 
     Args:
         default: `...` where the flag is required.
         meaning: the help text; it says what 0 and an empty value stand for.
-        kind: path: the name of a file or folder; written path: a folder that a run makes; text: a user's own words,
-            which are written nowhere and may hold anything.
-        on_resume: same: a resumed run needs the value that its checkpoint was written under; rounding: another value
-            changes how the work is cut, and numbers by rounding only; data, model: compared by the content of the
-            sources or the start model that it names; output: another value changes the model that a run leaves, not
-            what it learns, so only a finished run needs the same; free: another value changes neither.
-        needs: what the flag has no effect without.
-        deepspeed: the dotted key, or keys, of a DeepSpeed JSON that say the same.
-        aliases: further names of the flag.
-        other_tools: its names in other programs, with spaces between them; they are refused with this flag's name.
-        ignored: flags of DeepSpeed-Chat that change nothing here, and why; they are accepted with a note.
-        refused: flags of other programs without a counterpart, and what to do instead.
-        instead_of: a weaker setting of that flag ends where this one is given.
-        positional: words before the first flag of a command line are its values.
-        per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
-        checks: pydantic's own: ge, gt, le, lt, min_length, max_length.
+        given: `Rules`, and pydantic's own CHECKS.
     """
-    keys = (deepspeed,) if isinstance(deepspeed, str) else deepspeed
-    rules: Any = {
-        "kind": kind,
-        "on_resume": on_resume,
-        "needs": needs,
-        "deepspeed": keys,
-        "aliases": aliases,
-        "other_tools": tuple(other_tools.split()),
-        "ignored": ignored,
-        "refused": refused,
-        "instead_of": instead_of,
-        "positional": positional,
-        "per_stage": per_stage,
-    }
+    checks = {name: given.pop(name) for name in CHECKS & given.keys()}
+    rules: Any = vars(RULES.validate_python(given))
     return Field(default, description=meaning, json_schema_extra=rules, **checks)
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One leaf field of a configuration: its flat name, its path in the model, its definition and its rules."""
+@dataclass(frozen=True, kw_only=True)
+class Flag(Rules):
+    """One leaf field of a configuration: its place and definition, and its rules.
+
+    name: flat name of the flag, without dashes.
+    path: names of the groups that lead to the field, and its name.
+    group: heading of the field's group in help and reference.
+    info: pydantic's definition of the field.
+    default: value where nothing is given.
+    """
 
     name: str
     path: tuple[str, ...]
     group: str
     info: FieldInfo
     default: Any
-    kind: Kind = "plain"
-    on_resume: OnResume = "same"
-    needs: Need = ""
-    deepspeed: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    other_tools: tuple[str, ...] = ()
-    ignored: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    instead_of: str = ""
-    positional: bool = False
-    per_stage: bool = False
 
     @property
     def meaning(self) -> str:
         """The help text, with the flag's further names."""
-        also = ", ".join(f"--{name}" for name in self.aliases)
-        return (self.info.description or "") + (f" (also {also})" if also else "")
+        also, switches = (", ".join(f"--{name}" for name in names) for names in (self.aliases, self.switches))
+        also = f" (also {also})" if also else ""
+        return (
+            (self.info.description or "")
+            + also
+            + (f" ({switches} true|false adds to it or takes from it)" if switches else "")
+        )
 
     @property
     def is_list(self) -> bool:
@@ -148,20 +150,18 @@ def is_group(annotation: Any) -> bool:
 def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
     """Return {flat name: Flag}.
 
-    A group class that occurs twice gives its flags the field's name as a prefix. Without it the first one
-    is meant, unless one value is not right for several stages, and so for several models.
+    The flags of a model begin with its role, the field's name, but for the only `model` of a stage. Without the role
+    the first model is meant, unless one value is not right for several stages, and so for several models.
     """
-    groups = [info.annotation for info in config_class.model_fields.values() if is_group(info.annotation)]
-    seen: list[Any] = []
+    roles = [name for name, info in config_class.model_fields.items() if getattr(info.annotation, "has_role", False)]
     table: dict[str, Flag] = {}
     for name, info in config_class.model_fields.items():
         if is_group(info.annotation):
-            prefixed = groups.count(info.annotation) > 1
-            table |= group_flags(name, info, prefixed=prefixed, is_first=info.annotation not in seen)
-            seen.append(info.annotation)
+            prefixed = name in roles and name != "model"
+            table |= group_flags(name, info, prefixed=prefixed, is_first=[name] == roles[:1])
         else:
             default = info.get_default(call_default_factory=True)
-            table[name] = Flag(name, (name,), "General", info, default, **rules_of(info))
+            table[name] = Flag(name=name, path=(name,), group="General", info=info, default=default, **rules_of(info))
     return table
 
 
@@ -179,7 +179,8 @@ def group_flags(name: str, info: FieldInfo, *, prefixed: bool, is_first: bool) -
             is_clear = is_first and not rules.get("per_stage")
             aliases = [f"{name}_{alias}" for alias in own] + ([leaf, *own] if is_clear else [])
             rules = rules | {"aliases": tuple(aliases)}
-        flags[flat] = Flag(flat, (name, leaf), shown, leaf_info, getattr(info.default, leaf), **rules)
+        default = getattr(info.default, leaf)
+        flags[flat] = Flag(name=flat, path=(name, leaf), group=shown, info=leaf_info, default=default, **rules)
     return flags
 
 
@@ -216,7 +217,9 @@ def nest(values: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, Any]
 
 
 def convert(value: Any, flag: Flag) -> Any:
-    """Convert what people write for a type: one word for a list, 5e8 for an int, a number for a text."""
+    """Convert what people write for a type: a word or none for a list, 5e8 for an int, a number for a text."""
+    if flag.is_list and flag.choices and value in ("none", ["none"]):
+        return []
     if flag.is_list and isinstance(value, str | int | float):
         return [value]
     if flag.info.annotation is str and isinstance(value, int | float) and not isinstance(value, bool):

@@ -7,7 +7,7 @@ nor deepspeed is imported, so that `--help` answers at once.
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_fro
 from pipeline.configuration.flag_checks import unsafe_paths
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, nest
 from pipeline.configuration.help import help_text
-from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise
+from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
 from pipeline.configuration.redact import redacted, secret_values
 from pipeline.errors import InputError, nearest
 
-SECTIONS = ("train", "sft", "reward", "ppo")
+TRAIN = "train"  # the section of `rlhf train` itself
 COMMAND_LINE = "command line"
 # Hyphens, en and em dash, minus sign and their full-width forms.
 OTHER_DASHES = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]+-*([A-Za-z][\w.-]*(?:=.*)?)", re.DOTALL)
@@ -76,26 +76,35 @@ def load_yaml(path: str) -> dict[Any, Any]:
     return content or {}
 
 
-def read_yaml(path: str, section: str) -> tuple[dict[str, Any], list[str]]:
+def read_yaml(
+    path: str, section: str, sections: Collection[str] = (), *, flags: Container[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """Read the flags of `section` from a YAML mapping of flags, or of sections that hold flags.
+
+    Args:
+        sections: all that there may be; empty: a stage by itself knows its own, and takes any other mapping for a
+            section of another stage, unless it is nearly called like its own or one of its `flags`.
 
     Returns (flags, error lines about sections); the flags are those that can be told all the same. Raises InputError:
     see load_yaml.
     """
     content = load_yaml(path)
     # No flag has a mapping for its value.
-    unknown = [str(key) for key, value in content.items() if isinstance(value, dict) and key not in SECTIONS]
+    mappings = [str(key) for key, value in content.items() if isinstance(value, dict)]
+    others = [name for name in mappings if not nearest(name, [TRAIN, section]) and normalise(name) not in flags]
+    known = sections or list(dict.fromkeys([TRAIN, section, *others]))
+    unknown = [name for name in mappings if name not in known]
     errors = [
-        f"{path}: {name}: unknown section{nearest(name, SECTIONS)}; {', '.join(SECTIONS)} are right" for name in unknown
+        f"{path}: {name}: unknown section{nearest(name, known)}; {', '.join(known)} are right" for name in unknown
     ]
-    used = [key for key in content if key in SECTIONS]
-    flags = {normalise(str(key)): value for key, value in content.items() if key not in (*used, *unknown)}
+    used = [key for key in content if key in known]
+    bare = {normalise(str(key)): value for key, value in content.items() if key not in (*used, *unknown)}
     if not used:
-        return flags, errors
-    if flags:
-        hint = nearest(min(flags), SECTIONS)
+        return bare, errors
+    if bare:
+        hint = nearest(min(bare), known)
         errors.append(
-            f"{path}: {', '.join(sorted(flags))}: beside the sections {', '.join(used)}; put flags into a section{hint}"
+            f"{path}: {', '.join(sorted(bare))}: beside the sections {', '.join(used)}; put flags into a section{hint}"
         )
     values = content.get(section) or {}
     if not isinstance(values, dict):
@@ -113,6 +122,17 @@ def check_dashes(argv: Iterable[str]) -> None:
         raise InputError(
             "\n".join(f"{word}: {word[0]!r} begins no flag; write --{name}" for word, name in meant.items())
         )
+
+
+def without_flag(argv: Iterable[str], name: str) -> list[str]:
+    """Return `argv` without the flag `name` and its values."""
+    kept, skipping = [], False
+    for word in argv:
+        if word.startswith("--"):
+            skipping = word[2:].partition("=")[0].replace("-", "_") == name
+        if not skipping:
+            kept.append(word)
+    return kept
 
 
 def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
@@ -138,8 +158,8 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
     given: dict[str, Any] = {}
     errors, notes = [], []
     for word, words in scan(argv):
-        name = names.known.get(word or names.positional, word)
-        flag = names.table.get(name)
+        name = word if word in names.switches else names.known.get(word or names.positional, word)
+        flag = names.switches.get(name) or names.table.get(name)
         if word in names.ignored and len(words) < 2:
             notes.append(f"--{word}: {IGNORED}: {names.ignored[word]}")
         elif not word and not flag:
@@ -149,7 +169,7 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
         elif problem := wrong_count(flag, words):
             errors.append(f"--{word or name}: {problem}")
         elif flag and flag.is_list:
-            given[name] = words
+            given = {key: value for key, value in given.items() if key not in flag.switches} | {name: words}
         else:
             given[name] = words[0] if words else "true"
     return given, errors, notes
@@ -171,6 +191,7 @@ def parse(
     argv: list[str],
     *,
     section: str,
+    sections: Collection[str] = (),
     prog: str = "",
     help_maker: Callable[[type[BaseModel], str], str] = help_text,
 ) -> Resolved:
@@ -178,6 +199,7 @@ def parse(
 
     Args:
         section: the stage's section in YAML files: sft, reward, ppo, or train for `rlhf train` itself.
+        sections: all that a YAML file may have; see `read_yaml`.
 
     Raises:
         InputError: every wrong name and value of the command line and the files, one per line.
@@ -191,7 +213,7 @@ def parse(
     layers = []
     for path in [given.pop(key) for key in FILE_FLAGS if key in given]:
         try:
-            flags, about_sections = read_yaml(path, section)
+            flags, about_sections = read_yaml(path, section, sections, flags=names.known)
         except InputError as error:
             errors.append(str(error))
             continue
@@ -216,6 +238,7 @@ def resolve_layers(
     origins = dict.fromkeys(table, "default")
     values = {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
     for origin, layer in layers:
+        layer = with_switches(layer, table, values, errors, origin)
         ended = {table[name].instead_of for name in layer} & (values.keys() - layer.keys())
         ended = {name for name in ended if origins[name] != "default"}
         values |= layer | {name: table[name].default for name in ended}

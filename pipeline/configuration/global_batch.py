@@ -12,7 +12,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
 from pipeline.errors import counted
 
-SHARED = "inference_tp_size"  # of stage 3
+SHARED = "inference_tp_size"  # flag of stage 3
 
 
 def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:

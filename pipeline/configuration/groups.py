@@ -1,11 +1,10 @@
 """The flag groups that more than one stage uses, each flag defined once: type, default, meaning, checks and rules.
 
 A stage's configuration (stepN/config.py) is a frozen model made of these groups; flags.py turns it into command-line
-flags, YAML keys and the reference in docs/configuration.md. Field names are flag names; the flags of a group that is
-used twice carry a prefix (`actor_learning_rate`, `critic_learning_rate`).
+flags, YAML keys and the reference. Field names are flag names, behind a model's role (`actor_learning_rate`).
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,6 +21,16 @@ TOKEN_FLAGS = {
 SchedulerType = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]  # fmt: skip
+
+
+def zero_size(key: str, default: int, meaning: str, **rules: Any) -> Any:
+    """Define a flag that counts elements and is named as its `key` of DeepSpeed's zero_optimization."""
+    return flag(default, meaning, on_resume="rounding", deepspeed=f"zero_optimization.{key}", **rules)
+
+
+def zero3_size(key: str, default: int, meaning: str, *, ge: int) -> Any:
+    """Define a flag that counts elements under ZeRO stage 3."""
+    return zero_size(key, default, f"{meaning} (ZeRO stage 3)", ge=ge, needs="ZeRO stage 3")
 
 
 class Group(BaseModel):
@@ -43,7 +52,7 @@ class DataConfig(Group):
         min_length=1,
         kind="path",
         on_resume="data",
-        other_tools="dataset dataset_name datasets train_file train_data data",
+        other_tools="dataset dataset_name",
         refused=dict.fromkeys(
             ("revision", "model_revision", "dataset_revision"),
             "write it behind the hub id: org/name@revision, of models and data alike",
@@ -62,22 +71,15 @@ class DataConfig(Group):
         "Evaluation rows; empty: the source's test split or a share of it",
         kind="path",
         on_resume="data",
-        other_tools="eval_dataset eval_file validation_file",
+        other_tools="eval_dataset",
     )
     eval_fraction: float = flag(
-        0.1,
-        "Share held out where a source has no test split",
-        ge=0,
-        lt=1,
-        other_tools="val_size test_size val_set_size",
+        0.1, "Share held out where a source has no test split", ge=0, lt=1, other_tools="val_size"
     )
-    column_map: str = flag(
-        "", "Columns of other names: prompt=question,chosen=best", other_tools="columns column_mapping"
-    )
+    column_map: str = flag("", "Columns of other names: prompt=question,chosen=best", other_tools="columns")
     template: Literal["auto", "tokenizer", "human_assistant"] = flag(
         "auto",
         "Chat template; auto: the tokenizer's if it has one, else Human/Assistant (encoder-decoder models: plain text)",
-        other_tools="chat_template prompt_template",
         ignored=TOKEN_FLAGS,
         refused={"eot_token": "the tokenizer's own end token is trained: leave it out"},
     )
@@ -94,22 +96,17 @@ class DataConfig(Group):
 class ModelConfig(Group):
     """Model"""
 
+    has_role: ClassVar[bool] = True
     model_name_or_path: str = flag(
         "",
         "Hub id (org/name or org/name@revision) or folder of the model to start from",
         kind="path",
         on_resume="model",
         aliases=("model",),
-        other_tools="base_model model_path model_name pretrained pretrain",
     )
-    gradient_checkpointing: bool = flag(
-        False, "Recompute activations to save memory", on_resume="rounding", other_tools="activation_checkpointing"
-    )
+    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory", on_resume="rounding")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = flag(
-        "auto",
-        "Attention kernel; auto: transformers' choice",
-        on_resume="rounding",
-        other_tools="flash_attn flash_attention use_flash_attn",
+        "auto", "Attention kernel; auto: transformers' choice", on_resume="rounding", other_tools="flash_attn"
     )
     zero_stage: int = flag(
         0,
@@ -135,11 +132,9 @@ class ModelConfig(Group):
     quantization: Literal["none", "nf4", "int8"] = flag(
         "none",
         "Frozen base weights in 4 bits (nf4, by bitsandbytes) or 8 (int8 per output channel), with LoRA",
-        other_tools="load_in_4bit load_in_8bit use_4bit use_8bit qlora quantize quant bits bnb_4bit_quant_type",
+        other_tools="load_in_4bit load_in_8bit bnb_4bit_quant_type",
     )
-    learning_rate: float = flag(
-        1e-5, "Peak learning rate of all but LoRA weights", gt=0, per_stage=True, other_tools="lr"
-    )
+    learning_rate: float = flag(1e-5, "Peak learning rate of all but LoRA weights", gt=0, per_stage=True)
     weight_decay: float = flag(0.0, "AdamW decay; norms, biases and embeddings are exempt", ge=0)
     dropout: float = flag(
         0.0,
@@ -161,7 +156,7 @@ class ModelConfig(Group):
         "all-linear",
         "Linear layers that get LoRA: a part of their name; all-linear: all but the head",
         needs="LoRA",
-        other_tools="lora_target_modules target_modules",
+        other_tools="lora_target_modules",
     )
     lora_learning_rate: float = flag(5e-4, "Peak learning rate of LoRA weights", gt=0, needs="LoRA", per_stage=True)
 
@@ -181,11 +176,9 @@ class OptimizerConfig(Group):
         on_resume="rounding",
         deepspeed="train_micro_batch_size_per_gpu",
         aliases=("per_device_training_batch_size",),
-        other_tools="batch_size micro_batch_size micro_train_batch_size",
+        other_tools="batch_size",
     )
-    per_device_eval_batch_size: int = flag(
-        16, "Rows of an evaluation batch on a device", ge=1, on_resume="rounding", other_tools="eval_batch_size"
-    )
+    per_device_eval_batch_size: int = flag(16, "Rows of an evaluation batch on a device", ge=1, on_resume="rounding")
     train_batch_size: int = flag(
         0, "Rows of an optimizer step over all ranks, which accumulation follows; 0: it does not", ge=0,
         on_resume="rounding",
@@ -197,12 +190,9 @@ class OptimizerConfig(Group):
         on_resume="rounding",
         deepspeed="gradient_accumulation_steps",
         instead_of="train_batch_size",
-        other_tools="accumulation_steps grad_accum gradient_accumulation accumulate_grad_batches",
     )
-    lr_scheduler_type: SchedulerType = flag(
-        "cosine", "Shape of the learning rate after the warm-up", other_tools="lr_scheduler scheduler"
-    )
-    num_warmup_steps: int = flag(0, "Optimizer steps of linear warm-up", ge=0, other_tools="warmup_steps warmup")
+    lr_scheduler_type: SchedulerType = flag("cosine", "Shape of the learning rate after the warm-up")
+    num_warmup_steps: int = flag(0, "Optimizer steps of linear warm-up", ge=0, other_tools="warmup_steps")
     min_learning_rate_ratio: float = flag(0.0, "Floor of the rate as a share of its peak", ge=0, le=1)
     adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ge=0, lt=1)
@@ -211,11 +201,7 @@ class OptimizerConfig(Group):
         "fp32", "AdamW's moments; 8bit: by bitsandbytes, without offload and ZeRO-3", on_resume="rounding"
     )
     max_grad_norm: float = flag(
-        1.0,
-        "Gradient norm above which gradients are scaled down; 0: never",
-        ge=0,
-        deepspeed="gradient_clipping",
-        other_tools="grad_clip gradient_clip clip_grad gradient_clip_val",
+        1.0, "Gradient norm above which gradients are scaled down; 0: never", ge=0, deepspeed="gradient_clipping"
     )
     max_bad_steps: int = flag(
         5,
@@ -233,7 +219,7 @@ class DeepSpeedConfig(Group):
         "auto",
         "Compute type; auto: bf16 where supported, else fp32",
         deepspeed=("fp16.enabled", "bf16.enabled"),
-        other_tools="bf16 fp16 precision torch_dtype mixed_precision",
+        other_tools="bf16 fp16 torch_dtype",
         ignored={"compute_fp32_loss": "losses, log-probabilities and scores are always fp32"},
     )
     offload: bool = flag(
@@ -260,11 +246,7 @@ class DeepSpeedConfig(Group):
         False, "Accepted for the launcher's sake; DeepSpeed is always used", on_resume="free", aliases=("deepscale",)
     )
     deepspeed_config: str = flag(
-        "",
-        "JSON file with DeepSpeed settings; auto values are filled in",
-        kind="path",
-        aliases=("deepscale_config",),
-        other_tools="deepspeed_json ds_config",
+        "", "JSON file with DeepSpeed settings; auto values are filled in", kind="path", aliases=("deepscale_config",)
     )
     communication_data_type: Literal["auto", "fp32", "fp16", "bf16"] = flag(
         "auto",
@@ -272,13 +254,7 @@ class DeepSpeedConfig(Group):
         on_resume="rounding",
         deepspeed="communication_data_type",
     )
-    reduce_bucket_size: int = flag(
-        500_000_000,
-        "Elements per gradient reduction",
-        ge=1,
-        on_resume="rounding",
-        deepspeed="zero_optimization.reduce_bucket_size",
-    )
+    reduce_bucket_size: int = zero_size("reduce_bucket_size", 500_000_000, "Elements per gradient reduction", ge=1)
     allgather_bucket_size: int = flag(
         500_000_000,
         "Elements per parameter gather (ZeRO stages 1, 2)",
@@ -290,37 +266,23 @@ class DeepSpeedConfig(Group):
     overlap_comm: bool = flag(
         True, "Reduce gradients in the backward pass", on_resume="rounding", deepspeed="zero_optimization.overlap_comm"
     )
-    stage3_param_persistence_threshold: int = flag(
-        100_000,
-        "Weights with fewer elements are never partitioned (ZeRO stage 3)",
-        ge=0,
-        on_resume="rounding",
-        needs="ZeRO stage 3",
-        deepspeed="zero_optimization.stage3_param_persistence_threshold",
+    stage3_param_persistence_threshold: int = zero3_size(
+        "stage3_param_persistence_threshold", 100_000, "Weights with fewer elements are never partitioned", ge=0
     )
-    stage3_max_live_parameters: int = flag(
+    stage3_max_live_parameters: int = zero3_size(
+        "stage3_max_live_parameters",
         1_000_000_000,
-        "Elements of weights that are whole at a time, gathered ahead included (ZeRO stage 3)",
+        "Elements of weights that are whole at a time, gathered ahead included",
         ge=1,
-        on_resume="rounding",
-        needs="ZeRO stage 3",
-        deepspeed="zero_optimization.stage3_max_live_parameters",
     )
-    stage3_max_reuse_distance: int = flag(
+    stage3_max_reuse_distance: int = zero3_size(
+        "stage3_max_reuse_distance",
         1_000_000_000,
-        "A gathered weight stays whole if it is used again within this many elements (ZeRO stage 3)",
+        "A gathered weight stays whole if it is used again within this many elements",
         ge=0,
-        on_resume="rounding",
-        needs="ZeRO stage 3",
-        deepspeed="zero_optimization.stage3_max_reuse_distance",
     )
-    sub_group_size: int = flag(
-        1_000_000_000,
-        "Elements that the optimizer updates at a time (ZeRO stage 3)",
-        ge=1,
-        on_resume="rounding",
-        needs="ZeRO stage 3",
-        deepspeed="zero_optimization.sub_group_size",
+    sub_group_size: int = zero3_size(
+        "sub_group_size", 1_000_000_000, "Elements that the optimizer updates at a time", ge=1
     )
     zero3_gather: Literal["auto", "once", "layers"] = flag(
         "auto",

@@ -4,10 +4,12 @@ All of them are read from the fields (flag_table.py), so that a name is recognis
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
-from pipeline.configuration.flag_table import Flag, flag_table
+from pipeline.configuration.flag_table import Flag, convert, flag_table
 from pipeline.errors import nearest
 
 FILE_FLAGS = ("preset", "config")
@@ -21,14 +23,19 @@ def normalise(name: str) -> str:
 class Names:
     """The names that the flags of a configuration go by.
 
-    known: every accepted name -> the flag's own. ignored, refused: DeepSpeed-Chat's flags -> the reason. other_tools:
-    a flag's name in another program, or without its prefix -> the flags that it may mean here. positional: the flag of
-    words before any flag.
+    table: the flags.
+    known: every accepted name -> the flag's own.
+    switches: names that add a word to a list or take it out -> a flag that is true or false.
+    ignored, refused: DeepSpeed-Chat's flags -> the reason.
+    other_tools: a flag's name in TRL or LLaMA-Factory, or without its prefix -> the flags that it may mean here.
+    positional: the flag of words before any flag.
     """
 
     def __init__(self, config_class: type[BaseModel]) -> None:
         self.table = flag_table(config_class)
         self.known = {alias: flag.name for flag in self.table.values() for alias in (*flag.aliases, flag.name)}
+        self.switches = {name: switch(name, flag) for flag in self.table.values() for name in flag.switches}
+        self.known |= {name: flag.name for flag in self.table.values() for name in flag.switches}
         self.ignored: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.other_tools: dict[str, list[str]] = {}
@@ -36,7 +43,7 @@ class Names:
         for flag in self.table.values():
             self.ignored |= flag.ignored
             self.refused |= flag.refused
-            for name in with_prefix(flag):
+            for name in flag.other_tools:
                 self.other_tools.setdefault(name, []).append(flag.name)
             if flag.path[-1] not in self.known:
                 self.other_tools.setdefault(flag.path[-1], []).append(flag.name)
@@ -64,17 +71,42 @@ class Names:
                 notes.append(f"{origin}: {name}: {IGNORED}: {self.ignored[name]}")
             elif name not in self.known:
                 errors.append(f"{origin}: {name}: {self.unknown(name)}")
-            elif self.known[name] in result:
-                errors.append(f"{origin}: {name}: --{self.known[name]} is given twice, under two names; give one")
+            elif (own := name if name in self.switches else self.known[name]) in result:
+                errors.append(f"{origin}: {name}: --{own} is given twice, under two names; give one")
             else:
-                result[self.known[name]] = value
+                result[own] = value
         return result, errors, notes
 
 
 IGNORED = "a flag of DeepSpeed-Chat that changes nothing here"
 
 
-def with_prefix(flag: Flag) -> list[str]:
-    """Return the names of a flag in other programs, also with the prefix of its group where it has one."""
-    prefix = flag.name.removesuffix(flag.path[-1])
-    return [*flag.other_tools, *(prefix + name for name in flag.other_tools if prefix)]
+def switch(name: str, flag: Flag) -> Flag:
+    """Return the flag that changes a list by one word."""
+    info = FieldInfo(annotation=bool, description=flag.info.description)
+    return Flag(name=name, path=flag.path, group=flag.group, info=info, default=False)
+
+
+def with_switches(
+    layer: Mapping[str, Any], table: Mapping[str, Flag], values: Mapping[str, Any], errors: list[str], origin: str
+) -> dict[str, Any]:
+    """Return a layer of values with whole lists in place of the switches that change those of the layers below.
+
+    Args:
+        values: of the layers below. errors: gets a line for each switch that is neither true nor false.
+    """
+    folded = dict(layer)
+    for flag in table.values():
+        for name, word in flag.switches.items():
+            if name not in layer:
+                continue
+            before = convert(folded.get(flag.name, values[flag.name]), flag)
+            words = before if isinstance(before, list) else [before]
+            try:
+                added = [word] * TypeAdapter(bool).validate_python(folded.pop(name))
+            except ValidationError as error:
+                message = error.errors()[0]["msg"].replace("Input should be", "wanted")
+                errors.append(f"--{name}: found {layer[name]!r} ({origin}): {message}")
+            else:
+                folded[flag.name] = words if word in words and added else [w for w in words if w != word] + added
+    return folded

@@ -1,5 +1,7 @@
 """The flags of a run that every stage has: folders, length, checkpoints, evaluation and logs."""
 
+from typing import Literal
+
 from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
@@ -10,7 +12,7 @@ RESUME = ("--overwrite", "false", "--resume", "auto")
 # Flags of a run that only tries other flags.
 TRIED = {
     "resume": "never", "overwrite": False, "keep_checkpoints": 0, "save_steps": 0, "eval_iters": 1, "print_steps": 1,
-    "enable_tensorboard": False, "enable_wandb": False,
+    "monitors": "none",
 }  # fmt: skip
 
 
@@ -29,28 +31,15 @@ class RunConfig(Group):
         ignored={"tensorboard_path": "curves are in <run_dir>/tensorboard"},
     )
     seed: int = flag(1234, "Every random number of the run is a function of it", ge=0)
-    num_train_epochs: float = flag(
-        1.0,
-        "Passes over the training rows; may be fractional",
-        gt=0,
-        on_resume="free",
-        other_tools="epochs num_epochs n_epochs max_epochs",
-    )
+    num_train_epochs: float = flag(1.0, "Passes over the training rows; may be fractional", gt=0, on_resume="free")
     max_steps: int = flag(
         0,
         "Stop after this many optimizer steps; 0: whole epochs",
         ge=0,
         on_resume="free",
         refused=dict.fromkeys(("enable_test_mode", "test_stop_step"), "use --max_steps"),
-        other_tools="num_steps total_steps max_train_steps",
     )
-    save_steps: int = flag(
-        0,
-        "Steps between checkpoints; 0: only at the end or on a signal",
-        ge=0,
-        on_resume="free",
-        other_tools="save_interval save_freq checkpoint_interval",
-    )
+    save_steps: int = flag(0, "Steps between checkpoints; 0: only at the end or on a signal", ge=0, on_resume="free")
     keep_checkpoints: int = flag(
         2,
         "Resume checkpoints kept; older ones are deleted; 0: none",
@@ -66,7 +55,7 @@ class RunConfig(Group):
         "auto: newest valid checkpoint; never: afresh; or a checkpoint folder",
         kind="path",
         on_resume="free",
-        other_tools="resume_from_checkpoint load_checkpoint",
+        other_tools="resume_from_checkpoint",
     )
     force_resume: bool = flag(False, "Resume although settings, data or start models are other ones", on_resume="free")
     deterministic: bool = flag(False, "Bitwise repeatable on GPUs, slower; CPU runs always are", on_resume="rounding")
@@ -77,7 +66,7 @@ class RunConfig(Group):
         "Steps between progress lines",
         ge=1,
         on_resume="free",
-        other_tools="logging_steps log_interval log_every",
+        other_tools="logging_steps",
         ignored={"print_loss": "the loss is printed every --print_steps"},
     )
     eval_interval: int = flag(
@@ -85,25 +74,21 @@ class RunConfig(Group):
         "Steps between evaluations; 0: only before and after training",
         ge=0,
         on_resume="free",
-        other_tools="eval_steps eval_every",
+        other_tools="eval_steps",
         ignored=dict.fromkeys(
             ("print_answers", "print_answers_interval"), "samples of each evaluation are in <run_dir>/samples.jsonl"
         ),
     )
     eval_iters: int = flag(
-        0,
-        "Batches of per_device_eval_batch_size per evaluation, on each rank; 0: all rows",
-        ge=0,
-        on_resume="free",
-        other_tools="eval_batches limit_val_batches",
+        0, "Batches of per_device_eval_batch_size per evaluation, on each rank; 0: all rows", ge=0, on_resume="free"
     )
-    enable_tensorboard: bool = flag(True, "Write TensorBoard curves to <run_dir>/tensorboard", on_resume="free")
-    enable_csv: bool = flag(False, "Write <run_dir>/metrics.csv", on_resume="free")
-    enable_wandb: bool = flag(
-        False,
-        "Log to Weights & Biases (needs the wandb package)",
+    monitors: list[Literal["tensorboard", "csv", "wandb"]] = flag(
+        ["tensorboard"],
+        "Where metrics go besides <run_dir>/metrics.jsonl: tensorboard/ and metrics.csv there, Weights & Biases (needs "
+        "the wandb package); none: nowhere",
         on_resume="free",
-        other_tools="wandb use_wandb report_to",
+        switches={"enable_tensorboard": "tensorboard", "enable_csv": "csv", "enable_wandb": "wandb"},
+        other_tools="report_to",
     )
     process_group_timeout_s: int = flag(
         1800, "Seconds before a stuck collective or a wait for ranks fails", ge=1, on_resume="free"

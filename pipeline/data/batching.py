@@ -4,6 +4,7 @@ Rows are mappings with the columns of `cache.load_or_build`. None is a padding r
 token. It keeps the last partial batch in shape. Loading ahead and transfers to a device are in `loader.py`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,13 @@ IGNORED = -100
 class SFTBatch:
     """A batch of sequences for a language-model loss, one sequence per row or several packed into a row.
 
-    input_ids (B,S) int64. attention_mask (B,S) bool, True = real token. position_ids (B,S) int64.
-    trained_mask (B,S) bool, True = this token is a target of the loss; a sequence's first token never is.
-    segment_ids (B,S) int64: 0 on padding, 1, 2, ... for the sequences packed into a row (only 1 without packing).
-    segment_bounds (N+1,) int32: first positions of sequences and paddings in the rows laid end to end, and B * S.
-    weights (B,) fp32: 0 for padding rows.
+    input_ids: (B,S) int64.
+    attention_mask: (B,S) bool, True = real token.
+    position_ids: (B,S) int64.
+    trained_mask: (B,S) bool, True = this token is a target of the loss; a sequence's first token never is.
+    segment_ids: (B,S) int64: 0 on padding, 1, 2, ... for the sequences packed into a row (only 1 without packing).
+    segment_bounds: (N+1,) int32: first positions of sequences and paddings in the rows laid end to end, and B * S.
+    weights: (B,) fp32: 0 for padding rows.
     """
 
     input_ids: Tensor
@@ -60,9 +63,13 @@ class Seq2SeqBatch:
 class PairBatch:
     """A batch of B preference pairs as 2B rows, all chosen first: row b and row B+b are one pair.
 
-    input_ids (2B,S) int64. attention_mask (2B,S) bool, True = real token. position_ids (2B,S) int64.
-    lengths (2B,) int64: real tokens per row, so the score is read at lengths - 1. prompt_lengths (B,) int64.
-    margins, weights (B,) fp32.
+    input_ids: (2B,S) int64.
+    attention_mask: (2B,S) bool, True = real token.
+    position_ids: (2B,S) int64.
+    lengths: (2B,) int64, real tokens of each row; its score is read at lengths - 1.
+    prompt_lengths: (B,) int64.
+    margins: (B,) fp32.
+    weights: (B,) fp32.
     """
 
     input_ids: Tensor
@@ -191,6 +198,11 @@ def epoch_order(seed: int, epoch: int, num_rows: int) -> np.ndarray:
 def num_steps(num_rows: int, rows_per_step: int) -> int:
     """Return the number of optimizer steps in one epoch; the last one may be partial."""
     return -(-num_rows // rows_per_step)
+
+
+def total_steps(num_rows: int, rows_per_step: int, *, epochs: float, max_steps: int) -> int:
+    """Return the optimizer steps of a run: `max_steps`, or as many as the epochs have."""
+    return max_steps or max(1, math.ceil(epochs * num_steps(num_rows, rows_per_step)))
 
 
 def rows_of_step(seed: int, epoch: int, step: int, num_rows: int, rows_per_step: int) -> list[int | None]:

@@ -1,7 +1,7 @@
-"""Tokenise the data of a stage once, and load it memory-mapped from the cache ever after.
+"""Tokenise a data set once, and load it memory-mapped from the cache ever after.
 
-The cache key covers contents of sources, tokenizer and all options. Which records a stage takes is in `selection.py`,
-how they are tokenised in `shards.py`.
+The cache key covers contents of sources, tokenizer and all options. Which records are taken is in `selection.py`, how
+they are tokenised in `shards.py`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts, Fate
-from pipeline.data.selection import DataOptions, Stage, mixed_sizes, ratios_of, select_records, uniform
+from pipeline.data.selection import DataOptions, mixed_sizes, ratios_of, select_records, uniform
 from pipeline.data.shards import SHARDS, ShardWriters, write_rows
 from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.spool import Spool
@@ -38,11 +38,13 @@ log = logging.getLogger(__name__)
 
 # Part of every key: raise it when the same input gives other rows.
 FORMAT_VERSION = 6
+# The words of keys for kinds of rows and shares whose caches earlier versions have built.
+EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", "blocks": "text"}
 
 
 @dataclass(frozen=True, slots=True)
 class StageData:
-    """Memory-mapped training and evaluation rows of a stage, and counts of what was dropped or repaired."""
+    """Memory-mapped training and evaluation rows, and counts of what was dropped or repaired."""
 
     train: "Dataset"
     eval: "Dataset"
@@ -67,21 +69,19 @@ def cache_folder(cache_dir: str | None) -> Path:
     return folder
 
 
-def load_or_build(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
-    """Return the tokenised rows of a stage ('sft', 'reward', 'ppo', or 'text' for plain blocks) in source order.
+def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
+    """Return the tokenised rows that the options ask for, in source order.
 
-    Columns: sft and text: ids, trained, num_tokens, num_trained. reward: chosen_ids, rejected_ids, prompt_length,
-    margin, num_tokens (both sides). ppo: prompt_ids, prompt_id, messages (JSON), num_tokens. Sets the tokenizer's
-    template to options.template. One process builds while the others wait for its file lock. Raises InputError if no
-    training row is left.
+    Columns are those of `RowKind.schema`. Sets the tokenizer's template to options.template. One process builds while
+    the others wait for its file lock. Raises InputError if no training row is left.
     """
     set_template(tokenizer, options.template)
     cache = cache_folder(options.cache_dir)
-    folder = cache / f"{stage}-{cache_key(stage, options, tokenizer)[:32]}"
+    folder = cache / f"{cache_word(options)}-{cache_key(options, tokenizer)[:32]}"
     if not folder.is_dir():
         with held(FileLock(f"{folder}.lock")):
             if not folder.is_dir():
-                _build_folder(folder, stage, options, tokenizer)
+                _build_folder(folder, options, tokenizer)
     from datasets import Dataset
 
     counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
@@ -109,13 +109,20 @@ def held(lock: BaseFileLock) -> Iterator[None]:
         lock.release()
 
 
-def cache_key(stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str:
+def cache_word(options: DataOptions) -> str:
+    """Return the word for kind of rows and shares, in the key and before it: `prompts-1-2`."""
+    word = "-".join([options.rows, *map(str, options.shares)])
+    return EARLIER_WORDS.get(word, word)
+
+
+def cache_key(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a SHA-256 over what the rows depend on: contents of the sources, tokenizer, template, options, version."""
     content = asdict(options)
-    del content["cache_dir"]
+    for name in ("rows", "shares", "title", "cache_dir"):
+        del content[name]
     paths = [*options.data_path, *options.eval_data_path, *options.sft_only_data_path]
     content |= {
-        "stage": stage,
+        "stage": cache_word(options),
         "version": FORMAT_VERSION,
         # Users are invited to edit the converters, which changes rows.
         "converters": hashlib.sha256(Path(known_sets.__file__).read_bytes()).hexdigest(),
@@ -134,7 +141,7 @@ def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> None:
+def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Write the rows beside `folder`, then rename: a folder that exists is complete.
 
     What a killed preparation has left there is gone on with; the lock excludes that another process is writing it.
@@ -144,7 +151,7 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
 
     def write(name: str, fate: Fate, chosen: "np.ndarray") -> int:
         own, file = Counts(), partial / f"{name}.arrow"
-        num_rows = write_rows(file, stage, records, chosen, writers=writers, block_size=options.max_seq_len, counts=own)
+        num_rows = write_rows(file, options, records, chosen, writers=writers, counts=own)
         for path, part in records.by_source(chosen):
             own.settle(fate, path, len(part))
         for fates in own.sources.values():
@@ -173,12 +180,12 @@ def _build_folder(folder: Path, stage: Stage, options: DataOptions, tokenizer: "
             ShardWriters(tokenizer, options) as writers,
             Spool(partial / "records.jsonl", writers.start) as records,
         ):
-            selected = select_records(stage, options, records, counts)
+            selected = select_records(options, records, counts)
             num_train = write_train(selected.train)
             write("eval", "held out", selected.eval)
         if not num_train and not options.held_out_only:
             kinds = "; ".join(counts.lines()) or "no row"
-            raise InputError(f"stage {stage}: no training row is left: {kinds}")
+            raise InputError(f"stage {options.title}: no training row is left: {kinds}")
         (partial / "counts.json").write_text(json.dumps(counts.to_json(), indent=1), encoding="utf-8")
         for shards in partial.glob(f"*{SHARDS}"):
             shutil.rmtree(shards)

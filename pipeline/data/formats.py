@@ -40,8 +40,10 @@ class Content:
     """The content of a row of any format.
 
     messages: the prompt's turns, ending in a user turn, with its tools in front; empty for a plain text document.
-    chosen, rejected: responses, None where the row has none; a single response that the row labels false is rejected.
-    text: a plain text document. margin: how much better chosen is, if the row says so.
+    chosen: preferred response; None where the row has none.
+    rejected: other response; also a single one that the row labels false.
+    text: plain text document.
+    margin: how much better chosen is, if the row says so.
     """
 
     messages: Turns = ()
@@ -320,7 +322,7 @@ def _parse_text(values: Values) -> Content:
     return Content(text=text)
 
 
-# In order of preference: if several fit, the first is taken.
+# Formats in order of preference: if several fit, the first is taken.
 FORMATS: tuple[Format, ...] = (
     Format("prompt/chosen/rejected", ("chosen", "rejected"), (), _parse_pair, (*PROMPT_COLUMNS, "margin")),
     Format("instruction/input/output", ("instruction",), RESPONSE_COLUMNS, _parse_alpaca, ("input",)),

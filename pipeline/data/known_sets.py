@@ -23,11 +23,14 @@ MISSING = {"role": "assistant", "text": None, "parent_id": None}
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """A hub set that is known by name; `convert` makes rows of our columns from its rows, in their order.
+    """A hub set that is known by name, whose rows are converted to our columns.
 
-    A converted row keeps the origin of one of the rows that it is made of. Only two splits are read: `train_split`, and
-    `eval_split` to evaluate on (None: a share of train by hash). `revision` is the hub revision to read; `repository`
-    is its hub id where that is not the name, `folder` the folder in it that holds the data.
+    convert: makes our rows from the set's, in their order; each keeps the origin of one of the rows that it is made of.
+    eval_split: split to evaluate on; None: a share of train by hash.
+    train_split: split to train on; no other is read.
+    revision: hub revision to read.
+    repository: hub id where that is not the name.
+    folder: folder of the repository that holds the data.
     """
 
     convert: Convert
@@ -156,7 +159,7 @@ def _without_citations(text: str) -> str:
     return re.sub(r" ?\[\d+(?:, ?\d+)*\]", "", text)
 
 
-PAIRS = only("prompt", "chosen", "rejected")  # as shipped, also whole transcripts in chosen and rejected
+PAIRS = only("prompt", "chosen", "rejected")  # columns as shipped, also whole transcripts in chosen and rejected
 KNOWN_SETS: dict[str, KnownSet] = {
     "Dahoas/rm-static": KnownSet(PAIRS, "test"),
     "Dahoas/full-hh-rlhf": KnownSet(PAIRS, "test"),

@@ -4,8 +4,7 @@ A step is a function of (seed, epoch, step) only; ranks take slices of it, so th
 Within a step rows are grouped by length to compute little padding. Collation itself is in `batching.py`.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from pyarrow import compute
 
-from pipeline.data.batching import balanced_slices, num_steps, rank_slices, rows_of_step
+from pipeline.data.batching import balanced_slices, num_steps, rank_slices, rows_of_step, total_steps
 
 B = TypeVar("B")
 Unit = Sequence[int]  # indices of the rows that are collated into one: a single row, or several packed ones
@@ -23,10 +22,16 @@ Unit = Sequence[int]  # indices of the rows that are collated into one: a single
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[B]):
-    """The data of optimizer step `number`: this rank's micro-batches, and counts over all ranks.
+    """The data of one optimizer step.
 
-    rows: indices of this rank's rows. num_rows, num_tokens, num_trained: of all ranks, known before the first backward.
-    num_squares: the sum of the squared lengths of all sequences, which attention costs.
+    number: number of the step.
+    micro_batch_size: rows of a micro-batch.
+    micro_batches: this rank's micro-batches.
+    rows: indices of this rank's rows.
+    num_rows: rows of all ranks, known before the first backward pass, as are the counts below.
+    num_tokens: tokens of all ranks.
+    num_trained: trained tokens of all ranks.
+    num_squares: sum of the squared lengths of all ranks' sequences, which attention costs.
     """
 
     number: int
@@ -69,7 +74,7 @@ class StepLoader(Generic[B]):
 
     def total_steps(self, epochs: float, max_steps: int) -> int:
         """Return the optimizer steps of a run: `max_steps`, or as many as the epochs have."""
-        return max_steps or max(1, math.ceil(epochs * self.steps_per_epoch))
+        return total_steps(len(self.units), self.rows_per_step, epochs=epochs, max_steps=max_steps)
 
     def step(self, number: int) -> Step[B]:
         """Return the `number`-th optimizer step of training."""
@@ -168,13 +173,6 @@ def evaluation_batches(
 
     slices = rank_slices(range(len(rows))[: max_rows or None], world_size, rank, batch_size)
     return [partial(make, part) for part in slices]
-
-
-def each(batches: Sequence[Callable[[], B]], before: Callable[[], None]) -> Iterator[Callable[[], B]]:
-    """Yield the batches, calling `before` ahead of each."""
-    for make in batches:
-        before()
-        yield make
 
 
 def to_device(batch: B, device: torch.device) -> B:

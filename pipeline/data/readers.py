@@ -22,7 +22,7 @@ from pipeline.errors import InputError
 Values = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Values]]
 Split = Literal["train", "test"]
-PARQUET_ROWS = 1000  # of a batch, which is held in memory as Python objects
+PARQUET_ROWS = 1000  # rows of a batch, which is in memory as Python objects
 
 
 @dataclass(frozen=True, slots=True)

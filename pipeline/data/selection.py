@@ -1,7 +1,7 @@
-"""Choose the records of a stage: evaluation records first, then the stage's share of what is left.
+"""Choose the records of a data set: evaluation records first, then its shares of what is left.
 
-Every choice is a hash of (seed, prompt), so that no prompt is in two stages or in training and evaluation, whatever
-the order of the files. Tokenising the chosen records is in `tokenization.py`.
+Every choice is a hash of (seed, prompt), so that no prompt is in two shares or in training and evaluation, whatever
+the order of the files. Tokenising the chosen records is in `row_kinds.py`.
 """
 
 import bisect
@@ -15,34 +15,43 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipeline.data.counts import Counts, Fate
 from pipeline.data.formats import COLUMNS, read_records
+from pipeline.data.row_kinds import ROW_KINDS, SEQUENCES, RowKind, TokenizationOptions
 from pipeline.data.sources import parse_path, read_rows
 from pipeline.data.spool import Spool
-from pipeline.data.tokenization import TokenizationOptions
 from pipeline.errors import InputError, nearest
 from pipeline.heartbeat import RowProgress
 
 if TYPE_CHECKING:
     import numpy as np
 
-Stage = Literal["sft", "reward", "ppo", "text"]
-# Index of the share of data_split that a stage takes; 'text' (the ptx loss of PPO) takes all records of its own files.
-SHARE_INDEX: dict[Stage, int] = {"sft": 0, "reward": 1, "ppo": 2}
-Shares = tuple[float, float, float]
+ShareSizes = tuple[float, float, float]
 # Passes over a source in one epoch. Far more than trains anything: weights that ask for them are a slip of the pen.
 MAX_REPEATS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions(TokenizationOptions):
-    """Everything that decides which tokenised rows a stage sees.
+    """Everything that decides which tokenised rows a data set has, and how messages name it.
 
-    data_path: paths, each with an optional ':weight'. mixture: what weights are, shares of the prompts of a source that
-    are kept, or ratios of the training rows. sft_only_data_path: more records for stage 'sft', all of them. data_split:
-    'a,b,c' shares of the stages, or 'none' (every stage sees all records). eval_fraction: share of prompts to evaluate
-    on, used if neither eval_data_path nor a source's own split says so. held_out_only: no row to
-    train on. cache_dir: None for the user's cache directory.
+    rows: the kind of rows, a key of ROW_KINDS.
+    shares: indices (0, 1, 2) of the shares of data_split whose prompts are taken; (): all records.
+    title: the name of the data set in log and errors; it changes no row.
+    data_path: paths, each with an optional ':weight'.
+    eval_data_path: paths of the records to evaluate on.
+    sft_only_data_path: more records for sequences, all of them.
+    mixture: what weights are: shares of the prompts of a source that are kept, or ratios of the training rows.
+    data_split: sizes 'a,b,c' of the three shares, or 'none' (every share is all records).
+    eval_fraction: share of prompts to evaluate on, used if neither eval_data_path nor a source's own split says so.
+    held_out_only: True for no row to train on.
+    seed: the seed of all choices.
+    column_map: our name of a column -> the sources'.
+    template: the chat template, a name that `set_template` takes.
+    cache_dir: None for the user's cache directory.
     """
 
+    rows: str = SEQUENCES.name
+    shares: tuple[int, ...] = ()
+    title: str = "data"
     data_path: tuple[str, ...]
     eval_data_path: tuple[str, ...] = ()
     sft_only_data_path: tuple[str, ...] = ()
@@ -55,9 +64,14 @@ class DataOptions(TokenizationOptions):
     template: str = "auto"
     cache_dir: str | None = None
 
+    @property
+    def kind(self) -> RowKind:
+        """The kind of rows."""
+        return ROW_KINDS[self.rows]
 
-def options_of(flags: Any, **changes: Any) -> DataOptions:
-    """Return the options that a stage's data flags ask for; flags of this name that a stage lacks have no effect on it.
+
+def options_of(flags: Any, **changes: object) -> DataOptions:
+    """Return the options that data flags ask for, and `changes`; options of which `flags` has none keep their default.
 
     Raises:
         InputError: a --column_map that names no columns.
@@ -87,8 +101,8 @@ def parse_column_map(text: str) -> dict[str, str]:
     return columns
 
 
-def parse_shares(text: str) -> Shares | None:
-    """Parse the shares of sft, reward and ppo from text like '2,4,4', normalised to sum 1; None for 'none'.
+def parse_shares(text: str) -> ShareSizes | None:
+    """Parse the sizes of the three shares from text like '2,4,4', normalised to sum 1; None for 'none'.
 
     Raises InputError unless there are three finite numbers >= 0 with a positive sum.
     """
@@ -104,23 +118,23 @@ def parse_shares(text: str) -> Shares | None:
     return first, second, third
 
 
-def select_records(stage: Stage, options: DataOptions, records: Spool, counts: Counts) -> Selected:
-    """Read the stage's sources into `records`, and divide these in source order; of their texts none stays in memory.
+def select_records(options: DataOptions, records: Spool, counts: Counts) -> Selected:
+    """Read the sources into `records`, and divide these in source order; of their texts none stays in memory.
 
     Evaluation records are those of eval_data_path, else a source's own test rows, else a share of its prompts by hash;
-    they are the same for all stages. Raises InputError if no training record is left where there should be some.
+    they are the same for all shares. Raises InputError if no training record is left where there should be some.
     """
     import numpy as np
 
-    shares = None if stage == "text" else parse_shares(options.data_split)
+    sizes = parse_shares(options.data_split) if options.shares else None
     sources = [_divided(text, options, records, counts) for text in options.data_path]
     train = np.concatenate([np.arange(0), *(source.train for source in sources)])
-    if shares is not None:
-        is_mine = _drawn(train, records, lambda name: share_of(name, options.seed, shares) == SHARE_INDEX[stage])
+    if sizes is not None:
+        is_mine = _drawn(train, records, lambda name: share_of(name, options.seed, sizes) in options.shares)
         for path, part in records.by_source(train[~is_mine]):
             counts.settle("of other stages", path, len(part))
         train = train[is_mine]
-    if stage == "sft":
+    if options.kind is SEQUENCES:
         extra = [_divided(text, options, records, counts) for text in options.sft_only_data_path]
         train = np.concatenate([train, *(source.train for source in extra)])
         sources += extra
@@ -133,7 +147,7 @@ def select_records(stage: Stage, options: DataOptions, records: Spool, counts: C
             _count(kept[~is_own], "left out", no_test, records, counts)
             kept = kept[is_own]
         evaluation = np.concatenate([evaluation, kept])
-    if stage == "ppo":
+    if options.kind.one_per_prompt:
         evaluation = _distinct_prompts(evaluation, records, counts)
     if options.held_out_only:
         return Selected(train[:0], evaluation)
@@ -142,10 +156,11 @@ def select_records(stage: Stage, options: DataOptions, records: Spool, counts: C
     train = train[~is_evaluated]
     if not len(train):
         raise InputError(
-            f"stage {stage}: data_split {options.data_split} leaves no training row of {', '.join(options.data_path)} "
+            f"stage {options.title}: data_split {options.data_split} leaves no training row of "
+            f"{', '.join(options.data_path)} "
             f"({len(evaluation)} evaluation rows); a larger share or more rows are right"
         )
-    if stage == "ppo":
+    if options.kind.one_per_prompt:
         train = _distinct_prompts(train, records, counts)
     else:  # they are kept: data sets repeat rows to weigh them
         is_repeated = _repeated(records.responses(train), records.prompt_ids(train))
@@ -240,12 +255,12 @@ def mixed_sizes(sizes: Mapping[str, int], ratios: Mapping[str, float]) -> dict[s
     return {path: round(rows_of_one * ratios[path]) for path in sizes}
 
 
-def share_of(prompt_id: int, seed: int, shares: Shares) -> int:
+def share_of(prompt_id: int, seed: int, sizes: ShareSizes) -> int:
     """Return the index (0, 1 or 2) of the one share that this prompt belongs to, never one of size 0."""
     position = uniform("step", seed, prompt_id)  # "step" is part of the hash: another word would move every prompt
-    last = max(index for index, share in enumerate(shares) if share > 0)
+    last = max(index for index, size in enumerate(sizes) if size > 0)
     # The last share takes what rounding leaves of the interval.
-    return min(bisect.bisect_right(list(itertools.accumulate(shares)), position), last)
+    return min(bisect.bisect_right(list(itertools.accumulate(sizes)), position), last)
 
 
 def uniform(purpose: str, seed: int, prompt_id: int) -> float:

@@ -17,6 +17,7 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS, KnownSet
 from pipeline.data.readers import READERS, Row, Split, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
+from pipeline.files import digest
 from pipeline.hub import commits_read, go_offline_without_network, offline, split_revision
 from pipeline.marks import CACHE_TAG, OURS, RUN_LOCK
 
@@ -77,11 +78,7 @@ def fingerprint(path: str) -> str:
         splits = _load_hub(path)
         return _digest(f"{name}={splits[name]._fingerprint}" for name in sorted(splits))
     files = _files_below(local) if _is_saved_dataset(local) else _data_files(local)
-    parts = []
-    for file in files:
-        with file.open("rb") as stream:
-            parts.append(f"{file.relative_to(local)}={hashlib.file_digest(stream, 'sha256').hexdigest()}")
-    return _digest(parts)
+    return _digest(f"{file.relative_to(local)}={digest(file)}" for file in files)
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Keep the records of a stage's sources in a file, and in memory only the numbers by which records are chosen.
+"""Keep the records of all sources in a file, and in memory only the numbers by which records are chosen.
 
 `selection.py` appends records and chooses positions; the processes of `shards.py` read the chosen records back.
 """

@@ -10,9 +10,11 @@ from torch import nn
 from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.engine.start import partitioned_loading, start_deepspeed
 from pipeline.errors import InputError
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loaded import check_finite
 from pipeline.models.loading import (
     DTYPES,
@@ -25,7 +27,7 @@ from pipeline.models.loading import (
 from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32, unfreeze
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
-from pipeline.models.seq2seq_lm import Seq2SeqLM
+from pipeline.models.source import ModelSource
 from pipeline.models.weight_files import TESTED_TYPES
 from pipeline.rendezvous import local_size
 from pipeline.run.run import Run
@@ -66,28 +68,24 @@ def start_engines(run: Run) -> None:
     start_deepspeed(deterministic=run.resolved.config.run.deterministic)
 
 
-def language_model_engine(run: Run, model: ModelConfig, *, accumulation: int | None = None) -> TrainingEngine:
+def language_model_engine(
+    run: Run, source: ModelSource, model: ModelConfig, *, accumulation: int | None = None
+) -> TrainingEngine:
     """Load a decoder or an encoder-decoder model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0."""
     ds_json = training_json(run.resolved, model, placement(run), accumulation=accumulation)
-    with partitioned_loading(ds_json, model.model_name_or_path):
-        module = start_language_model(model, weights_dtype(run))
+    with partitioned_loading(ds_json, source):
+        module = start_language_model(source, model, weights_dtype(run))
     return training_engine(run, module, model, ds_json)
 
 
-def start_language_model(model: ModelConfig, dtype: torch.dtype) -> CausalLM | Seq2SeqLM:
+def start_language_model(source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> CausalLM | Seq2SeqLM:
     """Load the language model that training starts from; with LoRA, the adapter in its folder goes on."""
-    loaded = load_language_model(
-        model.model_name_or_path,
-        dtype=dtype,
-        attn_implementation=model.attn_implementation,
-        quantization=model.quantization,
-        merged=not model.lora_dim,
-    )
+    loaded = load_language_model(source, **load_settings(model, dtype), merged=not model.lora_dim)
     return (Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM)(loaded)
 
 
 def value_model_engine(
-    run: Run, model: ModelConfig, *, new_head: bool = False, normalised: bool = False
+    run: Run, source: ModelSource, model: ModelConfig, *, new_head: bool = False, normalised: bool = False
 ) -> TrainingEngine:
     """Load a model with a scalar head and put it under DeepSpeed, with LoRA if `lora_dim` is not 0.
 
@@ -96,56 +94,46 @@ def value_model_engine(
         normalised: as for `start_value_model`.
     """
     ds_json = training_json(run.resolved, model, placement(run))
-    with partitioned_loading(ds_json, model.model_name_or_path):
-        loaded = start_value_model(model, weights_dtype(run), new_head=new_head, normalised=normalised)
+    with partitioned_loading(ds_json, source):
+        loaded = start_value_model(source, model, weights_dtype(run), new_head=new_head, normalised=normalised)
     if new_head:
         initialise_head(loaded.model.score, seed=run.resolved.config.run.seed)
     return training_engine(run, loaded, model, ds_json)
 
 
 def start_value_model(
-    model: ModelConfig, dtype: torch.dtype, *, new_head: bool = False, normalised: bool = False
+    source: ModelSource, model: ModelConfig, dtype: torch.dtype, *, new_head: bool = False, normalised: bool = False
 ) -> TokenValueModel:
     """Load the model with a scalar head that training starts from; a new head is not drawn yet.
 
     Args:
         normalised: values are on the scale of scores normalised by the constants that are saved with the model.
     """
-    loaded = load_reward_model(
-        model.model_name_or_path,
-        dtype=dtype,
-        attn_implementation=model.attn_implementation,
-        quantization=model.quantization,
-        new_head=new_head,
-        merged=new_head or not model.lora_dim,
-    )
+    merged = new_head or not model.lora_dim
+    loaded = load_reward_model(source, **load_settings(model, dtype), new_head=new_head, merged=merged)
     if normalised:
         loaded.score_mean, loaded.score_std = score_constants(loaded.model.source_config)
     return loaded
 
 
 def frozen_engine(
-    run: Run, load: Callable[..., nn.Module], path: str, model: ModelConfig, *, offload: bool, role: str
+    run: Run, load: Callable[..., nn.Module], source: ModelSource, model: ModelConfig, *, offload: bool, role: str
 ) -> FrozenEngine:
     """Load a model that is only read, sharded like its trained twin whose flags are `model`; see `frozen_json`."""
     settings = run.resolved.config.deepspeed
     ds_json = frozen_json(settings, model, placement(run), offload=offload, role=role)
-    with partitioned_loading(ds_json, path):
-        loaded = load(path, **load_settings(run, model))
+    with partitioned_loading(ds_json, source):
+        loaded = load(source, **load_settings(model, weights_dtype(run)))
     engine = FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)
     keep_norms_in_fp32(engine.module, model.quantization)
-    check_finite(engine.module, path)
-    check_function(engine, path)
+    check_finite(engine.module, source.path)
+    check_function(engine, source.path)
     return engine
 
 
-def load_settings(run: Run, model: ModelConfig) -> dict[str, Any]:
+def load_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return how the weights of a model are loaded, as keyword arguments of the functions that load one."""
-    return {
-        "dtype": weights_dtype(run),
-        "attn_implementation": model.attn_implementation,
-        "quantization": model.quantization,
-    }
+    return {"dtype": dtype, "attn_implementation": model.attn_implementation, "quantization": model.quantization}
 
 
 def weights_dtype(run: Run) -> torch.dtype:
@@ -225,30 +213,3 @@ def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
             seed=config.run.seed,
             base=model.model_name_or_path,
         )
-
-
-def parameter_groups(model: nn.Module, config: ModelConfig) -> list[dict[str, Any]]:
-    """Return AdamW's groups `decay`, `no_decay` and `lora` of the trainable parameters, without empty ones."""
-    exempt = exempt_from_decay(model)
-    groups: dict[str, dict[str, Any]] = {
-        "decay": {"params": [], "lr": config.learning_rate, "weight_decay": config.weight_decay},
-        "no_decay": {"params": [], "lr": config.learning_rate, "weight_decay": 0.0},
-        "lora": {"params": [], "lr": config.lora_learning_rate, "weight_decay": config.weight_decay},
-    }
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kind = "lora" if "lora_" in name else "no_decay" if name in exempt else "decay"
-            groups[kind]["params"].append(parameter)
-    return [{"name": kind} | group for kind, group in groups.items() if group["params"]]
-
-
-def exempt_from_decay(model: nn.Module) -> set[str]:
-    """Return the names of parameters without weight decay: biases, norms, embeddings (rare rows would only shrink).
-
-    Decided by module type and name: a ZeRO-3 parameter has lost its shape.
-    """
-    names = {name for name, _ in model.named_parameters() if name.endswith("bias")}
-    for module_name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower():
-            names |= {f"{module_name}.{name}" for name, _ in module.named_parameters(recurse=False)}
-    return names

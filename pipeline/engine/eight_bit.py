@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 256
-PLACES = {"exp_avg": "1", "exp_avg_sq": "2"}  # of the moments in the names of bitsandbytes
+PLACES = {"exp_avg": "1", "exp_avg_sq": "2"}  # numbers of the moments in bitsandbytes' names
 
 
 def adamw_8bit(groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:

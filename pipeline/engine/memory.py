@@ -25,8 +25,11 @@ RESERVED = "gpu_reserved_gib"
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Bytes of a model on this rank: weights and buffers, gradients when a step begins, fp32 weights and moments.
+    """Bytes of a model on this rank.
 
+    weights: bytes of weights and buffers.
+    gradients: bytes of gradients when a step begins.
+    optimizer: bytes of fp32 weights and moments.
     on_host: bytes of weights and optimizer in host memory, where the run has another device.
     offloaded: bytes of the optimizer that are moved to host memory while a rollout is sampled and scored.
     """

@@ -1,5 +1,6 @@
 """The start of DeepSpeed in a process, and loading of models straight into ZeRO-3 partitions."""
 
+import copy
 import logging
 import os
 import warnings
@@ -18,7 +19,7 @@ from transformers import AutoModel
 from pipeline import dist
 from pipeline.engine.private_names import check_private_names
 from pipeline.errors import InputError
-from pipeline.models.loading import check_whole_experts, load_config
+from pipeline.models.source import ModelSource, check_whole_experts
 
 
 def start_deepspeed(*, deterministic: bool = False) -> None:
@@ -61,8 +62,8 @@ def has_asynchronous_files() -> bool:
     return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False))
 
 
-def check_swap_buffers(config: dict[str, Any], path: str) -> None:
-    """Check that the weights of the model at `path` fit the buffers through which DeepSpeed swaps them with a disk.
+def check_swap_buffers(config: dict[str, Any], source: ModelSource) -> None:
+    """Check that the weights of the model fit the buffers through which DeepSpeed swaps them with a disk.
 
     A buffer holds one weight. One layer computes, the next one is read, and those within the reuse distance are kept.
 
@@ -73,7 +74,7 @@ def check_swap_buffers(config: dict[str, Any], path: str) -> None:
     if zero.offload_param is None or zero.offload_param.device != "nvme":
         return
     with torch.device("meta"):
-        model = AutoModel.from_config(load_config(path))
+        model = AutoModel.from_config(copy.deepcopy(source.config))
     layers = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())] or [model]
     size, count = max((sum(weight.numel() for weight in layer.parameters()), matrices(layer)) for layer in layers)
     kept = 2 + -(-zero.max_reuse_distance // size)
@@ -83,7 +84,8 @@ def check_swap_buffers(config: dict[str, Any], path: str) -> None:
     }
     advice = {"buffer_count": "; --stage3_max_reuse_distance 0 needs fewer"}
     if errors := [
-        f"zero_optimization.offload_param.{key}: found {found}, {path} needs {number} or more{advice.get(key, '')}"
+        f"zero_optimization.offload_param.{key}: found {found}, {source.path} needs {number} or more"
+        + advice.get(key, "")
         for key, number in needed.items()
         if (found := getattr(zero.offload_param, key)) < number
     ]:
@@ -96,18 +98,18 @@ def matrices(module: nn.Module) -> int:
 
 
 @contextmanager
-def partitioned_loading(config: dict[str, Any], path: str) -> Iterator[None]:
-    """Make `from_pretrained` put the weights at `path` straight into ZeRO-3 partitions; nothing below ZeRO stage 3.
+def partitioned_loading(config: dict[str, Any], source: ModelSource) -> Iterator[None]:
+    """Make `from_pretrained` put the weights at `source` straight into ZeRO-3 partitions; nothing below ZeRO stage 3.
 
     Raises:
         InputError: it is a mixture of experts, or DeepSpeed refuses the JSON `config`.
     """
     check_values(config)
-    check_swap_buffers(config, path)
+    check_swap_buffers(config, source)
     if config["zero_optimization"]["stage"] < 3:
         yield
         return
-    check_whole_experts(path)
+    check_whole_experts(source)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of ZeRO++'s hpZ; each engine makes its own

@@ -95,7 +95,7 @@ def set_gathering(module: nn.Module, config: dict[str, Any], requested: Gather) 
         deepspeed.utils.set_z3_leaf_modules(module, sorted(classes))
         # With LoRA the first layer's input would need no gradient: DeepSpeed would not gather it for the backward pass.
         if len({parameter.requires_grad for parameter in module.parameters()}) == 2:
-            base_model(module.model).enable_input_require_grads()
+            base_model(module.get_submodule("model")).enable_input_require_grads()
     return False
 
 

@@ -1,7 +1,7 @@
 """Sampling responses from a policy: generation backends, KV cache buffers, continuous batching, the hybrid engine.
 
 backends.py chooses the fastest backend that supports model and device, and logs why it fell back from a faster one:
-fused (our own decode step, for the decoders of `models/architecture.py`, in a CUDA graph), static (the forward pass of
+fused (our own decode step, for the decoders of `models/decoders/`, in a CUDA graph), static (the forward pass of
 transformers on a static KV cache, in a CUDA graph) or eager (that forward pass as it is). All compute the model's
 function, sample with the same random numbers, and return the same `Rollout` of ragged rows; nothing is promised about
 padding.

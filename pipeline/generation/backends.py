@@ -1,6 +1,6 @@
 """The generation backends: what they have in common, which one a model gets, and whether it fits in device memory.
 
-fused: our own decode step (the decoders of architecture.py) in a CUDA graph; static: the forward pass of transformers
+fused: our own decode step (the decoders of models/decoders) in a CUDA graph; static: the forward pass of transformers
 on a static KV cache in a CUDA graph; eager: the forward pass of transformers as it is, for CPUs and all other models.
 Imports neither triton nor the fused backend, which eager generation does without.
 """
@@ -12,20 +12,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeline.cache_memory import CACHE_MEMORY_FRACTION, tokens_that_fit
 from pipeline.errors import InputError
 from pipeline.files import GIB
-from pipeline.generation.options import Backend, GenerationOptions
+from pipeline.generation.options import PARTITION_ACTOR, Backend, GenerationOptions
 from pipeline.generation.static import check_static_cache_forward
-from pipeline.models.architecture import UnsupportedModel, read_architecture
+from pipeline.models.decoders.architecture import UnsupportedModel
+from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import is_lora, quantization_of
 
 BACKENDS: tuple[Backend, ...] = ("fused", "static", "eager")
-# Share of the free device memory that the KV cache may take; the rest is for activations and fragmentation. Chosen by
-# hand.
-CACHE_MEMORY_FRACTION = 0.9
-# The KV cache is given back before an update that finds less free: of the device, before the first one; later of what
-# the largest one took, with the unused rest of the allocator's blocks (docs/memory.md). Chosen by hand.
-FREE_SHARE_FOR_UPDATE, UPDATE_MARGIN = 1 / 3, 1.09
 # Slots that must fit next to whole weights; where fewer fit, the weights are streamed. Chosen by hand.
 MIN_SLOTS_WITH_WHOLE_WEIGHTS = 8
 
@@ -57,8 +53,12 @@ class CachedForward(Protocol):
     def addresses(self) -> tuple[int, ...]: ...
 
 
-def choose_backend(model: nn.Module, options: GenerationOptions, device: torch.device) -> tuple[Backend, list[str]]:
+def choose_backend(
+    model: nn.Module, options: GenerationOptions, device: torch.device | None
+) -> tuple[Backend, list[str]]:
     """Return the backend to use, and for each faster one that cannot be used "name: reason".
+
+    device: None of a plan for a GPU, where triton is.
 
     Raises:
         InputError: a backend was requested by name that cannot be used.
@@ -75,10 +75,8 @@ def choose_backend(model: nn.Module, options: GenerationOptions, device: torch.d
     raise InputError(f"--generation_engine {options.backend}: {fallbacks[0].split(': ', 1)[1]}; use auto")
 
 
-def _check_support(backend: Backend, model: nn.Module, options: GenerationOptions, device: torch.device) -> None:
-    """Raise UnsupportedModel where the backend cannot be used; triton's slow interpreter is used by name only."""
-    if backend == "eager":
-        return
+def _check_machine(options: GenerationOptions, device: torch.device) -> None:
+    """Raise UnsupportedModel where no kernels can be used; triton's slow interpreter is used by name only."""
     try:
         import triton
     except ImportError:
@@ -86,6 +84,14 @@ def _check_support(backend: Backend, model: nn.Module, options: GenerationOption
     interpreted = options.backend != "auto" and triton.knobs.runtime.interpret
     if device.type != "cuda" and not interpreted:
         raise UnsupportedModel("there is no CUDA device")
+
+
+def _check_support(backend: Backend, model: nn.Module, options: GenerationOptions, device: torch.device | None) -> None:
+    """Raise UnsupportedModel where the backend cannot be used."""
+    if backend == "eager":
+        return
+    if device is not None:
+        _check_machine(options, device)
     if backend == "static":
         check_static_cache_forward(model)
         return
@@ -102,9 +108,9 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + reserved_unused
 
 
-def free_share(device: torch.device) -> float:
-    """Return the share of a CUDA device's memory that is free; 1 for a CPU."""
-    return free_bytes(device) / torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1.0
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return the free and all bytes of a CUDA device; of a CPU as if it had one, and that free."""
+    return (free_bytes(device), torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else (1, 1)
 
 
 def check_copies_fit(num_bytes: int, device: torch.device) -> None:
@@ -122,7 +128,7 @@ def check_copies_fit(num_bytes: int, device: torch.device) -> None:
     if num_bytes > free:
         raise InputError(
             f"--generation_engine: the actor's weights take {num_bytes / GIB:.2f} GiB during a rollout, "
-            f"{free / GIB:.2f} GiB are free; share them among GPUs (--inference_tp_size; --actor_zero_stage 3 with "
+            f"{free / GIB:.2f} GiB are free; share them among GPUs (--inference_tp_size; {PARTITION_ACTOR} with "
             "--rollout_weights auto), or free memory (--offload_optimizer_during_rollout)"
         )
 
@@ -147,7 +153,7 @@ def cached_tokens_that_fit(forward: CachedForward) -> int:
     if forward.device.type != "cuda":
         return sys.maxsize
     free = free_bytes(forward.device)
-    fitting = int(CACHE_MEMORY_FRACTION * free // forward.bytes_per_token)
+    fitting = tokens_that_fit(free, forward.bytes_per_token)
     log.info(
         "generation: %.2f GiB are free, for a KV cache of %d tokens of %.0f KiB",
         free / GIB,
@@ -162,5 +168,5 @@ def no_slot_fits(forward: CachedForward, cache_length: int) -> InputError:
     return InputError(
         f"--max_answer_seq_len: one slot of {cache_length} tokens takes "
         f"{forward.bytes_per_token * cache_length / GIB:.2f} GiB of KV cache, {free_bytes(forward.device) / GIB:.2f} "
-        "GiB are free; shorten it, or lower the models' memory (--actor_zero_stage 3, --inference_tp_size)"
+        f"GiB are free; shorten it, or lower the models' memory ({PARTITION_ACTOR}, --inference_tp_size)"
     )

@@ -1,4 +1,4 @@
-"""The fused backend: our own prefill and decode step for the decoders of architecture.py, on Triton kernels.
+"""The fused backend: our own prefill and decode step for the decoders of models/decoders, on Triton kernels.
 
 It computes what the forward pass of transformers does, on the tensors of fused_weights.py. N prompts of P tokens; M
 slots (rows of the KV cache); H hidden size, V vocabulary.
@@ -7,20 +7,22 @@ slots (rows of the KV cache); H hidden size, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Norm, head_layout
-from pipeline.generation.projections import Projection
+from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Norm
+from pipeline.generation.projections import Projection, Shard
 from pipeline.kernels.attention_choice import disable_cudnn_attention
 from pipeline.kernels.decode_attention import attend, store_prompts
 from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated, rotate
 from pipeline.kernels.int8_linear import dequantise_rows
 from pipeline.kernels.split_kv import HeadLayout, SplitKVSchedule
 from pipeline.kernels.split_matmul import int8_matmul, split_matmul
+from pipeline.models.decoders.architecture import Architecture
 from pipeline.tensor_ops import linear_relu
 
 # Activations of an MLP without a gate, besides the ReLU of `linear`.
@@ -47,6 +49,22 @@ class KeyValueCache:
                 # Slot by slot: an index of them all would be a third copy.
                 for longer, slot in zip(tensors[layer], slots, strict=True):
                     longer[:, :length] = shorter[slot]
+
+
+def head_layout(architecture: Architecture, number: int, order: Sequence[str], shard: Shard) -> HeadLayout:
+    """Return the columns of q, k and v in the joined projection of this rank, and how layer `number` attends."""
+    heads, kv_heads = architecture.num_heads // shard.size, architecture.num_kv_heads // shard.size
+    widths = [(heads if name == "q" else kv_heads) * architecture.head_dim for name in order]
+    offsets = dict(zip(order, accumulate(widths, initial=0), strict=False))
+    return HeadLayout(
+        heads, kv_heads, architecture.head_dim, offsets["q"], offsets["k"], offsets["v"], architecture.scale,
+        window=architecture.blocks[number].window or 0, cap=architecture.cap or 0.0,
+    )  # fmt: skip
+
+
+def norm_weights(norm: Norm) -> NormWeights:
+    """Return what the kernels read of a norm."""
+    return NormWeights(*norm.weights(), **norm.kind)
 
 
 def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
@@ -95,7 +113,7 @@ def add_to(x: Tensor, branch: Branch | None, norm: Norm | None, *, out: Tensor) 
     """Add a branch, if any, to x (M, H) in place; return norm(x), written to `out`, or x itself without a norm."""
     if norm is None:
         return x if branch is None else x.copy_(add_branch(x, branch))
-    return add_norm(x, branch, norm.weights, keep_sum=branch is not None and out is not x, out=out)
+    return add_norm(x, branch, norm_weights(norm), keep_sum=branch is not None and out is not x, out=out)
 
 
 def add_branch(x: Tensor, branch: Branch) -> Tensor:
@@ -241,7 +259,9 @@ class FusedForward:
         self, block: BlockWeights, number: int, h: Tensor, positions: Tensor, mix: Callable[[int, Tensor], Tensor]
     ) -> Branch:
         qkv, layout, kind = linear(h, block.qkv), self.layouts[number], self.architecture.blocks[number].rotary
-        norms = None if block.head_norms is None else (block.head_norms[0].weights, block.head_norms[1].weights)
+        norms = (
+            None if block.head_norms is None else (norm_weights(block.head_norms[0]), norm_weights(block.head_norms[1]))
+        )
         if norms is not None and self.architecture.joins_head_norms:
             norm_heads_together(qkv, layout, norms)
             norms = None
@@ -267,7 +287,7 @@ class FusedForward:
         y = linear(x, projection)
         if self.sum_ranks is not None:
             self.sum_ranks(y)
-        return Branch(y if norm is None else add_norm(y, None, norm.weights, keep_sum=False, out=y))
+        return Branch(y if norm is None else add_norm(y, None, norm_weights(norm), keep_sum=False, out=y))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.weights.project_out is not None:

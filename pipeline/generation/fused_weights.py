@@ -4,23 +4,27 @@ Linear layers are those of projections.py. Under ZeRO-3 a refresh gathers a laye
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
+from pipeline.generation.options import GROUP_BYTES
 from pipeline.generation.projections import WHOLE, Projection, Shard, WeightTensor, module_of, on_meta
-from pipeline.kernels.decode_layers import NormWeights
-from pipeline.kernels.split_kv import HeadLayout
-from pipeline.models.architecture import Architecture, Block, linear_of, norm_kind
+from pipeline.models.decoders.architecture import Architecture, Block, linear_of, norm_kind
 from pipeline.models.partitions import gathered, is_partitioned
+from pipeline.tensor_ops import round_up
+
+# Multiple of bytes at which tensors of streamed layers begin, as matrix products need it.
+ALIGNMENT = 256
 
 
 class Norm:
     """A norm's weight and bias, whole on every rank."""
 
     def __init__(self, module: Any) -> None:
-        self._kind = norm_kind(module)
+        self.kind = norm_kind(module)
         self.modules = [module]
         self._weight, self._bias = (
             None if parameter is None else replicated(parameter)
@@ -28,10 +32,10 @@ class Norm:
         )
         self.tensors = [tensor for tensor in (self._weight, self._bias) if tensor is not None]
 
-    @property
-    def weights(self) -> NormWeights:
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return weight and bias (H,), or None."""
         weight, bias = (None if tensor is None else tensor.tensor for tensor in (self._weight, self._bias))
-        return NormWeights(weight, bias, **self._kind)
+        return weight, bias
 
 
 def replicated(parameter: nn.Parameter) -> WeightTensor:
@@ -61,17 +65,6 @@ def in_memory_order(block: Block) -> list[str]:
     if any(is_partitioned(weight) for weight in weights.values()):
         return list(weights)
     return sorted(weights, key=lambda name: weights[name].data_ptr())
-
-
-def head_layout(architecture: Architecture, number: int, order: Sequence[str], shard: Shard) -> HeadLayout:
-    """Return the columns of q, k and v in the joined projection of this rank, and how layer `number` attends."""
-    heads, kv_heads = architecture.num_heads // shard.size, architecture.num_kv_heads // shard.size
-    widths = [(heads if name == "q" else kv_heads) * architecture.head_dim for name in order]
-    offsets = dict(zip(order, accumulate(widths, initial=0), strict=False))
-    return HeadLayout(
-        heads, kv_heads, architecture.head_dim, offsets["q"], offsets["k"], offsets["v"], architecture.scale,
-        window=architecture.blocks[number].window or 0, cap=architecture.cap or 0.0,
-    )  # fmt: skip
 
 
 def read_together(parts: Sequence[Projection | Norm]) -> tuple[list[nn.Parameter], list[WeightTensor]]:
@@ -134,3 +127,66 @@ class DecodeWeights:
     def addresses(self) -> tuple[int, ...]:
         """Return the address of every tensor; a CUDA graph is valid as long as they stay."""
         return tuple(tensor.tensor.data_ptr() for tensor in self._tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Consecutive layers in one buffer. starts: for each of `layers` the first byte of each of its tensors."""
+
+    layers: range
+    starts: list[list[int]]
+    num_bytes: int
+
+
+def group_layers(layers: Sequence[Sequence[Tensor]], num_ranks: int, max_bytes: int) -> list[LayerGroup]:
+    """Cut L layers into groups of at most `max_bytes`, or of one layer; each is padded to equal slices of N ranks."""
+    sizes = [[round_up(tensor.nbytes, ALIGNMENT) for tensor in layer] for layer in layers]
+    groups: list[LayerGroup] = []
+    first = 0
+    while first < len(layers):
+        last = first + 1
+        while last < len(layers) and sum(map(sum, sizes[first : last + 1])) <= max_bytes:
+            last += 1
+        starts: list[list[int]] = []
+        end = 0
+        for layer in sizes[first:last]:
+            *offsets, end = accumulate(layer, initial=end)
+            starts.append(offsets)
+        groups.append(LayerGroup(range(first, last), starts, round_up(end, num_ranks * ALIGNMENT)))
+        first = last
+    return groups
+
+
+def streamed_tensors(block: BlockWeights) -> list[WeightTensor]:
+    """Return the tensors of a layer that are streamed: its projections."""
+    return [tensor for projection in block.projections for tensor in projection.tensors]
+
+
+class SlicedWeights(DecodeWeights):
+    """Decode weights whose projections are sharded over `num_ranks` ranks, in groups of layers (streaming.py)."""
+
+    def __init__(self, architecture: Architecture, num_ranks: int) -> None:
+        super().__init__(architecture)
+        self._specs = [[tensor.spec for tensor in streamed_tensors(block)] for block in self.blocks]
+        self._num_ranks, self.groups = num_ranks, group_layers(self._specs, num_ranks, GROUP_BYTES)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Return the bytes of this rank's slices of all layers."""
+        return sum(group.num_bytes for group in self.groups) // self._num_ranks
+
+    @property
+    def gather_bytes(self) -> int:
+        """Return the bytes of the buffers for the group in use and the next one."""
+        return len(self.groups[:2]) * max(group.num_bytes for group in self.groups)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Return the bytes of what each rank holds whole."""
+        outside, *_ = self._sources
+        norms = [tensor.spec for block in self.blocks for norm in block.norms for tensor in norm.tensors]
+        return sum(spec.nbytes for spec in (*map(on_meta, outside[0]), *norms))
+
+    @property
+    def num_bytes_to_copy(self) -> int:
+        return self.slice_bytes + self.gather_bytes + self.replicated_bytes

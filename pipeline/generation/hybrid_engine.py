@@ -14,25 +14,23 @@ import torch
 from torch import nn
 
 from pipeline import dist
+from pipeline.cache_memory import keeps_cache
 from pipeline.config_fields import declared
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import (
-    FREE_SHARE_FOR_UPDATE,
-    UPDATE_MARGIN,
     CachedForward,
     check_copies_fit,
     choose_backend,
-    free_bytes,
-    free_share,
+    memory_of,
     whole_weights_fit,
 )
 from pipeline.generation.eager import generate_batches
 from pipeline.generation.options import Backend, GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.static import StaticCacheForward
-from pipeline.models.architecture import read_architecture
+from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
@@ -142,13 +140,8 @@ class HybridEngine:
             self._needed = max(self._needed, torch.cuda.max_memory_allocated(self._device) - self._held)
 
     def _update_lacks_memory(self) -> bool:
-        """Tell whether some rank's device has too little free for an update beside the KV cache. A collective.
-
-        The first update is to find a share of the device; later ones what the largest before them took.
-        """
-        lacks = free_share(self._device) < FREE_SHARE_FOR_UPDATE
-        if self._needed:
-            lacks = free_bytes(self._device) < UPDATE_MARGIN * self._needed
+        """Tell whether some rank's device has too little free for an update beside the KV cache. A collective."""
+        lacks = not keeps_cache(*memory_of(self._device), taken=self._needed)
         lacks = dist.max_over_ranks(float(lacks), self._device) > 0
         if lacks:
             warn_once(

@@ -5,11 +5,15 @@ which backend supports a given model is decided in backends.py.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.config_fields import declared
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 Backend = Literal["fused", "static", "eager"]
+PARTITION_ACTOR = "--actor_zero_stage 3"  # the flag under which ranks share the actor's weights
 # The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
 CACHE_LENGTH_MULTIPLE = 64
 # Prompt tokens of one prefill with padding, which bound its activations. Chosen by hand.
@@ -23,11 +27,14 @@ GROUP_BYTES = 2**28
 class GenerationOptions:
     """The flags that decide how the hybrid engine samples from the actor.
 
-    backend: one by name, or auto for the fastest that supports the model. merge_lora: sample from a merged copy of base
-    weights and adapters. max_sequence_length: tokens of the longest prompt and response together. release_cache:
-    free the KV cache after each rollout. tensor_parallel_size: ranks that share one copy of the weights during a
-    rollout. weights: whole on each rank (or tensor-parallel group), or streamed: sharded over the ranks and gathered a
-    few layers at a time in each forward pass. min_slots: the least number of slots of a rank.
+    backend: one by name, or auto for the fastest that supports the model.
+    merge_lora: sample from a merged copy of base weights and adapters.
+    max_sequence_length: tokens of the longest prompt and response together.
+    release_cache: free the KV cache after each rollout.
+    tensor_parallel_size: ranks that share one copy of the weights during a rollout.
+    weights: whole on each rank (or tensor-parallel group), or streamed: sharded over the ranks and gathered a few
+        layers at a time in each forward pass.
+    min_slots: the least number of slots of a rank.
     """
 
     backend: Literal["auto", "fused", "static", "eager"] = "auto"
@@ -42,7 +49,7 @@ class GenerationOptions:
 def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_size: int, backend: str) -> str | None:
     """Return the reason that rules out `--rollout_weights streamed`, or None; `ranks` is None where it is not known."""
     if not partitioned:
-        return "needs --actor_zero_stage 3"
+        return f"needs {PARTITION_ACTOR}"
     if ranks == 1:
         return "found 1 rank, wanted several, which share the weights"
     if tensor_parallel_size > 1:
@@ -52,7 +59,7 @@ def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_si
     return None
 
 
-def cache_bytes_per_token(config: Any, itemsize: int) -> int:
+def cache_bytes_per_token(config: "PretrainedConfig", itemsize: int) -> int:
     """Return the bytes of a token's keys and values in all layers of a model with this transformers configuration."""
     text = config.get_text_config()
     heads = declared(text, "num_key_value_heads") or text.num_attention_heads

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.kernels.int8_linear import Int8Linear
-from pipeline.models.architecture import Rows, linear_of
+from pipeline.models.decoders.architecture import Rows, linear_of
 from pipeline.models.lora import merged_weight
 from pipeline.models.partitions import is_partitioned, whole_shape
 

@@ -43,11 +43,13 @@ class Prompt:
 class Rollout:
     """The sampled responses as ragged rows; row n is sample n % num_samples of prompt n // num_samples.
 
-    prompts, responses: N int64 tensors (P_n,), (T_n,); a response includes its EOS.
+    prompts: N int64 tensors (P_n,).
+    responses: N int64 tensors (T_n,); a response includes its EOS.
     log_probs: N fp32 tensors (T_n,): log-probabilities of the sampled tokens at the sampling temperature under the
         untruncated distribution.
     finished: (N,) bool, True = ended with an EOS; False = cut at max_new_tokens.
-    prompt_ids, sample_index: (N,) int64, the keys of the row's random numbers.
+    prompt_ids: (N,) int64, with sample_index the key of the row's random numbers.
+    sample_index: (N,) int64.
     """
 
     prompts: list[torch.Tensor]

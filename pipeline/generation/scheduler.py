@@ -117,9 +117,13 @@ def overlapped_prefill_stream(device: torch.device) -> SideStream | None:
 class PrefilledBatch:
     """N responses whose prompts have been prefilled, before their first token is drawn.
 
-    slots, slot_index (N,) int64: their slots, on the host and on the device. prompt_lengths, lengths (N,) int32:
-    tokens of the prompts, likewise. responses (N,) int32: their numbers. logits (P, V) of the prompts. source
-    (N,) int64: the prompt of each response.
+    slots: slot of each response, on the host.
+    slot_index: (N,) int64, the same on the device.
+    prompt_lengths: tokens of each prompt, on the host.
+    lengths: (N,) int32, the same on the device.
+    responses: (N,) int32, number of each response.
+    logits: (P, V), logits of the P prompts' last tokens.
+    source: (N,) int64, row of `logits` of each response.
     """
 
     slots: list[int]

@@ -41,10 +41,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The state of M slots that a decode step reads and writes, one tensor (M,) per field.
+    """The state of M slots that a decode step reads and writes.
 
-    tokens int64: the last token drawn. lengths int32: tokens in the KV cache. active int32: 0 for a free slot.
-    response int32: the number of the response that is being written. position int32: that of its next token.
+    tokens: (M,) int64, the last token drawn.
+    lengths: (M,) int32, tokens in the KV cache.
+    active: (M,) int32, 0 for a free slot.
+    response: (M,) int32, number of the response that is being written.
+    position: (M,) int32, position of its next token in the response.
     """
 
     tokens: Tensor
@@ -66,9 +69,13 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class ResponseBuffers:
-    """Responses being written: tokens (R, T) int64, log_probs (R, T) fp32, lengths (R,) int32, finished (R,) int32.
+    """The R responses that are being written, of T tokens at most.
 
-    uniforms (R, T) float64: the random numbers in (0, 1) that the tokens are drawn with.
+    tokens: (R, T) int64.
+    log_probs: (R, T) fp32.
+    uniforms: (R, T) float64, the random numbers in (0, 1) that the tokens are drawn with.
+    lengths: (R,) int32.
+    finished: (R,) int32.
     """
 
     tokens: Tensor

@@ -15,10 +15,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from pipeline.config_fields import declared
 from pipeline.generation.options import cache_bytes_per_token
 from pipeline.kernels.token_statistics import LogitScaling
-from pipeline.models.architecture import UnsupportedModel, rotary_types
-from pipeline.models.hidden_states import masks_of_layers
-from pipeline.models.loading import backbone, base_model, num_experts
-from pipeline.models.packed_attention import NAME as PACKED
+from pipeline.models.decoders.architecture import UnsupportedModel, rotary_types
+from pipeline.models.forward.hidden_states import masks_of_layers
+from pipeline.models.forward.packed_attention import NAME as PACKED
+from pipeline.models.loading import backbone, base_model
+from pipeline.models.source import num_experts
 
 
 class StaticRows(Cache):

@@ -6,8 +6,6 @@ computes while the next is gathered. A forward pass is a collective (`StreamingL
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,15 +14,9 @@ from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import free_bytes
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights
-from pipeline.generation.options import GROUP_BYTES
-from pipeline.generation.projections import WeightTensor, on_meta
+from pipeline.generation.fused_weights import BlockWeights, LayerGroup, SlicedWeights, streamed_tensors
 from pipeline.generation.scheduler import Lockstep, SideStream
-from pipeline.models.architecture import Architecture
-from pipeline.tensor_ops import round_up
-
-# Tensors begin at multiples of this many bytes, as matrix products need it.
-ALIGNMENT = 256
+from pipeline.models.decoders.architecture import Architecture
 
 log = logging.getLogger(__name__)
 
@@ -32,34 +24,6 @@ log = logging.getLogger(__name__)
 def view_of_bytes(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     """Return the tensor of the shape and type of `like` that begins at byte `start` of a flat uint8 buffer."""
     return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Consecutive layers in one buffer. starts: for each of `layers` the first byte of each of its tensors."""
-
-    layers: range
-    starts: list[list[int]]
-    num_bytes: int
-
-
-def group_layers(layers: Sequence[Sequence[Tensor]], num_ranks: int, max_bytes: int) -> list[LayerGroup]:
-    """Cut L layers into groups of at most `max_bytes`, or of one layer; each is padded to equal slices of N ranks."""
-    sizes = [[round_up(tensor.nbytes, ALIGNMENT) for tensor in layer] for layer in layers]
-    groups: list[LayerGroup] = []
-    first = 0
-    while first < len(layers):
-        last = first + 1
-        while last < len(layers) and sum(map(sum, sizes[first : last + 1])) <= max_bytes:
-            last += 1
-        starts: list[list[int]] = []
-        end = 0
-        for layer in sizes[first:last]:
-            *offsets, end = accumulate(layer, initial=end)
-            starts.append(offsets)
-        groups.append(LayerGroup(range(first, last), starts, round_up(end, num_ranks * ALIGNMENT)))
-        first = last
-    return groups
 
 
 class GatherBuffers:
@@ -99,7 +63,7 @@ class GatherBuffers:
             self._ranks.gather(self._wholes[number], self._slices[number])
 
 
-class StreamedWeights(DecodeWeights):
+class StreamedWeights(SlicedWeights):
     """Decode weights whose layers' projections are sharded over `ranks`, and gathered as a forward pass reads them.
 
     Embeddings, head and norms are whole on each rank (a norm is read while the group before its own is in use). Memory
@@ -107,10 +71,8 @@ class StreamedWeights(DecodeWeights):
     """
 
     def __init__(self, architecture: Architecture, ranks: RankGroup) -> None:
-        super().__init__(architecture)
+        super().__init__(architecture, ranks.size)
         self.ranks = ranks
-        self._specs = [[tensor.spec for tensor in streamed_tensors(block)] for block in self.blocks]
-        self.groups = group_layers(self._specs, ranks.size, GROUP_BYTES)
         self._buffers: GatherBuffers | None = None
 
     def refresh(self) -> None:
@@ -139,27 +101,6 @@ class StreamedWeights(DecodeWeights):
         for number in self._buffers.gathered_groups():
             for layer in self.groups[number].layers:
                 yield self.blocks[layer]
-
-    @property
-    def slice_bytes(self) -> int:
-        """Return the bytes of this rank's slices of all layers."""
-        return sum(group.num_bytes for group in self.groups) // self.ranks.size
-
-    @property
-    def gather_bytes(self) -> int:
-        """Return the bytes of the buffers for the group in use and the next one."""
-        return len(self.groups[:2]) * max(group.num_bytes for group in self.groups)
-
-    @property
-    def replicated_bytes(self) -> int:
-        """Return the bytes of what each rank holds whole."""
-        outside, *_ = self._sources
-        norms = [tensor.spec for block in self.blocks for norm in block.norms for tensor in norm.tensors]
-        return sum(spec.nbytes for spec in (*map(on_meta, outside[0]), *norms))
-
-    @property
-    def num_bytes_to_copy(self) -> int:
-        return self.slice_bytes + self.gather_bytes + self.replicated_bytes
 
     @property
     def num_copied_bytes(self) -> int:
@@ -194,11 +135,6 @@ def check_streamed_weights_fit(weights: StreamedWeights, device: torch.device) -
             f"--rollout_weights: also streamed, the actor's weights take {total:.2f} GiB during a rollout, {free:.2f} "
             "GiB are free; take more GPUs, or free memory (--offload_optimizer_during_rollout)"
         )
-
-
-def streamed_tensors(block: BlockWeights) -> list[WeightTensor]:
-    """Return the tensors of a layer that are streamed: its projections."""
-    return [tensor for projection in block.projections for tensor in projection.tensors]
 
 
 class StreamingLockstep(Lockstep):

@@ -20,26 +20,24 @@ from pipeline.data.turns import Message, Turns
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.loaded import on_devices
-from pipeline.models.loading import (
-    DTYPES,
-    adapter_base,
-    check_model,
-    default_device,
-    default_dtype,
-    is_encoder_decoder,
-    load_config,
-    load_language_model,
-    num_positions,
-)
+from pipeline.models.loading import DTYPES, default_device, default_dtype, load_language_model
 from pipeline.models.partitions import whole_shape
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
-from pipeline.models.tokenizers import check_vocabulary, choose_padding_token, eos_ids, load_tokenizer
+from pipeline.models.source import ModelSource, check_vocabulary, num_positions
+from pipeline.models.tokenizers import choose_padding_token, eos_ids, load_tokenizer
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """A language model with its tokenizer, its padding id and the ids that end an answer."""
+    """A language model that answers prompts.
+
+    path: folder or hub id of the model.
+    model: the model.
+    tokenizer: its tokenizer.
+    pad_id: id of the padding token.
+    end_ids: ids that end an answer.
+    """
 
     path: str
     model: PreTrainedModel
@@ -80,35 +78,37 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = str(Path(path).expanduser()) if path.startswith("~") else path
-    tokenizer = load_chat_tokenizer(path)
-    model = on_devices(load_language_model(path, dtype=dtype), path)
+    source = ModelSource(path)
+    tokenizer = load_chat_tokenizer(source)
+    model = on_devices(load_language_model(source, dtype=dtype), path)
     loaded = as_chat_model(path, model, tokenizer)
     # generate() takes settings that are not passed from here: published models set temperatures and top_k of their own.
     model.generation_config = GenerationConfig()
     return loaded
 
 
-def as_chat_model(path: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> ChatModel:
+def as_chat_model(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ChatModel:
     """Return a model that ends its answers at each id that its tokenizer, template or generation_config names."""
     end_ids = eos_ids(tokenizer, model.generation_config)
     return ChatModel(path, model, tokenizer, choose_padding_token(tokenizer).pad_id, end_ids)
 
 
-def load_chat_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model at `path` with its template, and check that they fit. Reads no weight."""
-    check_model(path)
-    base = adapter_base(path)
+def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model with its template, and check that they fit. Reads no weight."""
+    source.check()
+    path, base = source.path, source.base
     # An adapter without a tokenizer uses its merged model's, else its base's.
     folders = (folder for folder in (Path(path), Path(path).parent) if (folder / "tokenizer_config.json").is_file())
-    tokenizer = load_tokenizer(path if base is None else str(next(folders, base)))
-    set_template(tokenizer, "auto", plain=is_encoder_decoder(path))
-    check_vocabulary(path, tokenizer)
+    tokenizer = load_tokenizer(path if base is None else str(next(folders, base.path)))
+    set_template(tokenizer, "auto", plain=source.is_encoder_decoder)
+    check_vocabulary(source, tokenizer)
     return tokenizer
 
 
 def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> None:
     """Raise InputError if one of the prompts does not fit into the model at `path`. Reads no weight."""
-    tokenizer, positions = load_chat_tokenizer(path), num_positions(load_config(path))
+    source = ModelSource(path)
+    tokenizer, positions = load_chat_tokenizer(source), num_positions(source.config)
     for turns in prompts:
         ids = encode_prompt(tokenizer, turns)
         check_ids(path, ids, max_new_tokens, num_positions=positions, num_embeddings=None)
@@ -257,9 +257,10 @@ class Judge:
 
 def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
     """Load a reward model onto the devices that hold it. Raises InputError if `path` contains none."""
-    check_model(path, "--reward_model")
-    tokenizer = load_chat_tokenizer(path)
-    model = on_devices(load_reward_model(path, dtype=dtype), path)
+    source = ModelSource(path)
+    source.check("--reward_model")
+    tokenizer = load_chat_tokenizer(source)
+    model = on_devices(load_reward_model(source, dtype=dtype), path)
     return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
 
 

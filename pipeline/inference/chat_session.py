@@ -24,7 +24,14 @@ Ending = Literal["end", "limit", "stopped"]  # the model's end token, the token 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A finished reply; num_forgotten: how many of the oldest turns were dropped to make it fit."""
+    """A finished reply.
+
+    text: text of the reply.
+    num_tokens: tokens of the reply.
+    ending: why the reply ended.
+    num_forgotten: oldest turns that were dropped to make it fit.
+    time_s: seconds that the reply took.
+    """
 
     text: str
     num_tokens: int

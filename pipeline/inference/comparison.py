@@ -23,7 +23,7 @@ from pipeline.inference.terminal_text import printable
 Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
 HEADINGS = ("", "tokens", "ended", "score", "win rate", "score difference")
-LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # of every table
+LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # style of every table
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,15 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class HeadToHead:
-    """A model against the baseline over `num_prompts` prompts: pairs of answers, win rate, score difference."""
+    """A model against the baseline.
+
+    num_prompts: prompts that both answered.
+    wins: pairs of answers in which the model's has the higher score.
+    ties: pairs of answers with equal scores.
+    losses: pairs of answers in which the baseline's has the higher score.
+    win_rate: share of pairs won, a tie as half a win, averaged over prompts.
+    difference: mean difference of the scores; None where there are too few prompts for an interval.
+    """
 
     num_prompts: int
     wins: int
@@ -68,7 +76,15 @@ class HeadToHead:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A model's figures; mean_score and against are None without a reward model, against also for the baseline."""
+    """A model's figures.
+
+    label: name of the model in the table.
+    path: folder or hub id of the model.
+    mean_tokens: mean length of its answers in tokens.
+    finished_share: share of answers that ended by themselves.
+    mean_score: mean score of its answers; None without a reward model.
+    against: comparison with the baseline; None without a reward model, and for the baseline.
+    """
 
     label: str
     path: str

@@ -51,9 +51,14 @@ def _add_norm(
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of a LayerNorm, or with `rms` of an RMSNorm: weight and bias (H,) or None.
+    """The weights of a LayerNorm, or of an RMSNorm.
 
-    offset: added to the weight. rounds_first: the normed values are rounded before their product with the weight.
+    weight: (H,), or None.
+    bias: (H,), or None.
+    eps: number added to the variance.
+    rms: the norm is an RMSNorm.
+    offset: number added to the weight.
+    rounds_first: the normed values are rounded before their product with the weight.
     """
 
     weight: Tensor | None

@@ -55,8 +55,15 @@ def _assign_programs(
 class HeadLayout:
     """The columns of q, k and v in a row of the joined projection, for the heads of this rank.
 
-    q_offset, k_offset, v_offset: first column of each. scale: factor of the scores. window: tokens that a token sees,
-    itself included; 0: all before it. cap: scores become cap * tanh(scores / cap); 0: they do not.
+    num_heads: query heads.
+    num_kv_heads: heads of keys and values.
+    head_dim: columns of a head.
+    q_offset: first column of the queries.
+    k_offset: first column of the keys.
+    v_offset: first column of the values.
+    scale: factor of the scores.
+    window: tokens that a token sees, itself included; 0: all before it.
+    cap: limit of the scores, which become cap * tanh(scores / cap); 0: none.
     """
 
     num_heads: int
@@ -80,9 +87,10 @@ class SplitKVSchedule:
     """The programs of one decode step, for all its layers, and buffers through which splits of a row are combined.
 
     assignments: (P, 4) int32: row, split, splits of that row (0: nothing to do), keys of the row before this token.
-    num_active: (1,) int32, active rows. num_done: (M, Hkv) int32, 0 between kernels: splits that have finished.
-    softmax_state: highest score and sum of exponentials, (P, Hkv, 2, G), and sums: weighted values (P, Hkv, G, D), both
-    fp32, for G query heads that share keys.
+    num_active: (1,) int32, active rows.
+    num_done: (M, Hkv) int32, 0 between kernels: splits that have finished.
+    softmax_state: (P, Hkv, 2, G) fp32, highest score and sum of exponentials, for G query heads that share keys.
+    sums: (P, Hkv, G, D) fp32, weighted values.
     """
 
     assignments: Tensor

@@ -12,7 +12,7 @@ import triton.language as tl
 # Columns that one program holds at a time: 16 numbers per thread with 8 warps, for the widest loads. Chosen by hand.
 MAX_BLOCK = 4096
 NUM_WARPS = 8
-# Below every logit, and finite: minus infinity less minus infinity is not a number.
+# Finite number below every logit: minus infinity less minus infinity is not a number.
 LOWEST = tl.constexpr(-1e30)
 
 

@@ -7,11 +7,14 @@ another overwrites them by their gradient (token_kernels.py); elsewhere torch co
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from pipeline.config_fields import declared
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class LogitScaling:
     cap: float | None = None
 
     @classmethod
-    def from_config(cls, config: Any, temperature: float) -> Self:
+    def from_config(cls, config: "PretrainedConfig", temperature: float) -> Self:
         """Return the scaling that a model's configuration says (Cohere multiplies, Granite divides, Gemma 2 caps)."""
         scale = declared(config, "logit_scale") or 1.0 / (declared(config, "logits_scaling") or 1)
         return cls(temperature, scale, declared(config, "final_logit_softcapping") or None)

@@ -1,1 +1,1 @@
-"""Launching of stages: the flags and the plan of `rlhf train`, the machine, the supervisor. Imports no torch."""
+"""Launching of stages: the request, hosts and devices, and the ranks until they have ended. Imports no torch."""

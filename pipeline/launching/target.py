@@ -34,8 +34,8 @@ DEVICES = {
     "V100-16GB": (16, 0.9, 125.0, 150.0, 50.0),
     "T4-16GB": (16, 0.32, 65.0, 16.0, 12.5),
 }  # fmt: skip
-# What an H200 reached of its sheet: products 792 of 989 TFLOP/s, copies 4.29 of 4.8 TB/s, and of two H200s' links the
-# reduction of 1 GB in 3.2 ms. Times are planned by sheets: what was measured is taken to be such a share of one.
+# Shares of a data sheet that an H200 reached: products 792 of 989 TFLOP/s, copies 4.29 of 4.8 TB/s, and of two H200s'
+# links the reduction of 1 GB in 3.2 ms. Times are planned by sheets: what was measured counts as such a share of one.
 PRODUCTS, COPIES, LINKS = 0.80, 0.89, 0.69
 SAME_MEMORY = 0.1  # largest difference of a device's memory from its data sheet
 TARGET = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", re.ASCII)
@@ -46,12 +46,18 @@ FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Machines with GPUs, or of as many processes on a CPU: `slots` are those of each, in the order of their ranks.
+    """Machines with GPUs, or with processes on a CPU; figures are 0 where they are not known.
 
-    memory: bytes of a GPU, or of a CPU's, that a process can have; 0: not known. tb_per_s, tflops: 0 where they are not
-    known. host_memory: bytes of a machine's memory, 0 where it is not known. described: False for this machine.
-    link_gb_per_s: what a GPU sends to others of its machine; network_gb_per_s: what a machine sends to others.
-    measured: the constants of this machine's GPU where it is of this kind and was measured.
+    name: name of the GPU, or CPU.
+    memory: bytes of a GPU's memory, or of a CPU's, that a process can have.
+    slots: GPUs or processes of each machine, in the order of their ranks.
+    tb_per_s: TB/s of a GPU's memory.
+    tflops: TFLOP/s of a GPU in 16 bits.
+    host_memory: bytes of a machine's memory.
+    described: the target was described by the user; False: it is this machine.
+    link_gb_per_s: GB/s that a GPU sends to others of its machine.
+    network_gb_per_s: GB/s that a machine sends to others.
+    measured: constants of this machine's GPU, where the target has the same and it was measured.
     """
 
     name: str
@@ -126,7 +132,7 @@ def this_machine(*slots: int) -> Target:
     name, mib = query_gpu("name", "memory.total") or ("GPU", "0")
     memory = int(int(mib) * 2**20 * USABLE) if mib.isdigit() else 0
     sheets = [sheet for device, sheet in DEVICES.items() if is_model(device, name)]
-    # Of an A100 there are two.
+    # Two A100s (40 and 80 GB) match: the nearer memory is taken.
     known = min(sheets, key=lambda sheet: abs(sheet[0] * GIB - memory), default=(0,) + (0.0,) * 4)
     return Target(name, memory, slots, known[1], known[2], host_memory, False, known[3], known[4])
 
@@ -138,24 +144,24 @@ def is_model(device: str, name: str) -> bool:
 
 def with_constants(target: Target) -> Target:
     """Return the target with the constants that were measured on this machine's GPU, where it is of the same kind."""
-    found = kept_constants()
-    if found is None or target.is_cpu:
+    constants = kept_constants()
+    if constants is None or target.is_cpu:
         return target
-    # Of a file with a device's name that says other speeds, these are meant.
+    # A target file's own speeds win over measured ones.
     is_same = (
         target.has_speeds_of_sheet
-        and is_model(target.name, found.name)
-        and abs(found.memory / target.memory - 1) < SAME_MEMORY
+        and is_model(target.name, constants.name)
+        and abs(constants.memory / target.memory - 1) < SAME_MEMORY
     )
     if target.described and not is_same:
         return target
     return replace(
         target,
-        memory=found.memory,
-        tb_per_s=found.tb_per_s / COPIES,
-        tflops=found.tflops / PRODUCTS,
-        link_gb_per_s=found.link_gb_per_s / LINKS or target.link_gb_per_s,
-        measured=found,
+        memory=constants.memory,
+        tb_per_s=constants.tb_per_s / COPIES,
+        tflops=constants.tflops / PRODUCTS,
+        link_gb_per_s=constants.link_gb_per_s / LINKS or target.link_gb_per_s,
+        measured=constants,
     )
 
 

@@ -11,9 +11,9 @@ from pipeline.launching.rank_watch import RankState
 from pipeline.out_of_memory import Halved
 from pipeline.run.layout import rank_log_file
 
-# The most specific first; 1 means every other error.
+# Exit codes of errors, the most specific first; 1 means every other error.
 INFORMATIVE = (errors.EXIT_INPUT, errors.EXIT_ENVIRONMENT, errors.EXIT_DIVERGED, errors.EXIT_NO_CHECKPOINT)
-LAUNCHER_CODES = (*INFORMATIVE, errors.EXIT_STOPPED)
+SILENT_CODES = (*INFORMATIVE, errors.EXIT_STOPPED)
 MIB = 2**20
 
 
@@ -31,13 +31,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """The state of a job apart from its ranks; a `launcher_code` of None: the launcher was not waited for.
+    """The state of a job apart from its ranks.
 
-    `memory` says how much was free; `oom_kills` counts processes that the kernel killed for memory during the run.
+    run_dir: the run's folder.
+    silent_code: exit code of a rank that failed before it wrote an outcome; None: there is none.
+    asked_to_stop: the supervisor got a signal.
+    memory: how much was free, in words.
+    oom_kills: processes that the kernel killed for memory during the run.
     """
 
     run_dir: Path
-    launcher_code: int | None
+    silent_code: int | None
     asked_to_stop: bool
     memory: str
     oom_kills: int
@@ -48,14 +52,14 @@ def judge(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
 
     Ranks that still run are about to be killed by us, and no cause.
     """
-    if not ranks:
-        return without_ranks(job)
     failed = sorted((s for s in ranks if s.outcome.has_failed), key=lambda s: s.outcome.time)
-    if own := [state for state in failed if not state.outcome.secondary]:
-        return error_verdict(own, ranks, job)
+    if causes := [state for state in failed if not state.outcome.secondary]:
+        return error_verdict(causes, ranks, job)
     if dead := [state for state in ranks if state.died_s is not None]:
         first = min(dead, key=lambda state: state.died_s or 0.0)
         return Verdict(errors.EXIT_FAULT, rank_lines(first, cause_of_death(first, job), job))
+    if not ranks or job.silent_code is not None:
+        return silent_verdict(job)
     if stopped := [s for s in ranks if s.outcome.code == errors.EXIT_STOPPED]:
         return Verdict(errors.EXIT_STOPPED, stopped[0].outcome.message.splitlines())
     if failed:
@@ -64,22 +68,19 @@ def judge(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
         if job.asked_to_stop and len(left) == len(ranks):
             return Verdict(errors.EXIT_STOPPED, ["stopped before the first step; the same command starts again"])
         numbers = ", ".join(map(str, sorted(state.outcome.rank for state in left)))
-        why = f"rank {numbers} did not say how it ended; the launcher ended with {job.launcher_code}"
-        return Verdict(errors.EXIT_FAULT, rank_lines(left[0], why, job))
+        return Verdict(errors.EXIT_FAULT, rank_lines(left[0], f"rank {numbers} did not say how it ended", job))
     return Verdict(errors.EXIT_DONE, [])
 
 
-def without_ranks(job: JobStatus) -> Verdict:
-    """Judge a job without outcome files: no rank got so far, or this machine cannot see their folder."""
+def silent_verdict(job: JobStatus) -> Verdict:
+    """Judge a job of which a rank ended before it wrote an outcome, or no rank got so far."""
     if job.asked_to_stop:
         return Verdict(errors.EXIT_STOPPED, ["stopped before any rank had started"])
-    if job.launcher_code in LAUNCHER_CODES:
-        return Verdict(job.launcher_code, [])
-    line = (
-        f"error: the launcher ended with {job.launcher_code} before any rank had started; its words are above "
-        f"(on several machines {job.run_dir} must be on shared storage)"
-    )
-    return Verdict(errors.EXIT_FAULT, [line])
+    code = job.silent_code or 0
+    if code in SILENT_CODES:
+        return Verdict(code, [])
+    how = f"ended with {code}" if code >= 0 else f"was {killed_by(code)}"
+    return Verdict(errors.EXIT_FAULT, [f"error: a rank {how} before it had started; its words are above"])
 
 
 def error_verdict(failed: Sequence[RankState], ranks: Collection[RankState], job: JobStatus) -> Verdict:
@@ -113,20 +114,18 @@ def rank_lines(state: RankState, what: str, job: JobStatus) -> list[str]:
 
 
 def cause_of_death(state: RankState, job: JobStatus) -> str:
-    """Return the cause in words for a rank that could not write it; the launcher may not have told it in time."""
-    number, code = signal_of(job.launcher_code), job.launcher_code
-    if number is None and code:
-        return f"its process is gone; the launcher ended with {code}"
-    how = f"killed by {number.name}" if number else "its process is gone"
-    if number not in (None, signal.SIGKILL):
-        return how
-    held = f"it held {state.process.rss_bytes / MIB:.0f} MiB" if state.process else ""
-    facts = ", ".join(fact for fact in (held, job.memory) if fact)
+    """Return the cause in words for a rank that could not write it."""
+    how = killed_by(state.exit_code)
+    if state.exit_code is not None and state.exit_code != -signal.SIGKILL:
+        return how or f"its process ended with {state.exit_code}"
+    used = f"it held {state.process.rss_bytes / MIB:.0f} MiB" if state.process else ""
+    facts = ", ".join(fact for fact in (used, job.memory) if fact)
     why = "the kernel ended it for want of memory" if job.oom_kills else "by hand, or out of memory?"
-    return f"{how}: {why}" + (f" ({facts})" if facts else "")
+    return f"{how or 'its process is gone'}: {why}" + (f" ({facts})" if facts else "")
 
 
-def signal_of(launcher_code: int | None) -> signal.Signals | None:
-    """Return the signal that ended a rank, from DeepSpeed's exit code: 256 less its number."""
-    number = 256 - (launcher_code or 0)
-    return signal.Signals(number) if number in list(signal.Signals) else None
+def killed_by(code: int | None) -> str:
+    """Return `killed by SIGSEGV` for the exit code of a process that a signal ended; else an empty text."""
+    number = -(code or 0)
+    name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+    return f"killed by {name}" if number > 0 else ""

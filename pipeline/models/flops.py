@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.models.loading import base_model
@@ -31,9 +32,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TrainingWork:
-    """The size of a model's passes in training: layers, width of attention (all heads), and weights of matrices.
+    """The size of a model's passes in training.
 
-    weights: of the linear layers without the head; head_weights: of the head. Each with how many of them are trained.
+    layers: number of layers with attention.
+    attention_width: width of all heads together.
+    weights: weights of the linear layers without the head.
+    trained_weights: those of `weights` that are trained.
+    head_weights: weights of the head.
+    trained_head_weights: those of `head_weights` that are trained.
     """
 
     layers: int
@@ -59,14 +65,15 @@ class TrainingWork:
         return num_tokens * linear + num_head_tokens * head + attention
 
 
-def training_work(model: Any) -> TrainingWork:
+def training_work(model: nn.Module) -> TrainingWork:
     """Measure a transformers or peft model; ZeRO-3's partitioned weights are counted whole.
 
     The work of an encoder-decoder model is not counted: its tokens go through one half of the weights each.
     """
-    if base_model(model).config.is_encoder_decoder:
+    inner = base_model(model)
+    if inner.config.is_encoder_decoder:
         return TrainingWork(0, 0, 0, 0, 0, 0)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     linear = [
         module
         for name, module in model.named_modules()

@@ -23,7 +23,7 @@ from pipeline.models.partitions import has_shards_on_disk, local_range, local_sh
 from pipeline.models.paths import read_adapter_config
 from pipeline.models.weight_files import ADAPTER_WEIGHTS, weight_files
 
-# Of a GPU's free memory, for weights; the rest is for the KV cache and activations. Chosen by hand.
+# Share of a GPU's free memory for weights; the rest is for the KV cache and activations. Chosen by hand.
 WEIGHTS_SHARE = 0.8
 
 M = TypeVar("M", bound=nn.Module)

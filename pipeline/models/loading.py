@@ -1,6 +1,6 @@
-"""Check and load language models: hub ids, folders and adapter folders, always with dropout off.
+"""Load the weights of language models, always with dropout off: hub ids, folders and adapter folders.
 
-Configuration and files are checked before any weight is read. Reward heads are in `reward_model.py`, LoRA in `lora.py`.
+Configuration and files are checked first (`source.py`). Reward heads are in `reward_model.py`, LoRA in `lora.py`.
 """
 
 import copy
@@ -11,23 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import cached_file
 
 from pipeline import dist
-from pipeline.config_fields import declared, drop_unknown_fields
 from pipeline.errors import InputError
-from pipeline.files import CONFIG_FILES
-from pipeline.hub import commits_read, go_offline_without_network, split_revision
+from pipeline.hub import commits_read, split_revision
 from pipeline.models.lora import (
     check_quantization,
     merge_adapter,
@@ -35,10 +32,9 @@ from pipeline.models.lora import (
     quantise_to_int8,
     quantization_of,
     settle_nf4,
-    stored_quantization,
 )
-from pipeline.models.paths import at_flag, check_language_model, read_adapter_config, reading_error
-from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, check_text_model, warn_once
+from pipeline.models.paths import check_language_model, reading_error
+from pipeline.models.source import ModelSource, attention_for, check_decoder, check_stored_quantization
 from pipeline.out_of_memory import is_out_of_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -51,63 +47,6 @@ def default_device() -> torch.device:
 def default_dtype(device: torch.device) -> torch.dtype:
     """Return bf16 for devices that compute in it natively, else fp32."""
     return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-
-
-def load_config(path: str) -> PretrainedConfig:
-    """Load the configuration of a model, or of an adapter's base, without remote code and without private fields.
-
-    Raises:
-        InputError: it cannot be read, names an implementation that would be fetched from the hub and run, or belongs
-            to a model that reads more than text.
-        EnvironmentFault: the hub cannot be reached.
-    """
-    base, folder = adapter_base(path), Path(path).expanduser()
-    # The adapter of a reward model has a configuration of its own: the base is a language model.
-    source = str(folder if base is None or (folder / CONFIG_FILES[0]).is_file() else Path(base).expanduser())
-    name, revision = split_revision(source)
-    is_folder, commit = Path(name).is_dir(), commits_read.get(source) or revision or "main"
-    if not is_folder:
-        go_offline_without_network()
-    try:
-        if not is_folder:  # the cache names the folder of a file after its commit
-            commit = Path(str(cached_file(name, CONFIG_FILES[0], revision=commit))).parent.name
-            commits_read[source] = commit
-        raw, _ = PretrainedConfig.get_config_dict(name, revision=commit)
-        config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
-    except Exception as error:
-        raise reading_error(path, "cannot read a model configuration", error) from error
-    check_text_model(path, config, raw)
-    # Fields that are private to transformers steer what it loads.
-    declared = getattr(type(config), "__dataclass_fields__", {})
-    private = [name for name in raw if name.startswith("_") and name not in (*HARMLESS_FIELDS, *declared)]
-    for name in private:
-        vars(config).pop(name, None)
-    config._attn_implementation = None
-    if private:
-        warn_once(f"{path}: config.json: private fields are ignored: {', '.join(private)}")
-    for found in drop_unknown_fields(config):
-        warn_once(f"{path}: config.json: {found}")
-    return config
-
-
-def num_positions(config: PretrainedConfig) -> int | None:
-    """Return how many tokens a sequence may have, None if the architecture has no limit (BLOOM)."""
-    return declared(config.get_text_config(), "max_position_embeddings")
-
-
-def num_experts(config: PretrainedConfig) -> int:
-    """Return how many experts a layer of a mixture of experts has, 0 for any other model."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return max(declared(config.get_text_config(), name) or 0 for name in names)
-
-
-def check_whole_experts(path: str) -> None:
-    """Raise InputError for a mixture of experts, which ZeRO-3 does not partition. Reads only config.json."""
-    if count := num_experts(load_config(path)):
-        raise InputError(
-            f"{path}: a mixture of {count} experts under ZeRO stage 3: all experts of a layer would be gathered for "
-            "the few that a token uses; take ZeRO stage 0, 1 or 2"
-        )
 
 
 def dropout_fields(config: PretrainedConfig) -> list[str]:
@@ -124,50 +63,16 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     return quiet
 
 
-def check_model(path: str, flag: str = "") -> None:
-    """Refuse a model whose file names, headers or config.json show that it cannot be loaded.
-
-    Raises:
-        InputError: as for check_model_files and load_config.
-        EnvironmentFault: the hub cannot be reached.
-    """
-    check_model_files(path, flag)
-    load_config(path)
-
-
-def is_encoder_decoder(path: str) -> bool:
-    """Return whether the model at `path` has an encoder besides its decoder, as T5 has. Reads only config.json."""
-    return bool(load_config(path).is_encoder_decoder)
-
-
-def check_decoder(path: str, flag: str = "") -> None:
-    """Raise InputError for an encoder-decoder model, which stage 1 alone trains. Reads only config.json."""
-    if is_encoder_decoder(path):
-        raise InputError(
-            f"{at_flag(flag)}{path} is an encoder-decoder model ({load_config(path).model_type}): stage 1 alone trains "
-            "these; give a decoder (OPT, Llama, Qwen, ...)"
-        )
-
-
-def check_positions(path: str, longest: int, flag: str) -> None:
-    """Raise InputError if sequences of `longest` tokens (the value of `flag`) do not fit into the model at `path`.
-
-    Reads only config.json.
-    """
-    limit = num_positions(load_config(path))
-    if limit is not None and longest > limit:
-        raise InputError(f"{flag} {longest}: the model {path} has {limit} positions; {flag} {limit} is the most")
-
-
 def load_causal_lm(path: str, **settings: Any) -> PreTrainedModel:
     """Load a language model as `load_language_model` does. Raises InputError for an encoder-decoder model."""
+    source = ModelSource(path)
     check_language_model(path)
-    check_decoder(path)
-    return load_language_model(path, **settings)
+    check_decoder(source)
+    return load_language_model(source, **settings)
 
 
 def load_language_model(
-    path: str,
+    source: ModelSource,
     *,
     dtype: torch.dtype,
     attn_implementation: str = "auto",
@@ -180,28 +85,25 @@ def load_language_model(
         quantization: of the base's linear layers: none, int8, nf4, or auto: as they are stored.
         merged: merge an adapter into its base; False, or a quantised base: return peft's wrapper, to be trained on.
     """
-    check_language_model(path)
-    base = adapter_base(path)
-    if base is not None:
-        check_model_files(path)
+    check_language_model(source.path)
+    if source.base is not None:
+        source.check()
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "quantization": quantization}
-    if is_encoder_decoder(path):
-        with head_apart_under_zero3(load_config(path)):
-            model = load_pretrained(AutoModelForSeq2SeqLM, base or path, dtype=dtype, **options)
+    if source.is_encoder_decoder:
+        with head_apart_under_zero3(source.config):
+            model = load_pretrained(AutoModelForSeq2SeqLM, source.whole, dtype=dtype, **options)
         if hasattr(getattr(model, "lm_head", None), "weight"):  # T5Gemma's and BERT's have other names
             model.source_config.tie_word_embeddings = "lm_head.weight" in model.all_tied_weights_keys
     else:
-        model = load_pretrained(AutoModelForCausalLM, base or path, dtype=dtype, **options)
-    return model if base is None else with_adapter(model, path, merged=merged)
+        model = load_pretrained(AutoModelForCausalLM, source.whole, dtype=dtype, **options)
+    return model if source.base is None else with_adapter(model, source.path, merged=merged)
 
 
-def with_adapter(model: Any, path: str, *, merged: bool) -> Any:
+def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
     """Put the adapter in the folder `path` on its base model, or merge it into the base's weights.
 
     A quantised base keeps its adapter apart.
     """
-    from peft import PeftConfig, PeftModel
-
     folder, merged = str(Path(path).expanduser()), merged and quantization_of(model) == "none"
     try:
         config = PeftConfig.from_pretrained(folder)
@@ -234,15 +136,9 @@ def head_apart_under_zero3(config: PretrainedConfig) -> Iterator[None]:
         model_class._tied_weights_keys = tied
 
 
-def adapter_base(path: str) -> str | None:
-    """Return the base model that an adapter folder names, None for a folder that holds a whole model."""
-    config = read_adapter_config(Path(path).expanduser())
-    return None if config is None else config["base_model_name_or_path"]
-
-
 def load_pretrained(
     auto_class: Any,
-    path: str,
+    source: ModelSource,
     *,
     dtype: torch.dtype,
     attn_implementation: str,
@@ -257,51 +153,37 @@ def load_pretrained(
     `.bin` files is read by transformers with weights_only, and a warning says so.
 
     Args:
+        source: a whole model, no adapter.
         quantization: of the linear layers but the heads: none, int8, nf4, or auto: as they are stored.
         may_lack: weights that may be missing in the files.
         pickles: True allows `.bin` files.
         changes: fields of the configuration to set.
 
     Raises:
-        InputError: no model at `path`, weights missing in its files (they would be random), or stored as int8 or nf4
+        InputError: no model at `source`, weights missing in its files (they would be random), or stored as int8 or nf4
             where others are needed.
         EnvironmentFault: the hub cannot be reached, or bitsandbytes is not installed.
     """
     check_quantization(quantization, "--quantization")
-    check_model_files(path, pickles=pickles)
-    path = str(Path(path).expanduser())
-    source = load_config(path)
-    config = without_dropout(source)
-    stored = stored_quantization(source)
+    source.check(pickles=pickles)
+    path = str(Path(source.path).expanduser())
     if quantization == "auto":
-        quantization = stored
-        check_quantization(stored, f"{path}: its weights are stored as")
+        quantization = source.stored_quantization
+        check_quantization(quantization, f"{path}: its weights are stored as")
     else:
-        check_stored_quantization(path, quantization, "--quantization")
-    if stored != "none":
-        del source.quantization_config  # what is trained on it is saved without it
+        check_stored_quantization(source, quantization, "--quantization")
+    config, saved_config = without_dropout(source.config), copy.deepcopy(source.config)
+    if source.stored_quantization != "none":
+        del saved_config.quantization_config  # what is trained on it is saved without it
     for name, value in changes.items():
         setattr(config, name, value)
-    # The commit of the configuration: a branch may move in between.
-    options: dict[str, Any] = {"revision": commits_read.get(path, "main")}
+    options: dict[str, Any] = {"use_safetensors": True} if not pickles else {}
     if (attention := attention_for(config, attn_implementation, path)) != "auto":
         options["attn_implementation"] = attention
-    if not pickles:
-        options["use_safetensors"] = True
     if quantization == "nf4":
         options |= nf4_options(config, dtype)
-    name, _ = split_revision(path)
-    try:
-        model, info = auto_class.from_pretrained(
-            name, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
-        )
-    except Exception as error:
-        if dist.follows_from_another_rank(error) or is_out_of_memory(error):  # under ZeRO-3 loading is a collective
-            raise
-        raise reading_error(path, "cannot load the model", error) from error
-    if missing := sorted(set(info["missing_keys"]) - may_lack):
-        raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
-    model.source_config = source
+    model = read_weights(auto_class, path, config, may_lack, dtype=dtype, **options)
+    model.source_config = saved_config
     if quantization == "int8":
         quantise_to_int8(model)
     elif quantization == "nf4":
@@ -309,42 +191,47 @@ def load_pretrained(
     return model
 
 
-def check_stored_quantization(path: str, quantization: str, flag: str) -> None:
-    """Raise InputError if the model at `path` is stored as int8 or nf4 and the value of `flag` is not, or as others."""
-    stored = stored_quantization(load_config(path))
-    if stored not in ("none", "int8", "nf4"):
-        raise InputError(
-            f"{path}: its weights are stored as {stored} (config.json: quantization_config), which cannot be trained "
-            f"here; give its checkpoint in 16 bits, and {flag} int8 or nf4 with LoRA to quantise that while loading"
+def read_weights(auto_class: Any, path: str, config: PretrainedConfig, may_lack: frozenset[str], **options: Any) -> Any:
+    """Return the model of `config` with the weights at `path`. Raises as `load_pretrained`."""
+    name, _ = split_revision(path)
+    revision = commits_read.get(path, "main")  # that of the configuration: a branch may move in between
+    try:
+        model, info = auto_class.from_pretrained(
+            name, config=config, output_loading_info=True, trust_remote_code=False, revision=revision, **options
         )
-    if stored not in ("none", quantization):
-        raise InputError(f"{path}: its weights are stored as {stored}; give {flag} {stored}, with LoRA")
+    except Exception as error:
+        if dist.follows_from_another_rank(error) or is_out_of_memory(error):  # under ZeRO-3 loading is a collective
+            raise
+        raise reading_error(path, "cannot load the model", error) from error
+    if missing := sorted(set(info["missing_keys"]) - may_lack):
+        raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
+    return model
 
 
-def attention_for(config: PretrainedConfig, asked: str, path: str, *, flag: str = "--attn_implementation") -> str:
-    """Return the attention implementation to load a model with. Raises InputError for one that drops its soft caps.
+class WrappedModel(nn.Module):
+    """A transformers model, or peft's wrapper of one, inside a module that has a forward pass of its own."""
 
-    Older versions of transformers give Gemma 2 to sdpa, which leaves `attn_logit_softcapping` out without a word.
-    """
-    if not declared(config.get_text_config(), "attn_logit_softcapping"):
-        return asked
-    if asked == "sdpa":
-        raise InputError(f"{flag} sdpa: {path} caps its attention scores, which sdpa cannot; give {flag} eager")
-    return "eager" if asked == "auto" else asked
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    @property
+    def config(self) -> Any:
+        return base_model(self.model).config
 
 
-def base_model(model: Any) -> Any:
+def base_model(model: nn.Module) -> Any:
     """Return the transformers model inside a peft wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def backbone(model: Any) -> nn.Module:
+def backbone(model: nn.Module) -> nn.Module:
     """Return the transformer without its head, which maps input ids to `last_hidden_state` (B, S, H)."""
     inner = base_model(model)
     return getattr(inner, inner.base_model_prefix)
 
 
-def use_gradient_checkpointing(model: Any) -> None:
+def use_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass; inputs get gradients, so that LoRA layers do too."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()

@@ -6,14 +6,14 @@ Saving adapters is in `checkpoints/model_folder.py`.
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -36,7 +36,7 @@ STORED_INT8_ENTRY = {
 START = "start"  # name of the frozen adapter that training began with, where that was not a zero one
 
 
-def linear_names(model: Any, pattern: str, *, flag: str = "--lora_module_name") -> list[str]:
+def linear_names(model: PreTrainedModel, pattern: str, *, flag: str = "--lora_module_name") -> list[str]:
     """Return the names of linear layers that contain `pattern` (all-linear: all of them), never the head.
 
     Raises:
@@ -55,7 +55,7 @@ def linear_names(model: Any, pattern: str, *, flag: str = "--lora_module_name") 
     return chosen
 
 
-def target_names(model: Any, chosen: list[str]) -> list[str]:
+def target_names(model: nn.Module, chosen: list[str]) -> list[str]:
     """Return the last parts of the chosen layers' names where no other module has one of them, else the whole names.
 
     Programs that serve adapters (SGLang) look for names such as q_proj in adapter_config.json.
@@ -66,7 +66,7 @@ def target_names(model: Any, chosen: list[str]) -> list[str]:
 
 
 def add_lora(
-    model: Any,
+    model: PreTrainedModel,
     *,
     dim: int,
     alpha: float,
@@ -114,11 +114,11 @@ def unfreeze(wrapped: Any) -> None:
             parameter.requires_grad_(True)
 
 
-def is_lora(model: Any) -> bool:
+def is_lora(model: nn.Module) -> TypeGuard[PeftModel]:
     return hasattr(model, "peft_config")
 
 
-def keep_start_adapter(model: Any) -> None:
+def keep_start_adapter(model: PeftModel) -> None:
     """Add a frozen copy of the adapter, and of a head saved with it, from which training goes on."""
     model.add_adapter(START, model.peft_config["default"])
     named = dict(model.named_parameters())
@@ -129,7 +129,7 @@ def keep_start_adapter(model: Any) -> None:
 
 
 @contextmanager
-def start_model(model: Any) -> Iterator[None]:
+def start_model(model: PeftModel) -> Iterator[None]:
     """Turn a peft model into the one that training began with while the context lasts."""
     if START not in model.peft_config:
         with model.disable_adapter():
@@ -170,7 +170,7 @@ def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
     return (weight.float() + (delta.T if layer.fan_in_fan_out else delta)).to(weight.dtype)
 
 
-def quantise_to_int8(model: nn.Module) -> None:
+def quantise_to_int8(model: PreTrainedModel) -> None:
     """Replace all linear layers of a transformers model but its heads by int8 ones, one at a time."""
     for name in linear_names(model, "all-linear"):
         layer: Any = model.get_submodule(name)
@@ -197,10 +197,10 @@ class StoredInt8Quantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         quantise_to_int8(model)  # on the meta device
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.remove_quantization_config(model)  # the model is one of this project's, not of transformers' kinds
         for module in model.modules():
             if isinstance(module, Int8Linear):
@@ -208,9 +208,9 @@ class StoredInt8Quantizer(HfQuantizer):
 
 
 @torch.no_grad()
-def dequantise(model: Any, dtype: torch.dtype) -> None:
+def dequantise(model: PeftModel, dtype: torch.dtype) -> None:
     """Give a quantised peft model plain linear layers, with the values of its codes in `dtype`, to be merged into."""
-    inner = model.get_base_model()
+    inner: Any = model.get_base_model()
     with torch.device("meta"):
         plain = type(inner)(inner.config)
     for name, layer in list(inner.named_modules()):

@@ -21,6 +21,11 @@ def is_partitioned(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def mark_partitioned(parameter: Any) -> None:
+    """Make a parameter of a planned model, on the meta device, look as one that ZeRO-3 has partitioned."""
+    parameter.ds_id, parameter.ds_shape = 0, parameter.shape
+
+
 def has_shards_on_disk(parameter: Any) -> bool:
     """Return whether the shards of a ZeRO-3 parameter are in files (offload to NVMe)."""
     return is_partitioned(parameter) and parameter.ds_tensor.final_location == "nvme"

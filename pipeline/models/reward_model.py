@@ -4,6 +4,7 @@ B rows, S positions. It is saved as transformers' sequence classification class 
 Losses are in `step2_reward` and `step3_ppo`.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,16 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import logging
 
 from pipeline.errors import InputError
-from pipeline.models.hidden_states import hidden_states
-from pipeline.models.loading import adapter_base, base_model, load_config, load_pretrained, with_adapter
+from pipeline.models.forward.hidden_states import hidden_states
+from pipeline.models.loading import WrappedModel, base_model, load_pretrained, with_adapter
 from pipeline.models.lora import start_model
 from pipeline.models.partitions import gathered
 from pipeline.models.paths import check_reward_config, check_reward_model
+from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import choose_padding_token
 
 
@@ -32,18 +38,13 @@ class FloatLinear(nn.Linear):
         return functional.linear(input.float(), self.weight.float(), bias)
 
 
-class TokenValueModel(nn.Module):
+class TokenValueModel(WrappedModel):
     """A model that maps input ids to one fp32 value per token, normalised by `score_mean` and `score_std`."""
 
-    def __init__(self, model: Any, *, score_mean: float = 0.0, score_std: float = 1.0) -> None:
-        super().__init__()
-        self.model: Any = model
+    def __init__(self, model: nn.Module, *, score_mean: float = 0.0, score_std: float = 1.0) -> None:
+        super().__init__(model)
         self.score_mean = score_mean
         self.score_std = score_std
-
-    @property
-    def config(self) -> Any:
-        return base_model(self.model).config
 
     @contextmanager
     def start_model(self) -> Iterator[None]:
@@ -86,13 +87,13 @@ def last_token_scores(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
     return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
 
 
-def score_constants(config: Any) -> tuple[float, float]:
+def score_constants(config: PretrainedConfig) -> tuple[float, float]:
     """Return (mean, std) of the scores that the reward stage stored in the configuration; (0, 1) if it stored none."""
     return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
 
 
 def load_reward_model(
-    path: str,
+    source: ModelSource,
     *,
     dtype: torch.dtype,
     attn_implementation: str = "auto",
@@ -100,25 +101,25 @@ def load_reward_model(
     new_head: bool = False,
     merged: bool = True,
 ) -> TokenValueModel:
-    """Load the reward model or critic at `path`, with raw scores.
+    """Load a reward model or critic, with raw scores.
 
     Args:
         quantization, merged: as for `load_causal_lm`.
         new_head: start from a causal language model and add a head drawn from N(0, 1 / (hidden + 1)), the
-            initialisation of Ziegler et al. 2019 (lm-human-preferences); otherwise `path` must hold a trained head.
+            initialisation of Ziegler et al. 2019 (lm-human-preferences); otherwise `source` must hold a trained head.
 
     Raises:
-        InputError: no model at `path`, or one without a head if `new_head` is False.
+        InputError: no model at `source`, or one without a head if `new_head` is False.
     """
     if not new_head:
-        check_reward_model(path)
-    check_head(path, new_head=new_head, quantization=quantization)
-    base = adapter_base(path)
-    lacks_head = new_head or base is not None  # an adapter brings its head
-    with without_load_report() if base is not None and not new_head else nullcontext():
+        check_reward_model(source.path)
+    check_head(source, new_head=new_head, quantization=quantization)
+    is_adapter = source.base is not None
+    lacks_head = new_head or is_adapter  # an adapter brings its head
+    with without_load_report() if is_adapter and not new_head else nullcontext():
         model = load_pretrained(
             AutoModelForSequenceClassification,
-            base or path,
+            source.whole,
             dtype=dtype,
             attn_implementation=attn_implementation,
             quantization=quantization,
@@ -128,14 +129,14 @@ def load_reward_model(
         )
     if not hasattr(model, "score") or not isinstance(model.score, nn.Linear):
         raise InputError(
-            f"{path}: {type(model).__name__} has no linear head `score`; this architecture is not supported"
+            f"{source.path}: {type(model).__name__} has no linear head `score`; this architecture is not supported"
         )
     head = model.score
     model.score = FloatLinear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
     model.score.weight, model.score.bias = head.weight, head.bias
-    if base is not None:
-        model.source_config = load_config(path)
-        model = with_adapter(model, path, merged=merged)
+    if is_adapter:
+        model.source_config = copy.deepcopy(source.config)
+        model = with_adapter(model, source.path, merged=merged)
     return TokenValueModel(model)
 
 
@@ -150,24 +151,24 @@ def without_load_report() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def check_head(path: str, *, new_head: bool = False, quantization: str = "none") -> None:
-    """Raise InputError if the model at `path` has no score head, or can get none; reads only configurations.
+def check_head(source: ModelSource, *, new_head: bool = False, quantization: str = "none") -> None:
+    """Raise InputError if the model has no score head, or can get none; reads only configurations.
 
     Args:
         new_head, quantization: as for `load_reward_model`.
     """
-    loaded = load_config(path)  # also of a hub id
-    check_score_class(loaded, path)
-    config = loaded.to_dict()
+    path = source.path
+    check_score_class(source.config, path)
+    config = source.config.to_dict()
     if not new_head or any("SequenceClassification" in name for name in config["architectures"] or []):
         check_reward_config(config, path)
-    if new_head and adapter_base(path) is not None and quantization != "none":
+    if new_head and source.base is not None and quantization != "none":
         raise InputError(
             f"{path}: a new head needs a whole model under {quantization}; rlhf merge {path} FOLDER makes it"
         )
 
 
-def check_score_class(config: Any, path: str) -> None:
+def check_score_class(config: PretrainedConfig, path: str) -> None:
     """Raise InputError for the configuration of a model at `path` to which transformers cannot give a score head."""
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise InputError(
@@ -185,7 +186,9 @@ def initialise_head(head: Any, *, seed: int) -> None:
         head.weight.data.copy_(drawn) if head.weight.numel() else None
 
 
-def score_head_fields(tokenizer: Any, *, score_mean: float, score_std: float, label: str) -> dict[str, Any]:
+def score_head_fields(
+    tokenizer: PreTrainedTokenizerBase, *, score_mean: float, score_std: float, label: str
+) -> dict[str, Any]:
     """Return the fields of config.json of a saved model whose score head has one output, named `label`."""
     return {
         "num_labels": 1,
@@ -198,7 +201,7 @@ def score_head_fields(tokenizer: Any, *, score_mean: float, score_std: float, la
     }
 
 
-def pad_id_for_pooling(tokenizer: Any) -> int | None:
+def pad_id_for_pooling(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the pad id of a saved reward model, never an EOS: transformers scores the rightmost non-padding id."""
     padding = choose_padding_token(tokenizer)
     return None if padding.source == "eos" else padding.pad_id

@@ -8,15 +8,14 @@ import string
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pipeline.data.templates import RefusedTurnsError, encode_text, end_token_ids, render, set_template
+from pipeline.data.templates import RefusedTurnsError, encode_text, end_token_ids, render
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.hub import go_offline_without_network, split_revision
-from pipeline.models.loading import check_model, is_encoder_decoder, load_config
 from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config, reading_error
-from pipeline.models.weight_files import SENTENCEPIECE_FILES, TOKENIZER_FILES, warn_once
+from pipeline.models.weight_files import SENTENCEPIECE_FILES, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -121,46 +120,7 @@ def eos_ids(
     return end_token_ids(tokenizer) | frozenset(extra)
 
 
-def prepare_tokenizer(path: str, template: str) -> Any:
-    """Load the tokenizer, with the run's chat template and a padding token that exists (the vocabulary never grows).
-
-    The model's files are checked first, and that tokenizer and model belong together: rows are tokenised for minutes
-    before weights are read. Raises InputError, EnvironmentFault.
-    """
-    check_model(path)
-    tokenizer = load_tokenizer(path)
-    set_template(tokenizer, template, plain=is_encoder_decoder(path))
-    check_vocabulary(path, tokenizer)
-    padding = choose_padding_token(tokenizer)
-    if padding.source != "tokenizer":
-        log.info("padding with %s (%s); masks never come from token ids", padding.token, padding.source)
-        tokenizer.pad_token = padding.token
-    return tokenizer
-
-
-def check_vocabulary(path: str, tokenizer: Any) -> None:
-    """Raise InputError for a tokenizer that uses ids beyond the vocabulary of the model at `path`; warn of another EOS.
-
-    More rows than ids are fine: published models pad their vocabulary. So are special tokens beyond it that no row can
-    hold, as Gemma 3 has one for images. The tokenizer has its template. Reads only config.json.
-    """
-    config = load_config(path).get_text_config()
-    size, largest = getattr(config, "vocab_size", None), max(usable_ids(tokenizer), default=-1)
-    if size is not None and largest >= size:
-        raise InputError(
-            f"{path}: its tokenizer has ids up to {largest}, but the model's vocabulary has {size} rows: they do not "
-            "belong together; copy the tokenizer files from the folder that the weights came from"
-        )
-    eos = getattr(config, "eos_token_id", None)
-    ends = [eos] if isinstance(eos, int) else eos or []
-    if ends and tokenizer.eos_token_id not in ends:
-        warn_once(
-            f"{path}: config.json ends texts with id {ends}, the tokenizer with {tokenizer.eos_token_id} "
-            f"({tokenizer.eos_token}); the tokenizer's is trained"
-        )
-
-
-def usable_ids(tokenizer: Any) -> set[int]:
+def usable_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     """Return the ids that a row can hold: special tokens only if the template or the tokenizer itself puts them there.
 
     A text that spells a special token is broken up.

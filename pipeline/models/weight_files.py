@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 
@@ -17,6 +17,9 @@ from pipeline.errors import InputError
 from pipeline.files import CONFIG_FILES
 from pipeline.marks import OURS
 from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +116,7 @@ def warn_if_untested(path: str, kind: str) -> None:
         warn_once(f"{path}: model type {kind} is untested here; {', '.join(TESTED_TYPES)} are tested")
 
 
-def check_text_model(path: str, config: Any, raw: Mapping[str, Any]) -> None:
+def check_text_model(path: str, config: "PretrainedConfig", raw: Mapping[str, Any]) -> None:
     """Raise InputError for a model that is not for text alone, does not generate it, or would run code from the hub.
 
     Args:

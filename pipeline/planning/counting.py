@@ -16,17 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-ALLOCATION_UNIT = 512  # bytes, of torch's allocator for CUDA devices
-# Operations that write nothing, those that read as much as they give out, and attention that masks half of its pairs.
+ALLOCATION_UNIT = 512  # Bytes to whose multiples torch's CUDA allocator rounds up.
+# Operations that write nothing.
 WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+# Operations that read as much as they give out.
 LOOK_UPS = frozenset({"embedding", "gather", "index", "index_select"})
+# Prefix of the names of attention operations, and those that mask half of their pairs.
 ATTENTION = "_scaled_dot_product_"
 CAUSAL = frozenset({"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"})
 
 
 class Kernel(NamedTuple):
-    """The work of a kernel: operations of products (0: it is none), and the bytes that it reads and writes.
+    """The work of a kernel.
 
+    operations: operations of a matrix product or of attention; 0 for other kernels.
+    num_bytes: bytes that it reads and writes.
     dequantises: it reads int8 codes.
     """
 
@@ -72,12 +76,12 @@ class PassCounter(TorchDispatchMode):
 def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kernel | None:
     """Return the work of an operation that has returned `out`; None for one that only allocates, or views."""
     name, given = func._schema.name.removeprefix("aten::"), [kwargs[key] for key in kwargs if key != "out"]
-    read, made = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, given), out))
+    read, results = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, given), out))
     storages = {id(tensor.untyped_storage()) for tensor in read}
-    is_view = not func._schema.is_mutable and all(id(tensor.untyped_storage()) in storages for tensor in made)
+    is_view = not func._schema.is_mutable and all(id(tensor.untyped_storage()) in storages for tensor in results)
     if is_view or name in WITHOUT_KERNEL:
         return None
-    written = sum(map(num_bytes, made))
+    written = sum(map(num_bytes, results))
     if name in LOOK_UPS:
         return Kernel(0.0, 2 * written)
     if name.startswith(ATTENTION):
@@ -95,7 +99,8 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
 def attention_operations(name: str, args: Any) -> float:
     """Return the operations of attention between unmasked pairs; torch before 2.12 counts no grouped queries.
 
-    Forward, scores and output are a product each. Backward, scores are made again, and each product has two gradients.
+    The forward pass has two products, scores and output; the backward pass computes the scores again, and two gradients
+    of each product.
     """
     is_backward = name.endswith("_backward")
     query, key, value = args[is_backward : is_backward + 3]  # behind the gradient of the output

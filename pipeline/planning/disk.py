@@ -3,73 +3,78 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.configuration.ds_config import Json, is_on_nvme
+from pipeline.configuration.groups import OptimizerStates
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.files import GIB, free_bytes
 from pipeline.planning.measurement import ModelSize, model_size
-from pipeline.planning.memory import FP32, MOMENTS, MemoryPlan, state_bytes
+from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import ModelUse
+from pipeline.planning.states import FP32, MOMENTS, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Bytes of a stage's outputs.
 
-    models: of each model folder, in the order of `layout.model_folders`. checkpoint: fp32 weights and moments, and
-    moving averages. kept: checkpoints at a time, at most.
+    models: bytes of each model folder, in the order of the stage's outputs.
+    checkpoint: bytes of fp32 weights and moments, and of moving averages.
+    num_checkpoints: most checkpoints that exist at a time.
     """
 
     models: Sequence[int]
     checkpoint: int
-    kept: int
+    num_checkpoints: int
 
 
-def outputs(models: Sequence[ModelUse], dtype: str, config: Any) -> Outputs:
-    """Count the outputs of a stage that holds `models` and trains in `dtype`.
+def outputs(models: Sequence[ModelUse], dtype: str, run: RunConfig, *, saves_adapters: bool) -> Outputs:
+    """Count the outputs of a stage that holds `models` and trains in `dtype`; saves_adapters: --save_adapter_only.
 
     Raises:
         InputError, EnvironmentFault: see `model_size`.
     """
-    run, whole, averages, checkpoint = config.run, list[int](), list[int](), 0
+    whole, averages, checkpoint = list[int](), list[int](), 0
     for use in models:
         if not use.trained:
             continue
         size, copies = model_size(use, dtype), 2 if use.averaged else 1
         element = size.element if run.save_dtype == "auto" else FP32 if run.save_dtype == "fp32" else FP32 // 2
-        only_adapter = config.deepspeed.save_adapter_only and not use.has_values or use.settings.quantization != "none"
+        only_adapter = saves_adapters and not use.has_values or use.settings.quantization != "none"
         whole.append((size.trained if only_adapter else size.weights) * element)
         averages += whole[-1:] if use.averaged else []
         checkpoint += size.trained * (FP32 * copies + MOMENTS)
-    kept = run.keep_checkpoints and 1 + (run.keep_checkpoints if run.save_steps else 0)
-    return Outputs([*whole, *averages], checkpoint, kept)
+    num_checkpoints = run.keep_checkpoints and 1 + (run.keep_checkpoints if run.save_steps else 0)
+    return Outputs([*whole, *averages], checkpoint, num_checkpoints)
 
 
 def with_checkpoint(
-    plan: MemoryPlan, models: Sequence[ModelUse], engines: Mapping[str, Json], config: Any
+    plan: MemoryPlan, models: Sequence[ModelUse], engines: Mapping[str, Json], run: RunConfig, moments: OptimizerStates
 ) -> MemoryPlan:
     """Return the plan with the host memory of a checkpoint that is written, on the machine of the first rank.
 
-    `--save_in_background` copies all that is written: each rank its partition, or the first one what is not
-    partitioned. Moments in 8 bits are made fp32 on the host in any case. A process on a CPU holds its own share in each
-    phase, and what the first one alone writes is told of the machine.
+    `--save_in_background` copies the checkpoint to host memory: each rank its partition, rank 0 what is not
+    partitioned. 8-bit moments are always converted to fp32 on the host. On a CPU each process's own share counts in
+    its phases; what only rank 0 writes counts for the machine.
     """
-    background, own, machine = config.run.save_in_background, 0, 0  # bytes of each process, and of all
-    for use in models if config.run.keep_checkpoints else ():
+    background, share_of_each, machine = run.save_in_background, 0, 0  # bytes of each process, and of all
+    for use in models if run.keep_checkpoints else ():
         if not use.trained:
             continue
         size, engine = plan.sizes[use.role], engines[use.role]
         stage, share = engine["zero_optimization"]["stage"], -(-size.trained // plan.ranks)
         state = int(sum(state_bytes(size, engine, "fp32"))) if background else 0
-        each = state + (MOMENTS if config.optimizer.optimizer_states == "8bit" else 0)
+        each = state + (MOMENTS if moments == "8bit" else 0)
         average = FP32 if background and use.averaged else 0
         for num_bytes, lowest in ((each, 1), (average, 3)):  # bytes a weight, the lowest ZeRO stage that partitions it
             elements, writers = (share, plan.per_host) if stage >= lowest else (size.trained, 1)
-            own += num_bytes * elements if writers == plan.per_host else 0
+            share_of_each += num_bytes * elements if writers == plan.per_host else 0
             machine += num_bytes * elements * writers
     if plan.on_cpu:
-        phases = {name: replace(peak, states=peak.states + own) for name, peak in plan.phases.items()}
-        return replace(plan, phases=phases, host=plan.host + machine - own * plan.per_host, checkpoint=machine)
+        phases = {name: replace(peak, states=peak.states + share_of_each) for name, peak in plan.phases.items()}
+        return replace(
+            plan, phases=phases, host=plan.host + machine - share_of_each * plan.per_host, checkpoint=machine
+        )
     return replace(plan, host=plan.host + machine, checkpoint=machine)
 
 
@@ -78,16 +83,18 @@ def nvme_files(
 ) -> dict[Path, int]:
     """Return the bytes of DeepSpeed's files in each folder of NVMe on a machine, of all models and processes there.
 
-    sizes, engines: of the models of a stage, by role. per_host: processes of a machine.
+    Weights have their own dtype, and a tied head is counted again, since it is tied later; master weights, moments and
+    gradients are fp32. Tensors below 1 MiB count too, though DeepSpeed keeps them in memory.
 
-    Weights in their own type, a tied head apart, as it is before it is tied; master weights, moments and gradients in
-    fp32. What DeepSpeed keeps in memory because it is below 1 MiB is counted, too.
+    Args:
+        sizes, engines: sizes and DeepSpeed JSONs of a stage's models, by role.
+        per_host: processes of a machine.
     """
     taken: dict[Path, int] = {}
     for role, size in sizes.items():
         zero, shares = engines[role]["zero_optimization"], list[tuple[Path, int]]()
         if is_on_nvme(engines[role], "offload_param"):
-            # Of several models each has its own folder below the one that was given.
+            # Several models have a folder each below the given one.
             folder = Path(zero["offload_param"]["nvme_path"])
             whole = size.num_bytes + size.tied * size.element
             shares.append((folder.parent if len(sizes) > 1 else folder, whole))
@@ -100,14 +107,14 @@ def nvme_files(
 
 def earlier_files(folder: Path) -> Iterator[Path]:
     """Yield the files that earlier runs have left in a folder of NVMe: a run deletes them when it starts."""
-    for below in ("", "*/"):  # of a model that has a folder of its own
+    for below in ("", "*/"):  # the second: the folder of one model of several
         yield from folder.glob(f"{below}zero_stage_3/*/rank*/*.tensor.swp")
 
 
 def without_room(files: Mapping[Path, int]) -> Iterator[str]:
-    """Yield a line for each folder of this machine that has no room for its files in the place of earlier ones."""
+    """Yield a line for each folder of this machine that lacks room for its files even without earlier ones."""
     for folder, size in files.items():
         room = free_bytes(folder) + sum(file.stat().st_size for file in earlier_files(folder))
         if size > room:
-            found = f"{folder} (NVMe) has room for {room / GIB:.2f} of {size / GIB:.2f} GiB"
-            yield f"{found}: free some, or give an nvme_path on another disk"
+            fault = f"{folder} (NVMe) has room for {room / GIB:.2f} of {size / GIB:.2f} GiB"
+            yield f"{fault}: free some, or give an nvme_path on another disk"

@@ -1,9 +1,9 @@
 """Estimate the time of a stage's phases from its kernels and data sheets; rough, and labelled so.
 
-A pass takes the longer of its kernels on the device and of launching them from the host, a decode step what it reads
-and a little for each kernel. Kernels are those of the pass on the meta device (`counting.py`). The constants were set
-from runs on H200s (docs/memory.md); other devices are taken to reach the same shares of their data sheets. Exchange
-between GPUs is counted by `exchange.py`. Not counted: offload, data, evaluation and saving.
+A pass takes the device's time for its kernels or the host's time to launch them, whichever is longer; a decode step
+takes the time to read its data and a constant for each kernel. Kernels are those of the pass on the meta device
+(`counting.py`). The constants were set from runs on H200s (docs/memory.md); other devices are assumed to reach the same
+shares of their data sheets. `exchange.py` counts exchange between GPUs. Not counted: offload, data, evaluation, saving.
 """
 
 from collections.abc import Mapping
@@ -14,33 +14,37 @@ from pipeline.launching.target import COPIES, Target
 from pipeline.models.flops import training_work
 from pipeline.planning.counting import Kernel
 from pipeline.planning.measurement import build, count_pass, model_size
-from pipeline.planning.memory import MemoryPlan, device_of, gathers_once
+from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
+from pipeline.planning.states import device_of, gathers_once
 
-# Each constant with the runs on H200s that it was set from; docs/memory.md compares them with all others.
-# Of the TFLOP/s, by products and attention: 97 % of what large products reach, as in the profile of a step of OPT-1.3B.
-# Of the bandwidth, by all other kernels of a pass: steps of OPT-1.3B with 16 to 64 rows.
-PRODUCTS, MOVED = 0.78, 0.47
-LAUNCH_S = 33e-6  # of the host, for a kernel of a pass: training of Llama-7B with LoRA, four rows
-# Of the bandwidth, by kernels that dequantise int8 codes: for a pass, and in the products of a decode step, which read
-# codes alone. Scoring and the rollout of Llama-7B in int8.
-DEQUANTISED, CODES = 0.11, 0.17
+# Each constant names the runs on H200s that it was set from; without it at least one phase in the table of
+# docs/memory.md moves by 5 %.
+# Share of the TFLOP/s that products and attention reach: 97 % of what large products do, as in the profile of a step of
+# OPT-1.3B.
+PRODUCTS = 0.78
+# Share of the bandwidth that all other kernels of a pass reach: steps of OPT-1.3B with 16 to 64 rows.
+MOVED = 0.47
+# Seconds that the host takes to launch a kernel of a pass: training of Llama-7B with LoRA, four rows.
+LAUNCH_S = 33e-6
+# Share of the bandwidth that kernels reach which dequantise int8 codes, in passes: scoring of Llama-7B in int8.
+DEQUANTISED = 0.11
+# Share of the bandwidth at which products of a decode step read int8 codes: the rollout of Llama-7B in int8.
+CODES = 0.17
 # Bytes that an optimizer step reads and writes, at the speed of copies, for each of its states: gradients flattened
 # (2 + 2 bytes a weight), normed (2), in fp32 (2 + 4), clipped (4 + 4), AdamW (16 + 12), new weights (4 + 2); 12 states.
 STEP_TRAFFIC = 54 / 12
-DECODE_KERNEL_S = 4e-6  # for a kernel of a decode step beside what it reads at the speed of copies: OPT-1.3B, 64 rows
-# DeepSpeed's Python: for a hook at the gradient of a parameter, in which the host works (GPT2-XL, ZeRO-2 and 3); to
-# gather a layer around a pass (zero3.py) and, at stage 0, to look at a gradient (GPT2-XL), for which the device waits.
+# Seconds that a kernel adds to a decode step, besides reading at the speed of copies: OPT-1.3B, 64 rows.
+DECODE_KERNEL_S = 4e-6
+# Seconds of DeepSpeed's Python on the host: to run the hook of a gradient (GPT2-XL, ZeRO-2 and 3), to gather a layer
+# around a pass (zero3.py), and to check a gradient at stage 0 (GPT2-XL). The device waits for the last two.
 HOOK_S, GATHER_S, LOOK_S = 220e-6, 3e-3, 100e-6
-# A graph is captured after two decode steps that are launched one kernel after the other, like itself; the host takes
-# so many seconds for a layer (OPT-1.3B's 256 decode steps of 24 layers took 1.92 s so, docs/benchmarks).
-LAUNCHED_STEPS, LAYER_S = 3, 0.3e-3
 
 
 def pass_seconds(use: ModelUse, dtype: str, step: Pass, target: Target, *, hooked: bool = False) -> float:
-    """Return the seconds of all passes like `step`: those of the device, or where they are longer those of the host.
+    """Return the seconds of all passes like `step`: the device's or the host's, whichever are more.
 
-    The host launches kernels, and calls hooks at the gradients of parameters if there are any.
+    The host launches kernels, and if the model is `hooked` runs the hooks of gradients.
     """
     use = replace(use, on_cpu=target.is_cpu, trained=use.trained and not step.without_adapters)
     kernels = count_pass(use, dtype, replace(step, times=1, without_adapters=False)).kernels
@@ -69,9 +73,9 @@ def kernel_seconds(kernel: Kernel, target: Target) -> float:
 
 
 def decode_seconds(actor: ModelUse, dtype: str, rollout: Rollout, target: Target, *, slots: int) -> float:
-    """Return the seconds of a rollout's decode steps, which read weights, and keys and values of half the new tokens.
+    """Return the seconds of a rollout's decode steps, which read the weights, and a KV cache of mean length.
 
-    Tables of embeddings are looked up, not read.
+    Embedding tables are not read as a whole.
     """
     size, head = model_size(actor, dtype), training_work(build(actor, dtype).model).head_weights
     weights = (size.num_bytes - (size.embeddings - head) * size.element) / rollout.tensor_parallel_size
@@ -83,20 +87,11 @@ def decode_seconds(actor: ModelUse, dtype: str, rollout: Rollout, target: Target
     return rollout.rounds(slots) * rollout.num_new_tokens * step
 
 
-def renewal_seconds(needs: StageNeeds, plan: MemoryPlan, target: Target) -> float:
-    """Return the seconds in which a rollout gets back what left the device after the last one; 0: none, or not known.
-
-    The KV cache is zeroed and its graph captured; optimizer states go to the host and back at its measured speed. What
-    the driver takes to free and allocate is not counted.
-    """
-    seconds = 0.0
-    if needs.rollout and target.tb_per_s and not plan.keeps_rollout:
-        cache = needs.rollout.num_bytes(plan.slots) - needs.rollout.copied_bytes
-        seconds += cache / (target.tb_per_s * 1e12 * COPIES) + LAUNCHED_STEPS * LAYER_S * plan.sizes["actor"].num_layers
-    if needs.idle_states_leave and target.measured:
-        leaving = sum(held.optimizer for held in plan.states.values())
-        seconds += 2 * leaving / (target.measured.host_gb_per_s * 1e9)
-    return seconds
+def states_seconds(needs: StageNeeds, plan: MemoryPlan, target: Target) -> float:
+    """Return the seconds in which optimizer states move to the host and back around a rollout; 0: none, or unknown."""
+    if not (needs.idle_states_leave and target.measured):
+        return 0.0
+    return 2 * sum(states.optimizer for states in plan.states.values()) / (target.measured.host_gb_per_s * 1e9)
 
 
 def phase_seconds(
@@ -104,7 +99,8 @@ def phase_seconds(
 ) -> Mapping[str, float]:
     """Return the seconds of each phase of a step, of stage 3 of a rollout with its steps, for rows of full length.
 
-    Empty where the target's speeds, or the work of a model, are not known; its TFLOP/s are those of 16 bits.
+    Empty in fp32, since a target's TFLOP/s are those of 16 bits, and where its speeds or a model's operations are not
+    known.
     """
     if not (target.tflops and target.tb_per_s) or dtype == "fp32":
         return {}
@@ -118,7 +114,7 @@ def phase_seconds(
         for name, passes in needs.phases.items()
         if name != "evaluate"
     }
-    states = sum(held.optimizer for held in plan.states.values())
+    states = sum(states.optimizer for states in plan.states.values())
     seconds["train"] += needs.steps_each * STEP_TRAFFIC * states / (target.tb_per_s * 1e12 * COPIES)
     if needs.rollout:
         seconds["generate"] += decode_seconds(uses["actor"], dtype, needs.rollout, target, slots=plan.slots)

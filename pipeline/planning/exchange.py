@@ -1,4 +1,4 @@
-"""Estimate the time that GPUs exchange tensors, and wait for the longest response, in each phase of a step.
+"""Estimate the time that GPUs exchange tensors in each phase of a step.
 
 Collectives are rings by the stated bandwidths of a target (docs/scale.md), none overlapped with computation. Not
 counted: what Python takes at each parameter under ZeRO stage 3, and the few bytes of metrics and lengths.
@@ -7,43 +7,39 @@ counted: what Python takes at each parameter under ZeRO stage 3, and the few byt
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heapreplace
-from random import Random
-from statistics import mean
 from typing import Self
 
 from pipeline.configuration.ds_config import Json
 from pipeline.launching.target import LINKS, Target
-from pipeline.planning.memory import MemoryPlan, device_of, gathers_once, gradient_bytes
+from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import Rollout, StageNeeds
+from pipeline.planning.states import device_of, gathers_once, gradient_bytes
 
-# Seconds of a collective, and of each hop of its ring: hops as in NCCL's own model of rings, the start from rollouts
-# that two and four GPUs shared.
-SIMULATED_RANKS = 512  # at least, so that a few ranks are simulated several times
-START, HOP, NETWORK_HOP = 15e-6, 3.4e-6, 14e-6
+# Seconds to start a collective, from rollouts that two and four GPUs shared, and of each hop of its ring, as in NCCL's
+# model.
+START, HOP = 15e-6, 3.4e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """GPUs that exchange tensors in rings: `ranks` on `hosts` machines, each sending `bytes_per_s`."""
+    """GPUs that exchange tensors in rings: `ranks` of them, each sending `bytes_per_s`."""
 
     ranks: int
-    hosts: int
     bytes_per_s: float
 
     @classmethod
     def of(cls, target: Target, ranks: int) -> Self:
         """Return the ring of so many neighbouring GPUs. Between machines all GPUs of one share its network."""
-        hosts = target.hosts_of(ranks)
-        gb_per_s = target.link_gb_per_s if hosts == 1 else min(target.link_gb_per_s, target.network_gb_per_s)
-        return cls(ranks, hosts, gb_per_s * 1e9 * LINKS)
+        is_local = target.hosts_of(ranks) == 1
+        gb_per_s = target.link_gb_per_s if is_local else min(target.link_gb_per_s, target.network_gb_per_s)
+        return cls(ranks, gb_per_s * 1e9 * LINKS)
 
     def gather(self, num_bytes: float, calls: float = 1) -> float:
         """Return the seconds of all-gathers, or reduce-scatters, of so many bytes of whole tensors in `calls`."""
         if self.ranks == 1:
             return 0.0
-        hops = (self.ranks - self.hosts) * HOP + (self.hosts if self.hosts > 1 else 0) * NETWORK_HOP
-        return (self.ranks - 1) / self.ranks * num_bytes / self.bytes_per_s + calls * (START + hops)
+        steps = self.ranks - 1
+        return steps / self.ranks * num_bytes / self.bytes_per_s + calls * (START + steps * HOP)
 
     def reduce(self, num_bytes: float, calls: float = 1) -> float:
         """Return the seconds of all-reduces: a reduce-scatter and an all-gather, started once."""
@@ -103,21 +99,3 @@ def rollout_seconds(rollout: Rollout, plan: MemoryPlan, target: Target) -> float
     calls = 2 * size.num_layers  # after attention and after the MLP of each layer
     rows = min(plan.slots, rollout.num_responses) * rollout.tensor_parallel_size
     return decode_steps * group.reduce(calls * rows * rollout.hidden_bytes, calls)
-
-
-def waiting_share(rollout: Rollout, ranks: int, slots: int, mean_length: float) -> float:
-    """Return the share of a rollout that ranks wait for the one that samples longest, of 0 to 1.
-
-    Responses are simulated: each token ends one with the same chance, so that they have a mean length of `mean_length`
-    tokens before they are cut. A rank gives a free slot to its next response.
-    """
-    random, ends_by_rank = Random(0), list[int]()
-    repeats = -(-SIMULATED_RANKS // ranks)
-    for _ in range(repeats * ranks):
-        ends = [0] * min(slots, rollout.num_responses)
-        for _ in range(rollout.num_responses):
-            length = math.ceil(math.log(1.0 - random.random()) / math.log1p(-1 / mean_length)) or 1
-            heapreplace(ends, ends[0] + min(length, rollout.num_new_tokens))
-        ends_by_rank.append(max(ends))
-    longest = (max(ends_by_rank[start::repeats]) for start in range(repeats))
-    return 1.0 - mean(ends_by_rank) / mean(longest)

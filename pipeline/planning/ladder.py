@@ -16,8 +16,8 @@ from pipeline.planning.page import StagePlanner, fits, host_text
 
 Values = Mapping[str, Any]
 LORA_DIM = 16
-LEAST_SHARE = 0.01  # of what is missing: a change that gives less back is not worth its cost
-STAGE, AWAY = "zero_stage", "offload_optimizer_during_rollout"
+LEAST_SHARE = 0.01  # Share of what is missing below which a change is not worth its cost.
+STAGE, OFFLOAD_DURING_ROLLOUT = "zero_stage", "offload_optimizer_during_rollout"
 
 
 def named(values: Values, flag: str) -> list[str]:
@@ -26,28 +26,28 @@ def named(values: Values, flag: str) -> list[str]:
 
 
 def smaller_micro_batch(values: Values, ranks: int) -> dict[str, Any]:
-    """Halve the micro-batch, to a divisor of the rows that a rank has in an optimizer step: they stay as many.
+    """Halve the micro-batch, to a divisor of a rank's rows in an optimizer step, whose number stays the same.
 
-    Those are the rows that --train_batch_size means, where the ranks divide it; else those that it came to.
+    --train_batch_size gives that number where the ranks divide it; else the rows that it was rounded to.
     """
     micro, meant = values["per_device_train_batch_size"], values["train_batch_size"]
     rows = micro * values["gradient_accumulation_steps"]
-    kept: dict[str, Any] = {}
+    total: dict[str, Any] = {}
     if meant and meant % ranks == 0:
         rows = meant // ranks
     elif meant:
-        kept = {"train_batch_size": rows * ranks}  # accumulation follows from it
+        total = {"train_batch_size": rows * ranks}  # accumulation follows from it
     sizes = [size for size in range(1, micro) if rows % size == 0 and size <= -(-micro // 2)]
     if not sizes:
         return {}
-    return {"per_device_train_batch_size": sizes[-1], "gradient_accumulation_steps": rows // sizes[-1], **kept}
+    return {"per_device_train_batch_size": sizes[-1], "gradient_accumulation_steps": rows // sizes[-1], **total}
 
 
 def with_checkpointing(values: Values, ranks: int) -> dict[str, Any]:
     return {name: True for name in named(values, "gradient_checkpointing") if not values[name]}
 
 
-def saved_in_turn(values: Values, ranks: int) -> dict[str, Any]:
+def save_synchronously(values: Values, ranks: int) -> dict[str, Any]:
     return {"save_in_background": False} if values["save_in_background"] else {}
 
 
@@ -66,9 +66,9 @@ def states_in_8_bits(values: Values, ranks: int) -> dict[str, Any]:
     return {"optimizer_states": "8bit"} if find_spec("bitsandbytes") else {}
 
 
-def states_away(values: Values, ranks: int) -> dict[str, Any]:
+def offload_states_during_rollout(values: Values, ranks: int) -> dict[str, Any]:
     """Keep optimizer states in host memory during rollouts; no change where the stage has none."""
-    return {} if values["offload"] or AWAY not in values else {AWAY: True}
+    return {} if values["offload"] or OFFLOAD_DURING_ROLLOUT not in values else {OFFLOAD_DURING_ROLLOUT: True}
 
 
 def optimizer_offload(values: Values, ranks: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def optimizer_offload(values: Values, ranks: int) -> dict[str, Any]:
     changed = {"offload": True, "optimizer_states": "fp32"} | {
         name: 1 for name in named(values, STAGE) if not values[name]
     }
-    return changed | ({AWAY: False} if AWAY in values else {})
+    return changed | ({OFFLOAD_DURING_ROLLOUT: False} if OFFLOAD_DURING_ROLLOUT in values else {})
 
 
 def parameter_offload(values: Values, ranks: int) -> dict[str, Any]:
@@ -102,13 +102,13 @@ def int8_base(values: Values, ranks: int) -> dict[str, Any]:
 
 # (change, what it costs), the cheapest first.
 CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
-    (saved_in_turn, "training waits for each checkpoint"),
+    (save_synchronously, "training waits for each checkpoint"),
     (smaller_micro_batch, "smaller products"),
     (with_checkpointing, "one more forward pass"),
     (partitioned(1), "the weights are gathered once a step"),
     (partitioned(2), "gradients are reduced in each micro-batch"),
     (states_in_8_bits, "rounded moments"),
-    (states_away, "states cross the bus twice a rollout"),
+    (offload_states_during_rollout, "states cross the bus twice a rollout"),
     (optimizer_offload, "states cross the bus each step"),
     (partitioned(3), "weights are gathered in each pass"),
     (parameter_offload, "weights cross the bus in each pass"),
@@ -119,7 +119,15 @@ CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Flags that are changed together, the settings and the plan with them; bytes freed of a GPU and of the host."""
+    """Flags that are changed together.
+
+    flags: their names and new values.
+    resolved: the settings with them.
+    plan: the plan with them.
+    gained: bytes freed of a GPU.
+    gained_on_host: bytes freed of the host.
+    cost: what they cost, in words.
+    """
 
     flags: Mapping[str, Any]
     resolved: Resolved
@@ -144,16 +152,16 @@ def size(num_bytes: int) -> str:
 def changes(planner: StagePlanner, resolved: Resolved) -> Iterator[Change]:
     """Yield each change that gives back what is missing, planned with those before it, until the plan fits.
 
-    After each one the cheapest are tried first again: activations may be the peak once states are small. A micro-batch
-    is never raised again, since the first plan that fits is taken: `--auto_batch` finds the largest one beside it.
+    After each change the cheapest are tried first again: activations may be the peak once states are small. No change
+    raises a micro-batch: `--auto_batch` finds the largest one.
     """
     target, before = planner.target, planner.memory(resolved)
     while not fits(before, target):
-        found = next(filter(None, (changed(planner, resolved, before, *change) for change in CHANGES)), None)
-        if found is None:
+        cheapest = next(filter(None, (changed(planner, resolved, before, *change) for change in CHANGES)), None)
+        if cheapest is None:
             return
-        resolved, before = found.resolved, found.plan
-        yield found
+        resolved, before = cheapest.resolved, cheapest.plan
+        yield cheapest
 
 
 def changed(
@@ -180,7 +188,8 @@ def changed(
     lacking_on_host = before.on_host[0] - target.host_memory if target.host_memory else 0
     if not (helps(gained, lacking) or helps(gained_on_host, lacking_on_host)):
         return None
-    new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)  # it follows
+    # Accumulation follows from --train_batch_size.
+    new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)
     return Change(new, resolved, plan, gained, gained_on_host, cost)
 
 

@@ -27,12 +27,13 @@ from pipeline.configuration.flags import load_yaml
 from pipeline.errors import InputError
 from pipeline.kernels.fused_layers import MIN_ELEMENTS, RMS_NORMS
 from pipeline.kernels.token_statistics import LogitScaling
-from pipeline.launching.launcher import launch_file
-from pipeline.models.causal_lm import CausalLM
-from pipeline.models.loading import DTYPES, base_model, load_config, use_gradient_checkpointing, without_dropout
-from pipeline.models.lora import add_lora, linear_names, quantise_to_int8
+from pipeline.launching.scripts import launch_file
+from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
+from pipeline.models.loading import DTYPES, base_model, use_gradient_checkpointing, without_dropout
+from pipeline.models.lora import add_lora, keep_norms_in_fp32, linear_names, quantise_to_int8
 from pipeline.models.reward_model import FloatLinear, TokenValueModel, check_score_class
-from pipeline.models.seq2seq_lm import Seq2SeqLM
+from pipeline.models.source import ModelSource
 from pipeline.planning.counting import PassCount, PassCounter
 from pipeline.planning.needs import ModelUse, Pass
 
@@ -55,7 +56,7 @@ def counted_attention(
 ) -> tuple[Tensor, None]:
     """Attend as torch's flash kernel does, whatever the mask: it keeps inputs, output and one number per query.
 
-    With a bias that is learned (T5) it is the memory-efficient kernel, which also keeps bias and mask of all rows.
+    With a learned bias (T5) attend as the memory-efficient kernel, which also keeps bias and mask of all rows.
     """
     if position_bias is None:
         attend = torch.ops.aten._scaled_dot_product_flash_attention
@@ -82,6 +83,24 @@ class KeepsInput(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return torch.mul(x, gradients[0], out=torch.empty_like(x)), torch.empty_like(weight)
+
+
+class CountedNorm(nn.Module):
+    """An RMSNorm that keeps what it keeps on a GPU with triton; the base class before one of RMS_NORMS."""
+
+    weight: nn.Parameter
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map (..., H) to (..., H) without values where the kernel would norm them."""
+        if hidden_states.numel() <= MIN_ELEMENTS:
+            return super().forward(hidden_states)
+        return KeepsInput.apply(hidden_states, self.weight)
+
+
+@cache
+def counted_norm(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `CountedNorm` and `kind`; one class for all norms of a kind."""
+    return type(kind.__name__, (CountedNorm, kind), {})
 
 
 class KeepsLogits(torch.autograd.Function):
@@ -130,10 +149,17 @@ class CountedSeq2SeqLM(Seq2SeqLM):
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of weights, tied ones once, and bytes of all weights and buffers as they are loaded.
+    """Numbers of weights, tied ones once, and bytes as they are loaded.
 
-    linear: of linear layers but the heads. largest: of the largest parameter. layer: of the largest decoder layer.
-    tied: of the head, if it is the embedding.
+    weights: all weights.
+    trained: weights that are trained.
+    embeddings: weights of tables of embeddings, and of the head.
+    linear: weights of linear layers but the heads.
+    largest: weights of the largest parameter.
+    layer: weights of the largest decoder layer.
+    num_bytes: bytes of all weights and buffers.
+    element: bytes of a weight that is trained.
+    tied: weights of the head, if it is the embedding.
     """
 
     weights: int
@@ -151,12 +177,8 @@ class ModelSize:
         """The number of decoder layers, 1 where none is known."""
         return max(1, (self.weights - self.embeddings) // self.layer) if self.layer else 1
 
-    @property
-    def frozen_bytes(self) -> int:
-        return self.num_bytes - self.trained * self.element
-
     @classmethod
-    def of(cls, model: Any, *, quantization: str) -> Self:
+    def of(cls, model: PreTrainedModel, *, quantization: str) -> Self:
         """Count a transformers or peft model on the meta device."""
         parameters = list(model.parameters())
         embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -184,13 +206,14 @@ class ModelSize:
         )
 
 
-def saved_by_nf4(model: Any) -> int:
+def saved_by_nf4(model: PreTrainedModel) -> int:
     """Return the bytes that 4-bit linear layers take less; by config.json's entry, where they are stored in 4 bits."""
     entry = getattr(model.config, "quantization_config", None) or {"bnb_4bit_use_double_quant": True}
     skipped = entry.get("llm_int8_skip_modules")
     names = [name for name in linear_names(model, "all-linear") if should_convert_module(name, skipped)]
+    layers: list[Any] = [model.get_submodule(name) for name in names]
     packed = DOUBLE_NF4_BYTES if entry.get("bnb_4bit_use_double_quant") else NF4_BYTES
-    return int(sum(model.get_submodule(name).weight.numel() for name in names) * (model.dtype.itemsize - packed))
+    return int(sum(layer.weight.numel() for layer in layers) * (model.dtype.itemsize - packed))
 
 
 @cache
@@ -200,10 +223,10 @@ def shapes() -> dict[str, dict[str, Any]]:
 
 
 def planned_config(path: str) -> PretrainedConfig:
-    """Return the configuration of a model: of a known hub id without looking at the hub. Raises as `load_config`."""
+    """Return the configuration of a model: of a known hub id without the hub. Raises as `ModelSource.config`."""
     known = shapes().get(path.removesuffix("-Instruct"))
     if known is None or Path(path).exists():
-        return load_config(path)
+        return ModelSource(path).config
     config: PretrainedConfig = AutoConfig.for_model(**known)
     return config
 
@@ -231,6 +254,11 @@ def build(use: ModelUse, dtype: str) -> Any:
             model = with_lora(model, use).to(DTYPES[dtype])  # peft leaves adapters in fp32 on the meta device
         if use.trained and settings.gradient_checkpointing:
             use_gradient_checkpointing(base_model(model))
+    for module in model.modules():
+        kind: Any = type(module)
+        if kind.__name__ in RMS_NORMS and not use.on_cpu:
+            module.__class__ = counted_norm(kind)
+    keep_norms_in_fp32(model, settings.quantization)
     if not use.trained:
         model.requires_grad_(False)
     if use.has_values:
@@ -241,7 +269,7 @@ def build(use: ModelUse, dtype: str) -> Any:
     return kinds[0 if config.is_encoder_decoder else 1](model).train(use.trained)
 
 
-def with_lora(model: Any, use: ModelUse) -> Any:
+def with_lora(model: PreTrainedModel, use: ModelUse) -> Any:
     """Wrap a model with the adapters that training gives it."""
     task = "SEQ_CLS" if use.has_values else "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     return add_lora(
@@ -288,13 +316,11 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
     wrapped = build(use, dtype)
     of_two = isinstance(wrapped, Seq2SeqLM)
     device, rows, length = torch.device("meta"), work.rows, work.length // 2 if of_two else work.length
-    if not use.on_cpu:
-        fuse_norms(wrapped, rows * length)
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if work.accumulates else None
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-    # A dense mask, which transformers takes as it is: it looks into the values of another one. BLOOM makes its own.
+    # transformers uses a dense mask as it is and reads the values of any other; BLOOM makes its own dense mask.
     makes_mask = base_model(wrapped.model).config.model_type == "bloom"
     shape = (rows, length) if makes_mask else (1, 1, length, length)
     mask = torch.ones(shape, dtype=torch.bool, device=device)
@@ -320,13 +346,3 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
     for parameter in trained:
         parameter.grad = None
     return PassCount(counter.peak, counter.kernels)
-
-
-def fuse_norms(model: nn.Module, num_tokens: int) -> None:
-    """Let RMSNorms of a meta model keep what the kernels of a GPU keep, where they are used for that many tokens."""
-    for module in model.modules():
-        if type(module).__name__ in RMS_NORMS:
-            weight: Any = module.weight
-            vars(module).pop("forward", None)
-            if num_tokens * weight.numel() > MIN_ELEMENTS:
-                module.forward = lambda x, weight=weight: KeepsInput.apply(x, weight)

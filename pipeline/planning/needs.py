@@ -1,9 +1,12 @@
-"""Types of a stage's needs: the models and passes of each phase, as its own `needs.py` tells them to the planner."""
+"""A stage's needs: the models and passes of each phase, which its `needs.py` gives to the planner."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from pipeline.cache_memory import tokens_that_fit
 from pipeline.configuration.groups import ModelConfig, OptimizerConfig
+from pipeline.configuration.stage import SupervisedConfig
+from pipeline.data.batching import total_steps
 from pipeline.errors import counted
 
 
@@ -11,9 +14,13 @@ from pipeline.errors import counted
 class ModelUse:
     """A model that a stage holds on every rank.
 
-    role: the name of its engine, as in the stage's DeepSpeed JSONs. path: the folder or hub id whose config.json has
-    its shape. settings: its flags, or those of its trained twin. has_values: a scalar head, not a language model's.
-    only_lora: with LoRA, nothing else is trained. averaged: a moving average is kept in fp32.
+    role: the name of its engine, as in the stage's DeepSpeed JSONs.
+    path: the folder or hub id whose config.json has its shape.
+    settings: its flags, or those of its trained twin.
+    trained: it has an optimizer.
+    has_values: it has a scalar head, not a language model's.
+    only_lora: with LoRA, nothing else is trained.
+    averaged: it has a moving average in fp32.
     on_cpu: it computes without the kernels of a GPU.
     """
 
@@ -31,8 +38,14 @@ class ModelUse:
 class Pass:
     """The largest forward pass of a model in a phase, or forward and backward pass, on one rank.
 
-    num_head_tokens: tokens that pass through a language model's head. accumulates: gradients of an earlier pass exist.
-    times: passes like it in a step, or in stage 3 in a rollout. without_adapters: those of LoRA are switched off.
+    role: the role of the model.
+    rows: sequences that pass at once.
+    length: tokens of each sequence.
+    num_head_tokens: tokens that pass through a language model's head.
+    trains: there is a backward pass.
+    accumulates: gradients of an earlier pass exist.
+    times: passes like it in a step, or in stage 3 in a rollout.
+    without_adapters: adapters of LoRA are switched off.
     """
 
     role: str
@@ -47,26 +60,31 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The buffers of generation: a KV cache of `slots` rows of `cache_length` tokens, and copied weights.
+    """The buffers of generation: a KV cache, and copied weights.
 
-    bytes_per_token: keys and values of a token, in all layers. copied_bytes: weights that generation copies, at most.
-    num_responses, num_new_tokens: of a rollout on a rank, at most. share_of_free: of the free memory that the cache may
-    take; with fewer slots the other responses wait. always_released: the buffers are given back before the update; else
-    they are where it has no memory beside them. tensor_parallel_size: GPUs that share the weights, each with as many
-    rows; hidden_bytes: of a token's hidden state, which they exchange. logits_bytes: of a slot's logits at a decode
-    step, with what the draw makes of them.
+    slots: rows of the KV cache, at most; with fewer of them some responses wait for a free one.
+    cache_length: tokens of a slot.
+    bytes_per_token: bytes of a token's keys and values, in all layers.
+    copied_bytes: bytes of the weights that generation copies.
+    num_responses: responses of a rollout on a rank, at most.
+    num_new_tokens: tokens of a response, at most.
+    always_released: the KV cache is freed before every update; False: only where an update would not fit beside it.
+    merges_adapters: adapters of LoRA are merged into the copied weights.
+    tensor_parallel_size: GPUs that share the weights, each with as many rows.
+    hidden_bytes: bytes of a token's hidden state, which these GPUs exchange.
+    logits_bytes: bytes of a slot's logits at a decode step, and of what the draw computes from them.
     gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: they are not streamed.
-    kernels_per_step: of a decode step.
+    kernels_per_step: kernels of a decode step.
     """
 
     slots: int
     cache_length: int
     bytes_per_token: int
     copied_bytes: int
-    share_of_free: float
     num_responses: int
     num_new_tokens: int
     always_released: bool
+    merges_adapters: bool
     tensor_parallel_size: int
     hidden_bytes: int
     logits_bytes: int
@@ -79,8 +97,8 @@ class Rollout:
 
     def slots_that_fit(self, free: int) -> int:
         """Return the rows of a cache beside which a device has so many free bytes, one at least."""
-        slot = self.cache_length * self.bytes_per_token
-        return max(1, min(self.slots, int(self.share_of_free * (free - self.copied_bytes) // slot)))
+        tokens = tokens_that_fit(free - self.copied_bytes, self.bytes_per_token)
+        return max(1, min(self.slots, tokens // self.cache_length))
 
     def num_bytes(self, slots: int) -> int:
         """Return the bytes of copied weights and of a cache of so many rows."""
@@ -91,13 +109,19 @@ class Rollout:
 class StageNeeds:
     """The needs of a stage on one rank.
 
-    phases: passes by the names of phases (generate, score, train). batch: lines of batch arithmetic. idle_states_leave:
-    optimizer states are in host memory outside the training phase. steps_each: optimizer steps that the phases take.
+    models: models that the stage holds.
+    phases: passes by the names of phases (generate, score, train, evaluate).
+    batch: lines of batch arithmetic.
+    num_steps: number of rows or prompts -> optimizer steps of a run.
+    rollout: the buffers of generation; None for a stage that samples nothing.
+    idle_states_leave: optimizer states are in host memory outside the training phase.
+    steps_each: optimizer steps that the phases take.
     """
 
     models: Sequence[ModelUse]
     phases: Mapping[str, Sequence[Pass]]
     batch: Sequence[str]
+    num_steps: Callable[[int], int]
     rollout: Rollout | None = None
     idle_states_leave: bool = False
     steps_each: int = 1
@@ -108,3 +132,42 @@ def step_arithmetic(optimizer: OptimizerConfig, ranks: int, rows: str) -> str:
     micro, accumulation = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps
     product = f"micro-batch {micro} x {accumulation} accumulated x {counted(ranks, 'rank')}"
     return f"{product} = {micro * accumulation * ranks} {rows} an optimizer step"
+
+
+def supervised_needs(
+    config: SupervisedConfig,
+    base_of_output: Mapping[str, str],
+    ranks: int,
+    *,
+    length: int,
+    what: str,
+    sequences: int = 1,
+    has_values: bool = False,
+) -> StageNeeds:
+    """Return the needs of a rank of a stage that trains one model on rows of data.
+
+    Args:
+        base_of_output: folder of an earlier stage's output -> the model that it starts from.
+        length: tokens of a sequence.
+        what: the rows, in words.
+        sequences: sequences of a row.
+        has_values: the model has a scalar head.
+    """
+    optimizer, path, run = config.optimizer, config.model.model_name_or_path, config.run
+    steps, micro = optimizer.gradient_accumulation_steps, optimizer.per_device_train_batch_size
+
+    def forward(rows: int) -> Pass:
+        return Pass("model", sequences * rows, length, 0 if has_values else sequences * rows * (length - 1))
+
+    path, only_lora = base_of_output.get(path, path), config.deepspeed.only_optimize_lora
+    return StageNeeds(
+        models=[ModelUse("model", path, config.model, has_values=has_values, only_lora=only_lora)],
+        phases={
+            "train": [replace(forward(micro), trains=True, accumulates=steps > 1, times=steps)],
+            "evaluate": [forward(optimizer.per_device_eval_batch_size)],
+        },
+        batch=[step_arithmetic(optimizer, ranks, what)],
+        num_steps=lambda rows: total_steps(
+            rows, micro * steps * ranks, epochs=run.num_train_epochs, max_steps=run.max_steps
+        ),
+    )

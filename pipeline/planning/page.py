@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from pipeline.configuration.ds_config import Json
@@ -10,8 +11,8 @@ from pipeline.errors import counted
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import nvme_files, outputs, with_checkpoint, without_room
-from pipeline.planning.duration import phase_seconds, renewal_seconds, waiting_seconds
-from pipeline.planning.exchange import exchange_seconds, waiting_share
+from pipeline.planning.duration import phase_seconds, states_seconds, waiting_seconds
+from pipeline.planning.exchange import exchange_seconds
 from pipeline.planning.memory import PROCESS_BESIDE_GPU, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds
 
@@ -23,18 +24,20 @@ JsonsOf = Callable[[Resolved], Mapping[str, Json]]
 class StagePlanner:
     """A stage on a target, planned for any settings: those that were given, and those of the ladder.
 
-    needs_of: the stage's `needs`. jsons_of: the DeepSpeed JSONs of its engines. made: folder of an earlier stage's
-    output -> the model that it starts from.
+    needs_of: the stage's `needs`.
+    jsons_of: settings -> the DeepSpeed JSON of each engine.
+    base_of_output: folder of an earlier stage's output -> the model that it starts from.
+    target: the GPUs that are planned for.
     """
 
     needs_of: NeedsOf
     jsons_of: JsonsOf
-    made: Mapping[str, str]
+    base_of_output: Mapping[str, str]
     target: Target
 
     def needs(self, resolved: Resolved) -> StageNeeds:
         """Return what the stage needs under these settings. Raises InputError, EnvironmentFault."""
-        return self.needs_of(resolved.config, self.made, self.dtype(resolved), self.target.num_gpus)
+        return self.needs_of(resolved.config, self.base_of_output, self.dtype(resolved), self.target.num_gpus)
 
     def memory(self, resolved: Resolved) -> MemoryPlan:
         """Count the stage's memory under these settings. Raises InputError, EnvironmentFault."""
@@ -47,7 +50,7 @@ class StagePlanner:
             dtype=self.dtype(resolved),
             gather=config.deepspeed.zero3_gather,
         )
-        return with_checkpoint(plan, needs.models, engines, config)
+        return with_checkpoint(plan, needs.models, engines, config.run, config.optimizer.optimizer_states)
 
     def seconds(self, resolved: Resolved, plan: MemoryPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return the seconds of each phase, and those of them in which GPUs exchange tensors; {} where not known."""
@@ -55,11 +58,11 @@ class StagePlanner:
         gather = resolved.config.deepspeed.zero3_gather
         engines, dtype = self.jsons_of(resolved), self.dtype(resolved)
         exchanged = exchange_seconds(needs, engines, plan, target, gather=gather)
-        own = dict(phase_seconds(needs, engines, plan, dtype, target))
-        if needs.rollout and own:
-            own["generate"] += renewal_seconds(needs, plan, target)
+        computed = dict(phase_seconds(needs, engines, plan, dtype, target))
+        if computed and needs.idle_states_leave:
+            computed["generate"] += states_seconds(needs, plan, target)
         waited = waiting_seconds(needs, engines, plan, dtype, target, gather=gather)
-        return {name: value + waited[name] + exchanged.get(name, 0.0) for name, value in own.items()}, exchanged
+        return {name: value + waited[name] + exchanged.get(name, 0.0) for name, value in computed.items()}, exchanged
 
     def files(self, resolved: Resolved, plan: MemoryPlan) -> Mapping[Path, int]:
         """Return the bytes on a machine of each folder of NVMe that the stage offloads to."""
@@ -71,12 +74,12 @@ class StagePlanner:
 
     def dtype(self, resolved: Resolved) -> str:
         """Return `--dtype` with auto resolved for the target."""
-        asked: str = resolved.config.deepspeed.dtype
-        return self.target.dtype if asked == "auto" else asked
+        dtype: str = resolved.config.deepspeed.dtype
+        return self.target.dtype if dtype == "auto" else dtype
 
 
-def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tuple[list[str], MemoryPlan]:
-    """Return the lines of a stage's plan, and its memory; `num_steps` of the run, 0 where they are not known.
+def stage_page(planner: StagePlanner, resolved: Resolved, num_rows: float) -> tuple[list[str], MemoryPlan]:
+    """Return the lines of a stage's plan, and its memory; num_rows: rows or prompts of the run, 0 if not known.
 
     Raises:
         InputError, EnvironmentFault: see `StagePlanner.memory`.
@@ -85,8 +88,9 @@ def stage_page(planner: StagePlanner, resolved: Resolved, num_steps: int) -> tup
     source = " (described)" if planner.target.described else ""
     lines = [f"on {planner.target}{source}, {planner.dtype(resolved)}", *model_lines(plan)]
     lines += [f"  batch    {line}" for line in needs.batch]
+    run = resolved.config.run
+    num_steps = needs.num_steps(ceil(num_rows)) if num_rows or run.max_steps else 0
     if num_steps:
-        run = resolved.config.run
         why = "--max_steps" if run.max_steps else f"about; --num_train_epochs {run.num_train_epochs:g}"
         rollouts = f" in {counted(-(-num_steps // needs.steps_each), 'rollout')}" if needs.rollout else ""
         lines.append(f"  steps    {num_steps} of the optimizer{rollouts} ({why})")
@@ -128,13 +132,13 @@ def model_lines(plan: MemoryPlan) -> list[str]:
     head = ["weights, M", "trained", "no embedding", "GiB: weights", "gradients", "optimizer", "buffers"]
     lines = [row("model", head)]
     for role, size in plan.sizes.items():
-        held = plan.states[role]
+        states = plan.states[role]
         counts = [f"{count / 1e6:,.1f}" for count in (size.weights, size.trained, size.weights - size.embeddings)]
         # Weights, optimizer and buffers of all rows add up to the states of a phase; buckets are of a backward pass.
-        parts = (held.weights, held.gradients + held.buckets, held.optimizer, held.kept)
+        parts = (states.weights, states.gradients + states.buckets, states.optimizer, states.lasting_gradients)
         lines.append(row(role, [*counts, *map(gib, parts)]))
-        if held.average:
-            lines.append(row(f"{role}_ema", ["", "", "", gib(held.average), *[gib(0)] * 3]))
+        if states.average:
+            lines.append(row(f"{role}_ema", ["", "", "", gib(states.average), *[gib(0)] * 3]))
     return lines
 
 
@@ -161,21 +165,22 @@ def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target, *, faults
     """Return whether the stage fits, by how much, and what it takes of the host; faults: of the disks of offload."""
     lines = []
     if plan.slots:
-        kept = "kept during the update"
-        if not plan.keeps_rollout:
-            kept = "given back before the update, and made again with its graph for each rollout"
+        cache = "given back before the update, and made again with its graph for each rollout"
         if plan.on_cpu:
-            kept = "made for each rollout"
-        if renewal := renewal_seconds(needs, plan, target):
-            states = " with optimizer states moved to the host and back" if needs.idle_states_leave else ""
-            kept += f": {seconds_text(renewal)}{states if target.measured else ''} (estimate)"
-        lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {kept}")
+            cache = "made for each rollout"
+        elif plan.keeps_rollout:
+            cache = "kept during the update"
+        elif plan.phases["train"].rollout:
+            cache = "kept during the first update alone, and made again with its graph for each rollout"
+        if seconds := states_seconds(needs, plan, target):
+            cache += f": {seconds_text(seconds)} in which optimizer states move to the host and back (estimate)"
+        lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {cache}")
     lines.append(f"  host     {host_text(plan, target)}")
     return [*lines, f"  verdict  {'; '.join([verdict(plan, target), *faults])}"]
 
 
 def host_text(plan: MemoryPlan, target: Target) -> str:
-    """Return what the processes of a machine take of its memory, expected to high, and of what that is made."""
+    """Return what the processes of a machine take of its memory, expected to high, and its parts."""
     machine = "the largest machine" if target.is_uneven else "each machine"
     total = f"{' to '.join(map(gib, plan.on_host))} GiB of {machine}"
     if target.host_memory:
@@ -183,15 +188,14 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
     processes = counted(plan.per_host, "process")
     copied = f"{gib(plan.checkpoint)} for a checkpoint, " if plan.checkpoint else ""
     # On a CPU a process holds what it offloads, too: it is in the states of its phases.
-    away = (
-        plan.per_host * sum(held.host for held in plan.states.values()) if plan.on_cpu else plan.host - plan.checkpoint
-    )
-    offloaded = f"{gib(away)} offloaded, " if away else ""
+    states_on_cpu = plan.per_host * sum(states.host for states in plan.states.values())
+    num_bytes = states_on_cpu if plan.on_cpu else plan.host - plan.checkpoint
+    offloaded = f"{gib(num_bytes)} offloaded, " if num_bytes else ""
     if plan.on_cpu:
         return f"{total}: {copied}{offloaded}{processes}"
-    own = f"{copied}{processes} with {' to '.join(map(gib, PROCESS_BESIDE_GPU))} each"
+    each = f"{' to '.join(map(gib, PROCESS_BESIDE_GPU))} each"
     judged = "" if target.host_memory else "; not compared with its memory: give host_memory_gib in a target file"
-    return f"{total}: {offloaded}{own}{judged}"
+    return f"{total}: {offloaded}{copied}{processes} with {each}{judged}"
 
 
 def time_lines(
@@ -205,7 +209,7 @@ def time_lines(
 ) -> list[str]:
     """Return the time of the phases, and of the run where its steps are known; rough figures, of full-length rows.
 
-    is_measured: the target's speeds are, also that of the way of optimizer states that are offloaded during rollouts.
+    is_measured: the target's speeds are measured, also that of copies to host memory and back.
     """
     if not seconds:
         return []
@@ -216,7 +220,7 @@ def time_lines(
     line = f"  time     {phases}{whole}{run}: not measured; by the device's speeds and shares that an H200 reached"
     if plan.host > plan.checkpoint and not (needs.idle_states_leave and is_measured):
         line += "; what offload adds is not counted"
-    return [line, *(exchange_lines(needs, plan, seconds, exchanged) if plan.ranks > 1 else [])]
+    return [line, exchange_line(seconds, exchanged)] if plan.ranks > 1 else [line]
 
 
 def why_no_time(target: Target, dtype: str) -> str:
@@ -231,23 +235,19 @@ def why_no_time(target: Target, dtype: str) -> str:
     return "not planned: the operations of these models are not known"
 
 
-def exchange_lines(
-    needs: StageNeeds, plan: MemoryPlan, seconds: Mapping[str, float], exchanged: Mapping[str, float]
-) -> list[str]:
-    """Return the share of a step in which GPUs exchange tensors, and that of generation in which they wait."""
+def exchange_line(seconds: Mapping[str, float], exchanged: Mapping[str, float]) -> str:
+    """Return the share of a step in which GPUs exchange tensors."""
     share = sum(exchanged.values()) / sum(seconds.values())
     known = f"{share:.1%} of these times; not measured" if exchanged else "not counted: the bandwidths are not known"
-    lines = [f"  exchange {known}"]
-    if rollout := needs.rollout:
-        waits = waiting_share(rollout, plan.ranks, plan.slots, max(2.0, rollout.num_new_tokens / 2))
-        lines.append(f"  waiting  {waits:.0%} of generation, for responses of half the limit on average (simulated)")
-    return lines
+    return f"  exchange {known}"
 
 
 def disk_line(planner: StagePlanner, resolved: Resolved, plan: MemoryPlan) -> str:
     """Return what the stage's models, its checkpoints and what it offloads to NVMe take on the disk of a machine."""
-    taken = outputs(planner.needs(resolved).models, planner.dtype(resolved), resolved.config)
-    each = f", {taken.kept} x {gib(taken.checkpoint)} GiB of checkpoints at most" if taken.kept else ", no checkpoint"
+    config, models = resolved.config, planner.needs(resolved).models
+    taken = outputs(models, planner.dtype(resolved), config.run, saves_adapters=config.deepspeed.save_adapter_only)
+    number, size = taken.num_checkpoints, gib(taken.checkpoint)
+    each = f", {number} x {size} GiB of checkpoints at most" if number else ", no checkpoint"
     files = "".join(f", {gib(size)} GiB in {folder} (NVMe)" for folder, size in planner.files(resolved, plan).items())
     return f"  disk     {gib(sum(taken.models))} GiB of models{each}{files}"
 

@@ -1,7 +1,6 @@
 """Make room on the disks of NVMe offload when a stage starts, or refuse to start it, by the same count as its plan."""
 
 import socket
-from collections.abc import Callable
 
 from pipeline import dist
 from pipeline.configuration.ds_config import is_on_nvme
@@ -10,16 +9,12 @@ from pipeline.errors import EnvironmentFault
 from pipeline.files import refused_by_disk
 from pipeline.planning.disk import earlier_files, nvme_files, without_room
 from pipeline.planning.measurement import model_size
-from pipeline.planning.needs import StageNeeds
 from pipeline.rendezvous import local_size
 from pipeline.run.run import Run
 
 
-def make_room(run: Run, needs_of: Callable[..., StageNeeds]) -> None:
+def make_room(run: Run) -> None:
     """Delete what earlier runs have left in the folders of NVMe that this run's engines write to. A collective.
-
-    Args:
-        needs_of: the function of the stage's module `needs`.
 
     Raises:
         EnvironmentFault: on every rank, where a machine lacks room for the files of its own processes.
@@ -29,7 +24,7 @@ def make_room(run: Run, needs_of: Callable[..., StageNeeds]) -> None:
     if not any(is_on_nvme(json, "offload_optimizer") or is_on_nvme(json, "offload_param") for json in engines.values()):
         return
     dtype, size, here = compute_dtype(run), run.world.size, local_size()
-    sizes = {use.role: model_size(use, dtype) for use in needs_of(resolved.config, {}, dtype, size).models}
+    sizes = {use.role: model_size(use, dtype) for use in run.stage.needs(resolved.config, {}, dtype, size).models}
     files = nvme_files(sizes, engines, ranks=size, per_host=here)
 
     def look() -> None:

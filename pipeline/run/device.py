@@ -18,9 +18,15 @@ from pipeline.files import GIB, read_object, write_json
 class DeviceConstants:
     """Measured constants of a GPU, 0 where one could not be measured.
 
-    day: of the measurement (ISO). memory: bytes that a process can have. tflops: of products in bf16. tb_per_s: read
-    and written by copies. host_gb_per_s: of a copy from page-locked host memory. context, nccl: bytes that CUDA with
-    its kernels takes, and a communicator. link_gb_per_s: sent by each GPU of this machine in an all-reduce.
+    name: name of the GPU.
+    day: date of the measurement (ISO).
+    memory: bytes that a process can have.
+    tflops: TFLOP/s of matrix products in bf16.
+    tb_per_s: TB/s of copies on the GPU, bytes read and bytes written.
+    host_gb_per_s: GB/s of a copy from page-locked host memory.
+    context: bytes that CUDA takes with its kernels.
+    nccl: bytes that a communicator takes.
+    link_gb_per_s: GB/s that each GPU of this machine sends in an all-reduce.
     """
 
     name: str
@@ -55,20 +61,20 @@ def constants_file() -> Path:
 
 
 def device_key() -> str:
-    """Return this machine's GPU, torch and driver in words, as constants are kept by; empty where there is no GPU."""
-    found = query_gpu("name", "driver_version")
-    return f"{found[0]}, torch {metadata.version('torch')}, driver {found[1]}" if found else ""
+    """Return this machine's GPU, torch and driver in words, by which constants are stored; empty without a GPU."""
+    values = query_gpu("name", "driver_version")
+    return f"{values[0]}, torch {metadata.version('torch')}, driver {values[1]}" if values else ""
 
 
 def kept_constants() -> DeviceConstants | None:
     """Return the constants that were measured for this machine's GPU, torch and driver; None: not measured."""
-    kept = read_object(constants_file())
+    stored = read_object(constants_file())
     with suppress(TypeError, KeyError):  # of another version of this file
-        return DeviceConstants(**kept[device_key()]) if kept else None
+        return DeviceConstants(**stored[device_key()]) if stored else None
     return None
 
 
 def keep_constants(constants: DeviceConstants) -> None:
-    """Write the constants of this machine's GPU to the file, beside those of others. Raises EnvironmentFault."""
+    """Write the constants of this machine's GPU to the file, and leave those of others. Raises EnvironmentFault."""
     cache_folder(None)
     write_json(constants_file(), read_object(constants_file()) | {device_key(): asdict(constants)})

@@ -9,7 +9,6 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,16 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
 from pipeline.configuration.resume_rules import batch_sizes, changed_settings, defaults_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError
-from pipeline.files import has_config, model_fingerprint, refused_by_disk, write_json, write_text
-from pipeline.run.layout import automatic_file, done_file, model_folders
+from pipeline.files import has_config, model_fingerprint, read_object, refused_by_disk, write_json, write_text
+from pipeline.run.layout import automatic_file, done_file
 
 log = logging.getLogger(__name__)
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-IN_PLACE_OF = "# In place of: "  # begins the comment of automatic.yaml that holds what was given, as JSON
+IN_PLACE_OF = "# In place of: "  # first words of the comment of automatic.yaml with the given values, as JSON
 RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
 
 
@@ -64,18 +64,19 @@ def given_values(resolved: Resolved, names: Iterable[str]) -> dict[str, Any]:
 
 
 def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False) -> list[str] | None:
-    """Return the flags that --auto_fit and --auto_batch chose for the run that goes on here, as words; else None.
+    """Return the saved choice of --auto_fit and --auto_batch as words of a command line, for the run that resumes here.
 
-    So for those of --autotuning, where the run is `tuned`, in whatever rows of a step.
+    Flags given on this command line win over the saved choice, unless they are as they were when it was made. Returns
+    None if nothing resumes or nothing was chosen, and if an optimizer step is to have another number of rows than then.
 
-    A flag that is given now and was not given so then is left out: the given value holds. None, too, where another
-    number of rows is asked for in an optimizer step: it is not hidden by what was chosen.
+    Args:
+        tuned: return the choice of --autotuning, whatever the rows of an optimizer step.
 
     Raises:
-        InputError: a flag that is given now does not go with the chosen ones.
+        InputError: a flag of this command line contradicts the saved choice.
     """
     config, file = resolved.config, automatic_file(run_folder)
-    run: RunConfig = config.run
+    run = config.run
     saved = [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
     goes_on = run.resumes_from != "never" and any(map(Path.is_file, saved))
     if not ((run.auto_fit or run.auto_batch or tuned) and goes_on and file.is_file()):
@@ -89,15 +90,15 @@ def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False
         if rows != batch_sizes(config, 1)["rows of an optimizer step"]:
             return None
     given = given_values(resolved, flags)
-    own = {name for name, value in given.items() if value not in (flags[name], before.get(name))}
-    own |= set(BATCH if own & set(BATCH) else ())  # one without the other would change the rows of a step
-    chosen = {name: value for name, value in flags.items() if name not in own}
+    changed = {name for name, value in given.items() if value not in (flags[name], before.get(name))}
+    changed |= set(BATCH if changed & set(BATCH) else ())  # one without the other would change the rows of a step
+    chosen = {name: value for name, value in flags.items() if name not in changed}
     origins = resolved.origins | dict.fromkeys(chosen, str(file))
     validated(type(config), dict(flat_items(config)) | chosen, origins)
     return flag_words(chosen)
 
 
-def input_contents(config: Any) -> dict[str, Any]:
+def input_contents(config: StageConfig) -> dict[str, Any]:
     """Return {flag: content} of all data and start models; a hub id stands for its content."""
     data = {name: [data_content(path) for path in paths] for name, paths in values_by_rule(config, "data").items()}
     return data | {name: model_fingerprint(path) for name, path in values_by_rule(config, "model").items()}
@@ -109,20 +110,22 @@ def data_content(text: str) -> str:
     return f"{fingerprint(path) if is_local(path) else path}:{weight:g}"
 
 
-def compared_settings(config: Any) -> dict[str, Any]:
+def compared_settings(config: StageConfig) -> dict[str, Any]:
     """Return the flags that a finished run must share, as JSON has them."""
     settings: dict[str, Any] = json.loads(json.dumps(values_by_rule(config, "same") | values_by_rule(config, "output")))
     return settings
 
 
-def write_done(run_folder: Path, config: Any, stage: str, *, steps: int, ranks: int, inputs: Mapping[str, Any]) -> None:
+def write_done(
+    run_folder: Path, config: StageConfig, stage: Stage, *, steps: int, ranks: int, inputs: Mapping[str, Any]
+) -> None:
     """Mark a run as finished.
 
     Args:
         inputs: the contents of data and start models when the run began (`input_contents`).
     """
     content = {
-        "stage": stage,
+        "stage": stage.section,
         "steps": steps,
         "time": time.time(),
         "max_steps": config.run.max_steps,
@@ -135,7 +138,7 @@ def write_done(run_folder: Path, config: Any, stage: str, *, steps: int, ranks: 
         write_json(done_file(run_folder), content)
 
 
-def is_finished(run_folder: Path, config: Any, stage: str, *, ranks: int | None) -> bool:
+def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: int | None) -> bool:
     """Return True if the very run that `config` asks for is finished; False if there are steps to take.
 
     Args:
@@ -145,13 +148,11 @@ def is_finished(run_folder: Path, config: Any, stage: str, *, ranks: int | None)
         InputError: another run is finished here; a line for each difference, and how to go on.
     """
     run: RunConfig = config.run
-    done: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        done = json.loads(done_file(run_folder).read_text(encoding="utf-8"))
-    # Without a whole record the last checkpoint decides: it is compared with the settings before anything is resumed.
+    done = read_object(done_file(run_folder))
+    # Without a complete record the last checkpoint decides: its settings are compared before it is resumed.
     if run.resumes_from != "auto" or "sizes" not in done or run.max_steps > done["steps"]:
         return False
-    if missing := [folder for folder in model_folders(config, stage) if not has_config(folder)]:
+    if missing := [folder for folder in stage.outputs(config) if not has_config(folder)]:
         log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
         return False
     others, lengths = list(other_inputs(config, done, ranks)), list(other_length(run, done))
@@ -163,7 +164,7 @@ def is_finished(run_folder: Path, config: Any, stage: str, *, ranks: int | None)
     return True
 
 
-def other_inputs(config: Any, done: Mapping[str, Any], ranks: int | None) -> Iterator[str]:
+def other_inputs(config: StageConfig, done: Mapping[str, Any], ranks: int | None) -> Iterator[str]:
     """Yield a line for each setting, source, start model and batch that is not the finished run's."""
     yield from changed_settings(
         done["settings"], compared_settings(config), defaults=defaults_of(config), holder="the finished run"
@@ -181,7 +182,7 @@ def other_inputs(config: Any, done: Mapping[str, Any], ranks: int | None) -> Ite
 def other_length(run: RunConfig, done: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line where fewer steps or other epochs are asked for than the finished run has."""
     if run.max_steps not in (done["max_steps"], done["steps"]):
-        asked = run.max_steps or "0 (whole epochs)"
-        yield f"--max_steps: found {asked}, the finished run has {done['steps']} steps"
+        requested = run.max_steps or "0 (whole epochs)"
+        yield f"--max_steps: found {requested}, the finished run has {done['steps']} steps"
     elif not run.max_steps and run.num_train_epochs != done["num_train_epochs"]:
         yield f"--num_train_epochs: found {run.num_train_epochs:g}, the finished run has {done['num_train_epochs']:g}"

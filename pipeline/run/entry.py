@@ -3,20 +3,18 @@
 A stage reads its flags first, in milliseconds, then imports torch, then runs its loop. Imports no torch itself.
 """
 
-import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel
 
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.configuration.stage import Stage
 from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import (
     EXIT_DONE,
@@ -29,49 +27,37 @@ from pipeline.errors import (
 )
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.rendezvous import num_ranks
-from pipeline.run.layout import run_folder
-from pipeline.run.outcome import exit_code, own_rank, supervisor_name, write_outcome
+from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.output_checks import check_outputs
 from pipeline.run.stop_request import StopRequest, quit_now
 
 EARLY = "stopped before the first step, with nothing to save; the same command starts again"
 
-_run_dir: Path | None = None  # of the stage that was entered last
 
+def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Resolved], None]) -> int:
+    """Parse the flags of a stage and run its loop.
 
-def enter(
-    config_class: type[Group],
-    stage: str,
-    loop: str,
-    argv: list[str] | None,
-    *,
-    dry_run: Callable[[Resolved, str], None],
-) -> int:
-    """Parse the flags of `stage` (sft, reward, ppo) and run `loop`, the name of a module with `train(run, config)`.
-
-    In a dry run, rank 0 calls `dry_run(flags, stage)` instead. Returns the exit code of design.md, section 3.
+    In a dry run, rank 0 calls `dry_run(stage, flags)` instead. Returns the exit code of design.md, section 3.
     """
-    global _run_dir
     outlive_console()
-    prog = f"python -m {loop.rpartition('.')[0]}.main"
     try:
         check_srun()
-        resolved = read_flags(config_class, stage_arguments(argv), stage, prog=prog)
+        resolved = read_flags(stage, stage_arguments(argv))
         if not resolved.config.run.starts_nothing:  # else the ranks are those that it plans
             resolved = with_ranks(resolved, num_ranks())
         check_supervised(resolved.config.run)
     except RunError as error:
         return print_error(error) if is_first_process() else error.code
     if resolved.config.run.starts_nothing:
-        return run_command(lambda: dry_run(resolved, stage)) if own_rank() == 0 else EXIT_DONE
-    _run_dir = run_dir = run_folder(resolved.config.run, stage)
+        return run_command(lambda: dry_run(stage, resolved)) if own_rank() == 0 else EXIT_DONE
+    run_dir = stage.run_folder(resolved.config.run)
     # Before torch, which takes seconds to import: signals count from now on, and a supervisor knows of this rank.
     stop = StopRequest(lambda: leave_early(run_dir))
     if supervisor_name() is not None:
         write_outcome(run_dir, own_rank(), None, "running")
     from pipeline.run.run import run_stage
 
-    return run_stage(resolved, stage=stage, train=lambda: importlib.import_module(loop).train, stop=stop)
+    return run_stage(stage, resolved, stop=stop)
 
 
 def check_supervised(run: RunConfig) -> None:
@@ -100,9 +86,16 @@ def check_srun() -> None:
         )
 
 
-def read_flags(config_class: type[BaseModel], argv: list[str], stage: str, *, prog: str) -> Resolved:
-    """Parse the flags of a stage, and look at its folders; nothing is written yet. Raises InputError."""
-    resolved = parse(config_class, argv, section=stage, prog=prog)
+def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ()) -> Resolved:
+    """Parse the flags of a stage, and look at its folders; nothing is written yet.
+
+    Args:
+        sections: those that a YAML file may have; empty: not all are known here.
+
+    Raises:
+        InputError: wrong flags, files or folders.
+    """
+    resolved = parse(stage.config, argv, section=stage.section, sections=sections, prog=stage.program)
     check_outputs({stage: resolved.config})
     return resolved
 
@@ -111,7 +104,7 @@ def leave_early(run_dir: Path) -> None:
     """End a rank that was asked to stop while it reads data and models."""
     if supervisor_name() is not None:
         write_outcome(run_dir, own_rank(), EXIT_STOPPED, EARLY)
-        quit_now("", exit_code(EXIT_STOPPED, run_dir))
+        quit_now("", EXIT_STOPPED)
     quit_now(EARLY if own_rank() == 0 else "", EXIT_STOPPED)
 
 
@@ -119,7 +112,7 @@ def leave(code: int) -> None:
     """End the process of a stage with `code`. Interpreter teardown is skipped: process groups sometimes abort in it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if _run_dir is None else exit_code(code, _run_dir))
+    os._exit(code)
 
 
 def command_config(

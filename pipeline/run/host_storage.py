@@ -63,14 +63,14 @@ def unite(folder: Path) -> None:
     if _is_shared:
         return
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()] if is_first_of_host() else []
-    own = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    listings = dist.gather_objects({name: size for name, size in own.items() if not name.startswith(".")})
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
+    listings = dist.gather_objects({name: size for name, size in sizes.items() if not name.startswith(".")})
     firsts = dist.gather_objects(is_first_of_host())
     problem = ""
     for name in sorted({name for listing in listings for name in listing}):
         holders = [rank for rank, listing in enumerate(listings) if name in listing]
         if len(holders) < sum(firsts):
-            missing = is_first_of_host() and name not in own
+            missing = is_first_of_host() and name not in sizes
             size = listings[holders[0]][name]
             problem = copy_file(folder / name, size, source=holders[0], missing=missing and not problem) or problem
     if problems := [text for text in dist.gather_objects(problem) if text]:
@@ -83,12 +83,12 @@ def is_first_of_host() -> bool:
 
 def copy_file(path: Path, size: int, *, source: int, missing: bool) -> str:
     """Copy a file of `size` bytes from rank `source` to the ranks where it is `missing`; return what went wrong."""
-    problem, beside = "", path.with_name(f".{path.name}.arriving")
+    problem, partial = "", path.with_name(f".{path.name}.arriving")
     reader = path.open("rb") if dist.rank() == source else None
     try:
         if missing:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(b"")
+            partial.write_bytes(b"")
     except OSError as error:
         problem = cannot_write(path, error)
     for start in range(0, size, PIECE_BYTES):
@@ -98,13 +98,13 @@ def copy_file(path: Path, size: int, *, source: int, missing: bool) -> str:
         beat_again()
         try:
             if missing and not problem:
-                with beside.open("ab") as file:
+                with partial.open("ab") as file:
                     file.write(piece)
         except OSError as error:
             problem = cannot_write(path, error)
     if reader:
         reader.close()
     if missing and not problem:
-        flush(beside)
-        beside.replace(path)
+        flush(partial)
+        partial.replace(path)
     return problem

@@ -1,27 +1,8 @@
 """Layout of a run folder: the paths of its files, for the stages and for `rlhf train`. Imports no torch."""
 
 from pathlib import Path
-from typing import Any
 
-from pipeline.configuration.run_flags import RunConfig
 from pipeline.marks import RUN_LOCK
-
-
-def run_folder(run: RunConfig, stage: str) -> Path:
-    """Return --run_dir, or else <parent of output>/runs/<name> for stages 1 and 2, <output>/runs/ppo for stage 3."""
-    if run.run_dir:
-        return Path(run.run_dir)
-    output = Path(run.output_dir)
-    return output / "runs" / "ppo" if stage == "ppo" else output.parent / "runs" / output.name
-
-
-def model_folders(config: Any, stage: str) -> list[Path]:
-    """Return the model folders that a stage writes."""
-    output = Path(config.run.output_dir)
-    if stage != "ppo":
-        return [output]
-    names = ["actor", "critic", "actor_ema"] if config.ppo.enable_ema else ["actor", "critic"]
-    return [output / name for name in names]
 
 
 def outcome_file(run_dir: Path, rank: int) -> Path:

@@ -18,7 +18,7 @@ from pipeline.errors import EnvironmentFault
 from pipeline.processes import is_alive
 from pipeline.run.layout import lock_file
 
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # from a file system without flock
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without flock
 
 
 @contextmanager

@@ -75,8 +75,8 @@ def measure(device: torch.device, before: int) -> DeviceConstants:
     kind, copied = device.type, COPY_BYTES[device.type]
     products, copies = matrix_throughput(device, MATRIX[kind]), copy_bandwidth(device, copied)
     host, context = host_bandwidth(device, copied // 4), max(0, used_bytes() - before)
-    found = torch.cuda.get_device_properties(device) if kind == "cuda" else None
-    name, memory = (found.name, found.total_memory) if found else ("CPU", 0)
+    gpu = torch.cuda.get_device_properties(device) if kind == "cuda" else None
+    name, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", 0)
     return DeviceConstants(name, str(date.today()), memory, products / 1e12, copies / 1e12, host / 1e9, context)
 
 

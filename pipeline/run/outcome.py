@@ -1,6 +1,6 @@
-"""Outcome of a rank, in a file, because launchers carry neither exit codes nor causes. Imports no torch.
+"""Outcome of a rank, in a file, because an exit code carries no cause. Imports no torch.
 
-The reader is the supervisor (pipeline/launching/supervisor.py), which names itself in the environment of the ranks.
+The reader is the supervisor (rlhf/launch.py), which names itself in the environment of the ranks.
 """
 
 import json
@@ -18,10 +18,10 @@ from pipeline.out_of_memory import Halved
 from pipeline.processes import is_alive, read_process
 from pipeline.run.layout import beat_file, outcome_file
 
-# "<pid>@<host>". DeepSpeed hands variables on to other machines only where their names begin with PYTHON or NCCL.
+# Names of the variables with "<pid>@<host>" of the supervisor, and of its agent on a rank's host, where it has one.
+# Their prefix takes them to other hosts (launching/remote_host.py).
 SUPERVISOR = "PYTHON_RUN_SUPERVISOR"
-AGENT = "PYTHON_RUN_AGENT"  # the same of the supervisor's agent on a rank's host, where it has one
-RUN_DIR = "PYTHON_RUN_DIR"  # absolute path of the run's folder, for the supervisor's launcher
+AGENT = "PYTHON_RUN_AGENT"
 FIRST_ERROR = "first-error"
 OTHERS_FIRST_S = 0.5
 
@@ -30,8 +30,15 @@ OTHERS_FIRST_S = 0.5
 class Outcome:
     """The end of a rank: its exit code and the reason in words.
 
-    `code` is None while it runs, and for good where it was killed. `secondary` errors follow from another rank's end.
-    `time` is in seconds since 1970. `halved` is not empty where a start with these batches may go on.
+    rank: number of the rank.
+    code: exit code; None while the rank runs, and for good if it was killed.
+    message: reason in words.
+    secondary: the error follows from another rank's end.
+    pid: id of the rank's process.
+    host: name of the rank's machine.
+    supervisor: name of the supervisor that started it, "" without one.
+    time: time of writing, in seconds since 1970.
+    halved: batch sizes with which another start may go on; empty if there are none.
     """
 
     rank: int
@@ -121,14 +128,11 @@ def local_supervisor() -> int | None:
     return int(pid) if host == socket.gethostname() and is_alive(int(pid)) else None
 
 
-def exit_code(code: int, run_dir: Path) -> int:
-    """Return the code to end this process with: 0 if a supervisor reads the outcome file instead.
-
-    At any other code DeepSpeed's launcher ends the other ranks, which may be saving, and prints a line of its own.
-    """
-    own = read_outcome(run_dir, own_rank())
-    is_told = own is not None and own.pid == os.getpid() and own.code == code and local_supervisor() is not None
-    return 0 if is_told else code
+def is_reported(code: int, run_dir: Path) -> bool:
+    """Return True if a supervisor lives that reads from the outcome file how this rank ends."""
+    written = read_outcome(run_dir, own_rank())
+    is_written = written is not None and written.pid == os.getpid() and written.code == code
+    return is_written and local_supervisor() is not None
 
 
 def is_first_to_fail(run_dir: Path, *, secondary: bool) -> bool:

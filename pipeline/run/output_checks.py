@@ -3,36 +3,35 @@
 The folders are compared before anything is written, because saving replaces a model folder as a whole.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import parse_path
 from pipeline.errors import InputError
-from pipeline.files import check_replaceable, has_config
+from pipeline.files import check_replaceable, has_config, read_object
 from pipeline.run.earlier_runs import RUN_FILES
-from pipeline.run.layout import environment_file, model_folders, run_folder
+from pipeline.run.layout import environment_file
 
 Named = tuple[str, Path]  # a flag, and a file or folder that follows from it
 
 
-def check_outputs(stages: Mapping[str, Any], *, named_by_section: bool = False) -> None:
+def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False) -> None:
     """Raise InputError, a line each, for outputs that are inputs, belong to another run or hold other files.
 
     Args:
-        stages: section -> configuration of the stages of this run, in order. A stage may read what one before writes.
+        stages: stage -> configuration of the stages of this run, in order. A stage may read what one before writes.
         named_by_section: call flags `--sft.output_dir`, as the user of `rlhf train` types them.
     """
     lines: list[str] = []
     read: list[Named] = []
     taken: list[Named] = []  # model and run folders of the stages before
     for stage, config in stages.items():
-        dashes = f"--{stage}." if named_by_section else "--"
-        models = [(f"{dashes}output_dir", folder) for folder in model_folders(config, stage)]
-        run_dir = (f"{dashes}run_dir", run_folder(config.run, stage))
+        dashes = f"--{stage.section}." if named_by_section else "--"
+        models = [(f"{dashes}output_dir", folder) for folder in stage.outputs(config)]
+        run_dir = (f"{dashes}run_dir", stage.run_folder(config.run))
         cache = config.data.data_output_path
         folders = [run_dir, *([(f"{dashes}data_output_path", Path(cache))] if cache else [])]
         read += inputs(config, dashes)
@@ -45,7 +44,7 @@ def check_outputs(stages: Mapping[str, Any], *, named_by_section: bool = False) 
         raise InputError("\n".join(dict.fromkeys(lines)))
 
 
-def inputs(config: Any, dashes: str) -> Iterator[Named]:
+def inputs(config: StageConfig, dashes: str) -> Iterator[Named]:
     """Yield the data sources, start models and DeepSpeed JSON of a stage; hub ids look like paths, and do no harm."""
     table = flag_table(type(config))
     for name, value in flat_items(config):
@@ -66,15 +65,14 @@ def clashes(outputs: Iterable[Named], others: Iterable[Named], *, inside: bool =
                 yield f"{flag}: this run would write over {path} ({other}); name another folder"
 
 
-def foreign(config: Any, stage: str, dashes: str) -> Iterator[str]:
+def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
     """Yield a line for each folder of a stage that holds another run, its model, or files that are none of ours."""
-    run_dir = run_folder(config.run, stage)
-    started, owner = environment_file(run_dir).is_file(), stage
-    with suppress(OSError, ValueError):
-        owner = json.loads(environment_file(run_dir).read_text(encoding="utf-8")).get("stage", stage)
-    if owner != stage:
-        yield f"{dashes}run_dir: {run_dir} holds a run of {owner}, this is {stage}; name another folder"
-    for folder in model_folders(config, stage):
+    run_dir = stage.run_folder(config.run)
+    started = environment_file(run_dir).is_file()
+    owner = read_object(environment_file(run_dir)).get("stage", stage.section)
+    if owner != stage.section:
+        yield f"{dashes}run_dir: {run_dir} holds a run of {owner}, this is {stage.section}; name another folder"
+    for folder in stage.outputs(config):
         try:
             check_replaceable(folder)
         except InputError as error:

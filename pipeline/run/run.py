@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,6 +22,7 @@ from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_k
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.redact import redacted
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.errors import (
     EXIT_DONE,
     EXIT_ENVIRONMENT,
@@ -37,13 +37,13 @@ from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
-from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file, run_folder
+from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
     check_nobody_left,
     clear_outcomes,
-    exit_code,
     is_first_to_fail,
+    is_reported,
     local_supervisor,
     own_rank,
     supervisor_name,
@@ -83,9 +83,9 @@ def start_logging(run_dir: Path, rank: int) -> None:
     """Log to log/rank-<r>.txt; rank 0 also to log.txt and, without timestamps, to stderr."""
     import transformers
 
-    own = rank_log_file(run_dir, rank)
-    own.parent.mkdir(parents=True, exist_ok=True)
-    files = [own] + ([run_dir / "log.txt"] if rank == 0 else [])
+    rank_file = rank_log_file(run_dir, rank)
+    rank_file.parent.mkdir(parents=True, exist_ok=True)
+    files = [rank_file] + ([run_dir / "log.txt"] if rank == 0 else [])
     handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8") for file in files]
     console = StderrHandler()
     console.setFormatter(logging.Formatter("%(message)s"))
@@ -99,7 +99,7 @@ def start_logging(run_dir: Path, rank: int) -> None:
 
 
 def is_wait_here(record: logging.LogRecord) -> bool:
-    """Return True for a line that the user of a host without rank 0 should see: for which ranks its own wait."""
+    """Return True for a line that the user of a host without rank 0 should see: for which ranks its ranks wait."""
     return record.name == rendezvous.__name__ and record.levelno >= logging.WARNING
 
 
@@ -141,11 +141,18 @@ def check_writable(run_dir: Path, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as its loop sees it: ranks, folder, settings, stop request."""
+    """A run as its loop sees it.
+
+    world: ranks and device.
+    folder: folder of the run.
+    stage: stage that is run.
+    resolved: settings with the origin of each.
+    stop: request to stop.
+    """
 
     world: dist.World
     folder: Path
-    stage: str
+    stage: Stage
     resolved: Resolved
     stop: StopRequest
 
@@ -177,21 +184,17 @@ def take_folder(run: Run) -> None:
             if resolved.config.run.resumes_from == "never":
                 clear(run.folder)
             write_json(run.folder / "config.json", settings)
-            write_json(environment_file(run.folder), {"stage": run.stage, **describe_environment(run.world)})
+            write_json(environment_file(run.folder), {"stage": run.stage.section, **describe_environment(run.world)})
 
     on_each_storage(take)
 
 
-# Imports and returns the function that runs a stage's loop.
-Train = Callable[[], Callable[[Run, Any], None]]
-
-
-def run_stage(resolved: Resolved, *, stage: str, train: Train, stop: StopRequest | None = None) -> int:
+def run_stage(stage: Stage, resolved: Resolved, *, stop: StopRequest | None = None) -> int:
     """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file.
 
     Nothing is written if another run holds the folder. A supervisor holds it for its ranks.
     """
-    folder = run_folder(resolved.config.run, stage)
+    folder = stage.run_folder(resolved.config.run)
     owns_folder = supervisor_name() is None and own_rank() == 0
     try:
         check_writable(folder, own_rank())
@@ -200,14 +203,14 @@ def run_stage(resolved: Resolved, *, stage: str, train: Train, stop: StopRequest
                 check_nobody_left(folder)
                 clear_outcomes(folder)
             heartbeat.start(beat_file(folder, own_rank()))
-            return run_rank(folder, stop or StopRequest(), resolved, stage=stage, train=train)
+            return run_rank(folder, stop or StopRequest(), stage, resolved)
     except EnvironmentFault as error:
         return print_error(error)
     finally:
         heartbeat.end()
 
 
-def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str, train: Train) -> int:
+def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved) -> int:
     """Run one rank from its first log line to its outcome file; returns the exit code."""
     run_config: RunConfig = resolved.config.run
     rank = own_rank()
@@ -222,7 +225,7 @@ def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str,
         world = dist.start(timeout_s=run_config.process_group_timeout_s)
         if not look_at_storage(lock_file(folder)) and world.is_main:
             log.info("the hosts share no storage here: each keeps all checkpoints and models")
-        begin(Run(world, folder, stage, resolved, stop), train)
+        begin(Run(world, folder, stage, resolved, stop))
     except RunError as error:
         code, message, trace = error.code, redacted(str(error)), traceback.format_exc()
         file_log.info(message)
@@ -245,8 +248,8 @@ def run_rank(folder: Path, stop: StopRequest, resolved: Resolved, *, stage: str,
     return code
 
 
-def described(error: Exception, config: Any) -> tuple[int, str]:
-    """Return the exit code and the words of an error that nothing expected; want of memory is told in one line."""
+def described(error: Exception, config: StageConfig) -> tuple[int, str]:
+    """Return the exit code and the words of an unexpected error; one line for an out-of-memory error."""
     if not is_out_of_memory(error):
         return EXIT_FAULT, f"{type(error).__name__}: {error}".rstrip(": ")
     phase, line = heartbeat.current_phase(), f"phase {heartbeat.current_phase()}: {memory_line(error)}"
@@ -268,20 +271,19 @@ def described(error: Exception, config: Any) -> tuple[int, str]:
     return EXIT_ENVIRONMENT, f"{line}; {', or '.join(filter(None, ways))}"
 
 
-def begin(run: Run, train: Train) -> None:
+def begin(run: Run) -> None:
     """Start the loop unless the folder holds this run, finished."""
     if dist.on_main(lambda: is_finished(run.folder, run.resolved.config, run.stage, ranks=run.world.size)):
         return
     if run.world.is_main:
         for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins)]:
             log.warning("%s", line)
-    train()(run, run.resolved.config)
+    run.stage.train(run, run.resolved.config)
 
 
 def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:
     """Print the end of a run that no supervisor reports: the first error of all ranks, once."""
-    supervised = exit_code(code, folder) == EXIT_DONE
-    if code == EXIT_DONE or supervised or not is_first_to_fail(folder, secondary=secondary):
+    if code == EXIT_DONE or is_reported(code, folder) or not is_first_to_fail(folder, secondary=secondary):
         return
     if code == EXIT_STOPPED:
         print(message, file=sys.stderr)

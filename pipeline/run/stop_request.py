@@ -29,7 +29,7 @@ class StopRequest:
     def __init__(self, leave_early: Callable[[], None] | None = None) -> None:
         """Install the handlers. `leave_early` ends the process before the loop has begun; None: the loop is awaited."""
         self._first: float | None = None
-        self._asked = leave_early is None
+        self._in_loop = leave_early is None
         self._leave_early = leave_early
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
@@ -39,12 +39,12 @@ class StopRequest:
         if self._first is not None and now - self._first > REPEAT_S:
             os._exit(128 + number)
         self._first = self._first or now
-        if self._leave_early and not self._asked and heartbeat.current_phase() == "start":
+        if self._leave_early and not self._in_loop and heartbeat.current_phase() == "start":
             self._leave_early()
 
     def is_set(self) -> bool:
         """Return True if this rank was asked to stop."""
-        self._asked = True
+        self._in_loop = True
         return self._first is not None
 
     def is_set_on_any_rank(self, world: "World") -> bool:

@@ -11,13 +11,14 @@ from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, Interrupted
 from pipeline.heartbeat import beat
 from pipeline.run.earlier_runs import write_done
 from pipeline.run.host_storage import on_each_storage
 from pipeline.run.run import Run
+from pipeline.training.metrics import Metric
 from pipeline.training.recorder import Recorder
-from pipeline.training.steps import Counters, Interrupted, Stopping, divergence_advice
+from pipeline.training.steps import Counters, Stopping, divergence_advice
 
 
 class Course:
@@ -25,7 +26,7 @@ class Course:
 
     Args:
         resumed_step: the step of the checkpoint that the run goes on from, or None.
-        shown: the metrics of the progress line.
+        metrics: what the stage declares (stepN/metrics.py). shown: those of the progress line.
         engines: the models whose memory the log tells after the first step.
     """
 
@@ -36,12 +37,15 @@ class Course:
         *,
         resumed_step: int | None,
         total_steps: int,
+        metrics: Mapping[str, Metric],
         engines: Mapping[str, TrainingEngine | FrozenEngine],
         shown: Sequence[str] = ("loss",),
     ) -> None:
         config: RunConfig = run.resolved.config.run
         start = -1 if resumed_step is None else resumed_step
-        self.recorder = Recorder(run, config, start_step=start, total_steps=total_steps, shown=shown, models=engines)
+        self.recorder = Recorder(
+            run, config, start_step=start, total_steps=total_steps, metrics=metrics, shown=shown, models=engines
+        )
         self.stopping = Stopping(run)
         self._run, self._config, self._fingerprint, self._total_steps = run, config, fingerprint, total_steps
         self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)

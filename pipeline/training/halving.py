@@ -2,7 +2,7 @@
 
 Buffers of generation that are held are given back before anything is halved. One rank does so in the same process. Of
 several, the others wait in a collective by then: the error ends the job, and its supervisor starts it again with the
-halved batch (pipeline/launching/job.py). The stages say how work is cut.
+halved batch (pipeline/preparation/stage_job.py). The stages say how work is cut.
 """
 
 import gc
@@ -86,18 +86,18 @@ def in_batches_that_fit(
             return result
         except Exception as error:
             is_stepping = any(getattr(engine, "is_stepping", False) for engine in engines)
-            holds = buffers is not None and buffers.holds_buffers
-            if not is_out_of_memory(error) or (is_stepping and not holds):
+            has_buffers = buffers is not None and buffers.holds_buffers
+            if not is_out_of_memory(error) or (is_stepping and not has_buffers):
                 raise
-            key = KEPT_CACHE if holds else phase
-            less = [1, 0] if holds else [asked, max(-(-size // 2), smallest)]
-            halved = {**state.halved, key: less} if holds or size > smallest else {}
+            key = KEPT_CACHE if has_buffers else phase
+            sizes = [1, 0] if has_buffers else [asked, max(-(-size // 2), smallest)]
+            halved = {**state.halved, key: sizes} if has_buffers or size > smallest else {}
             too_large = BatchTooLarge(error, current_phase(), flag=BATCH_FLAGS.get(phase, ""), halved=halved)
             if run.world.size > 1 or is_stepping or not halved:
                 raise too_large from error
         log.warning("step %d, %s: done again with %s", state.step + 1, too_large, batches_in_words(halved, key))
         state.halved = halved
-        if buffers is not None and holds:
+        if buffers is not None and has_buffers:
             buffers.always_release()
         del too_large
         for engine in engines:

@@ -1,30 +1,89 @@
-"""The tokenised rows of a run, made from its configuration. The tokenizer is made in `models/tokenizers.py`."""
+"""The tokenised rows of a run, made from its configuration, and the lines that a log has about them."""
 
 import logging
-from typing import Any
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
 
 from pipeline import dist
 from pipeline.configuration.groups import DataConfig
 from pipeline.data.cache import StageData, load_or_build
-from pipeline.data.counts import row_lines, row_warnings
-from pipeline.data.selection import Stage, options_of
+from pipeline.data.counts import Counts
+from pipeline.data.row_kinds import BLOCKS, RowKind
+from pipeline.data.selection import options_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
+MOST_DROPPED = 0.1  # the share of a data set's rows above which dropping them is warned of
+KEPT_SHARE = 0.95  # the share of a data set's rows that fit into the length that a warning proposes
 
-def prepare_data(stage: Stage, data: DataConfig, *, tokenizer: Any, **limits: Any) -> StageData:
-    """Tokenise the rows of a stage, or read them from the cache; drops and repairs are reported once, by rank 0.
+
+def prepare_data(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", **changes: object) -> StageData:
+    """Tokenise the rows of a data set, or read them from the cache; rank 0 logs once what was dropped or repaired.
 
     Args:
-        limits: fields of DataOptions that are not the flags of `data`.
+        changes: fields of DataOptions that are not the flags of `data`: rows, shares, title, limits.
     """
-    options = options_of(data, **limits)
+    options = options_of(data, **changes)
     # Machines may share the cache or not: the first rank of each builds it, or finds it built.
-    dist.on_each_machine(lambda: load_or_build(stage, options, tokenizer) and None)
-    built = load_or_build(stage, options, tokenizer)
+    dist.on_each_machine(lambda: load_or_build(options, tokenizer) and None)
+    built = load_or_build(options, tokenizer)
     if dist.is_main():
-        for line in row_lines(stage, built.counts, data.data_split, num_sequences=len(built.train)):
+        for line in row_lines(options.title, built.counts, data.data_split, num_sequences=len(built.train)):
             log.info("%s", line)
-        for line in row_warnings(stage, built.counts):
+        for line in row_warnings(options.title, options.kind, built.counts):
             log.warning("%s", line)
     return built
+
+
+def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int) -> list[str]:
+    """Return the lines about a data set's rows: all of them, then each kind, then each source of a mixture.
+
+    num_sequences: number of sequences to train on, which is another than that of rows where texts fill blocks.
+    """
+    total = counts.fates
+    packed = "" if total["to train on"] == num_sequences else f" (sequences: {num_sequences})"
+    lines = [f"{title} rows: {_fates_line(total, data_split, packed)}"]
+    lines += [f"  rows: {line}" for line in counts.lines()]
+    if len(counts.sources) > 1:
+        for path, fates in counts.sources.items():
+            repeated = f" ({counts.factors[path]:.2f} times each)" if path in counts.factors else ""
+            lines.append(f"  rows: of {path}: {_fates_line(fates, data_split, repeated)}")
+    return lines
+
+
+def row_warnings(title: str, kind: RowKind, counts: Counts) -> list[str]:
+    """Return the warnings about a data set's rows: none held out, many dropped, columns that are not read."""
+    fates = counts.fates
+    warnings = []
+    if not fates["held out"] and kind is not BLOCKS:
+        warnings.append(f"{title} rows: 0 held out: no evaluation; give --eval_fraction or --eval_data_path")
+    num_kept = fates["to train on"] + fates["held out"]
+    share = fates["dropped"] / max(1, num_kept + fates["dropped"])
+    if share > MOST_DROPPED:
+        warnings.append(f"{title} rows: {share:.0%} dropped{_length_hint(kind, num_kept, counts.lengths)}")
+    for path, columns in counts.unread.items():
+        warnings.append(f"  rows: of {path}: columns that are not read: {', '.join(sorted(columns))}")
+    return warnings
+
+
+def _fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
+    """Return '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
+    parts = [f"{fates['to train on']} to train on{trained}", f"{fates['held out']} held out"]
+    if fates["of other stages"]:
+        parts.append(f"{fates['of other stages']} of other stages (--data_split {data_split})")
+    parts += [f"{fates[fate]} {fate}" for fate in ("left out", "dropped") if fates[fate]]
+    num_given = fates.total() - fates["cut"] - fates["kept"]
+    return f"{', '.join(parts)}, of {num_given} given" + (f"; {fates['cut']} cut" if fates["cut"] else "")
+
+
+def _length_hint(kind: RowKind, num_kept: int, lengths: Counter[int]) -> str:
+    """Name the limit that KEPT_SHARE of the rows would fit; nothing where they fit already."""
+    num_more = math.ceil(KEPT_SHARE * (num_kept + lengths.total())) - num_kept
+    if num_more <= 0:
+        return ""
+    length = max(kind.least_length, sorted(lengths.elements())[num_more - 1])
+    return f"; --{kind.length_flag} {length} would keep {KEPT_SHARE:.0%}"

@@ -1,154 +1,138 @@
-"""Metrics: their names and units, and where they go: JSONL always, TensorBoard, CSV and W&B by flag, progress lines."""
+"""Metrics: what each is, and where a run's numbers go: `metrics.jsonl` always, monitors (sinks.py) by flag.
 
-import csv
+A stage declares its own in its metrics.py; a name that neither it nor this file declares is an error.
+"""
+
 import json
 import logging
 import math
 import os
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from pipeline.files import tolerated, write_text
+from pipeline.training.sinks import SINKS, Sink
 
 log = logging.getLogger(__name__)
 
-# name -> meaning, reduction and unit. `eval_` in front of a name: the same on held-out rows.
-DEFINITIONS = {
-    "loss": "training loss of the step: the mean over all trained tokens (stage 2: pairs) of all ranks",
-    "grad_norm": "L2 norm of the whole gradient before clipping",
-    "learning_rate": "rate of the first parameter group in this step",
-    "epoch": "passes over the training rows so far",
-    "num_tokens": "real tokens that went through training so far, all ranks",
-    "tokens_per_s": "real tokens of the step (stage 3: prompts, responses and ptx text) per second, all ranks",
-    "samples_per_s": "rows of the step per second, all ranks; stage 3: responses, without padding rows",
-    "mfu": "matrix work of the step's forward and backward passes on real tokens (stage 3: of the update's), without "
-    "gradients of frozen weights, over what the devices could do; absent where unknown",
-    "gpu_memory_gib": "peak memory allocated on rank 0's device since the last line",
-    "gpu_reserved_gib": "peak memory that torch's allocator held there, in whole blocks, GiB; GPU only",
-    "host_memory_gib": "peak resident memory of rank 0's process since it was started",
-    "memory/generate_gib": "the same while the rollout was sampled, GiB; GPU only",
-    "memory/score_gib": "the same while it was scored, GiB; GPU only",
-    "memory/train_gib": "the same during the update, GiB; GPU only",
-    "micro_batch_size": "rows (stage 2: pairs) of a micro-batch on each rank in force at this step: that of the flags "
-    "unless an out-of-memory error has halved it",
-    "step_s": "seconds of the step",
-    "skipped_updates": "steps so far whose gradients or losses were not finite and that changed nothing",
-    "eval_loss": "mean loss over all held-out tokens (stage 2: pairs)",
-    "eval_perplexity": "exp of eval_loss",
-    "eval_bleu": "corpus BLEU of greedy answers to all held-out prompts by sacrebleu's defaults, 0 to 100; references "
-    "are the tokenised responses, decoded",
-    "eval_rougeL": "mean ROUGE-L F-measure of such answers by rouge-score, 0 to 1",
-    "accuracy": "share of pairs whose chosen response scores higher; ties count half",
-    "margin": "mean of chosen minus rejected score",
-    "mean_chosen_score": "mean raw score of chosen responses",
-    "mean_rejected_score": "mean raw score of rejected responses",
-    "objective/kl": "mean over sequences of the sum over tokens of log pi - log pi_ref (k1), nats",
-    "objective/kl_k3": "the same by the k3 estimator, nats",
-    "objective/entropy": "mean entropy of the policy per response token, nats",
-    "objective/scores": "mean raw score of the reward model",
-    "objective/score_clipfrac": "share of responses whose normalised score reward_clip cut",
-    "objective/rlhf_reward": "mean over sequences of the shaped reward minus kl_coef times the KL",
-    "objective/kl_coef": "weight of the KL penalty in this rollout",
-    "policy/ratio_mean": "mean over response tokens of new over old probability",
-    "policy/ratio_max": "largest of these ratios",
-    "policy/first_ratio_error": "largest |log ratio| before the first update of the rollout; 0 when nothing drifted; "
-    "null where that update trained no policy (critic warm-up, no finite reward); with old_log_probs sampler: "
-    "policy/sampler_error, as the ratio itself is 1 by construction",
-    "policy/sampler_error": "largest |trainer's - sampler's log-probability| of a sampled token",
-    "policy/clipfrac": "share of response tokens whose ratio was clipped",
-    "policy/approx_kl": "estimate of KL(old || new) per token, nats",
-    "loss/policy": "policy loss per response token",
-    "loss/value": "value loss per response token",
-    "loss/ptx": "language-model loss per token of the ptx text",
-    "value/clipfrac": "share of response tokens where the clipped value loss was the larger one",
-    "value/explained_variance": "1 - Var(returns - values) / Var(returns) over response tokens",
-    "advantages/mean": "mean of the advantages before whitening",
-    "advantages/std": "standard deviation of the advantages before whitening",
-    "completions/mean_length": "mean response tokens, EOS included",
-    "completions/truncated_fraction": "share of responses cut at max_answer_seq_len",
-    "completions/eos_fraction": "share of responses that ended with an EOS",
-    "completions/empty_fraction": "share of responses that are an EOS alone",
-    "actor/grad_norm": "as grad_norm, of the actor",
-    "critic/grad_norm": "as grad_norm, of the critic",
-    "actor/learning_rate": "as learning_rate, of the actor",
-    "critic/learning_rate": "as learning_rate, of the critic",
-    "rows_masked": "responses left out because their reward or values were not finite",
-    "time/generate_s": "seconds of sampling",
-    "time/score_s": "seconds of reference, reward, value and old log-probability passes",
-    "time/train_s": "seconds of the updates",
-    "generate_tokens_per_s": "response tokens sampled per second, all ranks",
+Unit = Literal[
+    "nats", "score", "squared score", "number", "share", "points", "tokens", "rows", "steps", "epochs",
+    "s", "tokens/s", "rows/s", "GiB",
+]  # fmt: skip
+MetricGroup = Literal["objective", "policy", "value", "completions", "optimizer", "progress", "speed", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a number of a run says: its meaning with its reduction, its unit, the numbers that it is shown with.
+
+    better: 1 where higher is better, -1 where lower is, 0 where neither is.
+    """
+
+    meaning: str
+    unit: Unit = "nats"
+    group: MetricGroup = "objective"
+    better: Literal[-1, 0, 1] = -1
+
+
+# Metrics of every stage. `eval_` in front of a name: the same on held-out rows.
+SHARED: dict[str, Metric] = {
+    "epoch": Metric("passes over the training rows so far", "epochs", "progress", better=0),
+    "num_tokens": Metric("real tokens that went through training so far, all ranks", "tokens", "progress", better=0),
+    "skipped_updates": Metric("steps so far that changed nothing: gradient or loss not finite", "steps", "progress"),
+    "micro_batch_size": Metric(
+        "rows (stage 2: pairs) of a micro-batch on each rank in force at this step: that of the flags unless an "
+        "out-of-memory error has halved it",
+        "rows",
+        "progress",
+        better=0,
+    ),
+    "step_s": Metric("seconds of the step", "s", "speed"),
+    "tokens_per_s": Metric(
+        "real tokens of the step (stage 3: with prompts and ptx), all ranks", "tokens/s", "speed", better=1
+    ),
+    "samples_per_s": Metric("rows of the step (stage 3: real responses), all ranks", "rows/s", "speed", better=1),
+    "mfu": Metric(
+        "matrix work of the step's forward and backward passes on real tokens (stage 3: of the update's), without "
+        "gradients of frozen weights, over what the devices could do; absent where unknown",
+        "share",
+        "speed",
+        better=1,
+    ),
+    "gpu_memory_gib": Metric("peak memory allocated on rank 0's device since the last line", "GiB", "memory"),
+    "gpu_reserved_gib": Metric("peak memory that torch's allocator held there, in whole blocks", "GiB", "memory"),
+    "host_memory_gib": Metric("peak resident memory of rank 0's process since it was started", "GiB", "memory"),
+    "memory/train_gib": Metric("peak memory allocated there during the update; GPU only", "GiB", "memory"),
+}
+# Metrics of the stages that train one model on rows.
+SUPERVISED: dict[str, Metric] = SHARED | {
+    "loss": Metric("training loss of the step: the mean over all trained tokens (stage 2: pairs) of all ranks"),
+    "eval_loss": Metric("mean loss over all held-out tokens (stage 2: pairs)"),
+    "grad_norm": Metric("L2 norm of the whole gradient before clipping", "number", "optimizer", better=0),
+    "learning_rate": Metric("rate of the first parameter group in this step", "number", "optimizer", better=0),
 }
 
 
-def check_name(name: str) -> None:
-    if name.removeprefix("eval_") not in DEFINITIONS and name not in DEFINITIONS:
-        raise KeyError(f"metric {name!r} is not defined in pipeline/training/metrics.py")
+def metric_of(name: str, metrics: Mapping[str, Metric]) -> Metric:
+    """Return the metric of a name, also of one on held-out rows. Raises KeyError where it is not declared."""
+    metric = metrics.get(name) or metrics.get(name.removeprefix("eval_"))
+    if metric is None:
+        raise KeyError(f"metric {name!r} is declared neither in pipeline/training/metrics.py nor in its stage's")
+    return metric
 
 
 class MetricsWriter:
     """Appends metrics of one stage to its sinks; created on rank 0 only. A failing sink never ends the run."""
 
-    def __init__(self, run_dir: Path, *, stage: str, tensorboard: bool, csv_file: bool, wandb: bool, start_step: int):
-        self.stage = stage
+    def __init__(
+        self, run_dir: Path, *, stage: str, metrics: Mapping[str, Metric], monitors: Iterable[str], start_step: int
+    ) -> None:
+        self.stage, self._metrics = stage, metrics
         self.path = run_dir / "metrics.jsonl"
         cut_to_step(self.path, start_step, lambda line: json.loads(line)["step"])
         cut_to_step(run_dir / "samples.jsonl", start_step, lambda line: json.loads(line)["step"])
         cut_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
         self._jsonl = self.path.open("a", encoding="utf-8")
-        self._csv = (run_dir / "metrics.csv").open("a", encoding="utf-8", newline="") if csv_file else None
-        self._sinks: list[Any] = []
-        if tensorboard:
-            self._add_sink("tensorboard", lambda: tensorboard_sink(run_dir / "tensorboard", start_step))
-        if wandb:
-            self._add_sink("wandb", lambda: WandbSink(stage, run_dir, start_step))
-
-    def _add_sink(self, name: str, make: Any) -> None:
-        try:
-            self._sinks.append(make())
-        except Exception as error:
-            log.warning("%s: not available, training goes on without it: %s", name, error)
+        self._sinks: dict[str, Sink] = {}
+        for name in dict.fromkeys(monitors):
+            try:
+                self._sinks[name] = SINKS[name](run_dir, stage, start_step)
+            except Exception as error:
+                log.warning("%s: not available, training goes on without it: %s", name, error)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line for `step`; names must be defined, numbers that are not finite become null."""
+        """One line for `step`; names must be declared, numbers that are not finite become null."""
         for name in values:
-            check_name(name)
+            metric_of(name, self._metrics)
         clean = {name: finite(value) for name, value in values.items()}
         line = {"stage": self.stage, "step": step, "time": round(time.time(), 3), **clean}
         with tolerated("metrics"):
             self._jsonl.write(json.dumps(line) + "\n")
             self._jsonl.flush()
-        with tolerated("metrics"):
-            self._write_csv(step, clean)
-        for sink in list(self._sinks):
+        for name, sink in list(self._sinks.items()):
             try:
-                sink(step, {name: value for name, value in clean.items() if value is not None})
+                sink.write(step, clean)
             except Exception as error:
-                self._sinks.remove(sink)
+                del self._sinks[name]
                 log.warning("a metrics sink failed and is left out from here on: %s", error)
 
     def sync(self) -> None:
         """Everything written so far is on the disk, before a checkpoint says so."""
         with tolerated("metrics"):
-            for file in filter(None, (self._jsonl, self._csv)):
-                os.fsync(file.fileno())
+            os.fsync(self._jsonl.fileno())
+            for sink in self._sinks.values():
+                sink.sync()
 
     def close(self, exit_code: int) -> None:
-        """End the sinks that need it; `exit_code` says how the run ended."""
-        for sink in self._sinks:
-            if isinstance(sink, WandbSink):
-                try:
-                    sink.close(exit_code)
-                except Exception as error:
-                    log.warning("wandb: the end of the run was not logged: %s", error)
-
-    def _write_csv(self, step: int, values: Mapping[str, float | None]) -> None:
-        # Long form: steps carry different metrics, and a header cannot grow.
-        if self._csv is not None:
-            csv.writer(self._csv).writerows([step, name, value] for name, value in values.items())
-            self._csv.flush()
+        """End the sinks; `exit_code` says how the run ended."""
+        for name, sink in self._sinks.items():
+            try:
+                sink.close(exit_code)
+            except Exception as error:
+                log.warning("%s: the end of the run was not logged: %s", name, error)
 
 
 def finite(value: float) -> float | None:
@@ -171,47 +155,3 @@ def is_up_to(line: str, step: int, step_of: Callable[[str], int]) -> bool:
         return step_of(line) <= step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def tensorboard_sink(folder: Path, start_step: int) -> Any:
-    """Writes to TensorBoard, from behind `start_step` on."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    # purge_step hides what an interrupted run wrote past the checkpoint, so that a curve never goes back.
-    writer = SummaryWriter(str(folder), purge_step=start_step + 1)
-
-    def sink(step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return sink
-
-
-class WandbSink:
-    """Logs to Weights & Biases: one run for each run folder, which a resumed run continues, in the output's group."""
-
-    def __init__(self, stage: str, run_dir: Path, start_step: int) -> None:
-        import wandb
-
-        id_file, output = run_dir / "wandb_id", run_dir.resolve().parent.parent.name
-        if start_step < 0 or not id_file.is_file():
-            write_text(id_file, uuid.uuid4().hex[:12])
-        settings = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "rlhf-pipeline"),
-            group=output,
-            name=f"{output}-{stage}",
-            config={name: setting["value"] for name, setting in settings.items()},
-            id=id_file.read_text(encoding="utf-8"),
-            resume="allow",
-            dir=str(run_dir),
-            settings=wandb.Settings(console="off"),  # the run folder has the log
-        )
-
-    def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self, exit_code: int) -> None:
-        """Write all that was logged: its own process does so late, and ranks end without exit handlers."""
-        self._run.finish(exit_code=exit_code)

@@ -27,7 +27,7 @@ SCORING_TOKENS = 16_384
 PASS_TOKENS = 1_024
 # Padded rows are packed if that spares more than this share of a pass: attention of padded rows is the faster one.
 PADDING_TO_PACK = 1 / 32
-# Hidden states come back to their places in padded rows: these may take so many times the tokens that pass.
+# Most positions of the padded rows into which hidden states are unpacked, per token of a packed pass.
 MOST_SPREAD = 4
 
 
@@ -68,9 +68,11 @@ class Lengths:
 class MicroBatch:
     """The rows of one forward pass, and its shape.
 
-    rows: places in the rollout. length: tokens of its longest sequence, rounded up. width: of its longest response.
-    num_response_tokens: of all its rows together, those that only fill included. num_packed_tokens: of its sequences,
-    where they pass without padding; None: they pass as (rows, length).
+    rows: places in the rollout.
+    length: tokens of the longest sequence, rounded up.
+    width: tokens of the longest response.
+    num_response_tokens: response tokens of all rows, those that only fill included.
+    num_packed_tokens: tokens of the sequences, where they pass without padding; None: they pass as (rows, length).
     """
 
     rows: tuple[int, ...]

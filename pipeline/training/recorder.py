@@ -15,7 +15,7 @@ from pipeline.engine.memory import Peaks, memory_table, model_memory
 from pipeline.files import GIB
 from pipeline.processes import peak_memory
 from pipeline.run.run import Run
-from pipeline.training.metrics import MetricsWriter
+from pipeline.training.metrics import Metric, MetricsWriter, metric_of
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,17 @@ class Recorder:
         *,
         start_step: int,
         total_steps: int,
+        metrics: Mapping[str, Metric],
         shown: Sequence[str] = ("loss",),
         models: Mapping[str, TrainingEngine | FrozenEngine] | None = None,
     ) -> None:
-        """`models`: the engines of the run, whose memory the log tells after the first step."""
+        """Take the declared `metrics`, and the engines whose memory the log tells after the first step (`models`).
+
+        Raises:
+            KeyError: one of those to be `shown` is not declared.
+        """
+        for name in shown:
+            metric_of(name, metrics)
         self.shown = shown
         self.device = run.world.device
         self._models = dict(models or {})
@@ -49,14 +56,13 @@ class Recorder:
         if run.world.is_main:
             self._writer = MetricsWriter(
                 run.folder,
-                stage=run.stage,
-                tensorboard=config.enable_tensorboard,
-                csv_file=config.enable_csv,
-                wandb=config.enable_wandb,
+                stage=run.stage.section,
+                metrics=metrics,
+                monitors=config.monitors,
                 start_step=start_step,
             )
             self._progress = Progress(
-                run.stage, total_steps=total_steps, start_step=max(start_step, 0), every=config.print_steps
+                run.stage.section, total_steps=total_steps, start_step=max(start_step, 0), every=config.print_steps
             )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -18,13 +18,13 @@ from pipeline import dist
 from pipeline.configuration.groups import OptimizerConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.memory import gradient_bytes
-from pipeline.errors import DivergedError
+from pipeline.errors import DivergedError, Interrupted
 from pipeline.files import tolerated
 from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)
 
-# In steps that take longer, a stop is looked for between micro-batches too.
+# Seconds of a step above which a stop is looked for between micro-batches too.
 LONG_STEP_S = 2.0
 ROWS_SHOWN = 16
 # Size of the file of skipped batches from which on it no longer grows.
@@ -33,10 +33,14 @@ MAX_SKIPPED_BYTES = 1 << 24
 
 @dataclass(slots=True)
 class Counters:
-    """The counters that every stage keeps, besides its engines; a stage's own state adds to them.
+    """The counters of every stage that a checkpoint holds; a stage's own state adds to them.
 
-    step: optimizer steps, taken or skipped. evaluated: the step of the last evaluation, -1 before the first.
-    halved: phase -> [batch size that the flags asked for, batch size since an out-of-memory error] (halving.py).
+    step: optimizer steps, taken or skipped.
+    num_tokens: tokens trained on.
+    skipped_updates: steps that changed nothing, because a loss or gradient was not finite.
+    bad_in_a_row: latest steps in a row that were skipped.
+    evaluated: step of the last evaluation, -1 before the first.
+    halved: phase -> batch sizes requested and since an out-of-memory error (halving.py).
     """
 
     step: int = 0
@@ -103,10 +107,6 @@ def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss
     for engine in engines:
         engine.step(rate_factor)
     return True
-
-
-class Interrupted(Exception):
-    """The run is to stop, and what was half done is dropped: a rollout, or the gradients of a step."""
 
 
 class Stopping:

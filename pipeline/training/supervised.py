@@ -1,35 +1,33 @@
-"""The parts that SFT and reward modelling share: what stays as it is during a run, how a run begins, a step's metrics.
+"""The parts that SFT and reward modelling share: what stays during a run, how it begins, a step's gradients, metrics.
 
 Loops, losses, evaluations and model folders are the stages' own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import run_fingerprint
-from pipeline.configuration.groups import Group, ModelConfig, OptimizerConfig
-from pipeline.configuration.run_flags import RunConfig
+from pipeline.configuration.stage import SupervisedConfig
 from pipeline.data.cache import StageData
-from pipeline.data.loader import Step, StepLoader, evaluation_batches
+from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.engine.engine import TrainingEngine
+from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork, training_mfu, training_work
+from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
 from pipeline.training.halving import in_batches_that_fit, take_halved
-from pipeline.training.steps import Counters, note_skipped_step, rate_factor
+from pipeline.training.metrics import Metric
+from pipeline.training.steps import Counters, Stopping, note_skipped_step, rate_factor
 
-
-class SupervisedConfig(Protocol):
-    """The groups of flags that both stages have."""
-
-    model: ModelConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
-
-
-C = TypeVar("C", bound=Group)
+C = TypeVar("C", bound=SupervisedConfig)
 B = TypeVar("B")
 S = TypeVar("S", bound=Counters)
 T = TypeVar("T")
@@ -39,13 +37,20 @@ T = TypeVar("T")
 class Supervised(Generic[C, B]):
     """Everything that stays as it is while a stage trains.
 
-    held_out: batch size -> this rank's evaluation batches, as functions that collate. rate: step -> share of the peak
-    learning rate.
+    run: ranks, folder and settings.
+    config: configuration of the stage.
+    tokenizer: tokenizer of the model.
+    loader: data to train on.
+    held_out: batch size -> this rank's evaluation batches, as functions that collate.
+    engine: model with its optimizer.
+    work: matrix operations of the model's passes.
+    total_steps: optimizer steps of the run.
+    rate: step -> share of the peak learning rate.
     """
 
     run: Run
     config: C
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     loader: StepLoader[B]
     held_out: Callable[[int], list[Callable[[], B]]]
     engine: TrainingEngine
@@ -53,41 +58,81 @@ class Supervised(Generic[C, B]):
     total_steps: int
     rate: Callable[[int], float]
 
-    @property
-    def shared(self) -> SupervisedConfig:
-        """The configuration, of which both stages have the same groups."""
-        return self.config  # type: ignore[return-value]
+    def resume(self, state_type: type[S], metrics: Mapping[str, Metric]) -> tuple[S, Course]:
+        """Return the state of the newest checkpoint, else that of the start; and the course of the run from there.
 
-    def resume(self, state_type: type[S]) -> tuple[S, Course]:
-        """Return the state of the newest checkpoint, else that of the start; and the course of the run from there."""
-        settings, engines = self.shared.run, {"model": self.engine}
+        Args:
+            metrics: what the stage declares.
+        """
+        settings, engines = self.config.run, {"model": self.engine}
         fingerprint = run_fingerprint(
             self.config,
-            models={"model": self.shared.model.model_name_or_path},
+            models={"model": self.config.model.model_name_or_path},
             data={"training rows": self.loader.rows},
             ranks=self.run.world.size,
         )
         resumed = checkpoint.load(self.run, settings.resumes_from, engines, fingerprint, force=settings.force_resume)
         state = state_type(**resumed.state) if resumed else state_type()
         take_halved(state, self.config)
-        resumed_step = state.step if resumed else None
         take_folder(self.run)
-        course = Course(self.run, fingerprint, resumed_step=resumed_step, total_steps=self.total_steps, engines=engines)
-        return state, course
-
-    def in_micro_batches_that_fit(self, step: Step[B], state: Counters, compute: Callable[[Step[B]], T]) -> T:
-        """Return `compute(step)`, again in halved micro-batches after an out-of-memory error."""
-        asked = self.shared.optimizer.per_device_train_batch_size
-        return in_batches_that_fit(
-            self.run, state, "train", asked, lambda size: compute(self.loader.cut(step, size)), engines=[self.engine]
+        return state, Course(
+            self.run,
+            fingerprint,
+            resumed_step=state.step if resumed else None,
+            total_steps=self.total_steps,
+            metrics=metrics,
+            engines=engines,
         )
 
-    def in_evaluation_batches_that_fit(self, state: Counters, compute: Callable[[list[Callable[[], B]]], T]) -> T:
+    def sum_gradients(
+        self, step: Step[B], state: Counters, stopping: Stopping, *, loss_of: Callable[[B], torch.Tensor], count: int
+    ) -> float:
+        """Sum the gradients of a step's micro-batches; returns the loss, summed over all ranks.
+
+        After an out-of-memory error it begins again in halved micro-batches.
+
+        Args:
+            loss_of: batch on the device -> its summed loss.
+            count: what the summed loss is divided by: tokens or pairs of the step on all ranks.
+
+        Raises:
+            Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
+            BatchTooLarge: out of memory, and the micro-batches cannot be halved here.
+        """
+        world, engine, asked = self.run.world, self.engine, self.config.optimizer.per_device_train_batch_size
+
+        def sum_in(size: int) -> float:
+            batches = self.loader.cut(step, size).micro_batches
+            loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+            seed_dropout(self.config.run.seed, step=state.step, rank=world.rank)
+            for index, cpu_batch in enumerate(batches):
+                beat("train", state.step)
+                stopping.within_step([engine])
+                loss = loss_of(to_device(cpu_batch, world.device))
+                # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
+                engine.backward(loss * (world.size / count), last=index + 1 == len(batches))
+                loss_sum += loss.detach()
+            # Read before the update is launched: the host then writes its metrics while the device updates the weights.
+            return dist.sum_over_ranks(loss_sum).item()
+
+        return in_batches_that_fit(self.run, state, "train", asked, sum_in, engines=[engine])
+
+    def evaluate(self, state: Counters, compute: Callable[[list[Callable[[], B]]], T]) -> T:
         """Return `compute(batches)` of the held-out rows, again in halved batches after an out-of-memory error."""
-        asked = self.shared.optimizer.per_device_eval_batch_size
-        return in_batches_that_fit(
-            self.run, state, "evaluate", asked, lambda size: compute(self.held_out(size)), engines=[self.engine]
-        )
+        engine, asked = self.engine, self.config.optimizer.per_device_eval_batch_size
+
+        def collated(make: Callable[[], B]) -> B:
+            beat("evaluate", state.step)
+            return make()
+
+        def compute_in(size: int) -> T:
+            return compute([partial(collated, make) for make in self.held_out(size)])
+
+        beat("evaluate", state.step)
+        engine.module.eval()
+        result = in_batches_that_fit(self.run, state, "evaluate", asked, compute_in, engines=[engine])
+        engine.module.train()
+        return result
 
     def content(self, state: Counters) -> checkpoint.Content:
         """Return what a checkpoint holds."""
@@ -117,7 +162,7 @@ def assemble(
     run: Run,
     config: C,
     *,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     data: StageData,
     engine: TrainingEngine,
     collate: Callable[[list[Any]], B],
@@ -130,7 +175,7 @@ def assemble(
         units: rows that belong together (packed into one sequence); None: each row by itself.
         lengths: tokens of each unit's longest sequence; None: all tokens of the unit.
     """
-    optimizer, settings, world = config.optimizer, config.run, run.world  # type: ignore[attr-defined]
+    optimizer, settings, world = config.optimizer, config.run, run.world
     loader = StepLoader(
         data.train,
         units or [[row] for row in range(len(data.train))],

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -23,12 +24,13 @@ def measure(run: Any, config: Any) -> None:
     from pipeline.engine.start import start_deepspeed
     from pipeline.generation.hybrid_engine import HybridEngine
     from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+    from pipeline.models.source import ModelSource
     from pipeline.models.tokenizers import eos_ids
-    from step3_ppo.models import make_tokenizers
+    from step3_ppo.models import make_sources
 
     start_deepspeed()
-    tokenizer = make_tokenizers(config).actor
-    engine = language_model_engine(run, config.actor)
+    tokenizer = make_sources(run, config).tokenizer
+    engine = language_model_engine(run, ModelSource(config.actor.model_name_or_path), config.actor)
     ends = eos_ids(tokenizer, engine.module.model.generation_config)
     hybrid = HybridEngine(engine, eos_ids=ends, pad_id=tokenizer.pad_token_id)
     sampling = Sampling(config.sampling.max_answer_seq_len)
@@ -91,17 +93,13 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:cut])
     BATCHES.update(sizes=[int(size) for size in options.batches.split(",")], **vars(options))
 
-    from step3_ppo.config import PPOConfig
+    from step3_ppo.stage import STAGE
 
     entry = importlib.import_module("pipeline.run.entry")
-    # The stage's own way in imports a loop by its name: it is to find this module, not a second copy.
-    sys.modules["bench.generation"] = sys.modules[__name__]
-    code = entry.enter(PPOConfig, "ppo", "bench.generation", sys.argv[cut + 1 :], dry_run=no_dry_run)
+    code = entry.enter(replace(STAGE, train=measure), sys.argv[cut + 1 :], dry_run=no_dry_run)
     sys.stdout.flush()
     os._exit(code)
 
-
-train = measure
 
 if __name__ == "__main__":
     main()

@@ -33,7 +33,7 @@ PHASE_NAMES, TIMES = (*phases.PHASES, "evaluate"), tuple(phases.PPO_TIMES)
 STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 Peaks = dict[str, dict[str, float]]  # run -> phase -> GiB, and of timed runs `<phase>_s` -> seconds
 MEASURED = Path(__file__).resolve().parents[2] / "docs/benchmarks/raw/memory_measured_h200_202611.json"
-STEPS, TIMED_STEPS, WARM_UP, AT_ONCE = 3, 5, 2, 10
+STEPS, TIMED_STEPS, WARM_UP, AT_ONCE, LARGEST_ROLLOUT = 3, 5, 2, 10, 480
 ROOM_GIB = 4.0  # of each process beside its planned tensors: context, libraries, the allocator's unused blocks
 ADAPTERS = "--actor_lora_dim 64 --save_adapter_only true"
 CHECKPOINTED = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
@@ -80,6 +80,61 @@ def ppo(actor: str, critic: str, zero_stage: int, micro: int, rest: str = "") ->
     )
 
 
+def held_out(name: str, section: str, words: str, *, rows: str, lengths: str, alone: bool = False) -> PlannedRun:
+    """A run on one GPU whose family, lengths, batches and generation sizes no run had before it was planned.
+
+    rows: micro-batch and accumulation, of PPO prompts before them. lengths: tokens of rows, or of prompt and response.
+    """
+    *prompts, micro, accumulation = rows.split()
+    words += f" --per_device_train_batch_size {micro} --gradient_accumulation_steps {accumulation} --dtype bf16"
+    if section == "ppo":
+        prompt, answer = lengths.split()
+        words += f" --per_device_generation_batch_size {prompts[0]} --long_prompts truncate_left"
+        words += f" --max_prompt_seq_len {prompt} --max_answer_seq_len {answer}"
+    else:
+        words += f" --max_seq_len {lengths} " + ("--train_on_prompt true" if section == "sft" else LONG_PAIRS)
+    return PlannedRun(name, section, words, held_out=True, alone=alone)
+
+
+def of_two(actor: str, critic: str, zero_stage: int, rest: str = "") -> str:
+    return (
+        f"--actor_model_name_or_path {actor} --critic_model_name_or_path {critic} --actor_zero_stage {zero_stage} "
+        f"--critic_zero_stage {zero_stage} {rest}"
+    )
+
+
+LONG_PAIRS = "--long_pairs truncate_left"
+# Planned before any of them was run; not measured yet.
+NEXT = (
+    held_out("SFT, Qwen3-0.6B, ZeRO-2, 12 rows of 384", "sft", "--model_name_or_path qwen3-0.6b --zero_stage 2",
+             rows="12 1", lengths="384"),
+    held_out("SFT, Pythia-1.4B, ZeRO-0, LoRA 32, 6 rows of 896", "sft",
+             "--model_name_or_path pythia-1.4b --zero_stage 0 --lora_dim 32", rows="6 3", lengths="896"),
+    held_out("SFT, OLMo-2-1B, ZeRO-3, checkpointing, 20 rows of 640", "sft",
+             "--model_name_or_path olmo2-1b --zero_stage 3 --gradient_checkpointing true", rows="20 2", lengths="640"),
+    held_out("reward, Pythia-410M, ZeRO-1, 10 pairs of 320", "reward",
+             "--model_name_or_path pythia-410m --zero_stage 1", rows="10 1", lengths="320"),
+    held_out("reward, Qwen3-1.7B, ZeRO-2, checkpointing, 3 pairs of 768", "reward",
+             "--model_name_or_path qwen3-1.7b --zero_stage 2 --gradient_checkpointing true", rows="3 5", lengths="768"),
+    held_out("reward, Mistral-7B int8 LoRA 16, ZeRO-0, 2 pairs of 704", "reward",
+             "--model_name_or_path mistral-7b --zero_stage 0 --lora_dim 16 --quantization int8", rows="2 2",
+             lengths="704"),
+    held_out("PPO, Pythia-1.4B and 410M, ZeRO-2, 24 rows of 128 + 384", "ppo",
+             of_two("pythia-1.4b", "pythia-410m", 2), rows="24 12 2", lengths="128 384", alone=True),
+    held_out("PPO, Qwen3-1.7B and 0.6B, ZeRO-0, 48 rows of 448 + 128", "ppo", of_two("qwen3-1.7b", "qwen3-0.6b", 0),
+             rows="48 6 8", lengths="448 128", alone=True),
+    held_out("PPO, Mistral-7B LoRA 32 and Pythia-410M, ZeRO-2, 96 rows of 192 + 832", "ppo",
+             of_two("mistral-7b", "pythia-410m", 2, "--actor_lora_dim 32 --save_adapter_only true"), rows="96 12 8",
+             lengths="192 832", alone=True),
+    held_out("PPO, OLMo-2-1B and Qwen3-0.6B, ZeRO-3, 480 rows of 320 + 704", "ppo",
+             of_two("olmo2-1b", "qwen3-0.6b", 3), rows="480 10 48", lengths="320 704", alone=True),
+    held_out("PPO, Qwen3-1.7B and Pythia-410M, ZeRO-1, optimizers move, 40 rows of 64 + 960", "ppo",
+             of_two("qwen3-1.7b", "pythia-410m", 1, "--offload_optimizer_during_rollout true"), rows="40 5 8",
+             lengths="64 960", alone=True),
+    held_out("PPO, Pythia-1.4B and Qwen3-0.6B, ZeRO-2, checkpointing, 3 samples of 28 prompts, 384 + 576", "ppo",
+             of_two("pythia-1.4b", "qwen3-0.6b", 2, f"{CHECKPOINTED} --num_samples_per_prompt 3 --top_p 0.9"),
+             rows="28 14 6", lengths="384 576", alone=True),
+)  # fmt: skip
 RUNS = (
     PlannedRun("SFT, OPT-350M, ZeRO-0", "sft", sft("350m", 0, 16)),
     PlannedRun("SFT, OPT-1.3B, ZeRO-2, checkpointing", "sft", sft("1.3b", 2, 16, "--gradient_checkpointing true")),
@@ -128,6 +183,7 @@ RUNS = (
                held_out=True, alone=True),
     PlannedRun("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing", "ppo",
                ppo("30b", "350m", 3, 8, f"{ADAPTERS} {CHECKPOINTED}"), gpus=4, held_out=True, alone=True),
+    *NEXT,
 )  # fmt: skip
 
 
@@ -139,10 +195,13 @@ def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
 
 
 def plan(file: Path) -> None:
-    """Write the planned GiB of each run's phases, and the seconds of those that are timed, as JSON."""
-    planned = {}
+    """Write the planned GiB of each run's phases, and the seconds of those that are timed, as JSON.
+
+    A plan that the file has stays as it is: its run may have been made since.
+    """
+    planned = read_peaks(file)
     with tempfile.TemporaryDirectory() as folder:
-        for run in RUNS:
+        for run in (run for run in RUNS if run.name not in planned):
             planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200", Path(folder))
             memory = planner.memory(resolved)
             planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
@@ -181,7 +240,7 @@ def make_inputs(folder: Path, runs: Sequence[PlannedRun]) -> None:
     """Write the models of these runs, those that are not there yet, and rows that are longer than they may be."""
     if not (folder / "pairs.jsonl").exists():
         make_data(folder, seed=0)
-        make_prompts(folder / "prompts.jsonl", 4 * TIMED_STEPS * 32, words=500)
+        make_prompts(folder / "prompts.jsonl", TIMED_STEPS * LARGEST_ROLLOUT, words=500)
         make_pairs(folder / "sft.jsonl", 400, prompt_words=9, responses=(1000, 1000))
         make_pairs(folder / "pairs.jsonl", 400, prompt_words=1000, responses=(60, 60))
     tokenizer = make_tokenizer(folder)

@@ -121,10 +121,11 @@ def prepared_here(stage: str, file: str, tokenizer: Any, folder: str) -> dict[st
     from pipeline.data.selection import DataOptions
     from pipeline.data.shards import num_processes
 
+    rows = {"sft": "sequences", "reward": "pairs", "ppo": "prompts"}[stage]
     options = DataOptions(
-        data_path=(file,), data_split="none", eval_fraction=0.0, cache_dir=folder, max_seq_len=MAX_SEQ_LEN
+        rows=rows, data_path=(file,), data_split="none", eval_fraction=0.0, cache_dir=folder, max_seq_len=MAX_SEQ_LEN
     )
-    built = load_or_build(stage, options, tokenizer)
+    built = load_or_build(options, tokenizer)
     config = asdict(options) | {"stage": stage, "data_path": Path(file).name, "cache_dir": "(deleted)"}
     return {"rows": built.train, "processes": num_processes(len(built.train)), "config": config}
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from demo.make import make_data, make_tokenizer
 from demo.rule import make_prompt
 
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 OPT_VOCABULARY, LLAMA_VOCABULARY, QWEN_VOCABULARY = 50272, 32000, 151936
 EOS = 2
 # Zhang et al. 2022 (OPT), table 1; Touvron et al. 2023 (Llama), table 2; the published configurations of all.
@@ -94,6 +95,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 8960,
     },
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+    },
+    "qwen3-1.7b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 6144,
+    },
+    "mistral-7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336},
+    "pythia-410m": {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096},
+    "pythia-1.4b": {"hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 8192},
+    "olmo2-1b": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192},
     # Radford et al. 2019 (GPT-2, the largest), and Raffel et al. 2020 (T5, 3B and 11B).
     "gpt2-tiny": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 1024},
     "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
@@ -108,7 +127,17 @@ END_NORM_SCALE = 0.1
 
 def config_of(shape: str) -> Any:
     """The transformers configuration of one of SHAPES, without dropout; ids are those of the demo's tokenizer."""
-    from transformers import GPT2Config, LlamaConfig, OPTConfig, Qwen2Config, T5Config
+    from transformers import (
+        GPT2Config,
+        GPTNeoXConfig,
+        LlamaConfig,
+        MistralConfig,
+        Olmo2Config,
+        OPTConfig,
+        Qwen2Config,
+        Qwen3Config,
+        T5Config,
+    )
 
     sizes = SHAPES[shape]
     common = {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": 1}
@@ -119,6 +148,18 @@ def config_of(shape: str) -> Any:
     if shape.startswith("llama"):
         own = {"vocab_size": LLAMA_VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": False}
         return LlamaConfig(**(common | own | sizes))
+    if shape.startswith("qwen3"):
+        own = {"vocab_size": QWEN_VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+        return Qwen3Config(**(common | own | {"head_dim": 128} | sizes))
+    if shape.startswith("mistral"):
+        own = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768, "sliding_window": None}
+        return MistralConfig(**(common | own | {"max_position_embeddings": 4096} | sizes))
+    if shape.startswith("pythia"):
+        own = {"num_attention_heads": 16, "vocab_size": 50304, "max_position_embeddings": 2048}
+        return GPTNeoXConfig(**(common | own | {"rope_parameters": PARTIAL} | sizes))
+    if shape.startswith("olmo2"):
+        own = {"num_attention_heads": 16, "vocab_size": 100352, "max_position_embeddings": 4096}
+        return Olmo2Config(**(common | own | sizes))
     if shape.startswith("qwen"):
         own = {"vocab_size": QWEN_VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": True}
         return Qwen2Config(**(common | own | sizes))

@@ -17,7 +17,8 @@ LIBRARIES = ("transformers", "trl")
 def make_rows(jobs: Jobs, kind: str, *, mixed: bool) -> Any:
     """A file of pairs: all of them longer than a row and cut to it, or of mixed lengths below it."""
     options = jobs.options
-    count = (options.warm_up + options.steps + 1) * options.batch * (4 if mixed else 1)
+    # An epoch ends behind the last step: its last step may have fewer rows.
+    count = (options.warm_up + options.steps + 1) * options.batch * max(options.gpus) * (4 if mixed else 1)
     file = jobs.models / f"{kind}-{'mixed' if mixed else 'full'}-{count}-{options.seq_len}.jsonl"
     longest = int(options.seq_len / 2)  # words; a word is one or two tokens
     if mixed:

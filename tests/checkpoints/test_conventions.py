@@ -28,7 +28,7 @@ from pipeline.checkpoints.model_folder import save_model, with_former_fields
 from pipeline.models.loading import load_language_model
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import last_token_scores, load_reward_model
-from pipeline.models.tokenizers import prepare_tokenizer
+from pipeline.models.source import ModelSource, prepare_tokenizer
 from rlhf import merge
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -251,11 +251,11 @@ def test_the_vocabulary_of_a_converter_is_that_of_training(real_data: Path, tmp_
     save_family(name, tmp_path / "base")
     (tmp_path / "base" / "tokenizer.model").write_bytes(source.read_bytes())
     model = add_lora(
-        load_language_model(str(tmp_path / "base"), dtype=torch.float32),
+        load_language_model(ModelSource(str(tmp_path / "base")), dtype=torch.float32),
         **{"dim": 2, "alpha": 4.0, "dropout": 0.0, "module_name": "all-linear", "only_lora": True, "seed": 0},
         task="CAUSAL_LM",
     )
-    loaded = prepare_tokenizer(str(tmp_path / "base"), "human_assistant")
+    loaded = prepare_tokenizer(ModelSource(str(tmp_path / "base")), "human_assistant")
     save_model(model, loaded, tmp_path / "only", dtype=torch.float32, documents={}, merged=False)
     assert merge.main([str(tmp_path / "only"), str(tmp_path / "merged")]) == 0
     for folder in (tmp_path / "only", tmp_path / "merged"):
@@ -338,7 +338,7 @@ def test_transformers_alone_gives_the_scores(outputs: Path, name: str) -> None:
     rows = [torch.cat([row, torch.tensor([EOS])]) for row in random_rows(1)]
     ids, mask = padded(rows, side="right", extra=2, fill=PAD)
     model = AutoModelForSequenceClassification.from_pretrained(outputs / name, num_labels=1, dtype=torch.float32)
-    ours = load_reward_model(str(outputs / name), dtype=torch.float32).eval()
+    ours = load_reward_model(ModelSource(str(outputs / name)), dtype=torch.float32).eval()
     expected = last_token_scores(ours(ids, mask), mask.sum(1))
     torch.testing.assert_close(model.eval()(ids, mask.long()).logits.squeeze(1), expected, **CLOSE)
     assert expected.std() > 0.01

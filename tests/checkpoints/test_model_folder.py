@@ -35,6 +35,7 @@ from pipeline.models.reward_model import (
     load_reward_model,
     pad_id_for_pooling,
 )
+from pipeline.models.source import ModelSource
 
 ROW = random_rows(0, (8,))[0].unsqueeze(0)
 EXACT = {"rtol": 0, "atol": 0}
@@ -213,7 +214,7 @@ def test_the_example_of_an_adapters_card_runs(tiny_folders, tmp_path, monkeypatc
 
 def trained_reward_model(source: str, *, lora: bool) -> TokenValueModel:
     """A language model with a fresh head, as step 2 makes it."""
-    reward = load_reward_model(source, dtype=torch.float32, new_head=True)
+    reward = load_reward_model(ModelSource(source), dtype=torch.float32, new_head=True)
     initialise_head(reward.model.score, seed=3)
     if lora:
         reward.model = with_lora(reward.model, "SEQ_CLS")
@@ -245,7 +246,7 @@ def test_a_reward_folder_gives_the_same_raw_scores_in_transformers(causal_folder
         found = model(input_ids=ids, attention_mask=mask.long()).logits
     assert found.shape == (4, 1) and model.config.num_labels == 1
     torch.testing.assert_close(found.squeeze(1), expected, **CLOSE)
-    again = load_reward_model(str(folder), dtype=torch.float32).eval()
+    again = load_reward_model(ModelSource(str(folder)), dtype=torch.float32).eval()
     with torch.no_grad():
         torch.testing.assert_close(last_token_scores(again(ids, mask), mask.sum(1)), expected, **CLOSE)
     assert (again.config.score_mean, again.config.score_std) == (0.5, 2.0)

@@ -227,6 +227,9 @@ def test_an_earlier_checkpoint_is_exported_by_its_name(spoilt: Story, tmp_path: 
 def test_the_newest_whole_checkpoint_is_exported(spoilt: Story, tmp_path: Path) -> None:
     shutil.copytree(spoilt.folder / "whole", tmp_path / "whole")
     run = tmp_path / "whole" / "runs" / "sft"
+    settings = json.loads((run / "config.json").read_text())  # of before, with a flag for each monitor
+    del settings["monitors"]
+    (run / "config.json").write_text(json.dumps(settings | {"enable_csv": {"value": True, "from": "command line"}}))
     spoil(run / "checkpoints" / f"step-{FIRST_END}")
     assert export_to(tmp_path / "older", run / "checkpoints" / "step-4") == EXIT_DONE
     assert export_to(tmp_path / "newest", run) == EXIT_DONE

@@ -16,7 +16,7 @@ from support.tiny_run import read_metrics
 from pipeline.configuration.ds_config import Placement, training_json
 from pipeline.configuration.flags import flag_words, load_yaml, parse, stage_arguments
 from pipeline.errors import InputError
-from pipeline.launching.launcher import check_left_to_search
+from pipeline.preparation.autotuning import check_left_to_search
 from step1_sft.config import SFTConfig
 
 MAPPINGS = {
@@ -99,7 +99,7 @@ def test_what_the_search_has_found_is_a_preset_and_what_is_run(tmp_path, mode):
     search, *runs = started(tmp_path)
     assert search[search.index("--deepspeed_config") + 1] == "ds.json", "DeepSpeed looks for two words"
     script = search.index(str(ROOT / "step1_sft/main.py"))
-    assert search[script - 4 : script] == ["--log_level", "info", "--autotuning", "tune"]
+    assert search[script - 3 : script] == ["--no_local_rank", "--autotuning", "tune"]
     assert search[-4:] == ["--run_dir", "out/runs/sft/autotuning/run", "--output_dir", "out/runs/sft/autotuning/model"]
     preset = tmp_path / "out/runs/sft/automatic.yaml"
     assert "written to out/runs/sft/automatic.yaml, a file for --preset or --config\n" in done.stderr

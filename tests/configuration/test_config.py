@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import load_yaml, parse
 from pipeline.errors import InputError
-from pipeline.launching.train_config import SIZES, TrainConfig
+from rlhf.train_config import SIZES, TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig, check_generation
@@ -106,8 +106,8 @@ def test_presets_are_short_and_say_what_they_are(file):
         "pipeline.configuration.groups",
         "pipeline.configuration.flags",
         "pipeline.configuration.ds_config",
-        "pipeline.launching.plan",
-        "pipeline.launching.launcher",
+        "rlhf.train_plan",
+        "pipeline.launching.scripts",
         "train",
     ],
 )

@@ -15,6 +15,7 @@ from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.errors import InputError
+from pipeline.models.source import ModelSource
 from step3_ppo.config import PPOConfig
 
 # --- golden dicts ---------------------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ def test_a_value_that_only_deepspeed_checks_is_refused_in_one_line_before_a_mode
 
     with (
         pytest.raises(InputError, match="^DeepSpeed refuses ") as caught,
-        partitioned_loading(FRAME | ZERO_3 | block, ""),
+        partitioned_loading(FRAME | ZERO_3 | block, ModelSource("")),
     ):
         pytest.fail("a model would be loaded")
     assert words in str(caught.value) and "\n" not in str(caught.value)

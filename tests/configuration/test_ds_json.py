@@ -1,6 +1,7 @@
 """The user's own DeepSpeed JSON: merge rules, unknown keys, and its values as flags."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.errors import InputError
-from pipeline.launching.dry_run import engine_jsons
+from pipeline.preparation.engine_jsons import engine_jsons
 from step1_sft.config import SFTConfig
+from step1_sft.stage import STAGE
 from step3_ppo.config import PPOConfig
 
 SFT = flag_table(SFTConfig)
@@ -115,11 +117,15 @@ def test_unknown_keys_at_every_level():
     ]
 
 
+# Of a comma on line 2 before a brace on line 3: from Python 3.13 on json names the comma, before that the brace.
+TRAILING_COMMA_LINE = 2 if sys.version_info >= (3, 13) else 3
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "line 1: not JSON"),
-        ('{\n "a": 1,\n}', "line 3: not JSON"),
+        ('{\n "a": 1,\n}', f"line {TRAILING_COMMA_LINE}: not JSON"),
         ("[]", "found a list, wanted an object"),
         ("null", "found a single value, wanted an object"),
         ('{"bf16": {}, "bf16": {}}', "bf16: occurs twice in one block"),
@@ -236,10 +242,10 @@ def test_bf16_that_is_switched_off_alone_is_no_bf16_on_a_gpu(tmp_path, words, dt
     resolved = parse(SFTConfig, given, section="sft")
     assert resolved.config.deepspeed.dtype == dtype
     assert resolved.notes == (() if words else (f"{file}: sets --dtype fp32 (was auto)",))
-    (engine,) = engine_jsons(resolved, "sft", ranks=1).values()
+    (engine,) = engine_jsons(STAGE, resolved, ranks=1).values()
     assert engine["bf16"]["enabled"] is False and engine["fp16"]["enabled"] is (dtype == "fp16")
     with pytest.raises(InputError, match="bf16.enabled: found False, but --dtype .command line. makes it True"):
-        engine_jsons(parse(SFTConfig, [*given, "--dtype", "bf16"], section="sft"), "sft", ranks=1)
+        engine_jsons(STAGE, parse(SFTConfig, [*given, "--dtype", "bf16"], section="sft"), ranks=1)
 
 
 def test_the_json_that_we_build_says_the_flags_that_it_was_built_from():

@@ -1,6 +1,7 @@
 """Flags from models: names, types, layers, origins, errors. No torch."""
 
-from typing import Literal
+import re
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import Field
@@ -12,9 +13,10 @@ from pipeline.configuration.groups import Group, ModelConfig
 from pipeline.configuration.help import help_text, reference
 from pipeline.configuration.names import Names
 from pipeline.errors import InputError, nearest
-from pipeline.launching.train_config import TrainConfig
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
+from rlhf.stages import SECTIONS
+from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_ppo.config import PPOConfig
@@ -25,6 +27,7 @@ STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
 class Model(Group):
     """Model"""
 
+    has_role: ClassVar[bool] = True
     rate: float = Field(1e-5, gt=0, description="Peak rate")
     stage: int = Field(0, ge=0, le=3, description="What is partitioned")
 
@@ -53,22 +56,29 @@ class Two(Group):
     critic: Model = Model(rate=2e-5)
 
 
+class WithoutCritic(Group):
+    """A stage with the first of those two models."""
+
+    actor: Model = Model()
+
+
 def one(*words: str):
     return parse(One, list(words), section="sft")
 
 
 def errors_of(*words: str, config_class: type[Group] = One) -> list[str]:
     with pytest.raises(InputError) as caught:
-        parse(config_class, list(words), section="sft")
+        parse(config_class, list(words), section="sft", sections=SECTIONS)
     return str(caught.value).splitlines()
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_groups_are_flat_and_doubled_groups_have_a_prefix():
+def test_groups_are_flat_and_models_with_a_role_have_a_prefix():
     assert list(flag_table(One)) == ["rate", "stage", "paths", "kind", "shuffle", "columns", "steps"]
     assert list(flag_table(Two)) == ["actor_rate", "actor_stage", "critic_rate", "critic_stage"]
+    assert list(flag_table(WithoutCritic)) == ["actor_rate", "actor_stage"], "the same names with one model less"
     assert flag_table(One)["rate"].default == 1e-3, "the field's default, not the group's"
     two = parse(Two, ["--critic_stage", "3"], section="ppo").config
     assert (two.actor.stage, two.critic.stage, two.critic.rate) == (0, 3, 2e-5)
@@ -192,6 +202,24 @@ def test_yaml_errors(tmp_path, text, message):
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("made_up: {rate: 1}\nsft: {steps: 3}\n", ""),
+        ("sfft: {steps: 3}\n", "c.yaml: sfft: unknown section; did you mean sft?"),
+        ("steps: {a: 1}\n", "c.yaml: steps: unknown section"),
+    ],
+)
+def test_a_stage_by_itself_takes_sections_of_stages_that_it_does_not_know(tmp_path, text, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    if not message:
+        assert parse(One, ["--config", str(file)], section="sft").config.steps == 3
+        return
+    with pytest.raises(InputError, match=re.escape(message)):
+        parse(One, ["--config", str(file)], section="sft")
+
+
 def test_missing_file():
     assert errors_of("--config", "none.yaml") == ["none.yaml: cannot read it: No such file or directory"]
 
@@ -270,10 +298,10 @@ def test_names_of_other_tools_are_answered_with_the_flag():
         "--lr: unknown flag; here it is --rate",
         "--step_size: unknown flag; here it is --rate",
     ]
-    (line,) = errors_of("--lr", "1", config_class=NamedPair)
-    assert line == "--lr: unknown flag; here it is --actor_learning_rate or --critic_learning_rate"
-    (line,) = errors_of("--critic_lr", "1", config_class=NamedPair)
-    assert line == "--critic_lr: unknown flag; here it is --critic_learning_rate"
+    (line,) = errors_of("--lora_r", "1", config_class=NamedPair)
+    assert line == "--lora_r: unknown flag; here it is --actor_lora_dim or --critic_lora_dim"
+    (line,) = errors_of("--critic_lora_r", "1", config_class=NamedPair)
+    assert line == "--critic_lora_r: unknown flag; did you mean --critic_lora_dim?"
 
 
 def test_what_changes_nothing_is_accepted_with_a_note(tmp_path):
@@ -301,7 +329,7 @@ def test_a_models_flags_without_its_name_mean_the_first_model():
 )
 def test_a_name_means_one_flag(config_class):
     table, names = flag_table(config_class), Names(config_class)
-    assert len(names.known) == sum(1 + len(row.aliases) for row in table.values())
+    assert len(names.known) == sum(1 + len(row.aliases) + len(row.switches) for row in table.values())
     assert not names.known.keys() & (names.ignored.keys() | names.refused.keys())
     assert "model" in names.known, "the one name for a model's path"
 

@@ -1,10 +1,13 @@
-"""A flag is defined at its field alone: whatever reads flags finds one that only this file knows."""
+"""A flag is defined at its field alone: whatever reads flags finds that of CONTRIBUTING.md, and those of this file."""
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+from support.worked_examples import example
 
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import flag, flag_table
@@ -13,8 +16,8 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.help import help_text, reference
 from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
-from pipeline.launching.plan import make_plan
-from rlhf.train import STAGES
+from rlhf.stages import STAGES
+from rlhf.train_plan import make_plan
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -31,7 +34,15 @@ class MadeUpModel(ModelConfig):
     made_up_size: int = flag(3, "A made-up size", on_resume="rounding", needs="ZeRO stage 3", deepspeed=KEY)
 
 
-class MadeUp(SFTConfig):
+def with_example() -> type[SFTConfig]:
+    """Stage 1's configuration with the flag of CONTRIBUTING.md."""
+    (field,) = re.findall(r"^\+    (focal_gamma: .*)$", example("A new flag"), re.MULTILINE)
+    names = {"flag": flag, "SFTConfig": SFTConfig}
+    exec(f"class WithExample(SFTConfig):\n    'Stage 1.'\n\n    {field}\n", names)
+    return names["WithExample"]
+
+
+class MadeUp(with_example()):
     """A stage with made-up flags."""
 
     model: MadeUpModel = MadeUpModel()
@@ -55,25 +66,28 @@ def errors_of(*words: str) -> list[str]:
 
 
 def test_it_is_in_help_and_reference():
-    assert "  --made_up str\n      A made-up meaning [nothing]\n" in help_text(MadeUp, "x")
-    assert "| `--made_up` | `str` | `nothing` | A made-up meaning |" in reference(MadeUp)
+    meaning = "A token of probability p weighs (1 - p) to this power; 0: all alike"
+    assert f"  --focal_gamma float\n      {meaning} [0.0]\n" in help_text(MadeUp, "x")
+    assert f"| `--focal_gamma` | `float` | `0.0` | {meaning} |" in reference(MadeUp)
     assert {"actor_made_up", "critic_made_up"} <= set(flag_table(MadeUpPair))
 
 
 def test_it_is_read_from_the_command_line_and_from_yaml(tmp_path):
-    assert parsed("--made-up", "x").config.model.made_up == "x"
-    (tmp_path / "run.yaml").write_text("sft: {made_up: y}\n")
+    assert parsed("--focal-gamma", "2").config.focal_gamma == 2
+    assert errors_of("--focal_gamma", "-1")[0].startswith("--focal_gamma: found '-1'")
+    (tmp_path / "run.yaml").write_text("sft: {focal_gamma: 3}\n")
     resolved = parsed("--config", str(tmp_path / "run.yaml"))
-    assert resolved.config.model.made_up == "y" and resolved.origins["made_up"] == str(tmp_path / "run.yaml")
+    assert resolved.config.focal_gamma == 3 and resolved.origins["focal_gamma"] == str(tmp_path / "run.yaml")
 
 
 def test_train_py_takes_it_as_an_override(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stages = STAGES | {1: dataclasses.replace(STAGES[1], config_class=MadeUp)}
-    plan = make_plan(["--step", "1", "--actor-model", "tiny", "--sft.made_up", "z"], stages, prog="train.py")
-    assert plan.stages[1].resolved.config.model.made_up == "z" and plan.stages[1].argv[-2:] == ["--made_up", "z"]
-    with pytest.raises(InputError, match="--reward.made_up: unknown flag"):
-        make_plan(["--actor-model", "tiny", "--reward.made_up", "z"], stages, prog="train.py")
+    stages = (dataclasses.replace(STAGES[0], config=MadeUp), *STAGES[1:])
+    monkeypatch.setattr("rlhf.stages.STAGES", stages)
+    plan = make_plan(["--step", "1", "--actor-model", "tiny", "--sft.focal_gamma", "2"], prog="train.py")
+    assert plan.stages[1].resolved.config.focal_gamma == 2 and plan.stages[1].argv[-2:] == ["--focal_gamma", "2"]
+    with pytest.raises(InputError, match="--reward.focal_gamma: unknown flag"):
+        make_plan(["--actor-model", "tiny", "--reward.focal_gamma", "2"], prog="train.py")
 
 
 def resumed(*words: str) -> None:
@@ -84,8 +98,8 @@ def resumed(*words: str) -> None:
 
 
 def test_a_resumed_run_follows_what_its_field_says():
-    with pytest.raises(InputError, match="--made_up: found 'x', the checkpoint has 'nothing'"):
-        resumed("--made_up", "x")
+    with pytest.raises(InputError, match="--focal_gamma: found 2.0, the checkpoint has 0.0"):
+        resumed("--focal_gamma", "2")
     resumed("--made_up_folder", "elsewhere", "--made_up_text", "y", "--made_up_size", "4")
     assert values_by_rule(parsed("--made_up_size", "4").config, "rounding")["made_up_size"] == 4
 
@@ -122,3 +136,11 @@ def test_the_users_json_sets_it(tmp_path):
     assert resolved.config.model.made_up_size == 7 and resolved.origins["made_up_size"] == str(tmp_path / "ds.json")
     (line,) = errors_of("--deepspeed_config", str(tmp_path / "ds.json"), "--made_up_size", "4")
     assert f"{KEY}: found 7, but --made_up_size is 4 (command line)" in line
+
+
+@pytest.mark.parametrize(
+    "rule", [{"on_resum": "free"}, {"on_resume": "sam"}, {"needs": "a critic"}, {"aliases": "a b"}]
+)
+def test_a_misspelt_rule_is_an_error_where_the_flag_is_defined(rule):
+    with pytest.raises(ValidationError, match=next(iter(rule))):
+        flag(0, "A made-up meaning", **rule)

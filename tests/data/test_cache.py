@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.row_options import load_rows, of_stage
 
 from pipeline.data import cache
-from pipeline.data.cache import cache_folder, cache_key, load_or_build
+from pipeline.data.cache import cache_folder, cache_key
 from pipeline.data.selection import DataOptions
 from pipeline.errors import InputError
 from pipeline.models.tokenizers import load_tokenizer
@@ -43,7 +44,7 @@ def prompts(dataset, tokenizer, column="ids") -> set[str]:
 
 def test_steps_and_evaluation_rows_are_disjoint_and_complete(options, bpe_tokenizer):
     stages = {"sft": "ids", "reward": "chosen_ids", "ppo": "prompt_ids"}
-    built = {stage: load_or_build(stage, options, bpe_tokenizer) for stage in stages}
+    built = {stage: load_rows(stage, options, bpe_tokenizer) for stage in stages}
     train = [prompts(built[stage].train, bpe_tokenizer, column) for stage, column in stages.items()]
     evaluated = [prompts(built[stage].eval, bpe_tokenizer, column) for stage, column in stages.items()]
     assert all(train) and evaluated[0] == evaluated[1] == evaluated[2]
@@ -53,15 +54,15 @@ def test_steps_and_evaluation_rows_are_disjoint_and_complete(options, bpe_tokeni
 
 def test_division_does_not_depend_on_the_order_of_the_rows(options, bpe_tokenizer, tmp_path):
     turned = write_rows(tmp_path / "turned.jsonl", pairs(60)[::-1])
-    first = load_or_build("sft", options, bpe_tokenizer)
-    second = load_or_build("sft", replace(options, data_path=(turned,)), bpe_tokenizer)
+    first = load_rows("sft", options, bpe_tokenizer)
+    second = load_rows("sft", replace(options, data_path=(turned,)), bpe_tokenizer)
     assert prompts(first.train, bpe_tokenizer) == prompts(second.train, bpe_tokenizer)
     assert prompts(first.eval, bpe_tokenizer) == prompts(second.eval, bpe_tokenizer)
 
 
 def test_columns_are_as_documented(options, bpe_tokenizer):
     whole = replace(options, data_split="none", eval_fraction=0.0)
-    sft, reward, ppo = (load_or_build(stage, whole, bpe_tokenizer).train[0] for stage in ("sft", "reward", "ppo"))
+    sft, reward, ppo = (load_rows(stage, whole, bpe_tokenizer).train[0] for stage in ("sft", "reward", "ppo"))
     assert set(sft) == {"ids", "trained", "num_tokens", "num_trained"}
     assert (sft["num_tokens"], sft["num_trained"]) == (len(sft["ids"]), sum(sft["trained"]))
     assert bpe_tokenizer.decode(sft["ids"]) == "\n\nHuman: question 0?\n\nAssistant: good 0</s>"
@@ -78,26 +79,26 @@ def test_text_stage_gives_blocks(bpe_tokenizer, tmp_path):
     options = DataOptions(
         data_path=(str(tmp_path / "a.txt"),), cache_dir=str(tmp_path), max_seq_len=16, eval_fraction=0.0
     )
-    blocks = load_or_build("text", options, bpe_tokenizer).train
+    blocks = load_rows("text", options, bpe_tokenizer).train
     assert set(blocks[0]) == {"ids", "trained", "num_tokens", "num_trained"}
     assert blocks[0]["num_tokens"] == 16 and blocks[0]["num_trained"] == 15
 
 
 def test_no_split_gives_every_step_all_rows(options, bpe_tokenizer):
     whole = replace(options, data_split="none", eval_fraction=0.0)
-    assert [len(load_or_build(stage, whole, bpe_tokenizer).train) for stage in ("sft", "reward", "ppo")] == [60] * 3
-    assert len(load_or_build("sft", whole, bpe_tokenizer).eval) == 0
-    assert len(load_or_build("sft", replace(whole, data_split="1,0,0"), bpe_tokenizer).train) == 60
+    assert [len(load_rows(stage, whole, bpe_tokenizer).train) for stage in ("sft", "reward", "ppo")] == [60] * 3
+    assert len(load_rows("sft", whole, bpe_tokenizer).eval) == 0
+    assert len(load_rows("sft", replace(whole, data_split="1,0,0"), bpe_tokenizer).train) == 60
 
 
 def test_empty_share_is_an_input_error(options, bpe_tokenizer):
     with pytest.raises(InputError, match=r"stage sft: data_split 0,1,1 leaves no training row"):
-        load_or_build("sft", replace(options, data_split="0,1,1"), bpe_tokenizer)
+        load_rows("sft", replace(options, data_split="0,1,1"), bpe_tokenizer)
 
 
 def test_no_sample_left_is_an_input_error_and_leaves_nothing_behind(options, bpe_tokenizer):
     with pytest.raises(InputError, match="no training row is left: .* dropped: pair longer than max_seq_len"):
-        load_or_build("reward", replace(options, max_seq_len=4), bpe_tokenizer)
+        load_rows("reward", replace(options, max_seq_len=4), bpe_tokenizer)
     assert not list(Path(options.cache_dir).iterdir())
 
 
@@ -106,7 +107,7 @@ def test_own_test_rows_are_the_evaluation_rows(bpe_tokenizer, tmp_path):
     options = DataOptions(
         data_path=(write_rows(tmp_path / "a.jsonl", rows),), cache_dir=str(tmp_path), data_split="none"
     )
-    built = load_or_build("sft", options, bpe_tokenizer)
+    built = load_rows("sft", options, bpe_tokenizer)
     assert prompts(built.eval, bpe_tokenizer) == {"question 5?", "question 6?", "question 7?"}
     assert prompts(built.train, bpe_tokenizer) == {f"question {i}?" for i in range(5)}
     assert built.counts["prompt is also an evaluation prompt"] == 1
@@ -116,7 +117,7 @@ def test_eval_data_path_wins_over_test_rows(bpe_tokenizer, tmp_path):
     train = write_rows(tmp_path / "a.jsonl", pairs(6, split="train") + pairs(2, start=6, split="test"))
     evaluation = write_rows(tmp_path / "b.jsonl", pairs(3, start=20))
     options = DataOptions(data_path=(train,), eval_data_path=(evaluation,), cache_dir=str(tmp_path), data_split="none")
-    built = load_or_build("sft", options, bpe_tokenizer)
+    built = load_rows("sft", options, bpe_tokenizer)
     assert prompts(built.train, bpe_tokenizer) == {f"question {i}?" for i in range(6)}
     assert prompts(built.eval, bpe_tokenizer) == {"question 20?", "question 21?", "question 22?"}
     assert built.counts["test row (eval_data_path is given)"] == 2
@@ -126,10 +127,10 @@ def test_sft_only_rows_are_taken_whole_by_step_one_alone(bpe_tokenizer, tmp_path
     shared = write_rows(tmp_path / "a.jsonl", pairs(40))
     extra = write_rows(tmp_path / "b.jsonl", [{"prompt": f"extra {i}", "response": "x"} for i in range(20)])
     options = DataOptions(data_path=(shared,), sft_only_data_path=(extra,), cache_dir=str(tmp_path), eval_fraction=0.0)
-    sft = prompts(load_or_build("sft", options, bpe_tokenizer).train, bpe_tokenizer)
+    sft = prompts(load_rows("sft", options, bpe_tokenizer).train, bpe_tokenizer)
     assert {prompt for prompt in sft if prompt.startswith("extra")} == {f"extra {i}" for i in range(20)}
     assert 0 < len(sft) - 20 < 40
-    ppo = prompts(load_or_build("ppo", options, bpe_tokenizer).train, bpe_tokenizer, "prompt_ids")
+    ppo = prompts(load_rows("ppo", options, bpe_tokenizer).train, bpe_tokenizer, "prompt_ids")
     assert not any(prompt.startswith("extra") for prompt in ppo)
 
 
@@ -137,22 +138,22 @@ def test_weight_keeps_a_share_of_a_source(bpe_tokenizer, tmp_path):
     path = write_rows(tmp_path / "a.jsonl", pairs(400))
     options = DataOptions(data_path=(f"{path}:0.5",), cache_dir=str(tmp_path), data_split="none", eval_fraction=0.0)
     # 5 standard deviations of Binomial(400, 0.5) are 50.
-    assert len(load_or_build("sft", options, bpe_tokenizer).train) == pytest.approx(200, abs=50)
+    assert len(load_rows("sft", options, bpe_tokenizer).train) == pytest.approx(200, abs=50)
 
 
 def test_second_call_loads_and_returns_the_same(options, bpe_tokenizer, monkeypatch):
-    longest = max(load_or_build("sft", options, bpe_tokenizer).train["num_tokens"])
+    longest = max(load_rows("sft", options, bpe_tokenizer).train["num_tokens"])
     small = replace(options, max_seq_len=longest - 1)
-    first = load_or_build("sft", small, bpe_tokenizer)
+    first = load_rows("sft", small, bpe_tokenizer)
     assert first.counts["response beyond max_seq_len"] > 0
     monkeypatch.setattr(cache, "select_records", lambda *a: pytest.fail("built a second time"))
-    second = load_or_build("sft", small, bpe_tokenizer)
+    second = load_rows("sft", small, bpe_tokenizer)
     assert second.train.to_list() == first.train.to_list()
     assert second.counts.to_json() == first.counts.to_json()
 
 
 def test_nothing_is_pickled_and_the_folder_is_private(options, bpe_tokenizer):
-    built = load_or_build("sft", options, bpe_tokenizer)
+    built = load_rows("sft", options, bpe_tokenizer)
     folder = Path(built.train.cache_files[0]["filename"]).parent
     files = ["CACHEDIR.TAG", "counts.json", "eval.arrow", "train.arrow"]
     assert sorted(file.name for file in folder.iterdir()) == files
@@ -162,14 +163,14 @@ def test_nothing_is_pickled_and_the_folder_is_private(options, bpe_tokenizer):
 
 def test_key_follows_content_options_and_tokenizer(options, bpe_tokenizer, tmp_path):
     def key() -> str:
-        return cache_key("sft", options, bpe_tokenizer)
+        return cache_key(of_stage("sft", options), bpe_tokenizer)
 
     first = key()
     assert key() == first
-    assert cache_key("sft", replace(options, cache_dir="/elsewhere"), bpe_tokenizer) == first
-    assert cache_key("reward", options, bpe_tokenizer) != first
+    assert cache_key(of_stage("sft", replace(options, cache_dir="/elsewhere")), bpe_tokenizer) == first
+    assert cache_key(of_stage("reward", options), bpe_tokenizer) != first
     for change in ({"seed": 5}, {"max_seq_len": 100}, {"train_on_prompt": True}, {"column_map": {"prompt": "x"}}):
-        assert cache_key("sft", replace(options, **change), bpe_tokenizer) != first
+        assert cache_key(of_stage("sft", replace(options, **change)), bpe_tokenizer) != first
     bpe_tokenizer.chat_template = "{{ 'x' }}"
     assert key() != first
     bpe_tokenizer.chat_template = None
@@ -201,7 +202,7 @@ def test_one_of_several_builds_and_the_others_wait(options, bpe_folder, monkeypa
 
     monkeypatch.setattr(cache, "_build_folder", slow)
     with ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(load_or_build, "sft", options, load_tokenizer(str(bpe_folder))) for _ in range(3)]
+        calls = [pool.submit(load_rows, "sft", options, load_tokenizer(str(bpe_folder))) for _ in range(3)]
         sizes = {len(call.result(timeout=60).train) for call in calls}
     assert len(builders) == 1
     assert len(sizes) == 1
@@ -224,7 +225,7 @@ def test_preparations_that_fail_in_turn_delete_the_lock_and_let_one_in_at_a_time
     def many() -> None:
         for _ in range(2):
             with pytest.raises(InputError):
-                load_or_build("sft", options, bpe_tokenizer)
+                load_rows("sft", options, bpe_tokenizer)
 
     monkeypatch.setattr(cache, "_build_folder", failing)
     monkeypatch.setattr(cache, "cache_key", lambda *_: "key")

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.row_options import load_rows, of_stage
 from support.tiny_run import write_lines
 
-from pipeline.data.cache import cache_key, load_or_build
-from pipeline.data.counts import row_lines
+from pipeline.data.cache import cache_key
 from pipeline.data.selection import DataOptions, mixed_sizes
 from pipeline.errors import InputError
+from pipeline.training.inputs import row_lines
 
 COLUMN = {"sft": "ids", "reward": "chosen_ids", "ppo": "prompt_ids"}
 
@@ -54,7 +55,7 @@ def test_weights_that_repeat_a_source_without_end_are_refused_by_name(options, b
         f"{small}:1 would repeat its 2 training rows 6,000,000 times an epoch, for each of the 12 of {large}:1e-06 once"
     )
     with pytest.raises(InputError, match=re.escape(f"--mixture ratio: {line}; weights for at most 1,000 times")):
-        load_or_build("sft", slip, bpe_tokenizer)
+        load_rows("sft", slip, bpe_tokenizer)
     assert mixed_sizes({"a": 6000, "b": 6}, {"a": 1.0, "b": 1.0}) == {"a": 6000, "b": 6000}
     for weight in (0.9990, 1e-300, 5e-324):
         with pytest.raises(InputError, match="b:1 would repeat its 6 training rows"):
@@ -64,7 +65,7 @@ def test_weights_that_repeat_a_source_without_end_are_refused_by_name(options, b
 @pytest.mark.parametrize("stage", COLUMN)
 def test_training_rows_are_in_the_ratio_of_the_weights(stage, options, bpe_tokenizer):
     """12 rows at 0.8 and 2 at 0.2: each of the 12 once, and 3 of the others, one of them twice."""
-    built = load_or_build(stage, options, bpe_tokenizer)
+    built = load_rows(stage, options, bpe_tokenizer)
     found = prompts(built.train, bpe_tokenizer, COLUMN[stage])
     assert {name: number for name, number in found.items() if name.startswith("large")} == {
         f"large {n}": 1 for n in range(12)
@@ -85,7 +86,7 @@ def test_rows_that_are_dropped_are_no_part_of_the_ratio(options, bpe_tokenizer, 
     """Of ten rows of the small source eight are too long: the two others stand for it."""
     rows = [{"prompt": f"small {n}?", "chosen": "good " * 100 * (n > 1) + "end", "rejected": "bad"} for n in range(10)]
     write_lines(tmp_path / "small.jsonl", rows)
-    built = load_or_build("reward", replace(options, max_seq_len=60), bpe_tokenizer)
+    built = load_rows("reward", replace(options, max_seq_len=60), bpe_tokenizer)
     found = prompts(built.train, bpe_tokenizer, "chosen_ids")
     assert sum(number for name, number in found.items() if name.startswith("small")) == 3 and len(found) == 14
 
@@ -96,7 +97,7 @@ def test_held_out_rows_are_never_repeated_and_the_same_as_of_shares(options, bpe
     write_lines(
         tmp_path / "small.jsonl", [{**row, "split": "test" if n > 1 else "train"} for n, row in enumerate(lines)]
     )
-    built = load_or_build("sft", options, bpe_tokenizer)
+    built = load_rows("sft", options, bpe_tokenizer)
     assert prompts(built.eval, bpe_tokenizer, "ids") == {f"held {n}": 1 for n in range(3)}
     assert len(built.train) == 15
 
@@ -104,7 +105,7 @@ def test_held_out_rows_are_never_repeated_and_the_same_as_of_shares(options, bpe
 def test_the_seed_chooses_which_rows_are_repeated(options, bpe_tokenizer, tmp_path):
     write_source(tmp_path, "small", 40)
     options = replace(options, data_path=(f"{tmp_path}/large.jsonl:0.1", f"{tmp_path}/small.jsonl:0.5"))
-    seeds = [load_or_build("sft", replace(options, seed=seed), bpe_tokenizer).train["ids"][:] for seed in (1, 1, 2)]
+    seeds = [load_rows("sft", replace(options, seed=seed), bpe_tokenizer).train["ids"][:] for seed in (1, 1, 2)]
     assert len(seeds[0]) == 12 + 60 and seeds[0] == seeds[1] and seeds[0] != seeds[2]
     repeated = [ids for ids in seeds[0] if seeds[0].count(ids) == 2]
     assert len(repeated) == 40 and max(map(seeds[0].count, seeds[0])) == 2
@@ -113,15 +114,15 @@ def test_the_seed_chooses_which_rows_are_repeated(options, bpe_tokenizer, tmp_pa
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_a_mixture_of_several_shards_has_the_same_rows(stage, options, bpe_tokenizer, monkeypatch, tmp_path):
     """Rows are mixed shard by shard: which of them are repeated, and as what, is that of the whole source."""
-    whole = load_or_build(stage, options, bpe_tokenizer).train.to_list()
+    whole = load_rows(stage, options, bpe_tokenizer).train.to_list()
     monkeypatch.setattr("pipeline.data.shards.SHARD_RECORDS", 1)
-    parts = load_or_build(stage, replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    parts = load_rows(stage, replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
     assert parts.train.to_list() == whole and len(parts.train.data.table["num_tokens"].chunks) == len(whole) == 15
 
 
 def test_shares_and_ratios_are_cached_apart(options, bpe_tokenizer):
-    load_or_build("sft", options, bpe_tokenizer)
-    keys = {cache_key("sft", replace(options, mixture=kind), bpe_tokenizer) for kind in ("share", "ratio")}
+    load_rows("sft", options, bpe_tokenizer)
+    keys = {cache_key(of_stage("sft", replace(options, mixture=kind)), bpe_tokenizer) for kind in ("share", "ratio")}
     assert len(keys) == 2
-    shared = load_or_build("sft", replace(options, mixture="share"), bpe_tokenizer)
+    shared = load_rows("sft", replace(options, mixture="share"), bpe_tokenizer)
     assert max(prompts(shared.train, bpe_tokenizer, "ids").values()) == 1 and shared.counts.factors == {}

@@ -11,12 +11,13 @@ from transformers import AddedToken
 
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record, read_records
+from pipeline.data.row_kinds import PAIRS, PROMPTS, SEQUENCES, TokenizationOptions
 from pipeline.data.sources import read_rows
 from pipeline.data.templates import encode_conversation, encode_prompt, set_template
-from pipeline.data.tokenization import TokenizationOptions, pair_rows, prompt_rows, sft_rows
 from pipeline.data.turns import Message, Turns
 from pipeline.errors import InputError
-from pipeline.models.tokenizers import eos_ids, prepare_tokenizer
+from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.models.tokenizers import eos_ids
 
 # The shape of ChatML templates with marks: SmolLM3's hold the end of the turn and a line end, others the content alone.
 MARKED = (
@@ -113,8 +114,8 @@ def test_an_answer_ends_where_a_sampler_stops(chatml, template):
     end = chatml.convert_tokens_to_ids("<|im_end|>")
     assert {end, chatml.eos_token_id} == eos_ids(chatml)
     counts = Counts()
-    (pair,) = pair_rows([record(TALK[:3], "No.")], chatml, TokenizationOptions(), counts)
-    (sft,) = sft_rows([record(TALK)], chatml, TokenizationOptions(), counts)
+    (pair,) = PAIRS.rows([record(TALK[:3], "No.")], chatml, TokenizationOptions(), counts)
+    (sft,) = SEQUENCES.rows([record(TALK)], chatml, TokenizationOptions(), counts)
     for ids, turns in ((pair.chosen_ids, TALK[:3]), (sft.ids, TALK)):
         text = chatml.apply_chat_template([asdict(turn) for turn in turns], tokenize=False)
         assert text.endswith("<|im_end|>\n" + chatml.eos_token)
@@ -131,11 +132,11 @@ def test_marks_excuse_no_answer_that_does_not_follow_its_prompt(chatml, template
     chatml.chat_template = template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     for turns, train_turns in itertools.product((TALK, TALK[:3]), ("all", "last")):
         with pytest.raises(InputError, match="no prompt is a prefix of its conversation; --template human_assistant"):
-            list(sft_rows([record(turns)], chatml, TokenizationOptions(train_turns=train_turns), Counts()))
+            list(SEQUENCES.rows([record(turns)], chatml, TokenizationOptions(train_turns=train_turns), Counts()))
     with pytest.raises(InputError, match="no prompt is a prefix"):
-        list(pair_rows([record(TALK, "No.")], chatml, TokenizationOptions(), Counts()))
+        list(PAIRS.rows([record(TALK, "No.")], chatml, TokenizationOptions(), Counts()))
     set_template(chatml, "human_assistant")
-    assert len(list(sft_rows([record(TALK)], chatml, TokenizationOptions(), Counts()))) == 1
+    assert len(list(SEQUENCES.rows([record(TALK)], chatml, TokenizationOptions(), Counts()))) == 1
 
 
 def test_a_row_whose_answer_is_rendered_elsewhere_is_dropped_and_counted(chatml):
@@ -146,7 +147,7 @@ def test_a_row_whose_answer_is_rendered_elsewhere_is_dropped_and_counted(chatml)
         "{{ m.content }}<|im_start|>{% elif m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     )
     rows = [record(TALK[:3], "x"), record(TALK[1:3], "x"), record(TALK, "x")]
-    for make, others in ((sft_rows, 0), (pair_rows, 0), (prompt_rows, 2)):
+    for make, others in ((SEQUENCES.rows, 0), (PAIRS.rows, 0), (PROMPTS.rows, 2)):
         counts = Counts()
         assert len(list(make(rows, chatml, TokenizationOptions(), counts))) == 1 + others
         kind = "answer that the chat template renders elsewhere than behind its prompt"
@@ -159,7 +160,7 @@ def test_marked_answers_that_are_rewritten_later_are_not_trained_and_counted(cha
     block = "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
     chatml.chat_template = MARKED.replace("{% generation %}", "{% generation %}" + block)
     counts = Counts()
-    (row,) = sft_rows([record(TALK)], chatml, TokenizationOptions(), counts)
+    (row,) = SEQUENCES.rows([record(TALK)], chatml, TokenizationOptions(), counts)
     assert counts.lines() == [
         "1 kept: earlier turns rewritten by the chat template: only the last is trained (first: f:1)"
     ]
@@ -197,7 +198,7 @@ def test_a_pair_shares_its_prompt_whatever_the_marks_leave_out(chatml):
     marked = "{{ m.content.split('.')[0] }}{% generation %}{{ m.content[m.content.split('.')[0] | length:] }}<|im_end|>"
     chatml.chat_template = MARKED.replace("{% generation %}{{ m.content + '<|im_end|>\n' }}", marked)
     pair = Record(TALK[:2], "Hm hm. Boil it.", "No. Never.", prompt_id=0, origin=Origin("f", 1), split=None)
-    (row,) = pair_rows([pair], chatml, TokenizationOptions(), Counts())
+    (row,) = PAIRS.rows([pair], chatml, TokenizationOptions(), Counts())
     prompt = encode_prompt(chatml, TALK[:2])
     assert row.prompt_length == len(prompt)
     assert row.chosen_ids[: len(prompt)] == row.rejected_ids[: len(prompt)] == prompt
@@ -214,7 +215,7 @@ def test_earlier_answers_of_a_thinking_template_are_not_trained_and_counted(chat
     chatml.chat_template = THINKING
     talk = (*TALK[:2], Message("assistant", "<think>Hm.</think>Boil water."), *TALK[3:])
     counts = Counts()
-    (several, one) = sft_rows([record(talk), record(talk[:3])], chatml, TokenizationOptions(), counts)
+    (several, one) = SEQUENCES.rows([record(talk), record(talk[:3])], chatml, TokenizationOptions(), counts)
     assert counts.lines() == [
         "1 kept: earlier turns rewritten by the chat template: only the last is trained (first: f:1)"
     ]
@@ -234,7 +235,7 @@ def test_turns_that_a_template_refuses_are_counted_with_its_own_words(chatml):
     counts = Counts()
     good = record(TALK[1:], "x")
     rows = [record(TALK, "x"), good, record(wrong, "x")]
-    for make in (sft_rows, pair_rows, prompt_rows):
+    for make in (SEQUENCES.rows, PAIRS.rows, PROMPTS.rows):
         assert len(list(make(rows, chatml, TokenizationOptions(), counts))) == 1
     refused = "3 dropped: turns refused by the chat template: "
     assert counts.lines() == [
@@ -250,7 +251,7 @@ def test_prompts_without_a_bos_are_token_prefixes_on_real_rows(real_data, chatml
     for template, row in itertools.product((MARKED, THINKING, STRICT, TOOLS), rows):
         chatml.chat_template = template
         prompt = encode_prompt(chatml, row.messages)
-        (sft,) = sft_rows([row], chatml, TokenizationOptions(max_seq_len=10**6, train_turns="last"), Counts())
+        (sft,) = SEQUENCES.rows([row], chatml, TokenizationOptions(max_seq_len=10**6, train_turns="last"), Counts())
         is_prefix = sft.ids[: len(prompt)] == prompt and not any(sft.trained[: len(prompt)])
         is_answer = all(sft.trained[len(prompt) :]) and sft.ids[-1] == end
         assert is_prefix and is_answer, row.origin
@@ -267,7 +268,9 @@ def test_tools_of_a_row_are_rendered_as_transformers_does_in_all_stages(chatml, 
     sides = [{"chosen": "four minutes", "rejected": "No.", "prompt": turns[:-1], "tools": tools} for tools in tables]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(side) + "\n" for side in sides))
     rows, counts = list(read_records(read_rows(str(tmp_path / "rows.jsonl")), Counts())), Counts()
-    made = [list(make(rows, chatml, TokenizationOptions(), counts)) for make in (sft_rows, pair_rows, prompt_rows)]
+    made = [
+        list(make(rows, chatml, TokenizationOptions(), counts)) for make in (SEQUENCES.rows, PAIRS.rows, PROMPTS.rows)
+    ]
     for sft, pair, prompt, tools in zip(*made, ([plain], [plain], None, None), strict=True):
         options = {"tools": tools, "tokenize": False}
         text = chatml.apply_chat_template(turns[:-1], add_generation_prompt=True, **options)
@@ -296,7 +299,7 @@ def test_tools_that_cannot_be_rendered_or_are_called_are_told_of(chatml, tmp_pat
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chatml.chat_template = MARKED
     records = read_records(read_rows(str(tmp_path / "rows.jsonl")), counts)
-    assert len(list(sft_rows(records, chatml, TokenizationOptions(), counts))) == 1
+    assert len(list(SEQUENCES.rows(records, chatml, TokenizationOptions(), counts))) == 1
     where = str(tmp_path / "rows.jsonl")
     assert [line for line in counts.lines() if "special" not in line] == [
         f"3 dropped: tools is no list of JSON schemas (first: {where}:2)",
@@ -322,18 +325,18 @@ def test_an_added_token_above_the_embedding_is_no_obstacle_where_no_row_can_hold
     """As Gemma 3 has one for images: a text that spells it is broken up, so no row holds it."""
     folder = Path(save_tiny("llama", bpe_folder, tmp_path / "model"))
     longer_tokenizer(folder, "<image>", special=True)
-    tokenizer = prepare_tokenizer(str(folder), "auto")
+    tokenizer = prepare_tokenizer(ModelSource(str(folder)), "auto")
     above = tokenizer.convert_tokens_to_ids("<image>")
     assert max(encode_prompt(tokenizer, [Message("user", "what is in <image>?")])) < above
     tokenizer.chat_template = "{% for m in messages %}<image>{{ m.content }}</s>{% endfor %}"
     tokenizer.save_pretrained(folder)
     with pytest.raises(InputError, match=f"ids up to {above}, but the model's vocabulary has {above} rows"):
-        prepare_tokenizer(str(folder), "auto")
-    prepare_tokenizer(str(folder), "human_assistant")
+        prepare_tokenizer(ModelSource(str(folder)), "auto")
+    prepare_tokenizer(ModelSource(str(folder)), "human_assistant")
 
 
 def test_an_added_token_above_the_embedding_that_text_can_hold_is_refused(bpe_folder, tmp_path):
     folder = Path(save_tiny("llama", bpe_folder, tmp_path / "model"))
     longer_tokenizer(folder, "<think>", special=False)
     with pytest.raises(InputError, match="they do not belong together"):
-        prepare_tokenizer(str(folder), "auto")
+        prepare_tokenizer(ModelSource(str(folder)), "auto")

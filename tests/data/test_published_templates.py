@@ -11,8 +11,8 @@ from transformers import GPT2TokenizerFast
 
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record
+from pipeline.data.row_kinds import PAIRS, PROMPTS, SEQUENCES, TokenizationOptions
 from pipeline.data.templates import encode_conversation, set_template
-from pipeline.data.tokenization import TokenizationOptions, pair_rows, prompt_rows, sft_rows
 from pipeline.data.turns import Message
 from pipeline.models.tokenizers import eos_ids
 
@@ -58,7 +58,7 @@ def test_what_is_trained_follows_the_prompt_that_is_sampled_from(tokenizer: GPT2
     row = Record(turns[:-1], turns[-1].content, "No.", prompt_id=0, origin=Origin("f", 1), split=None)
     options = TokenizationOptions(max_seq_len=10**4, max_prompt_seq_len=10**4, train_turns="last")
     counts = Counts()
-    makers = (sft_rows, pair_rows, prompt_rows)
+    makers = (SEQUENCES.rows, PAIRS.rows, PROMPTS.rows)
     made = [next(iter(make([row], tokenizer, options, counts)), None) for make in makers]
     if (name, kind) in REFUSED:
         assert made == [None] * 3 and "turns refused by the chat template: " in counts.lines()[0]

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from support.row_options import ROWS
 from support.tiny_run import write_lines
 
 from pipeline.configuration.groups import DataConfig
-from pipeline.data.counts import Counts, Origin, row_lines, row_warnings
-from pipeline.training.inputs import prepare_data
+from pipeline.data.counts import Counts, Origin
+from pipeline.data.row_kinds import BLOCKS, PAIRS, PROMPTS, SEQUENCES
+from pipeline.training.inputs import prepare_data, row_lines, row_warnings
 
 
 def pair(name: str, words: int = 1, **extra: object) -> dict:
@@ -33,7 +35,7 @@ def test_every_row_that_was_given_is_told_of(bpe_tokenizer, tmp_path, caplog, sp
     paths = write_mixture(tmp_path)
     data = DataConfig(data_path=paths, data_split=split, eval_fraction=0.2, data_output_path=str(tmp_path / "cache"))
     with caplog.at_level(logging.INFO):
-        built = prepare_data("reward", data, tokenizer=bpe_tokenizer, max_seq_len=60)
+        built = prepare_data(data, bpe_tokenizer, **ROWS["reward"], max_seq_len=60)
     said = [record.getMessage() for record in caplog.records]
     pattern = re.compile(r"(\d+) (to train on|held out|of other stages|left out|dropped|given)")
     whole, first, second = (
@@ -65,27 +67,27 @@ def counts_of(*, kept: int, dropped: int = 0, lengths: tuple[int, ...] = (), hel
 
 
 def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all():
-    assert row_warnings("reward", counts_of(kept=90, dropped=10)) == []
-    assert row_warnings("reward", counts_of(kept=89, dropped=11)) == ["reward rows: 11% dropped"]
+    assert row_warnings("reward", PAIRS, counts_of(kept=90, dropped=10)) == []
+    assert row_warnings("reward", PAIRS, counts_of(kept=89, dropped=11)) == ["reward rows: 11% dropped"]
     lengths = tuple(range(601, 621))
-    for stage, flag in (("reward", "--max_seq_len"), ("ppo", "--max_prompt_seq_len")):
-        (line,) = row_warnings(stage, counts_of(kept=80, lengths=lengths))
-        assert line == f"{stage} rows: 20% dropped; {flag} 615 would keep 95%"
+    for title, kind, flag in (("reward", PAIRS, "--max_seq_len"), ("ppo", PROMPTS, "--max_prompt_seq_len")):
+        (line,) = row_warnings(title, kind, counts_of(kept=80, lengths=lengths))
+        assert line == f"{title} rows: 20% dropped; {flag} 615 would keep 95%"
     # By brute force: of 80 rows that fit and 20 longer ones, 615 is the least limit that 95 rows fit.
     assert [limit for limit in range(600, 620) if 80 + sum(size <= limit for size in lengths) >= 95][0] == 615
 
 
 def test_the_length_that_is_advised_is_one_that_the_flag_takes():
-    for stage, flag in (("reward", "--max_seq_len 8"), ("ppo", "--max_prompt_seq_len 1")):
-        (line,) = row_warnings(stage, counts_of(kept=8, lengths=(1, 1)))
-        assert line == f"{stage} rows: 20% dropped; {flag} would keep 95%"
+    for title, kind, flag in (("reward", PAIRS, "--max_seq_len 8"), ("ppo", PROMPTS, "--max_prompt_seq_len 1")):
+        (line,) = row_warnings(title, kind, counts_of(kept=8, lengths=(1, 1)))
+        assert line == f"{title} rows: 20% dropped; {flag} would keep 95%"
 
 
 def test_no_held_out_row_is_warned_of_where_there_is_an_evaluation():
     counts = counts_of(kept=9, held_out=0)
-    (line,) = row_warnings("sft", counts)
+    (line,) = row_warnings("sft", SEQUENCES, counts)
     assert line.startswith("sft rows: 0 held out") and "--eval_fraction" in line and "--eval_data_path" in line
-    assert row_warnings("text", counts) == [] and row_warnings("sft", counts_of(kept=9)) == []
+    assert row_warnings("text", BLOCKS, counts) == [] and row_warnings("sft", SEQUENCES, counts_of(kept=9)) == []
 
 
 def test_texts_that_fill_blocks_are_told_apart_from_sequences():
@@ -99,8 +101,8 @@ def test_real_answers_labelled_false_train_no_policy_and_give_prompts(real_data,
     shipped = json.loads(path.read_text(encoding="utf-8"))
     options = {"data_split": "none", "eval_fraction": 0.0, "data_output_path": str(tmp_path)}
     data = DataConfig(data_path=[str(path)], **options)
-    sft = prepare_data("sft", data, tokenizer=bpe_tokenizer, max_seq_len=8192)
+    sft = prepare_data(data, bpe_tokenizer, **ROWS["sft"], max_seq_len=8192)
     assert len(sft.train) == sum(row["label"] for row in shipped) < len(shipped)
     assert sft.counts["response is labelled false"] == len(shipped) - len(sft.train)
-    prompts = prepare_data("ppo", data, tokenizer=bpe_tokenizer, max_prompt_seq_len=8192)
+    prompts = prepare_data(data, bpe_tokenizer, **ROWS["ppo"], max_prompt_seq_len=8192)
     assert len(prompts.train) == len({json.dumps(row["messages"][:-1]) for row in shipped})

@@ -3,6 +3,7 @@
 The process that prepares is this one, or a program that is killed.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -12,16 +13,17 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 
 import psutil
 import pytest
 from support.launch_stub import write_program
+from support.row_options import load_rows, write_one_here
 from support.source_tree import ROOT
 
 from pipeline.data import cache, shards
-from pipeline.data.cache import StageData, load_or_build
+from pipeline.data.cache import StageData
+from pipeline.data.row_kinds import PAIRS, ROW_KINDS
 from pipeline.data.selection import DataOptions
 from pipeline.data.spool import Spool
 from pipeline.data.templates import encode_text
@@ -30,15 +32,34 @@ from pipeline.heartbeat import RowProgress
 
 EOS = 2
 
+SLOW_PAIRS = """
+import time
+from dataclasses import replace
+
+from pipeline.data.row_kinds import PAIRS
+
+
+def make(maker, record):
+    time.sleep(0.02)
+    return maker.pair(record)
+
+
+KIND = replace(PAIRS, make=make)
+"""
 PROGRAM = """
 import sys
+import slow_pairs
 from pipeline.data import cache, shards
 from pipeline.data.cache import load_or_build
+from pipeline.data.row_kinds import ROW_KINDS
 from pipeline.data.selection import DataOptions
 from pipeline.models.tokenizers import load_tokenizer
 
 shards.SHARD_RECORDS, shards.PARALLEL_RECORDS = 10, 0
-load_or_build("reward", DataOptions(data_path=(sys.argv[1],), cache_dir=sys.argv[2]), load_tokenizer(sys.argv[3]))
+shards.num_processes = lambda _: 2
+ROW_KINDS["pairs"] = slow_pairs.KIND
+options = DataOptions(rows="pairs", shares=(1,), data_path=(sys.argv[1],), cache_dir=sys.argv[2])
+load_or_build(options, load_tokenizer(sys.argv[3]))
 """
 
 
@@ -69,33 +90,21 @@ def files_of(built: StageData) -> dict[str, bytes]:
 
 
 def test_several_processes_give_the_same_bytes(options, bpe_tokenizer, small_shards, monkeypatch, tmp_path, caplog):
-    alone = load_or_build("reward", options, bpe_tokenizer)
+    alone = load_rows("reward", options, bpe_tokenizer)
     assert alone.counts["pair longer than max_seq_len"] > 5
-    monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("pipeline.heartbeat.PROGRESS_INTERVAL_S", 0.0)
     caplog.set_level(logging.INFO)
-    here, write, events = [], shards.write_shard, []
-    start, select = shards.start_process, cache.select_records
-    monkeypatch.setattr(shards, "start_process", lambda: events.append("started") or start())
+    events: list[str] = []
+    start, select = shards.start_job, cache.select_records
+    monkeypatch.setattr(shards, "start_job", lambda: events.append("started") or start())
     monkeypatch.setattr(cache, "select_records", lambda *words: (select(*words), events.append("read"))[0])
-
-    def write_late(shard, *rest):
-        """Write a shard when another process has written one of them."""
-        others = [shard.file.with_name(f"reward-{number:06d}.arrow") for number in range(9)]
-        deadline = time.monotonic() + 60.0
-        while "train" in str(shard.file) and not any(f.is_file() and f not in here for f in others):
-            assert time.monotonic() < deadline, "no other process writes"
-            time.sleep(0.02)
-        here.append(shard.file)
-        write(shard, *rest)
-
-    monkeypatch.setattr(shards, "write_shard", write_late)
-    together = load_or_build("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    here = write_one_here(monkeypatch)
+    together = load_rows("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
     assert files_of(together) == files_of(alone)
-    assert any("train.shards" in str(file) for file in here), "this process tokenises too"
-    assert events == ["started", "read"], "one process for the whole preparation, which imports while this one reads"
-    assert "tokenising train rows: 87 of 87" in caplog.text, "rows of the other process are told, too"
+    assert 1 <= len(here) <= 2 and here[0] == "pairs-000000.arrow", "this process writes until the others are ready"
+    assert events == ["started", "read"], "one job for the whole preparation, which imports while this process reads"
+    assert "tokenising train rows: 2 processes" in caplog.text
+    assert "tokenising train rows: 87 of 87" in caplog.text, "rows of the other processes are told, too"
 
 
 def test_the_error_of_the_earliest_shard_is_told(options, bpe_tokenizer, small_shards, monkeypatch):
@@ -108,8 +117,8 @@ def test_the_error_of_the_earliest_shard_is_told(options, bpe_tokenizer, small_s
         raise InputError(f"{shard.file.name} is refused")
 
     monkeypatch.setattr(shards, "write_shard", refused)
-    with pytest.raises(InputError, match=r"reward-00000[01].arrow is refused"):
-        load_or_build("reward", options, bpe_tokenizer)
+    with pytest.raises(InputError, match=r"pairs-00000[01].arrow is refused"):
+        load_rows("reward", options, bpe_tokenizer)
     assert len(begun) == 1, "nobody begins another shard behind an error"
 
 
@@ -119,7 +128,7 @@ def test_a_process_that_is_not_ready_delays_nobody(options, bpe_tokenizer, small
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(sys, "executable", str(write_program(tmp_path / "python", "#!/bin/sh\nexec sleep 20\n")))
     started, of_other_tests = time.monotonic(), psutil.Process().children()
-    assert len(load_or_build("reward", options, bpe_tokenizer).train) > 50
+    assert len(load_rows("reward", options, bpe_tokenizer).train) > 50
     assert time.monotonic() - started < 10 and psutil.Process().children() == of_other_tests
 
 
@@ -128,7 +137,7 @@ def test_a_process_that_the_system_refuses_is_told_as_such(options, bpe_tokenize
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-such-program"))
     with pytest.raises(EnvironmentFault, match="^a process that tokenises cannot be started: No such file .*ulimit"):
-        load_or_build("reward", options, bpe_tokenizer)
+        load_rows("reward", options, bpe_tokenizer)
 
 
 class OddError(Exception):
@@ -142,24 +151,16 @@ def test_a_process_answers_with_an_error_that_no_pipe_carries(monkeypatch):
     def refused(shard, *_):
         raise OddError(shard, "odd")
 
-    here, there = Pipe()
     monkeypatch.setattr(shards, "write_shard", refused)
-    monkeypatch.setattr(shards, "end_with_parent", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["", "0", str(os.dup(there.fileno()))])
-    there.close()
-    with ThreadPoolExecutor(1) as pool, here:
-        served = pool.submit(shards.serve)
-        for message in (("tokenizer", "options"), 7):
-            here.send(message)
-        ready, error = here.recv(), here.recv()
-    assert ready is None and isinstance(error, RuntimeError) and "OddError: row 7: odd" in str(error)
-    assert isinstance(served.exception(), EOFError)
+    monkeypatch.setattr(shards, "_work", ("tokenizer", "options"), raising=False)
+    error = shards.error_of(7)
+    assert isinstance(error, RuntimeError) and "OddError: row 7: odd" in str(error)
 
 
 def test_the_size_of_shards_does_not_change_rows_and_counts(options, bpe_tokenizer, monkeypatch, tmp_path):
-    whole = load_or_build("sft", options, bpe_tokenizer)
+    whole = load_rows("sft", options, bpe_tokenizer)
     monkeypatch.setattr(shards, "SHARD_RECORDS", 7)
-    parts = load_or_build("sft", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    parts = load_rows("sft", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
     assert parts.train.to_list() == whole.train.to_list() and parts.eval.to_list() == whole.eval.to_list()
     assert parts.counts.lines() == whole.counts.lines()
     questions = [bpe_tokenizer.decode(row["ids"]).split("question ")[1].split("?")[0] for row in parts.train]
@@ -167,7 +168,7 @@ def test_the_size_of_shards_does_not_change_rows_and_counts(options, bpe_tokeniz
 
 
 def test_repeated_prompts_are_left_out_whatever_the_shards(options, bpe_tokenizer, small_shards):
-    built = load_or_build("ppo", options, bpe_tokenizer)
+    built = load_rows("ppo", options, bpe_tokenizer)
     assert built.counts["prompt repeated"] == 5 and len(built.train) + len(built.eval) == 90
 
 
@@ -188,7 +189,7 @@ def test_an_interrupted_preparation_goes_on(options, bpe_tokenizer, small_shards
     with monkeypatch.context() as patch:
         patch.setattr(shards, "write_shard", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            load_or_build("reward", options, bpe_tokenizer)
+            load_rows("reward", options, bpe_tokenizer)
 
     def noted(shard, *arguments):
         written.append(shard.file.name)
@@ -196,10 +197,10 @@ def test_an_interrupted_preparation_goes_on(options, bpe_tokenizer, small_shards
 
     monkeypatch.setattr(shards, "write_shard", noted)
     caplog.set_level(logging.INFO)
-    again = load_or_build("reward", options, bpe_tokenizer)
+    again = load_rows("reward", options, bpe_tokenizer)
     assert len(written) == len(set(written)) + 1, "each once: only evaluation rows have a first shard of the same name"
     assert "train: 3 of 9 shards are finished already" in caplog.text
-    afresh = load_or_build("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    afresh = load_rows("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
     assert files_of(again) == files_of(afresh)
 
 
@@ -211,12 +212,12 @@ def test_a_full_disk_keeps_what_is_finished(options, bpe_tokenizer, small_shards
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
             with pytest.raises(EnvironmentFault, match="cannot be written .No space left on device"):
-                load_or_build("reward", options, bpe_tokenizer)
+                load_rows("reward", options, bpe_tokenizer)
     monkeypatch.setattr(
         shards.ShardWriters, "write", lambda _, missing, what: missing and "eval" not in what and pytest.fail()
     )
     with pytest.raises(EnvironmentFault, match="eval.shards"):
-        load_or_build("reward", options, bpe_tokenizer)
+        load_rows("reward", options, bpe_tokenizer)
 
 
 def test_documents_are_joined_with_eos_and_cut_into_blocks(bpe_tokenizer, monkeypatch, tmp_path):
@@ -227,7 +228,7 @@ def test_documents_are_joined_with_eos_and_cut_into_blocks(bpe_tokenizer, monkey
         folder.mkdir()
         monkeypatch.setattr(shards, "SHARD_RECORDS", shard_records)
         options = replace(options_of(folder, [{"text": text} for text in texts]), max_seq_len=size, eval_fraction=0.0)
-        rows = load_or_build("text", options, bpe_tokenizer).train.to_list()
+        rows = load_rows("text", options, bpe_tokenizer).train.to_list()
         assert [token for row in rows for token in row["ids"]] == stream[: len(stream) - (len(stream) % size == 1)]
         assert all(len(row["ids"]) == size for row in rows[:-1])
         for row in rows:
@@ -238,7 +239,7 @@ def test_documents_are_joined_with_eos_and_cut_into_blocks(bpe_tokenizer, monkey
 def test_documents_follow_conversations_in_stage_1(bpe_tokenizer, tmp_path):
     rows = [{"text": "The quick brown fox."}, {"prompt": "tea?", "response": "yes"}]
     options = replace(options_of(tmp_path, rows), eval_fraction=0.0)
-    conversation, block = load_or_build("sft", options, bpe_tokenizer).train.to_list()
+    conversation, block = load_rows("sft", options, bpe_tokenizer).train.to_list()
     assert conversation["ids"][-1] == EOS and not conversation["trained"][1]
     assert block["ids"] == [*encode_text(bpe_tokenizer, "The quick brown fox."), EOS]
 
@@ -258,44 +259,78 @@ def test_progress_tells_rows_and_rate(caplog, monkeypatch):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def slow_pairs(monkeypatch, tmp_path) -> str:
+    """The name of a module whose pairs take 20 ms each; it is imported here, and by name in the processes."""
+    (tmp_path / "slow_pairs.py").write_text(SLOW_PAIRS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "slow_pairs", raising=False)
+    monkeypatch.setitem(ROW_KINDS, "pairs", importlib.import_module("slow_pairs").KIND)
+    return "slow_pairs"
+
+
+def forks(process: psutil.Process) -> list[psutil.Process]:
+    """The processes that the job of a process has forked."""
+    jobs = [child for child in process.children() if "pipeline.data.shards" in " ".join(child.cmdline())]
+    return [fork for job in jobs for fork in job.children()]
+
+
 @pytest.mark.slow
-def test_a_killed_preparation_leaves_no_process_and_goes_on(bpe_tokenizer, bpe_folder, small_shards, tmp_path, caplog):
+def test_a_killed_preparation_leaves_no_process_and_goes_on(
+    bpe_tokenizer, bpe_folder, small_shards, slow_pairs, monkeypatch, tmp_path, caplog
+):
     options = options_of(
         tmp_path, [{"prompt": f"{i}?", "chosen": "a " * 50 + str(i), "rejected": "b " * 50} for i in range(800)]
     )
     command = [sys.executable, "-c", PROGRAM, options.data_path[0], options.cache_dir, str(bpe_folder)]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    finished: list[Path] = []
-    while len(finished) < 5:
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    while len(forks(psutil.Process(process.pid))) < 2:
         assert process.poll() is None
         time.sleep(0.01)
-        finished = list(Path(options.cache_dir).glob("*.partial/train.shards/*.arrow"))
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=5.0)
-    assert len(children) == len(os.sched_getaffinity(0)) - 1 and alive == [], "also one that still imports"
+    assert len(children) == 3 and alive == []
     caplog.set_level(logging.INFO)
+    monkeypatch.setitem(ROW_KINDS, "pairs", PAIRS)
     options = DataOptions(data_path=options.data_path, cache_dir=options.cache_dir)
-    again = load_or_build("reward", options, bpe_tokenizer)
+    again = load_rows("reward", options, bpe_tokenizer)
     assert "shards are finished already" in caplog.text
-    afresh = load_or_build("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
+    afresh = load_rows("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
     assert files_of(again) == files_of(afresh)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("which", ["job", "fork"])
+def test_a_process_that_is_killed_is_named(which, options, bpe_tokenizer, small_shards, slow_pairs, monkeypatch):
+    """And the same command goes on behind the shards that are finished."""
+    write_one_here(monkeypatch)
+    here = psutil.Process()
+    of_other_tests = here.children()
+
+    def kill() -> None:
+        deadline = time.monotonic() + 100.0
+        while len(found := forks(here)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (found[0].parent() if which == "job" else found[0]).kill()
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill)
+        with pytest.raises(
+            EnvironmentFault, match="a process that tokenises was killed .out of memory.*shards are kept"
+        ):
+            load_rows("reward", options, bpe_tokenizer)
+        killed.result()
+    assert here.children() == of_other_tests
+    assert len(load_rows("reward", options, bpe_tokenizer).train) > 50
+
+
+@pytest.mark.slow
 def test_errors_of_processes_are_one_line(options, bpe_tokenizer, small_shards, monkeypatch):
-    monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
+    write_one_here(monkeypatch, write=lambda *_: None)
     bpe_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
-    with pytest.raises(InputError, match=r"rewrites earlier turns .*no prompt .*; --template human_assistant"):
-        load_or_build("reward", replace(options, template="tokenizer"), bpe_tokenizer)
-    write = shards.write_shard
-    monkeypatch.setattr(shards, "write_shard", lambda *words: kill_children() or write(*words))
-    with pytest.raises(EnvironmentFault, match="a process that tokenises was killed .out of memory.*shards are kept"):
-        load_or_build("reward", replace(options, template="human_assistant"), bpe_tokenizer)
-
-
-def kill_children() -> None:
-    for child in psutil.Process().children():
-        if "pipeline.data.shards" in " ".join(child.cmdline()):
-            child.kill()
+    with pytest.raises(InputError, match=r"rewrites earlier turns .*; --template human_assistant") as refused:
+        load_rows("reward", replace(options, template="tokenizer"), bpe_tokenizer)
+    assert "in error_of" in "".join(refused.value.__notes__)

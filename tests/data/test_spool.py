@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.row_options import of_stage
 from support.source_tree import ROOT
 from support.tiny_run import write_lines
 
@@ -31,16 +32,28 @@ from pipeline.data.selection import DataOptions
 from pipeline.models.tokenizers import load_tokenizer
 
 def peak(process):
-    (line,) = [line for line in open(f"/proc/{process}/status") if line.startswith("VmHWM")]
-    return int(line.split()[1])
+    try:
+        lines = [line for line in open(f"/proc/{process}/status") if line.startswith("VmHWM")]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it has ended since it was listed
+    return int(lines[0].split()[1]) if lines else 0  # a process that has ended has no memory
+
+def look():
+    children = max((peak(child.pid) for child in psutil.Process().children(recursive=True)), default=0)
+    peaks[:] = peak("self"), max(peaks[1], children)
+
+def add_and_look(progress, number, add=shards.RowProgress.add):
+    if number > 1:  # a shard: a look at all processes takes milliseconds, too long for each row that is read
+        look()  # processes that tokenise may have ended when all shards are there
+    add(progress, number)
 
 def join_and_look(*words, join=shards.join):
-    peaks[:] = peak("self"), max((peak(child.pid) for child in psutil.Process().children()), default=0)
+    look()
     return join(*words)
 
-peaks, shards.join = [], join_and_look
-options = DataOptions(data_path=(sys.argv[1],), cache_dir=sys.argv[2], data_split="none")
-built = load_or_build("ppo", options, load_tokenizer(sys.argv[3]))
+peaks, shards.join, shards.RowProgress.add = [0, 0], join_and_look, add_and_look
+options = DataOptions(data_path=(sys.argv[1],), cache_dir=sys.argv[2], data_split="none", rows="prompts")
+built = load_or_build(options, load_tokenizer(sys.argv[3]))
 print(json.dumps({"rows": len(built.train) + len(built.eval), "KiB": peaks}))
 """
 FEW, MANY = 20_000, 200_000
@@ -94,7 +107,7 @@ def test_choice_is_that_of_lists_of_records(stage, tmp_path):
     paths = tuple(f"{tmp_path}/{name}.jsonl" for name in ("first", "second"))
     options = DataOptions(data_path=paths, eval_data_path=(f"{tmp_path}/held.jsonl",), data_split="none")
     with Spool(tmp_path / "records.jsonl") as spool:
-        selected = select_records(stage, options, spool, counts := Counts())
+        selected = select_records(of_stage(stage, options), spool, counts := Counts())
         found = [[r.origin for r in records_at(spool.file, spool.starts(part))] for part in selected]
 
     train = [record for path in paths for record in read_records(read_rows(path), Counts())]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.engine.build import check_function
 from pipeline.engine.engine import FrozenEngine
 from pipeline.errors import InputError
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,

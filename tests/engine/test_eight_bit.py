@@ -54,7 +54,7 @@ def test_other_blocks_are_rounded_by_their_own_scales():
 
 
 def test_without_bitsandbytes_it_is_one_line_before_data_are_read(monkeypatch):
-    monkeypatch.setattr("pipeline.training.start_models.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.engine.start_models.find_spec", lambda name: None)
     config = parse(SFTConfig, ["--optimizer_states", "8bit", "--data_path", "x"], section="sft").config
     checks = start_models(config, {})[0].packages
     with pytest.raises(EnvironmentFault, match="^--optimizer_states 8bit: pip install bitsandbytes"):

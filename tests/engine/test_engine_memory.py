@@ -17,11 +17,11 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
-from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
-from pipeline.models.causal_lm import CausalLM
+from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.training.steps import step_together

@@ -18,14 +18,14 @@ from support.tiny_run import make_folder
 
 from pipeline.configuration.flags import parse
 from pipeline.dist import World
+from pipeline.engine import start_models
 from pipeline.errors import EnvironmentFault
 from pipeline.planning import disk, page
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
-from pipeline.training import start_models
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
-from step1_sft.needs import needs as sft_needs
+from step1_sft.stage import STAGE as SFT
 from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
 
@@ -332,12 +332,12 @@ def test_each_machine_needs_room_for_its_own_processes(folder, sft, tmp_path, on
     monkeypatch.setattr(disk, "GIB", 1)
     words = {**sft, **on_disk("offload_optimizer"), "data_path": folder / "train.jsonl", "output_dir": tmp_path / "sft"}
     resolved = parse(SFTConfig, [str(word) for name in words for word in (f"--{name}", words[name])], section="sft")
-    run = Run(World(0, 4, 0, torch.device("cpu")), tmp_path, "sft", resolved, stop=None)
+    run = Run(World(0, 4, 0, torch.device("cpu")), tmp_path, SFT, resolved, stop=None)
     needed = 8 * sum(tensor.numel() for tensor in load_file(folder / "base/model.safetensors").values())
     monkeypatch.setattr(disk, "free_bytes", lambda folder: needed - 1)
     line = f"{socket.gethostname()}: {tmp_path / 'disk'} (NVMe) has room for {needed - 1:.2f} of {needed:.2f} GiB"
     with pytest.raises(EnvironmentFault, match=re.escape(line)):
-        make_room(run, sft_needs)
+        make_room(run)
 
 
 @pytest.mark.faults

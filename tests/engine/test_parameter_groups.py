@@ -3,11 +3,12 @@
 import torch
 
 from pipeline.configuration.groups import ModelConfig
-from pipeline.engine.build import parameter_groups
-from pipeline.models.causal_lm import CausalLM
+from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import load_reward_model
+from pipeline.models.source import ModelSource
 
 
 def named_groups(model: torch.nn.Module) -> tuple[dict[str, set[str]], dict[str, dict]]:
@@ -42,12 +43,12 @@ def test_a_tied_head_is_an_embedding(tiny_folders):
 
 
 def test_the_reward_head_decays(reward_folder):
-    found, _ = named_groups(load_reward_model(reward_folder, dtype=torch.float32))
+    found, _ = named_groups(load_reward_model(ModelSource(reward_folder), dtype=torch.float32))
     assert "model.score.weight" in found["decay"]
 
 
 def test_lora_weights_have_their_own_rate_and_frozen_ones_no_group(reward_folder):
-    model = load_reward_model(reward_folder, dtype=torch.float32)
+    model = load_reward_model(ModelSource(reward_folder), dtype=torch.float32)
     settings = {"dim": 4, "alpha": 8.0, "dropout": 0.0, "module_name": "all-linear"}
     model.model = add_lora(model.model, **settings, only_lora=True, task="SEQ_CLS", seed=0)
     found, groups = named_groups(model)

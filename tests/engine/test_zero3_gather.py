@@ -14,11 +14,12 @@ from pipeline import dist
 from pipeline.configuration.ds_config import Placement, frozen_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.engine import zero3
-from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.engine.start import partitioned_loading
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
+from pipeline.models.source import ModelSource
 from pipeline.training.steps import step_together
 from step3_ppo.models import Models
 
@@ -38,7 +39,7 @@ def trained_engine(folder: Any, gather: zero3.Gather) -> TrainingEngine:
         SETTINGS, zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2, world_size=1,
         max_grad_norm=0.0, device="cpu",
     )  # fmt: skip
-    with partitioned_loading(config, str(folder)):
+    with partitioned_loading(config, ModelSource(str(folder))):
         module = CausalLM(load_causal_lm(folder, dtype=torch.float32))
     groups = parameter_groups(module, ModelConfig(learning_rate=0.01, weight_decay=0.0, lora_learning_rate=0.01))
     return TrainingEngine(module.train(), groups, config, betas=(0.9, 0.95), eps=1e-8, gather=gather)
@@ -47,7 +48,7 @@ def trained_engine(folder: Any, gather: zero3.Gather) -> TrainingEngine:
 def frozen_engine(folder: Any, gather: zero3.Gather) -> FrozenEngine:
     place = Placement(device="cpu", dtype="fp32", ranks=1, run_dir=Path("unused"))
     config = frozen_json(SETTINGS, ModelConfig(zero_stage=3), place, offload=False)
-    with partitioned_loading(config, str(folder)):
+    with partitioned_loading(config, ModelSource(str(folder))):
         model = load_causal_lm(folder, dtype=torch.float32)
     return FrozenEngine(CausalLM(model), config, CPU, gather=gather)
 

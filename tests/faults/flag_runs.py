@@ -27,11 +27,11 @@ from transformers import AutoTokenizer
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.engine.memory import ModelMemory
-from pipeline.launching.train_config import TrainConfig
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
 from rlhf.export import ExportConfig
 from rlhf.merge import MergeConfig
+from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_ppo.config import PPOConfig

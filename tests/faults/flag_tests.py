@@ -42,8 +42,6 @@ TWINS: dict[str, Twin] = {
     "sft.data_seed": Twin(7, both={"data_split": "2,4,4"}),
     "sft.data_split": Twin("4,3,3"),
     "sft.dtype": Twin("bf16"),
-    "sft.enable_csv": Twin("true", "files"),
-    "sft.enable_tensorboard": Twin("false", "files"),
     "sft.eval_data_path": Twin("@more.jsonl", "metrics"),
     "sft.eval_metric": Twin("bleu", "metrics", both={"eval_max_new_tokens": 12}),
     "sft.eval_interval": Twin(1, "metrics"),
@@ -62,6 +60,7 @@ TWINS: dict[str, Twin] = {
     "sft.max_steps": Twin(1),
     "sft.min_learning_rate_ratio": Twin(0.9, both=WARM),
     "sft.mixture": Twin("ratio", both={"data_path": ["@train.jsonl", "@more.jsonl"]}),
+    "sft.monitors": Twin("csv", "files"),
     "sft.model_name_or_path": Twin("@other", both={"model_name_or_path": "@base"}),
     "sft.num_train_epochs": Twin(2, "metrics", both={"max_steps": 0}),
     "sft.num_warmup_steps": Twin(2, both=WARM),
@@ -120,8 +119,6 @@ TWINS: dict[str, Twin] = {
     "sft.eval_fraction": Twin(0.5, "metrics", both={"eval_data_path": None}),
     "sft.data_output_path": Twin("@kept", "files"),
     "sft.output_dir": Twin("@named", "files"),
-    "ppo.adam_eps": Twin(1e-1),
-    "ppo.min_learning_rate_ratio": Twin(0.9, both=WARM),
     "reward.max_seq_len": Twin(SHORT, "metrics", both={"long_pairs": "truncate_left", "max_seq_len": 96}),
     "reward_eval.model": Twin("@other-judge", "answer", both={"model": "@judge"}),
     "reward_eval.data_path": Twin("@more.jsonl", "answer", both={"data_path": "@train.jsonl", "eval_fraction": 0.5}),
@@ -195,11 +192,11 @@ TESTS: dict[str, str] = {
     "generation/test_generation_runs.py::test_the_inference_cache_is_released": "ppo.release_inference_cache",
     "generation/test_generation_runs.py::test_what_cannot_be_had_is_refused[unmerged adapters]":
         "ppo.merge_lora_for_generation",
-    "planning/test_automatic.py::test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed":
+    "preparation/test_automatic.py::test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed":
         "sft.auto_fit",
-    "planning/test_automatic.py::test_micro_batches_are_tried_by_real_runs": "sft.auto_batch",
+    "preparation/test_automatic.py::test_micro_batches_are_tried_by_real_runs": "sft.auto_batch",
     "launching/test_launcher.py::test_restarts[1-3]": "train.max_restarts",
-    "launching/test_known_models.py::test_every_preset_on_every_deployment[1.3b-multi_node]":
+    "rlhf/test_known_models.py::test_every_preset_on_every_deployment[1.3b-multi_node]":
         "train.deployment_type train.reward_model",
     "launching/test_train.py::test_flags_reach_their_step":
         "train.actor_zero_stage train.reward_zero_stage train.num_gpus train.resume train.overwrite train.debug",
@@ -211,6 +208,7 @@ TESTS: dict[str, str] = {
     "launching/test_hosts.py::test_without_ssh_each_host_is_started_by_itself": "train.node_rank",
     "launching/test_train.py::test_config_file_without_sections_is_for_one_step": "train.step",
     "launching/test_train.py::test_models": "train.actor_model",
+    "project/test_made_up_stage.py::test_it_is_looked_at_and_planned[3]": "train.method",
     "launching/test_train.py::test_dry_run_starts_nothing": "train.dry_run",
     "launching/test_train.py::test_port_in_use": "train.master_port",
     "launching/test_train.py::test_three_steps_in_order_with_chained_folders": "train.output_dir",
@@ -226,7 +224,6 @@ TESTS: dict[str, str] = {
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
     "step1_sft/test_eval_answers.py::test_a_run_logs_the_metric_of_all_held_out_rows[causal-1]":
         "sft.eval_max_new_tokens",
-    "training/test_wandb.py::test_a_run_is_logged_under_its_project_group_and_name": "sft.enable_wandb",
 }  # fmt: skip
 NAMED = {key: test for test, keys in TESTS.items() for key in keys.split()}
 

@@ -133,6 +133,6 @@ def stopped_at_the_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def models_without_weights(run: Any, config: Any, *others: Any) -> Any:
     """What step 3 has to know before its rows: the checks of its models, and the actor's tokenizer."""
-    from step3_ppo.models import make_tokenizers
+    from step3_ppo.models import make_sources
 
-    return SimpleNamespace(tokenizer=make_tokenizers(config).actor)
+    return SimpleNamespace(tokenizer=make_sources(run, config).tokenizer)

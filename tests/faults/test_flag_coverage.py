@@ -26,6 +26,9 @@ def test_every_flag_has_a_test() -> None:
     declared = {owner_of(f"{command}.{name}") for command, config in CONFIGS.items() for name in flag_table(config)}
     assert declared - covered == set(), "a flag without a test"
     assert len(keys) == len(covered), "a flag in two tables"
+    for test in set(NAMED.values()):
+        file, _, function = test.partition("[")[0].partition("::")
+        assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
 
 
 @pytest.fixture(scope="module")

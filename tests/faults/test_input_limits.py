@@ -22,8 +22,8 @@ from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.data.batching import packed_sft_batch
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record
+from pipeline.data.row_kinds import PROMPTS, SEQUENCES, TokenizationOptions
 from pipeline.data.templates import encode_prompt, set_template
-from pipeline.data.tokenization import TokenizationOptions, prompt_rows, sft_rows
 from pipeline.data.turns import Message
 
 LIMIT = 24
@@ -57,7 +57,7 @@ def prompt_of(tokenizer: Any, num_tokens: int) -> Record:
 def test_a_prompt_around_the_limit(num_tokens: int, policy: Any, tokenizer: Any) -> None:
     options = TokenizationOptions(max_seq_len=LIMIT, max_prompt_seq_len=LIMIT, long_prompts=policy)
     record, counts = prompt_of(tokenizer, num_tokens), Counts()
-    found = [sample.prompt_ids for sample in prompt_rows([record], tokenizer, options, counts)]
+    found = [sample.prompt_ids for sample in PROMPTS.rows([record], tokenizer, options, counts)]
     whole = encode_prompt(tokenizer, record.messages)
     if num_tokens <= LIMIT:
         assert found == [whole] and not list(counts)
@@ -88,7 +88,8 @@ def test_an_eos_that_is_the_padding_token_is_still_trained(tokenizer: Any) -> No
         Record(turns, text, prompt_id=n, origin=Origin("a", n), split=None) for n, text in enumerate(("I.", "A toad."))
     ]
     rows = [
-        {"ids": sample.ids, "trained": sample.trained} for sample in sft_rows(records, tokenizer, options, Counts())
+        {"ids": sample.ids, "trained": sample.trained}
+        for sample in SEQUENCES.rows(records, tokenizer, options, Counts())
     ]
     batch = packed_sft_batch([[row] for row in rows], pad_id=tokenizer.pad_token_id)
     for row, length in enumerate(len(item["ids"]) for item in rows):

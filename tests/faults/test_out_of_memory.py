@@ -9,6 +9,7 @@ import pytest
 import torch
 from input_calls import call, make_inputs, stage_words
 
+from pipeline.heartbeat import beat
 from pipeline.inference import answers
 from pipeline.out_of_memory import memory_line
 from step1_sft import training as sft_training
@@ -70,7 +71,7 @@ def line_of(command: str, words: list[object]) -> str:
 def test_a_stage_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch, place, fault, line) -> None:
     def lacking(*given: object, **further: object) -> None:
         if place == "accumulate_gradients":
-            sft_training.beat("train", 0)
+            beat("train", 0)
         fault()
 
     monkeypatch.setattr(sft_training, place, lacking)
@@ -81,7 +82,7 @@ def test_a_stage_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch, pl
 
 def test_a_rollout_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch) -> None:
     def lacking(ppo: object, state: SimpleNamespace, course: object) -> None:
-        ppo_training.beat("generate", 0)
+        beat("generate", 0)
         lacks_device_memory()
 
     monkeypatch.setattr(ppo_training, "evaluate", lambda *_: None)

@@ -176,7 +176,7 @@ def test_nothing_is_left_where_a_parent_is_killed(tmp_path: Path, data: Path, vi
     if victim == "train.py":
         run.process.kill()
     else:
-        (supervisor,) = (pid for pid in run.left() if "launching.supervisor" in command_of(pid))
+        (supervisor,) = (pid for pid in run.left() if "rlhf.launch" in command_of(pid))
         os.kill(supervisor, signal.SIGKILL)
     end = time.monotonic() + 30.0
     while run.left() and time.monotonic() < end:

@@ -153,7 +153,7 @@ def test_the_launch_script_hands_words_on_unchanged(name: str, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     words = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["argv"]
     assert words[words.index("--output_dir") + 1] == name and words[words.index("--data_path") + 1] == data
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["bin", "log.jsonl", "runs", name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["bin", "log.jsonl", "runs", "site", name])
 
 
 SHELL_NAMES = ("$(touch X)", "a; touch X", "a\ntouch X", "-oProxyCommand=touch X")

@@ -26,7 +26,7 @@ from pipeline.generation.backends import BACKENDS, choose_backend
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.static import StaticCacheForward
-from pipeline.models import packed_attention
+from pipeline.models.forward import packed_attention
 from pipeline.models.lora import add_lora, quantise_to_int8
 
 NEO = GPTNeoConfig(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from pipeline.generation.eager import generate, truncate
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.random_numbers import uniforms
 from pipeline.tensor_ops import pad_rows

@@ -14,7 +14,8 @@ from pipeline.generation.fused import FusedForward, linear
 from pipeline.generation.fused_weights import DecodeWeights
 from pipeline.generation.projections import Projection, Shard, WeightTensor, bias_shards, joined_view, weight_shards
 from pipeline.kernels.int8_linear import Int8Linear
-from pipeline.models.architecture import Rows, read_architecture
+from pipeline.models.decoders.architecture import Rows
+from pipeline.models.decoders.families import read_architecture
 
 IDS = [5, 77]
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}

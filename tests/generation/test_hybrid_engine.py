@@ -14,18 +14,17 @@ from support.in_process import group_of_one
 
 from pipeline import dist
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
-from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.errors import InputError
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Rollout, Sampling
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, merged_weight
 from pipeline.models.partitions import gathered
 from pipeline.training.steps import step_together
-from step3_ppo.config import PPOConfig
-from step3_ppo.models import generation_options
+from step3_ppo.config import PPOConfig, generation_options
 
 FUSED = GenerationOptions(backend="fused")
 PROMPTS = random_prompts((3, 1))
@@ -178,11 +177,26 @@ def test_the_cache_is_given_back_where_wanted():
 
 @pytest.mark.parametrize(("share", "stays"), [(0.2, False), (0.5, True)])
 def test_the_cache_is_given_back_where_an_update_would_lack_memory(monkeypatch, share, stays):
-    monkeypatch.setattr("pipeline.generation.hybrid_engine.free_share", lambda device: share)
+    monkeypatch.setattr("pipeline.generation.hybrid_engine.memory_of", lambda device: (share, 1))
     hybrid = hybrid_of(engine_of(opt(), 0))
     first = rollout(hybrid)
     assert (hybrid._generator is not None) == stays
     assert_same(rollout(hybrid), first)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_rule_of_the_cache_is_asked_with_what_is_measured(monkeypatch, stays):
+    """Before the first update, and later with what the largest took."""
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr("pipeline.generation.hybrid_engine.memory_of", lambda device: (7, 9))
+    monkeypatch.setattr(
+        "pipeline.generation.hybrid_engine.keeps_cache", lambda *given, taken: calls.append((*given, taken)) or stays
+    )
+    hybrid = hybrid_of(engine_of(opt(), 0))
+    for hybrid._needed in (0, 5):
+        rollout(hybrid)
+        assert hybrid.holds_buffers == stays
+    assert calls == [(7, 9, 0), (7, 9, 5)]
 
 
 def test_training_goes_on_after_a_rollout_that_was_broken_off():

@@ -29,9 +29,10 @@ from support.tiny_run import make_folder
 
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
-from pipeline.generation import streaming
+from pipeline.generation import fused_weights
 from pipeline.generation.backends import whole_weights_fit
 from pipeline.generation.fused import FusedForward
+from pipeline.generation.fused_weights import ALIGNMENT, group_layers
 from pipeline.generation.generator import Generator
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
@@ -39,19 +40,11 @@ from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.scheduler import Lockstep
 from pipeline.generation.slots import GenerationBuffers
 from pipeline.generation.static import StaticCacheForward
-from pipeline.generation.streaming import (
-    ALIGNMENT,
-    GatherBuffers,
-    StreamedWeights,
-    check_streamed_weights_fit,
-    group_layers,
-    view_of_bytes,
-)
-from pipeline.models.architecture import read_architecture
+from pipeline.generation.streaming import GatherBuffers, StreamedWeights, check_streamed_weights_fit, view_of_bytes
+from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora
-from step3_ppo.config import PPOConfig
+from step3_ppo.config import PPOConfig, generation_options
 from step3_ppo.main import main
-from step3_ppo.models import generation_options
 
 IDS = [5, 77]
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
@@ -121,7 +114,7 @@ class OneOf(RankGroup):
 
 def all_ranks(model: Any, group_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[StreamedWeights]:
     """Return the refreshed weights of three ranks."""
-    monkeypatch.setattr(streaming, "GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(fused_weights, "GROUP_BYTES", group_bytes)
     peers: list[GatherBuffers] = []
     ranks = [StreamedWeights(read_architecture(model), OneOf(rank, peers)) for rank in range(3)]
     refresh(ranks)

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import to_device
-from pipeline.models import packed_attention
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward import packed_attention
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import without_dropout
 from pipeline.tensor_ops import lengths_to_mask
 from step1_sft.eval import forward_log_probs

@@ -51,7 +51,7 @@ def test_a_step_over_a_slow_network_is_longer_by_the_planned_exchange(zero_stage
     model, num_weights = wide
     quick = step_seconds(two, model, f"quick-{zero_stage}", zero_stage)
     with slow_network(list(two.hosts), MB_PER_S):
-        ring = Ring(2, 2, measured_link(two))
+        ring = Ring(2, measured_link(two))
         slow = step_seconds(two, model, f"slow-{zero_stage}", zero_stage)
     planned = ring.reduce(BYTES * num_weights) + (ring.gather(BYTES * num_weights) if zero_stage else 0.0)
     print(

@@ -77,8 +77,7 @@ def test_a_rank_that_is_killed_is_named_with_its_host(two, host):
 
 def test_no_rank_outlives_its_supervisor(two):
     run = begun(two, "orphans", "--max-steps", 10_000)
-    for text in ("pipeline.launching.supervisor", "pipeline.launching.host_launcher"):
-        two.hosts["node-a"].run("kill", "-KILL", *two.hosts["node-a"].pids(text)[-1:])
+    two.hosts["node-a"].run("kill", "-KILL", *two.hosts["node-a"].pids("rlhf.launch")[-1:])
     run.process.wait(60)
     nobody_left(two)
 

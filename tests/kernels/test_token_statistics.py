@@ -145,7 +145,7 @@ def test_scale_and_cap_come_before_the_temperature():
 
 
 def test_a_cpu_needs_no_triton():
-    code = "import sys, torch\nfrom pipeline.models.causal_lm import token_statistics\n"
+    code = "import sys, torch\nfrom pipeline.models.forward.causal_lm import token_statistics\n"
     code += "from pipeline.kernels.token_statistics import *\n"
     code += "token_statistics(torch.zeros(2, 3), torch.zeros(2).long(), LogitScaling(), with_entropy=True)\n"
     code += "print('pipeline.kernels.token_kernels' in sys.modules)"

@@ -2,7 +2,10 @@
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
+import sys
 import time
 from itertools import takewhile
 from pathlib import Path
@@ -12,9 +15,9 @@ import pytest
 import yaml
 from support.launch_stub import ROOT, write_program
 
-from pipeline.launching.machine import hosts_of_launcher, num_ranks
-from pipeline.launching.plan import make_plan
-from rlhf.train import STAGES, launcher_words
+from pipeline.launching.hosts import chosen_hosts, ranks_by_host
+from rlhf.train import request_of
+from rlhf.train_plan import make_plan
 
 PYTHON_STUB = """#!/bin/bash
 printf '%s\\0' "$@" >"$NOTES"
@@ -27,6 +30,10 @@ while :; do sleep 0.02; done
 SCONTROL_STUB = """#!/bin/bash
 [[ $* == "show hostnames n[1-2]" ]] && printf 'first\\nsecond\\n'
 """
+# Plays `xargs -rn1 printf '%s\n'`.
+XARGS_STUB = f"""#!/bin/sh
+exec {shlex.quote(sys.executable)} -c 'import shlex, sys; print(*shlex.split(sys.stdin.read()), sep="\\n")'
+"""
 HARD_FOLDER = 'my "own" $HOME * folder'
 HARD_FLAGS = f"--output-dir '{HARD_FOLDER}'"
 TWO_OF_EIGHT = {"first": list(range(8)), "second": list(range(8))}
@@ -36,6 +43,8 @@ def planned(folder: Path, script: str, *words: str, **variables: str) -> Any:
     """The configuration of the train.py that a shell script starts; the host file must exist for it."""
     write_program(folder / "bin/python", PYTHON_STUB)
     write_program(folder / "bin/scontrol", SCONTROL_STUB)
+    if not shutil.which("xargs"):
+        write_program(folder / "bin/xargs", XARGS_STUB)
     notes = folder / "notes"
     path = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder), "NOTES": str(notes)}
     subprocess.run(["bash", "-ec", script, *words], env={**path, **variables}, cwd=folder, timeout=20, check=True)
@@ -43,7 +52,7 @@ def planned(folder: Path, script: str, *words: str, **variables: str) -> Any:
         return None
     module, *argv = notes.read_text().split("\0")[1:-1]
     assert module == "rlhf.train"
-    return make_plan(argv, STAGES, prog="rlhf train").config
+    return make_plan(argv, prog="rlhf train").config
 
 
 def test_slurm(tmp_path, monkeypatch):
@@ -52,7 +61,7 @@ def test_slurm(tmp_path, monkeypatch):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
     config = planned(tmp_path, script, "slurm.sbatch", "--actor-model", "6.7b", "--step", "1", **slurm)
     assert (config.launcher, config.actor_model, config.step) == ("srun", "6.7b", [1])
-    assert hosts_of_launcher(launcher_words(config)) == TWO_OF_EIGHT
+    assert chosen_hosts(request_of(config)) == TWO_OF_EIGHT
 
 
 def test_slurm_is_told_of_one_task_a_node_and_of_a_signal_before_the_time_is_over():
@@ -94,7 +103,7 @@ def test_skypilot(tmp_path):
     config = planned(tmp_path, task["run"], SKYPILOT_NODE_RANK="0", **sky)
     assert config.output_dir == HARD_FOLDER
     assert (config.launcher, config.actor_model) == ("ssh", "13b")
-    assert hosts_of_launcher(launcher_words(config)) == TWO_OF_EIGHT
+    assert chosen_hosts(request_of(config)) == TWO_OF_EIGHT
 
 
 def test_kubeflow_trainer(tmp_path):
@@ -122,7 +131,8 @@ def test_kubeflow_trainer(tmp_path):
     assert (config.actor_model, config.output_dir) == ("13b", "/output")
     torch["FLAGS"] += f" {HARD_FLAGS}"
     assert planned(tmp_path, trainer["args"][0], **torch).output_dir == HARD_FOLDER
-    assert launcher_words(config)[:3] == ["--no_ssh", "--node_rank", "1"] and num_ranks(launcher_words(config)) == 16
+    request = request_of(config)
+    assert (request.launcher, request.node_rank, ranks_by_host(request)) == ("none", 1, [8, 8])
     assert (config.master_addr, config.master_port) == ("rlhf-node-0-0.rlhf", 29400)
 
 

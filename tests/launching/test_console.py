@@ -19,7 +19,11 @@ def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subp
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
-        env={**stub_environment(folder, gpus=1, **more), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        env={
+            **stub_environment(folder, gpus=1, **more),
+            "PYTHONPATH": f"{folder / 'site'}:{ROOT}",
+            "HF_HUB_OFFLINE": "1",
+        },
         stdout=writer,
         stderr=writer if both else subprocess.PIPE,
     )

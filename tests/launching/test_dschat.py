@@ -11,8 +11,8 @@ from support.source_tree import ROOT
 from pipeline.configuration.flags import parse
 from pipeline.configuration.names import Names
 from pipeline.errors import InputError
-from pipeline.launching.train_config import TrainConfig
 from rlhf import chat, compare
+from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_ppo.config import PPOConfig
@@ -40,7 +40,7 @@ def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, mo
     step, ranks, line = SCRIPTS[script]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("pipeline.launching.preflight.free_bytes", lambda folder: 2**50)
+    monkeypatch.setattr("pipeline.preparation.preflight.free_bytes", lambda folder: 2**50)
     monkeypatch.setattr("pipeline.launching.target.memory_of_machine", lambda: 2**50)
     code = importlib.import_module(STAGES[step]).main([*line.split(), "--explain"])
     printed = capsys.readouterr()

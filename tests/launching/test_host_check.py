@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.launch_stub import ROOT, stub_environment, write_program
 
-from pipeline.launching.host_launcher import differences
+from pipeline.launching.remote_ranks import differences
 
 # Plays ssh: runs the last word here; host b has a copy of the project.
 SSH_STUB = """#!/bin/bash
@@ -27,7 +27,8 @@ def check(tmp_path):
         shutil.copytree(ROOT / package, tmp_path / "copy" / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    environment = stub_environment(tmp_path, PYTHON=sys.executable, DS_ACCELERATOR="cpu")
+    real = {"PYTHON": sys.executable, "PYTHONPATH": "", "DS_ACCELERATOR": "cpu"}  # ranks that measure
+    environment = stub_environment(tmp_path, **real)
     words = [
         "--hostfile",
         "hosts",
@@ -97,5 +98,5 @@ COPY = "copy it from the host that has the right one"
     ],
 )
 def test_each_difference_is_one_line_that_says_what_to_do(second, line):
-    hosts = [SimpleNamespace(name="a", said=said()), SimpleNamespace(name="b", said=second)]
+    hosts = [SimpleNamespace(name="a", greeting=said()), SimpleNamespace(name="b", greeting=second)]
     assert differences(hosts) == ([f"b: {line}"] if line else [])

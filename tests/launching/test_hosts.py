@@ -3,11 +3,12 @@
 import subprocess
 
 import pytest
-from support.launch_stub import ROOT, TINY, started, stub_environment, train
+from support.launch_stub import ROOT, TINY, notes, started, stub_environment, train, write_program
 from support.marks import slow_but
 
 from pipeline.errors import InputError
-from pipeline.launching.machine import chosen_gpus, hosts_of_launcher, read_hostfile
+from pipeline.launching.hosts import chosen_gpus, chosen_hosts, read_hostfile
+from pipeline.launching.request import parse_request
 
 NAMELESS = "`name slots=GPUS`, with a name that begins with a letter or digit"
 
@@ -101,7 +102,8 @@ def test_hosts_are_chosen_as_deepspeeds_launcher_does(choice, count):
 )
 def test_wrong_choices_of_hosts(words, message):
     with pytest.raises(InputError) as error:
-        hosts_of_launcher(["--hostfile", str(ROOT / "launch" / "hostfile.example"), *words.split()])
+        file = str(ROOT / "launch" / "hostfile.example")
+        chosen_hosts(parse_request("multi_node", ["--hostfile", file, *words.split()]))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -140,23 +142,29 @@ def test_hosts_that_are_described_need_no_host_file(tmp_path, file):
 
 
 def test_the_check_of_hosts_is_of_every_stage_and_starts_none(tmp_path):
+    write_program(
+        tmp_path / "bin/ssh",
+        f'#!/bin/sh\nfor word; do host="$last"; last="$word"; done\necho "$host" >>{tmp_path}/asked\nexit 255\n',
+    )
     (tmp_path / "hosts").write_text("a slots=2\n")
     done = train(tmp_path, *TINY, "--deployment-type", "multi_node", "--hostfile", "hosts", "--check")
-    assert done.returncode == 0 and ["--check" in words for words in started(tmp_path)] == [True] * 3
+    assert done.returncode == 3 and (tmp_path / "asked").read_text() == "a\n" * 3, done.stderr
 
 
 def test_the_check_of_one_machine_measures_its_device_once_and_starts_no_stage(tmp_path):
     done = train(tmp_path, *TINY, "--check")
     assert done.returncode == 0, done.stderr
-    (words,) = started(tmp_path)
-    assert words[-2:] == ["--module", "pipeline.run.measure_device"] and "--check" not in words
+    assert started(tmp_path) == [["pipeline.run.measure_device"]]
 
 
 def test_without_ssh_each_host_is_started_by_itself(tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     words = (*TINY, "--step", "1", "--deployment-type", "multi_node", "--hostfile", "hosts", "--launcher", "none")
+    words += ("--master-addr", "localhost")
     assert train(tmp_path, *words, "--node-rank", "1", STUB_OUTCOMES="0").returncode == 0
-    ((*first,),) = started(tmp_path)
-    assert first[2:5] == ["--no_ssh", "--node_rank", "1"]
+    ranks = [{name: note["environment"][name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+             for note in notes(tmp_path)]  # fmt: skip
+    common = {"WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+    assert sorted(ranks, key=str) == [{"RANK": str(2 + place), "LOCAL_RANK": str(place), **common} for place in (0, 1)]
     wrong = train(tmp_path, *words, "--node-rank", "2").stderr
     assert wrong == "error: --node_rank: found 2, wanted 0 to 1, the place of this host in hosts\n"

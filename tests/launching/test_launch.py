@@ -1,25 +1,25 @@
-"""The launch scripts: exact words for DeepSpeed's launcher, for the three deployments."""
+"""The launch scripts: words and variables of the ranks that they start, for the three deployments."""
 
-import json
 import os
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.launch_stub import ROOT, started, stub_environment, write_program
+from support.launch_stub import ROOT, notes, stub_environment, write_program
 from support.marks import slow_but
 
 from pipeline.errors import InputError
-from pipeline.launching.machine import num_ranks
-from pipeline.launching.plan import make_plan
-from pipeline.run.outcome import RUN_DIR
-from rlhf.train import STAGES as KINDS
+from pipeline.launching.hosts import ranks_by_host
+from pipeline.launching.request import parse_request
+from pipeline.preparation.stage_job import pid_file
+from rlhf.stages import NUMBERS, STAGES, stage_of, stages_of_method, word_of
 from rlhf.train import ranks_of
+from rlhf.train_plan import make_plan
 
 MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main"}
 HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--data_output_path=x y"]
@@ -27,14 +27,17 @@ HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--da
 no_real_gpu = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
 
 
-def launch(folder: Path, deployment: str, *words: str, gpus: int = 2, cwd: Path | None = None, **more: str):
-    """(launcher's words, its environment) of `bash launch/<deployment>.sh WORDS`."""
+def launch(folder: Path, deployment: str, *words: str, gpus: int = 2, cwd: Path | None = None, **more: str) -> Any:
+    """What each rank of `bash launch/<deployment>.sh WORDS` has noted, in the order of the ranks."""
     script = str(ROOT / "launch" / f"{deployment}.sh")
     environment = stub_environment(folder, gpus=gpus, **more)
     # The stub's ranks say nothing, so the supervisor calls it a fault.
     subprocess.run(["bash", script, *words], env=environment, check=False, timeout=60, cwd=cwd or folder)
-    note = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
-    return note["argv"], note
+    return sorted(notes(folder), key=lambda note: note["environment"]["RANK"])
+
+
+def variables(note: Any, *names: str) -> list[str | None]:
+    return [note["environment"].get(name) for name in names]
 
 
 def checkout(folder: Path, *packages: str) -> Path:
@@ -45,174 +48,167 @@ def checkout(folder: Path, *packages: str) -> Path:
     return folder
 
 
-def without_port(words: list[str]) -> list[str]:
-    """The words with the picked port checked and replaced."""
-    place = words.index("--master_port") + 1
-    assert 1024 <= int(words[place]) <= 65535
-    return [*words[:place], "PORT", *words[place + 1 :]]
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
 
 
-@pytest.mark.parametrize("step", slow_but(["3"], ["1", "2", "3"]))
+@pytest.mark.parametrize("step", slow_but(["3", "ppo"], ["1", "2", "3", "ppo"]))
 def test_single_gpu(tmp_path, step):
-    words, _ = launch(tmp_path, "single_gpu", step, "--seed", "1")
-    assert without_port(words) == [
-        "--log_level", "critical", "--hostfile", "/dev/null", "--master_port", "PORT", "--num_gpus", "1",
-        "--no_local_rank", "--module", MODULES[step], "--seed", "1",
-    ]  # fmt: skip
+    (rank,) = launch(tmp_path, "single_gpu", step, "--seed", "1")
+    assert rank["argv"] == [MODULES.get(step, "step3_ppo.main"), "--seed", "1"]
+    assert variables(rank, *NAMES) == ["0", "0", "1", "1", "127.0.0.1", "0"]
+    assert 1024 <= int(rank["environment"]["MASTER_PORT"]) <= 65535
 
 
 def test_single_node_takes_all_gpus(tmp_path):
-    words, _ = launch(tmp_path, "single_node", "2")
-    assert without_port(words)[4:] == ["--master_port", "PORT", "--no_local_rank", "--module", MODULES["2"]]
+    ranks = launch(tmp_path, "single_node", "2")
+    assert [variables(rank, *NAMES) for rank in ranks] == [
+        [str(number), str(number), "2", "2", "127.0.0.1", "0,1"] for number in (0, 1)
+    ]
 
 
 def test_launcher_flags_come_before_the_step(tmp_path):
-    words, _ = launch(
-        tmp_path, "single_node", "--num_gpus", "2", "--master_port=1234", "--save_pid", "3", "--seed", "3"
-    )
-    assert words == [
-        "--log_level", "critical", "--hostfile", "/dev/null", "--master_port", "1234", "--save_pid", "--num_gpus", "2",
-        "--no_local_rank", "--module", MODULES["3"], "--seed", "3",
-    ]  # fmt: skip
+    flags = ("--num_gpus", "2", "--master_port=1234", "--module", "--no_python", "-q", "--log_level", "debug")
+    flags += ("--save_pid", "--enable_each_rank_log", "logs")
+    ranks = launch(tmp_path, "single_node", *flags, "3", "--seed", "3")
+    assert [(rank["argv"], rank["pid_file"]) for rank in ranks] == [([MODULES["3"], "--seed", "3"], True)] * 2
+    assert [variables(rank, "MASTER_PORT") for rank in ranks] == [["1234"]] * 2
+    assert sorted(file.name[-10:] for file in (tmp_path / "logs").iterdir()) == ["_rank0.log", "_rank1.log"]
 
 
-def test_multi_node(tmp_path):
-    (tmp_path / "my hosts").write_text("a slots=1\nb slots=1\n")
-    common = ["--hostfile", "my hosts", "--no_local_rank", "--module", MODULES["3"], "--data_path", "a.jsonl:0.7"]
-    given = ("--hostfile", "my hosts", "3", "--data_path", "a.jsonl:0.7")
-    assert launch(tmp_path, "multi_node", *given)[0] == ["--launcher", "ssh", *common]
-    assert launch(tmp_path, "multi_node", "--launcher=SRUN", *given)[0] == ["--launcher", "srun", *common]
-    assert launch(tmp_path, "multi_node", "--no_ssh", "--node_rank", "1", *given)[0] == [
-        "--launcher", "ssh", "--no_ssh", "--node_rank", "1", *common
-    ]  # fmt: skip
-    write_program(tmp_path / "bin/ssh", "#!/bin/sh\n")
-    pdsh, _ = launch(tmp_path, "multi_node", "--launcher", "pdsh", *given)
-    assert pdsh == ["--log_level", "critical", "--launcher", "pdsh", *common]
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_each_rank_is_bound_to_cores_of_its_own(tmp_path):
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    flags = ("--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list")
+    ranks = launch(tmp_path, "single_node", *flags, f"{first},{second}", "1", DS_ACCELERATOR="cpu")
+    assert [(rank["cores"], *variables(rank, "OMP_NUM_THREADS")) for rank in ranks] == [([first], "1"), ([second], "1")]
+    wrong = run_script(tmp_path / "wrong", *flags, "4000-4001", "1", DS_ACCELERATOR="cpu")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: --bind_core_list: no core 4000; this process has ")
 
 
-# Plays DeepSpeed's launcher of one host: notes the words and variables of the rank.
-HOST_STUB = """import json, os, sys
-names = ("PYTHON_RUN_SUPERVISOR", "NCCL_DEBUG", "FROM_FILE", "SLURM_NODEID")
-variables = {name: os.environ.get(name) for name in names}
-flags = dict(word.lstrip("-").split("=", 1) for word in sys.argv[1:] if word.startswith("--m") and "=" in word)
-words = sys.argv[sys.argv.index("--module") + 2 :]
-json.dump([words, variables, flags], open(os.environ.get("SLURM_NODEID", "0") + ".json", "w"))
-"""
-# Play ssh and srun: the last word is a shell's line, or all words after the flags are a command's.
+def run_script(folder: Path, *words: str, deployment: str = "single_node", **more: str) -> Any:
+    """The finished process of a launch script."""
+    environment = stub_environment(folder, **more)
+    return subprocess.run(
+        ["bash", str(ROOT / f"launch/{deployment}.sh"), *words], env=environment, cwd=folder, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_the_file_of_the_supervisors_process_id():
+    """--save_pid writes what DeepSpeed's launcher writes."""
+    file = Path(f"/tmp/{os.getpid()}.deepspeed")
+    with pid_file(parse_request("single_gpu", ["--save_pid", "1"])):
+        assert file.read_text() == str(os.getpid())
+    assert not file.exists()
+
+
+# Play ssh, srun and pdsh: the last word is a shell's line, or all words after the flags are a command's.
 SSH_STUB = '#!/bin/bash\nexec bash -c "${@: -1}"\n'
 SRUN_STUB = """#!/bin/bash
-while [[ $1 == -* ]]; do [[ $1 != --nodelist=b ]] || node=1; shift; done
-SLURM_NODEID=${node:-0} SLURM_NTASKS=1 exec "$@"
+while [[ $1 == -* ]]; do shift; done
+SLURM_NTASKS=1 exec "$@"
 """
+PDSH_STUB = '#!/bin/bash\nexec bash -c "${@: -1}" </dev/null\n'  # it passes on no input
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "srun"])
+@pytest.mark.parametrize("launcher", slow_but(["ssh", "pdsh"], ["ssh", "srun", "pdsh"]))
 def test_words_and_variables_reach_every_host(tmp_path, launcher):
-    environment = stub_environment(tmp_path, gpus=2, PYTHON=sys.executable, NCCL_DEBUG="INFO")
-    write_program(tmp_path / "bin" / "ssh", SSH_STUB)
-    write_program(tmp_path / "bin" / "srun", SRUN_STUB)
+    for name, text in (("ssh", SSH_STUB), ("srun", SRUN_STUB), ("pdsh", PDSH_STUB)):
+        write_program(tmp_path / "bin" / name, text)
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\n")
-    copy = checkout(tmp_path / "copy", "pipeline", "step1_sft")
-    (copy / "deepspeed/launcher").mkdir(parents=True)
-    for name, text in (("__init__", ""), ("launcher/__init__", ""), ("launcher/launch", HOST_STUB)):
-        (copy / f"deepspeed/{name}.py").write_text(text)
     words = ["--data_path", *HARD_WORDS]
-    flags = ["--launcher", launcher, "--hostfile", "hosts", "--master_addr", "here", "--exclude", "a:1", "1"]
-    script = str(copy / "launch" / "multi_node.sh")
-    done = subprocess.run(
-        ["bash", script, *flags, *words], env=environment, cwd=tmp_path, check=False, timeout=90, capture_output=True
-    )
-    assert done.returncode == 1 and b"before any rank had started" in done.stderr, "the stub starts no ranks"
-    for node in ("0", "1") if launcher == "srun" else ("0",):
-        got, variables, master = json.loads((tmp_path / f"{node}.json").read_text())
-        assert got == words and variables["NCCL_DEBUG"] == "INFO" and variables["FROM_FILE"] == "a b"
-        assert master["master_addr"] == "here" and 20000 <= int(master["master_port"]) < 30000
-        assert variables["PYTHON_RUN_SUPERVISOR"].endswith(f"@{socket.gethostname()}")
+    flags = ["--launcher", launcher, "--hostfile", "hosts", "--master_addr", "here", "--exclude", "a:1"]
+    flags += ["--enable_each_rank_log", str(tmp_path / "logs")]
+    done = run_script(tmp_path, *flags, "1", *words, deployment="multi_node", NCCL_DEBUG="INFO", HOME=str(tmp_path))
+    assert done.returncode == 1 and "before it had started" in done.stderr, "the stub's ranks say nothing"
+    ranks = sorted(notes(tmp_path), key=lambda note: note["environment"]["RANK"])
+    assert [rank["argv"] for rank in ranks] == [[MODULES["1"], *words]] * 3
+    assert [variables(rank, *NAMES) for rank in ranks] == [
+        ["0", "0", "3", "1", "here", "0"], ["1", "0", "3", "2", "here", "0,1"], ["2", "1", "3", "2", "here", "0,1"],
+    ]  # fmt: skip
+    assert sorted(file.name[-10:] for file in (tmp_path / "logs").iterdir()) == [f"_rank{n}.log" for n in range(3)]
+    for rank in ranks:
+        assert variables(rank, "NCCL_DEBUG", "FROM_FILE") == ["INFO", "a b"]
+        assert 20000 <= int(rank["environment"]["MASTER_PORT"]) < 30000
+        assert rank["environment"]["PYTHON_RUN_SUPERVISOR"].endswith(f"@{socket.gethostname()}")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "program", "reason"),
+    [
+        ("ssh", "", "needs ssh, which is not installed on this machine"),
+        ("srun", "", "needs srun, which is not installed on this machine"),
+        ("pdsh", "", "needs pdsh, which is not installed on this machine"),
+        ("ssh", "exit 255", "not reachable (ssh ended with 255); `ssh far true` must work without a password"),
+        ("pdsh", "exit 1", "pdsh ended with 1, its words are above; the project must be at the same path on each host"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_one_line(tmp_path, launcher, program, reason):
+    """Where nothing is installed, the PATH has no ssh, pdsh or srun."""
+    for name in ("bash", "dirname"):
+        (tmp_path / "path").mkdir(exist_ok=True)
+        (tmp_path / "path" / name).symlink_to(str(shutil.which(name)))
+    if program:
+        write_program(tmp_path / "path" / launcher, f"#!{shutil.which('bash')}\n{program}\n")
+    (tmp_path / "hosts").write_text("far slots=1\n")
+    words = ("--launcher", launcher, "--hostfile", "hosts", "1", "--output_dir", "out")
+    path = {"PATH": str(tmp_path / "path"), "PYTHON": sys.executable}
+    done = run_script(tmp_path, *words, deployment="multi_node", **path)
+    assert (done.returncode, done.stderr) == (3, f"error: far: {reason}\n") and notes(tmp_path) == []
 
 
 @pytest.mark.parametrize("deployment", ["single_gpu", "single_node"])
 def test_words_survive(tmp_path, deployment):
     given = ["--column_map", "two\nlines", "--data_path", *HARD_WORDS]
-    words, _ = launch(tmp_path, deployment, "1", *given)
-    assert words[-len(given) :] == given
-
-
-@pytest.mark.slow
-def test_words_survive_pdsh(tmp_path):
-    """Through the real DeepSpeed launcher and a pdsh that does what pdsh does: one shell line per host."""
-    environment = stub_environment(tmp_path, gpus=2, PYTHON=sys.executable)
-    own_flags = "while [[ $1 == -* ]]; do [[ $1 == -S ]] && shift || shift 2; done"
-    write_program(tmp_path / "bin" / "pdsh", f'#!/bin/bash\n{own_flags}\nline="$*"\nbash -c "${{line//%n/0}}"\n')
-    (tmp_path / "hosts").write_text("one slots=1\n")
-    copy = checkout(tmp_path / "copy", "pipeline")
-    stage = copy / "step1_sft"
-    stage.mkdir()
-    (stage / "__init__.py").touch()
-    shutil.copy(ROOT / "step1_sft" / "config.py", stage)
-    (stage / "main.py").write_text("import json, sys\njson.dump(sys.argv[1:], open('words.json', 'w'))\n")
-    script = str(copy / "launch" / "multi_node.sh")
-    flags = [
-        "--launcher",
-        "pdsh",
-        "--hostfile",
-        "hosts",
-        "--no_ssh_check",
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        "29517",
-    ]
-    words = ["--data_path", *HARD_WORDS]
-    subprocess.run(["bash", script, *flags, "1", *words], env=environment, cwd=tmp_path, check=False, timeout=90)
-    assert json.loads((tmp_path / "words.json").read_text()) == words
+    assert launch(tmp_path, deployment, "1", *given, gpus=1)[0]["argv"] == [MODULES["1"], *given]
 
 
 def test_visible_devices_are_kept(tmp_path):
-    one, _ = launch(tmp_path, "single_gpu", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5")
-    assert one[one.index("--include") + 1] == "localhost:3"
-    two, _ = launch(tmp_path, "single_node", "--num_gpus", "2", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5,7")
-    assert two[two.index("--include") + 1] == "localhost:3,5"
-    assert "--num_gpus" not in one + two
+    (one,) = launch(tmp_path / "one", "single_gpu", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5")
+    two = launch(tmp_path / "two", "single_node", "--num_gpus", "2", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5,7")
+    assert variables(one, "CUDA_VISIBLE_DEVICES") == ["3"]
+    assert [variables(rank, "CUDA_VISIBLE_DEVICES") for rank in two] == [["3,5"]] * 2
+    lacking = run_script(tmp_path / "three", "--num_gpus", "3", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5")
+    assert (lacking.returncode, lacking.stderr) == (
+        3, "error: --num-gpus: found 3, but 2 GPUs are visible here; give at most 2\n",
+    )  # fmt: skip
 
 
 def test_include_replaces_the_count(tmp_path):
-    words, _ = launch(tmp_path, "single_gpu", "--include", "localhost:1", "1")
-    assert "--num_gpus" not in words and words[words.index("--include") + 1] == "localhost:1"
+    (rank,) = launch(tmp_path, "single_gpu", "--include", "localhost:1", "1")
+    assert variables(rank, "WORLD_SIZE", "CUDA_VISIBLE_DEVICES") == ["1", "1"]
 
 
 def test_a_folder_of_the_callers_is_not_taken_for_a_package(tmp_path):
     for name in ("pipeline", "launch", "step1_sft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not the project')")
-    assert launch(tmp_path, "single_gpu", "1")[1]["argv"]
+    assert launch(tmp_path, "single_gpu", "1")[0]["argv"]
 
 
 def test_environment(tmp_path):
-    _, note = launch(tmp_path, "single_gpu", "1", NCCL_DEBUG="INFO", PYTHONPATH="/mine")
-    assert note["environment"]["PYTHONPATH"] == f"{ROOT}:/mine"
-    assert note["environment"]["PYTHONWARNINGS"] == "ignore::FutureWarning"
-    assert note["environment"]["NCCL_DEBUG"] == "INFO"
-    assert note["environment"]["DS_ACCELERATOR"] is None and note["environment"]["OMP_NUM_THREADS"] is None
-    assert note["cwd"] == str(tmp_path), "relative paths are the caller's"
+    (rank,) = launch(tmp_path, "single_gpu", "1", NCCL_DEBUG="INFO", PYTHONPATH=f"{tmp_path}/site:/mine")
+    assert variables(rank, "PYTHONPATH", "PYTHONWARNINGS", "NCCL_DEBUG", "DS_ACCELERATOR", "OMP_NUM_THREADS") == [
+        f"{ROOT}:{tmp_path}/site:/mine", "ignore::FutureWarning", "INFO", None, None,
+    ]  # fmt: skip
+    assert rank["cwd"] == str(tmp_path), "relative paths are the caller's"
 
 
 def test_the_cpu_is_taken_where_it_is_asked_for(tmp_path):
     two = ("single_node", "--num_gpus", "2", "1")
-    argv, note = launch(tmp_path, *two, gpus=4, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="3")
-    assert note["environment"]["CUDA_VISIBLE_DEVICES"] is None
-    assert argv[argv.index("--num_gpus") + 1] == "2" and "--include" not in argv
+    ranks = launch(tmp_path, *two, gpus=4, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="3")
+    assert [variables(rank, "CUDA_VISIBLE_DEVICES", "WORLD_SIZE") for rank in ranks] == [[None, "2"]] * 2
 
 
 @no_real_gpu
 def test_environment_without_gpu(tmp_path):
-    _, note = launch(tmp_path, "single_node", "--num_gpus", "2", "1", gpus=0, CUDA_VISIBLE_DEVICES="0")
-    cores = len(os.sched_getaffinity(0))
-    assert note["environment"]["DS_ACCELERATOR"] == "cpu"
-    assert note["environment"]["OMP_NUM_THREADS"] == str(max(1, cores // 2))
-    assert note["environment"]["CUDA_VISIBLE_DEVICES"] is None
-    _, note = launch(tmp_path, "single_gpu", "1", gpus=0, OMP_NUM_THREADS="7")
-    assert note["environment"]["OMP_NUM_THREADS"] == "7"
+    ranks = launch(tmp_path / "two", "single_node", "--num_gpus", "2", "1", gpus=0, CUDA_VISIBLE_DEVICES="0")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in ranks:
+        assert variables(rank, "DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") == ["cpu", threads, None]
+    (one,) = launch(tmp_path / "one", "single_gpu", "1", gpus=0, OMP_NUM_THREADS="7")
+    assert variables(one, "OMP_NUM_THREADS") == ["7"]
 
 
 RANKS = [
@@ -225,146 +221,49 @@ RANKS = [
 
 
 @no_real_gpu
-@pytest.mark.parametrize("gpus, deployment, words, ranks", slow_but(RANKS[:1], RANKS))
+@pytest.mark.parametrize("gpus, deployment, words, ranks", RANKS)
 def test_train_plans_as_many_ranks_as_the_launch_script_starts(tmp_path, monkeypatch, gpus, deployment, words, ranks):
-    argv, _ = launch(tmp_path, deployment, *words, "1", gpus=gpus)
-    if not gpus:  # else the launcher would take a process for each NUMA node
-        assert argv[argv.index("--num_gpus") + 1] == str(ranks)
     monkeypatch.setenv("PATH", stub_environment(tmp_path, gpus=gpus)["PATH"])
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    plan = make_plan(["--actor-model", "tiny", "--deployment-type", deployment, *words], KINDS, prog="rlhf train")
-    assert ranks_of(plan) == num_ranks(argv) == ranks
+    plan = make_plan(["--actor-model", "tiny", "--deployment-type", deployment, *words], prog="rlhf train")
+    assert [ranks_of(plan)] == ranks_by_host(parse_request(deployment, [*words, "1"])) == [ranks]
 
 
 def test_python_of_the_path(tmp_path):
-    environment = stub_environment(tmp_path, gpus=1)
-    del environment["PYTHON"]
-    script = str(ROOT / "launch/single_gpu.sh")
-    subprocess.run(["bash", script, "1"], env=environment, cwd=tmp_path, check=False, timeout=60)
-    assert (tmp_path / "log.jsonl").exists()
+    write_program(tmp_path / "bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    assert launch(tmp_path, "single_gpu", "1", gpus=1, PYTHON="")
 
 
 def test_works_from_a_folder_with_spaces(tmp_path):
-    copy = checkout(tmp_path / "my project", "pipeline", "step1_sft")
-    environment = stub_environment(tmp_path, gpus=1)
-    script = str(copy / "launch/single_gpu.sh")
+    copy = checkout(tmp_path / "my project", "pipeline", "rlhf", "step1_sft", "step2_reward", "step3_ppo")
+    script, environment = str(copy / "launch/single_gpu.sh"), stub_environment(tmp_path, gpus=1)
     subprocess.run(["bash", script, "1"], env=environment, cwd=tmp_path, check=False, timeout=60)
-    note = json.loads((tmp_path / "log.jsonl").read_text())
-    assert note["environment"]["PYTHONPATH"].split(":")[0] == str(copy)
+    (rank,) = notes(tmp_path)
+    assert rank["environment"]["PYTHONPATH"].split(":")[0] == str(copy)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "STEP: found none"),
         (("4",), "STEP: found '4', wanted 1, 2 or 3"),
-        (("--num_gpus", "1"), "STEP: found none"),
-        (("--num_gpus",), "--num_gpus: found no value"),
-        (("--num_gpus", "0", "1"), "--num_gpus: found '0', wanted a number from 1 on"),
-        (("sft", "--seed", "1"), "STEP: found 'sft'"),
-        (("--launcher", "pdhs", "1"), "--launcher: found 'pdhs', wanted ssh, srun, pdsh or another one of DeepSpeed's"),
-        (("--master_port", "abc", "1"), "--master_port: found 'abc', wanted 0 to 65535"),
-        (("--master_port", "65536", "1"), "--master_port: found '65536', wanted 0 to 65535"),
-        (("1", "--seed", "1", "--num_gpus", "2"), "--num_gpus: found behind STEP, wanted before it"),
-        (("1", "--include=a:0"), "--include=a:0: found behind STEP"),
-        (("--zero_stage", "2", "1"), "--zero_stage: not a flag of the launcher; those of the stage follow STEP"),
-        (("--autotuning", "tume", "1"), "--autotuning: found 'tume', wanted tune or run"),
+        (("--num_gpus", "1"), "STEP: found none, wanted 1, 2 or 3"),
+        (("--launcher", "pdhs", "1"), "--launcher: found 'pdhs', wanted ssh, srun, pdsh or none"),
     ],
 )
-def test_wrong_step(tmp_path, words, message):
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch/single_node.sh"), *words],
-        env=stub_environment(tmp_path), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and message in done.stderr and "usage: bash launch/single_node.sh" in done.stderr
+def test_wrong_words_of_the_launcher_end_in_its_usage(tmp_path, words, message):
+    done = run_script(tmp_path, *words)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}\nusage: bash launch/single_node.sh [")
 
 
-def test_help_needs_no_launcher(tmp_path):
-    script = str(ROOT / "launch/single_node.sh")
-    environment = stub_environment(tmp_path)
-    done = subprocess.run(
-        ["bash", script, "2", "--help"], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "--centering_coef" in done.stdout and not (tmp_path / "log.jsonl").exists()
-
-
-def test_flags_without_value_are_those_of_the_installed_launcher():
-    from deepspeed.launcher import runner
-
-    source = Path(runner.__file__).read_text()
-    parser_source = source[source.index("def parse_args") : source.index("def fetch_hostfile")]
-    blocks = parser_source.split("add_argument(")[1:]
-    switches = {b.split('"')[1 if '"-q"' not in b else 3] for b in blocks if "store_true" in b}
-    script = (ROOT / "launch" / "_run.sh").read_text()
-    assert switches == {"--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi",
-                        "--save_pid", "--bind_cores_to_rank", "--quiet"}  # fmt: skip
-    assert all(switch in script for switch in switches)
-    named = {name for block in blocks for name in re.findall(r'"(-[-\w]+)"', block)}
-    assert all(re.search(rf"(?<![-\w]){name}\b", script) for name in named), "the script refuses all others"
-
-
-@pytest.mark.parametrize(
-    ("words", "rc", "message"),
-    [
-        (("--ssh_port", "x"), 2, "error: --ssh_port: invalid int value: 'x'\n"),
-        (("--launcher", "srun"), 3, "error: far: needs srun, which is not installed on this machine\n"),
-        (("--launcher", "ssh"), 3, "error: far: needs ssh, which is not installed on this machine\n"),
-    ],
-)
-def test_what_reaches_the_hosts_is_looked_at_before(tmp_path, words, rc, message):
-    (tmp_path / "hosts").write_text("far slots=1\n")
-    command = ["-m", "pipeline.launching.host_launcher", *words, "--hostfile", "hosts", "--module", "step1_sft.main"]
-    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), RUN_DIR: str(tmp_path)}
-    (tmp_path / "run.lock").write_text("{}")
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (rc, message)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "program"),
-    [("pdsh", "pdsh"), ("openmpi", "ompi_info"), ("mpich", "mpirun"), ("impi", "mpirun"), ("mvapich", "mpiname"),
-     ("slurm", "sinfo")],
-)  # fmt: skip
-def test_the_missing_program_of_a_launcher_is_named(tmp_path, launcher, program):
-    for name in ("bash", "dirname"):
-        (tmp_path / name).symlink_to(str(shutil.which(name)))
-    script = str(ROOT / "launch/multi_node.sh")
-    done = subprocess.run(
-        ["bash", script, "--launcher", launcher, "--hostfile", "hosts", "1"], env={"PATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 3 and done.stderr.count("\n") == 1
-    wanted = f"error: --launcher {launcher}: {program} is not installed on this machine; install its package"
-    assert done.stderr.startswith(wanted)
-
-
-def test_a_first_host_out_of_reach_is_one_line(tmp_path):
-    environment = stub_environment(tmp_path)
-    write_program(tmp_path / "bin/pdsh", "#!/bin/sh\n")
-    write_program(tmp_path / "bin/ssh", '#!/bin/sh\nprintf "%s " "$@" >>asked\nexit 255\n')
-    (tmp_path / "hosts").write_text("far slots=1\nother slots=1\n", encoding="utf-8")
-    words = "--launcher pdsh --ssh_port 2222 --hostfile hosts 1 --model_name_or_path base --output_dir out".split()
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch/multi_node.sh"), *words], env=environment, cwd=tmp_path, capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (
-        3, "error: host far: not reachable by ssh; `ssh far true` must work without a password\n",
-    )  # fmt: skip
-    assert (tmp_path / "asked").read_text() == "-o PasswordAuthentication=no -p 2222 far hostname "
-    assert started(tmp_path) == []
+def test_help_starts_nothing(tmp_path):
+    done = run_script(tmp_path, "2", "--help")
+    assert done.returncode == 0 and "--centering_coef" in done.stdout and not notes(tmp_path)
 
 
 def test_wrong_flags_are_refused_before_anything_starts(tmp_path):
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch/single_gpu.sh"), "1", "--learning_rat", "1"],
-        env=stub_environment(tmp_path, gpus=1), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and not (tmp_path / "log.jsonl").exists()
+    done = run_script(tmp_path, "1", "--learning_rat", "1", gpus=1)
+    assert done.returncode == 2 and not notes(tmp_path)
     assert done.stderr == "error: --learning_rat: unknown flag; did you mean --learning_rate?\n"
 
 
@@ -374,22 +273,16 @@ def test_a_taken_port_is_found_at_once(tmp_path):
         taken.listen()
         port = str(taken.getsockname()[1])
         started = time.monotonic()
-        done = subprocess.run(
-            ["bash", str(ROOT / "launch/single_gpu.sh"), "--master_port", port, "1"],
-            env=stub_environment(tmp_path, gpus=1), cwd=tmp_path, capture_output=True, text=True, timeout=60,
-            check=False,
-        )  # fmt: skip
+        done = run_script(tmp_path, "--master_port", port, "1", gpus=1)
     assert done.returncode == 3 and f"--master-port: {port}: Address already in use" in done.stderr
-    assert not (tmp_path / "log.jsonl").exists() and time.monotonic() - started < 3.0
+    assert not notes(tmp_path) and time.monotonic() - started < 3.0
 
 
-def test_the_supervisor_knows_the_stages(tmp_path):
-    """It names them, since nothing in pipeline/ imports them."""
-    from pipeline.launching.job import STAGES, stage_flags
-
-    assert list(STAGES) == list(MODULES.values())
-    for module, kind in zip(STAGES, KINDS.values(), strict=True):
-        resolved, section = stage_flags(module, [])
-        assert type(resolved.config) is kind.config_class and section == kind.section
-    with pytest.raises(InputError, match="os: not a stage"):
-        stage_flags("os", [])
+def test_the_list_of_stages_says_what_each_is():
+    assert [(str(stage.number), f"{stage.package}.main") for stage in STAGES] == list(MODULES.items())
+    assert [word_of(stage) for stage in STAGES] == list(MODULES) and NUMBERS == (1, 2, 3)
+    assert [stage.section for stage in stages_of_method("ppo").values()] == ["sft", "reward", "ppo"]
+    with pytest.raises(InputError, match="os: not a stage; wanted one of sft, reward, ppo"):
+        stage_of("os")
+    with pytest.raises(InputError, match="--method: found 'dpo', wanted one of ppo"):
+        stages_of_method("dpo")

@@ -7,14 +7,14 @@ import socket
 from itertools import product
 
 import pytest
-from support.launch_stub import ROOT, TINY, make_model, processor_seconds, started, train
+from support.launch_stub import ROOT, TINY, make_model, notes, processor_seconds, started, train
 from support.marks import slow_but
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import InputError
-from pipeline.launching.plan import make_plan
-from pipeline.launching.train_config import split_overrides
-from rlhf.train import STAGES
+from pipeline.launching.request import parse_request
+from rlhf.train_config import split_overrides
+from rlhf.train_plan import make_plan
 
 PRESETS = ROOT / "launch" / "presets"
 
@@ -25,11 +25,10 @@ PRESETS = ROOT / "launch" / "presets"
 def test_three_steps_in_order_with_chained_folders(tmp_path):
     done = train(tmp_path, *TINY, "--output-dir", "my out", STUB_OUTCOMES="0,0")
     assert done.returncode == 0, done.stderr
-    common = ["--num_gpus", "1", "--no_local_rank", "--module"]
     assert started(tmp_path) == [
-        [*common, "step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output_dir", "my out/sft"],
-        [*common, "step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output_dir", "my out/reward"],
-        [*common, "step3_ppo.main", "--preset", f"{PRESETS}/tiny.ppo.yaml",
+        ["step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output_dir", "my out/sft"],
+        ["step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output_dir", "my out/reward"],
+        ["step3_ppo.main", "--preset", f"{PRESETS}/tiny.ppo.yaml",
          "--actor_model_name_or_path", "my out/sft", "--critic_model_name_or_path", "my out/reward",
          "--output_dir", "my out"],
     ]  # fmt: skip
@@ -51,11 +50,11 @@ def test_flags_reach_their_step(tmp_path):
     done = train(
         tmp_path, *TINY, "--deployment-type", "single_node", "--num_gpus", "2", "--actor-zero-stage", "2",
         "--reward_zero_stage=1", *common, "--sft.data_path", "a b.jsonl", "c'd", "--ppo.kl-coef=0.2",
-        "--reward.column_map", "two\nlines", STUB_OUTCOMES="0",
+        "--reward.column_map", "two\nlines", gpus=3, STUB_OUTCOMES="0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     sft, reward, ppo = started(tmp_path)
-    assert sft[:2] == ["--num_gpus", "2"]
+    assert {note["environment"]["WORLD_SIZE"] for note in notes(tmp_path)} == {"2"}
     assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", *common, "--data_path", "a b.jsonl", "c'd"]
     assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", *common, "--column_map", "two\nlines"]
     assert ppo[ppo.index("--actor_zero_stage") :] == [
@@ -65,8 +64,8 @@ def test_flags_reach_their_step(tmp_path):
 
 def planned(*words: str) -> dict[str, dict[str, object]]:
     """Section -> flags of each stage that `train.py WORDS` would run."""
-    plan = make_plan(["--actor-model", "tiny", "--reward-model", "tiny", *words], STAGES, prog="python train.py")
-    return {stage.kind.section: dict(flat_items(stage.resolved.config)) for stage in plan.chosen}
+    plan = make_plan(["--actor-model", "tiny", "--reward-model", "tiny", *words], prog="python train.py")
+    return {planned.stage.section: dict(flat_items(planned.resolved.config)) for planned in plan.chosen}
 
 
 def refused(*words: str) -> list[str]:
@@ -125,13 +124,9 @@ def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("word", "right"),
     [
-        ("--epochs", "here it is --num_train_epochs"),
+        ("--warmup-steps", "here it is --num_warmup_steps"),
         ("--lora_r", "here it is --lora_dim"),
-        (
-            "--lr",
-            "here it is --sft.learning_rate or --reward.learning_rate or --ppo.actor_learning_rate or "
-            "--ppo.critic_learning_rate",
-        ),
+        ("--max_length", "here it is --sft.max_seq_len or --reward.max_seq_len"),
         ("--batch-size", "here it is --per_device_train_batch_size"),
         ("--cliprange", "here it is --ppo.policy_clip"),
         ("--max-step", "did you mean --max_steps?"),
@@ -154,12 +149,12 @@ PLACES = [("--include", "a:0"), ("--exclude", "a:1"), ("--launcher", "srun")]
 def test_launcher_flags_reach_the_launcher(tmp_path, place):
     (tmp_path / "hosts").write_text("a slots=2\n")
     nodes = ("--deployment-type", "multi_node", "--hostfile", "hosts", "--master-addr", "10.0.0.7")
-    done = train(tmp_path, *TINY, "--step", "1", *nodes, "--master-port", "29", *place, STUB_OUTCOMES="0")
+    done = train(tmp_path, *TINY, "--step", "1", *nodes, "--master-port", "29", *place, "--dry-run")
     assert done.returncode == 0, done.stderr
-    ((*words,),) = started(tmp_path)
-    given = dict(zip(words[::2], words[1::2], strict=False))
-    assert given["--hostfile"] == "hosts" and given["--master_addr"] == "10.0.0.7" and given["--master_port"] == "29"
-    assert given[place[0]] == place[1]
+    (command,) = [line for line in done.stdout.splitlines() if line.startswith("$ ")]
+    request = parse_request("multi_node", shlex.split(command)[3:])
+    assert (request.hostfile, request.master_addr, request.master_port) == ("hosts", "10.0.0.7", 29)
+    assert getattr(request, place[0].strip("-")) == place[1] and request.step == "1"
 
 
 @pytest.mark.parametrize(
@@ -234,11 +229,13 @@ def test_all_errors_of_all_steps_at_once(tmp_path):
 
 def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("train: {stp: 3}\nsft: {epochs: 3}\nrewrd: {seed: 1}\nppo: {kl_coef: -1}\n")
+    (tmp_path / "run.yaml").write_text(
+        "train: {stp: 3}\nsft: {logging_steps: 3}\nrewrd: {seed: 1}\nppo: {kl_coef: -1}\n"
+    )
     assert refused("--config", "run.yaml") == [
         "run.yaml: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo are right",
         "run.yaml: stp: unknown flag; did you mean step?",
-        "sft: run.yaml: epochs: unknown flag; here it is num_train_epochs",
+        "sft: run.yaml: logging_steps: unknown flag; here it is print_steps",
         "--ppo.kl_coef: found -1 (run.yaml): wanted greater than or equal to 0",
     ]
 

@@ -1,7 +1,6 @@
 """From the ranks' ends to one exit code and the lines that name the first cause."""
 
 import io
-import signal
 from pathlib import Path
 
 import pyte
@@ -10,7 +9,7 @@ import pytest
 from pipeline.console import say
 from pipeline.heartbeat import Beat
 from pipeline.launching.rank_watch import RankState
-from pipeline.launching.verdict import JobStatus, hang_verdict, judge, signal_of
+from pipeline.launching.verdict import JobStatus, hang_verdict, judge
 from pipeline.processes import Process
 from pipeline.run.outcome import Outcome
 
@@ -18,14 +17,14 @@ MIB = 2**20
 RUN = Path("out/runs/sft")
 
 
-def rank(number, code=None, message="stub", *, at=0.0, secondary=False, died=None):
+def rank(number, code=None, message="stub", *, at=0.0, secondary=False, died=None, exit_code=None):
     """A rank at step 7 of training that ended with `code` at time `at`, or was seen dead at `died`."""
     said = Outcome(number, code, message, secondary, 100 + number, f"node-{number}", "s", at)
-    return RankState(said, 0.0, Beat("train", 7, 0.0), Process(1, "sleeping", 1.0, 300 * MIB), died)
+    return RankState(said, 0.0, Beat("train", 7, 0.0), Process(1, "sleeping", 1.0, 300 * MIB), died, exit_code)
 
 
-def status(launcher_code=None, *, asked=False, memory="1.0 of 23.0 GiB were free", oom_kills=0):
-    return JobStatus(RUN, launcher_code, asked, memory, oom_kills)
+def status(silent_code=None, *, asked=False, memory="1.0 of 23.0 GiB were free", oom_kills=0):
+    return JobStatus(RUN, silent_code, asked, memory, oom_kills)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +55,14 @@ def test_codes(ranks, asked, code):
     [
         ([rank(0, 1, "Late: b", at=2.0), rank(1, 1, "Early: a", at=1.0)], "rank 1 on node-1, step 7, phase train: E"),
         ([rank(0, 1, "gloo", at=1.0, secondary=True), rank(1, 1, "Real: a", at=2.0)], "rank 1 on node-1, step 7"),
-        ([rank(0, 1, "gloo", at=1.0, secondary=True), rank(1, died=5.0)], "rank 1 on node-1, step 7, phase train: kil"),
+        ([rank(0, 1, "gloo", at=1.0, secondary=True), rank(1, died=5.0)], "rank 1 on node-1, step 7, phase train: its"),
         ([rank(0, died=2.0), rank(1, died=1.0)], "rank 1 on node-1"),
         ([rank(0, 1, "Real: a", at=2.0), rank(1, died=1.0)], "rank 0 on node-0, step 7, phase train: Real: a"),
         ([rank(0, 1, "b", at=2.0, secondary=True), rank(1, 1, "a", at=1.0, secondary=True)], "rank 1 on node-1"),
     ],
 )  # fmt: skip
 def test_the_first_cause_is_named_once(ranks, first):
-    lines = judge(ranks, status(247)).lines
+    lines = judge(ranks, status()).lines
     assert lines[0].startswith(f"error: {first}") and len(lines) == 2
     number = first.split()[1]
     assert lines[1] == f"error: its log: {RUN}/log/rank-{number}.txt"
@@ -99,35 +98,30 @@ def test_a_file_gets_no_control_characters(capsys):
 
 
 def test_what_killed_a_rank():
-    dead = [rank(0), rank(1, died=1.0)]
+    def line(exit_code, **changes):
+        ranks = [rank(0), rank(1, died=1.0, exit_code=exit_code)]
+        return judge(ranks, status(**changes)).lines[0].removeprefix("error: rank 1 on node-1, step 7, phase train: ")
 
-    def line(*args, **changes):
-        return (
-            judge(dead, status(*args, **changes))
-            .lines[0]
-            .removeprefix("error: rank 1 on node-1, step 7, phase train: ")
-        )
-
-    assert line(247) == "killed by SIGKILL: by hand, or out of memory? (it held 300 MiB, 1.0 of 23.0 GiB were free)"
+    assert line(-9) == "killed by SIGKILL: by hand, or out of memory? (it held 300 MiB, 1.0 of 23.0 GiB were free)"
     assert (
-        line(247, memory="", oom_kills=1)
+        line(-9, memory="", oom_kills=1)
         == "killed by SIGKILL: the kernel ended it for want of memory (it held 300 MiB)"
     )
-    assert line(245) == "killed by SIGSEGV"
-    assert line(3) == "its process is gone; the launcher ended with 3"
+    assert line(-11) == "killed by SIGSEGV" and line(-50) == "killed by signal 50"
+    assert line(3) == "its process ended with 3"
     assert line(None, memory="") == "its process is gone: by hand, or out of memory? (it held 300 MiB)"
 
 
-def test_signals_in_deepspeeds_exit_codes():
-    """launch.py ends with sys.exit(-9) for a rank that died of signal 9, which the kernel cuts to a byte."""
-    assert signal_of(256 - 9) == signal.SIGKILL and signal_of(256 - 6) == signal.SIGABRT
-    assert signal_of(1) is None and signal_of(None) is None and signal_of(130) is None
-
-
-def test_no_rank_got_far_enough():
-    assert judge([], status(3)).code == 3 and judge([], status(3)).lines == []
-    assert judge([], status(0)).code == 1 and "before any rank had started" in judge([], status(250)).lines[0]
-    assert judge([], status(1, asked=True)).code == 75
+def test_a_rank_that_ends_before_it_can_write_how():
+    """An input error has been printed by the rank; the others may run, and have met nothing."""
+    for ranks in ([], [rank(0)]):
+        assert (judge(ranks, status(3)).code, judge(ranks, status(3)).lines) == (3, [])
+        killed = judge(ranks, status(-11))
+        assert killed.code == 1
+        assert killed.lines == ["error: a rank was killed by SIGSEGV before it had started; its words are above"]
+        assert judge(ranks, status(1, asked=True)).code == 75
+    assert judge([], status()).lines == ["error: a rank ended with 0 before it had started; its words are above"]
+    assert judge([rank(0, 4)], status(1)).code == 4, "an error that was written explains more"
 
 
 def test_a_hang():

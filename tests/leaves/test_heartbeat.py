@@ -11,7 +11,7 @@ from pipeline import heartbeat
 from pipeline.heartbeat import Beat, beat, read_beat
 from pipeline.launching import rank_watch
 from pipeline.launching.rank_watch import RankState, RankWatch
-from pipeline.processes import Process, in_session, read_process
+from pipeline.processes import Process, in_sessions, read_process
 from pipeline.run.outcome import Outcome
 
 HOST = socket.gethostname()
@@ -83,7 +83,7 @@ def rank(number, *, heard_s_ago, phase="train", step=5, status="sleeping", code=
 
 
 def watch(tmp_path, *ranks):
-    found = RankWatch(tmp_path, "s", session=os.getsid(0))
+    found = RankWatch(tmp_path, "s")
     found.ranks = {state.outcome.rank: state for state in ranks}
     return found
 
@@ -120,7 +120,7 @@ def test_the_rank_that_hangs(tmp_path, ranks, hung):
 
 @pytest.mark.parametrize(("phase", "worked_s", "hangs"), [("start", 5, False), ("start", 0, True), ("train", 5, True)])
 def test_reading_a_model_is_no_hang_while_the_processor_is_used(tmp_path, monkeypatch, phase, worked_s, hangs):
-    monkeypatch.setattr(rank_watch, "in_session", lambda _: [Process(1, "running", worked_s, 0)])
+    monkeypatch.setattr(rank_watch, "in_sessions", lambda _: [Process(1, "running", worked_s, 0)])
     found = watch(tmp_path, rank(0, heard_s_ago=11, phase=phase), rank(1, heard_s_ago=11, phase=phase))
     assert (found.hung(10) is not None) == hangs
     assert (found.hung(10) is not None) == hangs, "and it was heard of now"
@@ -128,7 +128,7 @@ def test_reading_a_model_is_no_hang_while_the_processor_is_used(tmp_path, monkey
 
 @pytest.mark.parametrize(("behind", "hangs"), [("start", False), ("train", True)])
 def test_ranks_may_wait_for_one_that_reads_a_model(tmp_path, monkeypatch, behind, hangs):
-    monkeypatch.setattr(rank_watch, "in_session", lambda _: [Process(1, "running", 5.0, 0)])
+    monkeypatch.setattr(rank_watch, "in_sessions", lambda _: [Process(1, "running", 5.0, 0)])
     reading, waiting = rank(0, heard_s_ago=9.9, phase=behind, step=0), rank(1, heard_s_ago=11, phase="train", step=1)
     found = watch(tmp_path, reading, waiting)
     assert (found.hung(10) is not None) == hangs
@@ -143,7 +143,7 @@ def test_the_kernels_view_of_this_process():
     me = read_process(os.getpid())
     assert me and me.status == "running" and not me.is_stopped
     assert 2**24 < me.rss_bytes < 2**36 and me.cpu_s > 0.1
-    assert me.pid in {process.pid for process in in_session(os.getsid(0))}
+    assert me.pid in {process.pid for process in in_sessions([os.getsid(0)])}
     assert read_process(2**22 + 1) is None
 
 

@@ -15,10 +15,11 @@ from support.tiny_run import make_folder, read_metrics
 from transformers import AutoModelForCausalLM
 
 from pipeline.configuration.groups import ModelConfig
+from pipeline.engine.start_models import check_settings
 from pipeline.errors import EXIT_INPUT, InputError
 from pipeline.models.loading import load_causal_lm
+from pipeline.models.source import ModelSource
 from pipeline.models.weight_files import check_model_files
-from pipeline.training.start_models import check_settings
 from rlhf import merge
 
 ROW = random_rows(0, (12,))[0].unsqueeze(0)
@@ -58,9 +59,9 @@ def test_an_adapter_that_is_not_plain_lora_is_merged_first(name: str, folder: Pa
     """DoRA's magnitudes, for one, have no place in W + BA."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "base")
     get_peft_model(model, KINDS[name]).save_pretrained(tmp_path)
-    check_settings(str(tmp_path), ModelConfig(model_name_or_path=str(tmp_path)))
+    check_settings(ModelSource(str(tmp_path)), ModelConfig(model_name_or_path=str(tmp_path)))
     with pytest.raises(InputError, match=rf"{name}.*; rlhf merge {tmp_path} FOLDER makes a whole model"):
-        check_settings(str(tmp_path), ModelConfig(model_name_or_path=str(tmp_path), lora_dim=2))
+        check_settings(ModelSource(str(tmp_path)), ModelConfig(model_name_or_path=str(tmp_path), lora_dim=2))
 
 
 def test_the_base_of_an_adapter_is_found_from_any_folder(

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.data.batching import packed_sft_batch
-from pipeline.models import causal_lm
-from pipeline.models.causal_lm import CausalLM
-from pipeline.models.hidden_states import hidden_states
+from pipeline.models.forward import causal_lm
+from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.hidden_states import hidden_states
 from pipeline.models.loading import backbone, load_causal_lm
 from pipeline.tensor_ops import position_ids_from_mask
 from step1_sft.config import SFTConfig, SFTDataConfig

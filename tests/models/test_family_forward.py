@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from pipeline.data.batching import block_diagonal_mask
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, linear_names
 from pipeline.models.reward_model import TokenValueModel, last_token_scores
 from pipeline.tensor_ops import lengths_to_mask, pad_rows

@@ -11,7 +11,7 @@ from support.ppo_updates import engine_of
 from support.tiny_models import save_tiny
 
 from pipeline.errors import InputError
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loaded import check_finite
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora

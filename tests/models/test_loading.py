@@ -6,19 +6,18 @@ from support.families import family_config
 from support.tiny_models import IDS, random_rows, tiny_config
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from pipeline.engine.start_models import StartModel
 from pipeline.errors import InputError
 from pipeline.models.loading import (
-    adapter_base,
     backbone,
     base_model,
-    check_model,
     dropout_fields,
     load_causal_lm,
-    load_config,
     use_gradient_checkpointing,
     without_dropout,
 )
-from pipeline.training.start_models import StartModel
+from pipeline.models.paths import check_language_model
+from pipeline.models.source import ModelSource
 
 
 def two_forwards(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -79,7 +78,7 @@ def test_backbone_gives_hidden_states_for_the_head(causal_folder):
     row = random_rows(1, (5,))[0].unsqueeze(0)
     hidden = backbone(model)(input_ids=row).last_hidden_state
     torch.testing.assert_close(model.get_output_embeddings()(hidden), model(input_ids=row).logits)
-    assert base_model(model) is model and adapter_base(causal_folder) is None
+    assert base_model(model) is model and ModelSource(causal_folder).base is None
 
 
 def test_gradient_checkpointing_changes_no_gradient(causal_folder):
@@ -98,10 +97,11 @@ def test_gradient_checkpointing_changes_no_gradient(causal_folder):
 
 
 def test_only_training_warns_of_what_experts_do_not_get(tmp_path, caplog):
-    AutoModelForCausalLM.from_config(family_config("qwen3-moe", 50)).save_pretrained(tmp_path)
-    load_causal_lm(str(tmp_path), dtype=torch.float32)  # as chat does
+    path = str(tmp_path)
+    AutoModelForCausalLM.from_config(family_config("qwen3-moe", 50)).save_pretrained(path)
+    load_causal_lm(path, dtype=torch.float32)  # as chat does
     assert not caplog.messages
-    StartModel("--model", str(tmp_path), check_model).warn_of_limits()
+    StartModel("--model", path, ModelSource(path), check_language_model).warn_of_limits()
     assert "the router's auxiliary loss is not added, and experts get no LoRA" in caplog.text
 
 
@@ -110,7 +110,9 @@ def test_a_private_field_that_transformers_writes_is_no_reason_to_warn(tmp_path,
     config = family_config("gemma-3", 50)
     config.save_pretrained(tmp_path)
     assert "_sliding_window_pattern" in (tmp_path / "config.json").read_text()
-    assert load_config(str(tmp_path)).layer_types == config.layer_types == ["sliding_attention", "full_attention"]
+    assert (
+        ModelSource(str(tmp_path)).config.layer_types == config.layer_types == ["sliding_attention", "full_attention"]
+    )
     assert not caplog.messages
 
 

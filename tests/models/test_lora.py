@@ -10,6 +10,7 @@ from pipeline.errors import InputError
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora, is_lora, linear_names, merged_weight
 from pipeline.models.reward_model import load_reward_model
+from pipeline.models.source import ModelSource
 
 ROW = random_rows(0, (8,))[0].unsqueeze(0)
 
@@ -53,7 +54,7 @@ def test_all_linear_layers_but_the_head_get_lora(tiny_folders):
     assert len(linear_names(llama, "all-linear")) == 2 * 7 and "lm_head" not in linear_names(llama, "all-linear")
     opt = load_causal_lm(tiny_folders["opt"], dtype=torch.float32)
     assert len(linear_names(opt, "all-linear")) == 2 * 6
-    reward = load_reward_model(tiny_folders["llama-reward"], dtype=torch.float32).model
+    reward = load_reward_model(ModelSource(tiny_folders["llama-reward"]), dtype=torch.float32).model
     assert len(linear_names(reward, "all-linear")) == 2 * 7
 
 
@@ -79,7 +80,7 @@ def test_without_it_everything_learns_but_what_lora_stands_for(causal_folder):
 
 
 def test_the_head_of_a_reward_model_learns_with_lora(reward_folder):
-    model = load_reward_model(reward_folder, dtype=torch.float32).model
+    model = load_reward_model(ModelSource(reward_folder), dtype=torch.float32).model
     settings = {"dim": 4, "alpha": 8.0, "dropout": 0.0, "module_name": "all-linear"}
     wrapped = add_lora(model, **settings, only_lora=True, task="SEQ_CLS", seed=0)
     trained = [name for name, p in wrapped.named_parameters() if p.requires_grad and "lora_" not in name]

@@ -10,9 +10,9 @@ from support.tiny_models import EOS, NUM_TOKENS, random_rows, randomise, tiny_co
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
 
 from pipeline.data.batching import packed_sft_batch
-from pipeline.models import packed_attention
-from pipeline.models.causal_lm import CausalLM
-from pipeline.models.hidden_states import PACKED_UNIT
+from pipeline.models.forward import packed_attention
+from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.hidden_states import PACKED_UNIT
 from pipeline.models.loading import without_dropout
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.tensor_ops import lengths_to_mask

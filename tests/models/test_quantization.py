@@ -21,6 +21,7 @@ from pipeline.models.loaded import check_finite
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora, check_quantization, keep_norms_in_fp32, quantise_to_int8
 from pipeline.models.reward_model import load_reward_model
+from pipeline.models.source import ModelSource
 
 NF4 = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 ROW = random_rows(0, (8,))[0].unsqueeze(0)
@@ -103,7 +104,7 @@ def test_a_quantised_model_is_the_model_of_its_dequantised_weights(causal_folder
 
 
 def test_the_score_head_keeps_its_type(reward_folder: str) -> None:
-    model = load_reward_model(reward_folder, dtype=torch.float32, quantization="int8").model
+    model = load_reward_model(ModelSource(reward_folder), dtype=torch.float32, quantization="int8").model
     assert model.score.weight.dtype == torch.float32
     assert sum(isinstance(module, Int8Linear) for module in model.modules()) >= 12
 

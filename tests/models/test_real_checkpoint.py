@@ -15,7 +15,7 @@ from support.command_run import run_command
 from support.tiny_run import make_pair, make_prompts, read_metrics, write_lines
 from transformers import AutoTokenizer
 
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from rlhf import chat, compare
 

@@ -19,12 +19,13 @@ from pipeline.models.reward_model import (
     pad_id_for_pooling,
     score_constants,
 )
+from pipeline.models.source import ModelSource
 
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 
 def loaded(folder: str) -> TokenValueModel:
-    return load_reward_model(folder, dtype=torch.float32)
+    return load_reward_model(ModelSource(folder), dtype=torch.float32)
 
 
 def reference_values(folder: str, row: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ def test_score_constants_are_those_of_the_configuration(reward_folder):
 
 def test_scores_of_a_16_bit_model_are_computed_in_fp32(reward_folder):
     ids, mask = padded(random_rows(3), side="right", extra=0)
-    model = load_reward_model(reward_folder, dtype=torch.bfloat16)
+    model = load_reward_model(ModelSource(reward_folder), dtype=torch.bfloat16)
     values = model(ids, mask)
     hidden = backbone(model.model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     assert hidden.dtype == model.model.score.weight.dtype == torch.bfloat16
@@ -107,7 +108,7 @@ def test_a_new_head_has_the_published_spread_and_no_global_generator(tiny_folder
 def test_a_language_model_gets_a_head_only_on_request(causal_folder):
     with pytest.raises(InputError, match="no reward head"):
         loaded(causal_folder)
-    model = load_reward_model(causal_folder, dtype=torch.float32, new_head=True)
+    model = load_reward_model(ModelSource(causal_folder), dtype=torch.float32, new_head=True)
     assert model.model.score.weight.shape[0] == 1 and model.model.score.bias is None
 
 

@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.memory import num_bytes, storages, weight_tensors
+from pipeline.engine.start_models import check_settings
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, EnvironmentFault, InputError
 from pipeline.models.loaded import check_finite
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora, is_lora, quantization_of
 from pipeline.models.reward_model import load_reward_model
+from pipeline.models.source import ModelSource
 from pipeline.planning.measurement import model_size
 from pipeline.planning.needs import ModelUse
-from pipeline.training.start_models import check_settings
 from rlhf import export, merge
 
 NF4 = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -101,7 +102,7 @@ def test_score_heads_are_not_in_4_bits(base: str, tmp_path: Path, tiny_folders: 
     )
     scorer = store_nf4(tiny_folders["llama-reward"], tmp_path / "scorer", auto_class=AutoModelForSequenceClassification)
     for folder, new_head in ((causal, True), (none, True), (scorer, False)):
-        model = load_reward_model(folder, dtype=torch.float32, quantization="nf4", new_head=new_head).model
+        model = load_reward_model(ModelSource(folder), dtype=torch.float32, quantization="nf4", new_head=new_head).model
         assert quantization_of(model) == "nf4" and model.score.weight.dtype == torch.float32
     stored = load_file(Path(tiny_folders["llama-reward"], "model.safetensors"))["score.weight"]
     assert model.score.weight.equal(stored)
@@ -165,24 +166,25 @@ def test_as_many_bytes_are_planned_as_are_taken(double: bool, bpe_folder: Path, 
 
 
 def test_stored_weights_are_planned_without_bitsandbytes(base: str, tmp_path: Path) -> None:
-    """Per weight 4 bits and 4 bytes for each 64, or 0.127 bits; the skipped layer keeps its 2 bytes."""
+    """Per weight 4 bits and 4 bytes for each 64, or 0.127 bits; the skipped layer keeps 2 bytes; norms take 4 for 2."""
     use = ModelUse("model", base, ModelConfig(lora_dim=2, quantization="nf4"), trained=False)
     plain = model_size(ModelUse("model", base, ModelConfig(), trained=False), "bf16").num_bytes
     linear, skipped = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48), 3 * 32 * 48
-    assert plain - model_size(use, "bf16").num_bytes == int(linear * (1.5 - 0.127 / 8))
+    norms = 5 * 32 * 2
+    assert plain - model_size(use, "bf16").num_bytes == int(linear * (1.5 - 0.127 / 8)) - norms
     for name, double, share in (("double", True, 0.127 / 8), ("single", False, 4 / 64)):
         entry = ENTRY | {"bnb_4bit_use_double_quant": double, "llm_int8_skip_modules": SKIP}
         use = ModelUse("model", with_entry(base, tmp_path / name, **entry), use.settings, trained=False)
-        assert plain - model_size(use, "bf16").num_bytes == int((linear - skipped) * (1.5 - share))
+        assert plain - model_size(use, "bf16").num_bytes == int((linear - skipped) * (1.5 - share)) - norms
 
 
 def test_the_flag_says_what_is_stored(base: str, tmp_path: Path) -> None:
     folder = with_entry(base, tmp_path / "nf4", **ENTRY)
-    check_settings(folder, ModelConfig(lora_dim=2, quantization="nf4"))
+    check_settings(ModelSource(folder), ModelConfig(lora_dim=2, quantization="nf4"))
     says = "nf4: its weights are stored as nf4; give --{}quantization nf4, with LoRA$"
     for kind in ("none", "int8"):
         with pytest.raises(InputError, match=says.format("actor_")):
-            check_settings(folder, ModelConfig(quantization=kind), "actor_")
+            check_settings(ModelSource(folder), ModelConfig(quantization=kind), "actor_")
         with pytest.raises(InputError, match=says.format("")):
             load_causal_lm(folder, dtype=torch.float32, quantization=kind)
 
@@ -200,7 +202,7 @@ def test_what_else_bitsandbytes_stores_is_refused(
 ) -> None:
     folder = with_entry(base, tmp_path / "model", **entry)
     with pytest.raises(InputError, match=rf"are stored as {stored} \(config.json: quantization_config\), which cannot"):
-        check_settings(folder, ModelConfig(lora_dim=2, quantization="nf4"))
+        check_settings(ModelSource(folder), ModelConfig(lora_dim=2, quantization="nf4"))
 
 
 def test_no_int8_codes_are_made_of_4_bits(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

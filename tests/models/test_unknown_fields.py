@@ -13,7 +13,7 @@ from support.families import WINDOW
 from pipeline.data.batching import block_diagonal_mask
 from pipeline.generation.eager import generate
 from pipeline.generation.rollouts import Rollout, Sampling
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows
 from step1_sft.loss import token_sum_loss

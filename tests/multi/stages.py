@@ -17,6 +17,7 @@ from pipeline.engine.engine import TrainingEngine
 from pipeline.models.partitions import gathered
 from pipeline.run.run import Run, StopRequest
 from pipeline.training.steps import step_together
+from rlhf.stages import stage_of
 
 Gradients = dict[str, torch.Tensor]
 
@@ -29,7 +30,7 @@ def make_run(config_class: Any, stage: str, words: Sequence[object]) -> Run:
     """A run in a temporary folder that all ranks share."""
     folder = Path(dist.on_main(lambda: tempfile.mkdtemp(dir=os.getcwd())))
     resolved = parse(config_class, [*map(str, words), "--output_dir", str(folder / "out")], section=stage)
-    return Run(current_world(), folder, stage, resolved, StopRequest())
+    return Run(current_world(), folder, stage_of(stage), resolved, StopRequest())
 
 
 def gradients(engine: TrainingEngine) -> Gradients:

@@ -14,13 +14,13 @@ from worker_ppo import setup, tensors_of
 
 from pipeline import dist
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
-from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.generation import scheduler
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.partitions import gathered
 from pipeline.rendezvous import num_ranks
 from pipeline.training.steps import step_together

@@ -17,7 +17,8 @@ from pipeline.rendezvous import num_ranks
 from step3_ppo import training
 from step3_ppo import updater as updater_module
 from step3_ppo.config import PPOConfig
-from step3_ppo.state import Collected, checkpoint_content, save_models
+from step3_ppo.experience import Collected
+from step3_ppo.state import checkpoint_content, save_models
 
 Words = tuple[object, ...]
 

@@ -19,6 +19,7 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step
 from pipeline.engine.moving_average import MovingAverage
+from pipeline.models.source import ModelSource
 from pipeline.rendezvous import num_ranks
 from pipeline.training.steps import Stopping
 from step1_sft import training
@@ -196,10 +197,15 @@ def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     state = training.State()
     for _ in range(2):
         take_step(sft, sft.loader.step(state.step), state)
-    _, course = sft.resume(training.State)
+    _, course = sft.resume(training.State, training.METRICS)
     course.save(state, sft.content(state), lambda: training.save(sft, state))
-    fresh = replace(sft, engine=training.language_model_engine(sft.run, sft.config.model))
-    resumed, _ = fresh.resume(training.State)
+    fresh = replace(
+        sft,
+        engine=training.language_model_engine(
+            sft.run, ModelSource(sft.config.model.model_name_or_path), sft.config.model
+        ),
+    )
+    resumed, _ = fresh.resume(training.State, training.METRICS)
     loss = take_step(fresh, sft.loader.step(resumed.step), resumed)
     return {
         "uninterrupted": whole["losses"][2],

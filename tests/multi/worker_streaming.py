@@ -11,7 +11,7 @@ from worker_decode import FUSED, change_weights, engine_of, findings, stopped_by
 from worker_ppo import setup, tensors_of
 
 from pipeline.engine.engine import TrainingEngine
-from pipeline.generation import hybrid_engine, scheduler, streaming
+from pipeline.generation import fused_weights, hybrid_engine, scheduler, streaming
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Rollout, Sampling
@@ -106,6 +106,6 @@ def cases() -> dict[str, Any]:
     scheduler.POLL_INTERVAL, scheduler.POLL_INTERVAL_WHILE_WAITING = 2, 1
     # Prompts of six tokens at once, padding counted: slots are filled by several prefills, fewer on one rank.
     scheduler.MAX_PREFILL_TOKENS = 6
-    streaming.GROUP_BYTES = 1  # each layer is a group
+    fused_weights.GROUP_BYTES = 1  # each layer is a group
     results: dict[str, Any] = {name: partial(compared, name=name) for name in MAKERS}
     return results | {"stopped": stopped, "decided": decided, "step 3": step_3}

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, OPTForCausalLM
 from pipeline.files import GIB
 from pipeline.planning.ladder import changes
 from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, MemoryPlan
-from pipeline.planning.offloaded import page_locked
 from pipeline.planning.page import StagePlanner, fits, host_text
+from pipeline.planning.states import page_locked
 
 WORDS = "--model_name_or_path 125m --per_device_train_batch_size 1 --max_seq_len 64"
 PPO = (

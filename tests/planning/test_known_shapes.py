@@ -10,11 +10,11 @@ from support.source_tree import ROOT
 
 from pipeline.configuration.flags import load_yaml
 from pipeline.configuration.groups import ModelConfig
-from pipeline.launching.preflight_job import main
-from pipeline.launching.train_config import SIZES, model_families
 from pipeline.planning.disk import outputs
 from pipeline.planning.measurement import model_size, shapes
 from pipeline.planning.needs import ModelUse
+from rlhf.preflight import main
+from rlhf.train_config import SIZES, model_families
 
 # Numbers of parameters: of OPT counted from its published weights, of the others as their pages on the hub say.
 PUBLISHED = {
@@ -48,10 +48,10 @@ def test_the_start_models_of_all_presets_have_shapes():
 
 def plan_of_qwen(folder, monkeypatch, capsys, *words):
     """The plan of stage 1 where no hub is reached."""
-    monkeypatch.setattr("pipeline.launching.preflight.is_reachable", lambda: False)
+    monkeypatch.setattr("pipeline.preparation.preflight.is_reachable", lambda: False)
     monkeypatch.chdir(folder)
     model = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max_seq_len", "64"]
-    task = {"stages": {"sft": [*model, *words]}, "dry_run": True, "slots": None, "made": {}}
+    task = {"stages": {"sft": [*model, *words]}, "dry_run": True, "slots": None, "base_of_output": {}}
     assert main(json.dumps(task)) == 0
     return capsys.readouterr().out
 
@@ -79,7 +79,7 @@ def test_the_disk_of_stage_3_has_the_moving_average_in_models_and_checkpoints(tm
     words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --dtype bf16"
     plain, average = (planner_of("ppo", f"{words} --enable_ema {way}", "1xH100", tmp_path) for way in ("false", "true"))
     without, counted = (
-        outputs(planner.needs(resolved).models, planner.dtype(resolved), resolved.config)
+        outputs(planner.needs(resolved).models, planner.dtype(resolved), resolved.config.run, saves_adapters=False)
         for planner, resolved in (plain, average)
     )
     weights = without.models[0] // 2

@@ -13,9 +13,9 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import batch_sizes
 from pipeline.files import GIB
 from pipeline.launching.target import parse_target
-from pipeline.planning.automatic import with_flags
 from pipeline.planning.ladder import Change, helps, ladder, smaller_micro_batch
 from pipeline.planning.page import StagePlanner, fits, verdict_lines
+from pipeline.preparation.automatic import with_flags
 from step1_sft.config import SFTConfig
 
 WORDS = "--model_name_or_path 125m --per_device_train_batch_size 8 --dtype bf16"

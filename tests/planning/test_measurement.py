@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.kernels.fused_layers import MIN_ELEMENTS
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
-from pipeline.models.seq2seq_lm import Seq2SeqLM
 from pipeline.planning import measurement
 from pipeline.planning.counting import Kernel, PassCounter
 from pipeline.planning.measurement import KeepsInput, KeepsLogits, count_pass, model_size, peak_bytes
@@ -165,7 +165,8 @@ def test_weights_are_counted_by_kind(folders, name):
     assert adapters.trained == sum(LORA * (m.in_features + m.out_features) for m in linear)
     int8 = model_size(ModelUse("model", str(folders / name), ModelConfig(lora_dim=LORA, quantization="int8")), "bf16")
     scales = sum(4 * m.out_features for m in linear)
-    assert adapters.num_bytes - int8.num_bytes == sum(m.weight.numel() for m in linear) - scales
+    norms = sum(parameter.numel() for key, parameter in real.named_parameters() if "norm" in key)  # in fp32
+    assert adapters.num_bytes - int8.num_bytes == sum(m.weight.numel() for m in linear) - scales - 2 * norms
 
 
 def test_logits_count_once_and_in_pieces(tmp_path):
@@ -202,3 +203,16 @@ def test_fused_norms_keep_their_input_alone(folders, monkeypatch):
         KeepsInput.apply(x, torch.ones(4)).backward(torch.ones(3, 4))
     # Forwards it reads input and weight, backwards input and gradient, and writes as much as its input.
     assert counter.kernels[Kernel(0.0, 4 * (12 + 4 + 12))] == counter.kernels[Kernel(0.0, 4 * 3 * 12)] == 1
+
+
+def test_fused_norms_of_a_quantised_model_keep_their_input_in_fp32(folders, monkeypatch):
+    """As under `keep_norms_in_fp32`; below MIN_ELEMENTS transformers' norms keep it in fp32 with either base."""
+
+    def peak(quantization: str) -> int:
+        use = ModelUse("critic", str(folders / "llama"), ModelConfig(lora_dim=LORA, quantization=quantization), True)
+        return count_pass.__wrapped__(use, "bf16", Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)).peak
+
+    assert peak("int8") == peak("none")
+    monkeypatch.setattr(measurement, "MIN_ELEMENTS", 1)
+    inputs = (2 * SHAPE["num_hidden_layers"] + 1) * ROWS * LENGTH * SHAPE["hidden_size"]
+    assert peak("int8") - peak("none") == pytest.approx((4 - 2) * inputs, rel=0.2)

@@ -17,9 +17,8 @@ from pipeline.engine.memory import model_memory
 from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.planning.measurement import ModelSize
-from pipeline.planning.memory import states_of
-from pipeline.planning.offloaded import page_locked
 from pipeline.planning.page import model_lines, phase_lines
+from pipeline.planning.states import page_locked, states_of
 from pipeline.training.steps import step_together
 
 N = 10**9
@@ -43,7 +42,9 @@ def test_states_of_each_zero_stage_by_hand():
     assert states(2, 8, overlap_comm=False).buckets == 10**9
     assert states(2, 1).buckets == 0  # nothing to reduce
     third = states(3, 8)
-    assert (third.weights, third.optimizer, third.kept) == (2 * N / 8, 12 * N / 8, 2 * N / 8 + 10**9)
+    assert (third.weights, third.optimizer, third.lasting_gradients) == (2 * N / 8, 12 * N / 8, 2 * N / 8 + 10**9)
+    assert third.step == (2 + 4) * N / 8  # gradients of a sub-group as one tensor, and a copy in fp32
+    assert states(3, 1, sub_group_size=10**8).step == (2 + 4) * 10**8
     assert third.gathered == 2 * N and states(3, 8, zero3_gather="auto").host == 0  # an eighth of the device: whole
     assert states(3, 1).gathered == 0  # a single partition is used where it lies
     offloaded = states(3, 1, offload_parameters=True)
@@ -131,7 +132,8 @@ def test_states_are_those_of_a_real_engine(stage, dtype):
     bucket = element * json["zero_optimization"].get("reduce_bucket_size", 0)
     assert held.weights == pytest.approx(real.weights, abs=4 * element)
     assert held.optimizer == pytest.approx(real.optimizer, abs=12 * 4)
-    assert held.gradients + (held.kept - bucket if stage == 3 else 0) == pytest.approx(real.gradients, abs=4 * element)
+    gradients = held.gradients + (held.lasting_gradients - bucket if stage == 3 else 0)
+    assert gradients == pytest.approx(real.gradients, abs=4 * element)
 
 
 def within(value: float, measured: float) -> bool:

@@ -59,7 +59,7 @@ def test_table_and_picture_are_made_from_several_files(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_do_equal_work_by_step_1_and_by_the_trainer(tmp_path):
-    sizes = "--actor gpt2-tiny --batch 2 --micro_batch 2 --seq_len 32 --warm_up 1 --steps 2 --dtype fp32 --gpus 2"
+    sizes = "--actor gpt2-tiny --batch 2 --micro_batch 2 --seq_len 32 --warm_up 1 --steps 3 --dtype fp32 --gpus 2"
     rest = ["--copy_mib", "8", "--matrix", "128", "--work", str(tmp_path), "--strategies", "plain", "ddp", "zero-2"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/bench"), "strategies", *sizes.split(), *rest],
@@ -71,5 +71,5 @@ def test_two_ranks_do_equal_work_by_step_1_and_by_the_trainer(tmp_path):
     assert set(runs) == {"device", *names}, "a plain run is one process"
     for name in names:
         assert runs[name]["tokens_per_step"] == pytest.approx(2 * 2 * 32)
-        assert runs[name]["samples_per_s"] == pytest.approx(2 * 2 / runs[name]["step_s"], rel=0.2)
+        assert runs[name]["samples_per_s"] == pytest.approx(2 * 2 / runs[name]["step_s"])  # the median of three
         assert runs[name]["host_gib"] >= 0.0

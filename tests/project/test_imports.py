@@ -22,7 +22,9 @@ LIGHT = (
     "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare", "rlhf.convert", "rlhf.export",
     *(f"pipeline.{package}.{path.stem}" for package in ("configuration", "launching")
       for path in source_files(f"pipeline/{package}") if path.stem != "__init__"),
-    *(f"{stage}.{name}" for stage in STAGES for name in ("config", "main")),
+    "pipeline.preparation.dry_run", "pipeline.preparation.stage_job", "rlhf.preflight", "rlhf.stages",
+    "rlhf.launch", "rlhf.train_config", "rlhf.train_plan",
+    *(f"{stage}.{name}" for stage in STAGES for name in ("config", "main", "metrics", "stage")),
 )  # fmt: skip
 FORBIDDEN_NAMES = ("eval", "exec", "compile", "__import__")
 FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "marshal", "shelve")
@@ -42,6 +44,7 @@ ORDER = (
     ("pipeline.generation", "pipeline.checkpoints"),
     ("pipeline.training",),
     ("pipeline.planning",),
+    ("pipeline.preparation",),
     ("pipeline.inference",),
     STAGES,
     ("rlhf",),

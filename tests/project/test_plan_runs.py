@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from bench.plan_runs import (
+    NEXT,
     RUNS,
     PlannedRun,
     Room,
@@ -16,7 +17,8 @@ from bench.plan_runs import (
     table,
     time_table,
 )
-from bench.planned import planner_of
+from bench.planned import RUNS as COMPARED
+from bench.planned import TIMES, planner_of
 from bench.random_models import SHAPES
 from support.marks import slow_but
 from support.source_tree import ROOT
@@ -25,8 +27,20 @@ from pipeline.files import GIB
 
 RAW = ROOT / "docs/benchmarks/raw"
 PLANNED, MEASURED = (read_peaks(RAW / f"memory_{kind}_h200_202611.json") for kind in ("plans", "measured"))
-# Planned before it was made, and missed; the planner has a rule more since (docs/memory.md).
-MISSED = {("PPO, OPT-13B and 350M, ZeRO-3, checkpointing, optimizers on the host", "score")}
+STILL_FAR = ("PPO, OPT-13B and 350M, ZeRO-3, checkpointing, optimizers on the host", "score")
+# Planned before they were made, and missed; the planner has a rule more for each since (docs/memory.md).
+MISSED = {
+    STILL_FAR,
+    ("SFT, OLMo-2-1B, ZeRO-3, checkpointing, 20 rows of 640", "train"),
+    ("reward, Mistral-7B int8 LoRA 16, ZeRO-0, 2 pairs of 704", "train"),
+}
+# What is planned now is nearer: plans took weights that LoRA copies for larger than they are, norms of queries and keys
+# for too small for the kernel of norms, and did not know two rules.
+MENDED = {run.name for run in RUNS if "--actor_lora_dim" in run.words and run.name in MEASURED} | {
+    "SFT, Qwen3-0.6B, ZeRO-2, 12 rows of 384",
+    "SFT, OLMo-2-1B, ZeRO-3, checkpointing, 20 rows of 640",
+    "reward, Mistral-7B int8 LoRA 16, ZeRO-0, 2 pairs of 704",
+}
 PLANNED_AT_ONCE = (
     "reward, OPT-125M, ZeRO-3",
     "SFT, OPT-1.3B, ZeRO-2, optimizer on the host",
@@ -40,6 +54,25 @@ def test_runs_have_names_of_their_own_and_known_models():
     known = {shape for run in RUNS if not run.held_out for shape, _ in shapes_of(run)}
     for run in (run for run in RUNS if run.held_out):
         assert run.gpus > 1 or not known.issuperset(shape for shape, _ in shapes_of(run)), run.name
+
+
+def values(words: str, *flags: str) -> dict[str, set[str]]:
+    """The values of these flags on a command line."""
+    given = words.split()
+    return {flag: {given[n + 1] for n, word in enumerate(given) if word == f"--{flag}"} for flag in flags}
+
+
+def test_the_next_runs_are_of_families_lengths_batches_and_sizes_that_no_run_had():
+    flags = ("max_seq_len", "max_prompt_seq_len", "max_answer_seq_len", "per_device_generation_batch_size",
+             "per_device_train_batch_size", "model_name_or_path", "actor_model_name_or_path")  # fmt: skip
+    earlier = [*(run.words for run in RUNS if run not in NEXT), *(run.words for run in (*COMPARED, *TIMES))]
+    before = {flag: {"256", "32"}.union(*(values(words, *flags)[flag] for words in earlier)) for flag in flags}
+    assert len(NEXT) == 12 and all(run.held_out and run.gpus == 1 for run in NEXT)
+    for run in NEXT:
+        known = {flag: found & before[flag] for flag, found in values(run.words, *flags).items()}
+        assert set().union(*known.values()) == set(), run.name
+    families = {shape.partition("-")[0] for run in RUNS if run not in NEXT for shape, _ in shapes_of(run)}
+    assert families.isdisjoint(shape.partition("-")[0] for run in NEXT for shape, _ in shapes_of(run))
 
 
 def test_the_larger_of_a_gib_and_a_twentieth_is_near():
@@ -109,7 +142,14 @@ CASES = slow_but([run for run in RUNS if run.name in PLANNED_AT_ONCE], RUNS)
 def test_the_planner_still_says_what_was_planned(run: PlannedRun, tmp_path):
     planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200", tmp_path)
     found = {phase: peak.total / GIB for phase, peak in planner.memory(resolved).phases.items()}
-    planned = {phase: gib for phase, gib in peaks_in(PLANNED[run.name]).items() if (run.name, phase) not in MISSED}
+    if run.name in MENDED:
+        measured = peaks_in(MEASURED[run.name])
+        first = next(iter(measured))  # of PPO the rollout, of other stages training
+        assert abs(found[first] - measured[first]) < abs(PLANNED[run.name][first] - measured[first])
+        near = {phase: pytest.approx(gib, abs=max(1.0, gib / 20)) for phase, gib in measured.items()}
+        assert {phase: found[phase] for phase in measured} == near
+        return
+    planned = {phase: gib for phase, gib in peaks_in(PLANNED[run.name]).items() if (run.name, phase) != STILL_FAR}
     assert {phase: found[phase] for phase in planned} == pytest.approx(planned, abs=0.001)
 
 

@@ -14,9 +14,9 @@ from support.source_tree import ROOT, source_files, tree_of
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
-from pipeline.launching.plan import make_plan
-from pipeline.launching.train_config import TrainConfig
 from rlhf import chat, compare, convert, export, merge, train
+from rlhf.train_config import TrainConfig
+from rlhf.train_plan import make_plan
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_ppo.config import PPOConfig
@@ -51,6 +51,14 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
 
 
+def test_the_readme_names_the_programs_that_the_tests_may_use():
+    """Continuous integration runs them with a PATH that holds these alone."""
+    script = (ROOT / ".ci" / "named_programs").read_text(encoding="utf-8")
+    (linked,) = re.findall(r'^programs="(.*)"$', script, re.MULTILINE)
+    (named,) = re.findall(r"^Linux with (.*), and Python", README, re.MULTILINE)
+    assert set(re.split(", | and ", named)) == {*linked.split(), "coreutils"}
+
+
 def test_every_page_is_linked_from_the_readme():
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s:]+)\)", README)}
     # Benchmark reports are linked from their own overview.
@@ -77,15 +85,15 @@ def test_the_list_of_files_is_up_to_date():
     )
 
 
-def test_the_list_of_files_holds_every_python_file():
+def test_the_list_of_files_holds_every_python_file_but_the_tests():
     listed, folder = set(), ""
     for line in (ROOT / "docs" / "files.md").read_text(encoding="utf-8").splitlines():
         if heading := re.fullmatch(r"## (?:Programs|`(\S+)`)", line):
             folder = heading[1] or ""
         if item := re.match(r"- `(\S+\.py)`", line):
             listed.add(folder + item[1])
-    packages = {name for name in tracked_files() if name.endswith("/__init__.py")}
-    assert {name for name in tracked_files() if name.endswith(".py")} - packages == listed
+    files = {name for name in tracked_files() if name.endswith(".py") and not name.startswith("tests/")}
+    assert {name for name in files if not name.endswith("/__init__.py")} == listed
 
 
 def test_a_first_sentence_may_take_several_lines(tmp_path):
@@ -234,7 +242,7 @@ def check_command(words: list[str]) -> None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(rest) <= set(targets), rest
     elif program == "python" and rest[0] == "train.py":
-        train.check_stages(make_plan(rest[1:], train.STAGES, prog="python train.py"))
+        train.check_stages(make_plan(rest[1:], prog="python train.py"))
     elif program == "rlhf" and rest[0] in FOLDER_COMMANDS:
         parse(FOLDER_COMMANDS[rest[0]], rest[1:], section="none")
     elif program == "rlhf":

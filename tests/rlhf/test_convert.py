@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from pipeline.models.reward_model import last_token_scores, load_reward_model
+from pipeline.models.source import ModelSource
 from rlhf import chat
 from rlhf.convert import main
 from step2_reward import eval as reward_eval
@@ -72,7 +73,7 @@ def end_scores(model: dschat.RewardModel) -> torch.Tensor:
 @torch.no_grad()
 def scores_after(folder: Path) -> torch.Tensor:
     """By this project's own class, and by transformers alone, which must agree."""
-    ours = load_reward_model(str(folder), dtype=torch.float32).eval()
+    ours = load_reward_model(ModelSource(str(folder)), dtype=torch.float32).eval()
     values = last_token_scores(ours(*IDS), IDS[1].sum(1))
     plain, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info

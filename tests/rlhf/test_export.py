@@ -13,13 +13,14 @@ from support.tiny_run import make_folder
 from support.tiny_t5 import make_t5_folder
 
 from pipeline.configuration.groups import ModelConfig
+from pipeline.engine.start_models import check_settings
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, InputError
 from pipeline.kernels import int8_linear
 from pipeline.marks import OURS
 from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import STORED_INT8_ENTRY, add_lora, is_lora, quantization_of
 from pipeline.models.reward_model import load_reward_model
-from pipeline.training.start_models import check_settings
+from pipeline.models.source import ModelSource
 from rlhf import merge
 from rlhf.export import main
 
@@ -57,9 +58,9 @@ def test_stored_codes_are_those_of_quantising_while_loading(
     source = str(make_t5_folder(tmp_path / "made") / "t5") if name == "t5" else tiny_folders[name]
     scores = name.endswith("reward")
     load: Any = load_reward_model if scores else load_language_model
-    folder, expected = exported(source, tmp_path / "int8"), load(source, **INT8)
+    folder, expected = exported(source, tmp_path / "int8"), load(ModelSource(source), **INT8)
     request.getfixturevalue("only_on_meta")
-    found = load(folder, **INT8)
+    found = load(ModelSource(folder), **INT8)
     assert_same_weights(found, expected)
     frozen = [weight for name, weight in found.named_parameters() if name.endswith(".scale")]
     assert frozen and not any(weight.requires_grad for weight in frozen)
@@ -68,7 +69,7 @@ def test_stored_codes_are_those_of_quantising_while_loading(
     entry = json.loads(Path(folder, "config.json").read_text())["quantization_config"]
     assert entry == STORED_INT8_ENTRY and Path(folder, OURS).is_file()
     if not scores:
-        assert quantization_of(load_language_model(folder, dtype=torch.bfloat16)) == "int8", (
+        assert quantization_of(load_language_model(ModelSource(folder), dtype=torch.bfloat16)) == "int8", (
             "chat loads it as it is stored"
         )
 
@@ -113,7 +114,7 @@ def test_codes_are_no_16_bit_weights(made: Path) -> None:
         load_causal_lm(str(made / "int8"), dtype=torch.bfloat16, quantization="none")
     for base in ("int8", "adapter"):
         with pytest.raises(InputError, match="int8: .* stored as int8; give --actor_quantization int8, with LoRA$"):
-            check_settings(str(made / base), ModelConfig(), "actor_")
+            check_settings(ModelSource(str(made / base)), ModelConfig(), "actor_")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from pipeline.marks import OURS
 from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import load_reward_model, score_head_fields
+from pipeline.models.source import ModelSource
 from rlhf.export import main as export
 from rlhf.merge import SENTENCES, main, sixteen_bits
 
@@ -94,7 +95,7 @@ def test_an_adapter_that_is_merged_while_loading_is_trained_as_a_whole(adapter: 
     """peft froze the weights of its base."""
     models = [load_causal_lm(adapter, dtype=torch.float32)]
     settings: dict[str, Any] = {"dtype": torch.float32, "quantization": "none", "new_head": True}
-    models.append(load_reward_model(adapter, **settings).model)
+    models.append(load_reward_model(ModelSource(adapter), **settings).model)
     assert all(parameter.requires_grad for model in models for parameter in model.parameters())
 
 
@@ -158,7 +159,7 @@ def test_a_layer_that_is_stored_transposed_is_no_reason_to_warn(bpe_folder: Path
 def test_a_reward_models_adapter_brings_its_head(
     base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = load_reward_model(base, dtype=torch.float32, quantization="int8", new_head=True)
+    start = load_reward_model(ModelSource(base), dtype=torch.float32, quantization="int8", new_head=True)
     start.model = add_lora(start.model, **SETTINGS, task="SEQ_CLS")
     fields = score_head_fields(
         PreTrainedTokenizerFast.from_pretrained(base), score_mean=0.5, score_std=2.0, label="value"
@@ -172,9 +173,11 @@ def test_a_reward_models_adapter_brings_its_head(
     assert not reports.buffer, "transformers calls the head new, which the adapter brings"
     assert "scores of the int8 base" in capsys.readouterr().out
     ids, mask = torch.arange(5, 25).unsqueeze(0), torch.ones(1, 20, dtype=torch.bool)
-    merged, exact = (load_reward_model(path, dtype=torch.float32).eval() for path in (f"{tmp_path}/merged", folder))
+    merged, exact = (
+        load_reward_model(ModelSource(path), dtype=torch.float32).eval() for path in (f"{tmp_path}/merged", folder)
+    )
     torch.testing.assert_close(merged(ids, mask), exact(ids, mask), rtol=1e-4, atol=1e-4)
-    quantised = load_reward_model(folder, dtype=torch.float32, quantization="int8").eval()
+    quantised = load_reward_model(ModelSource(folder), dtype=torch.float32, quantization="int8").eval()
     torch.testing.assert_close(quantised(ids, mask), start.eval()(ids, mask), rtol=0, atol=0)
     assert merged.config.score_mean == 0.5 and merged.config.score_std == 2.0
     (Path(folder) / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
@@ -191,7 +194,7 @@ def test_an_encoder_decoder_models_adapter_is_merged(
 ) -> None:  # fmt: skip
     """T5's and FLAN-T5's shape, against peft alone on the unquantised base."""
     base = str(make_t5_folder(tmp_path / "made", **changes) / "t5")
-    model = load_language_model(base, dtype=torch.float32, quantization=quantization)
+    model = load_language_model(ModelSource(base), dtype=torch.float32, quantization=quantization)
     model = add_lora(model, **SETTINGS, task="SEQ_2_SEQ_LM")
     adapter = save_adapter(model, base, tmp_path / "adapter", quantization, merged=False)
     assert main([adapter, f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
@@ -225,13 +228,13 @@ def test_an_adapter_on_stored_codes_is_merged_into_their_values(
     some = SETTINGS | {"module_name": {"gpt2": "c_proj", "opt": "fc1", "t5": "wi"}.get(name, "up_proj")}
     changes, int8 = {}, f"{tmp_path}/int8"
     if name == "reward":
-        model = load_reward_model(int8, dtype=torch.float32, quantization="int8", new_head=True).model
+        model = load_reward_model(ModelSource(int8), dtype=torch.float32, quantization="int8", new_head=True).model
         model.score.weight.normal_(generator=torch.Generator().manual_seed(2))
         changes["config_changes"] = score_head_fields(
             PreTrainedTokenizerFast.from_pretrained(base), score_mean=0.5, score_std=2.0, label="value"
         )
     else:
-        model = load_language_model(int8, dtype=torch.float32, quantization="int8")
+        model = load_language_model(ModelSource(int8), dtype=torch.float32, quantization="int8")
     task = {"reward": "SEQ_CLS", "t5": "SEQ_2_SEQ_LM"}.get(name, "CAUSAL_LM")
     adapter = save_adapter(add_lora(model, **some, task=task), int8, tmp_path / "adapter", "int8", **changes)
     capsys.readouterr()

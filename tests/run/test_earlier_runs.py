@@ -8,9 +8,10 @@ from pipeline.errors import InputError
 from pipeline.files import check_replaceable
 from pipeline.marks import OURS
 from pipeline.run.earlier_runs import clear, input_contents, is_finished, write_done
-from pipeline.run.layout import model_folders
 from step1_sft.config import SFTConfig
+from step1_sft.stage import STAGE as SFT
 from step3_ppo.config import PPOConfig
+from step3_ppo.stage import STAGE as PPO
 
 
 def sft(folder, **changes) -> SFTConfig:
@@ -32,7 +33,7 @@ def finish(folder, *, steps=5, with_model=True, **changes):
     make_inputs(folder)
     (folder / "runs").mkdir()
     config = sft(folder, **changes)
-    write_done(folder / "runs", config, "sft", steps=steps, ranks=1, inputs=input_contents(config))
+    write_done(folder / "runs", config, SFT, steps=steps, ranks=1, inputs=input_contents(config))
     if with_model:
         (folder / "sft").mkdir()
         (folder / "sft" / "config.json").write_text("{}")
@@ -41,7 +42,7 @@ def finish(folder, *, steps=5, with_model=True, **changes):
 
 def differences(run, config, *, ranks=1) -> list[str]:
     with pytest.raises(InputError) as refused:
-        is_finished(run, config, "sft", ranks=ranks)
+        is_finished(run, config, SFT, ranks=ranks)
     return str(refused.value).splitlines()
 
 
@@ -61,25 +62,25 @@ def test_a_new_an_empty_and_an_own_folder_are_replaceable(tmp_path):
 
 def test_a_finished_run_has_nothing_to_do_unless_it_is_extended(tmp_path):
     run = finish(tmp_path)
-    assert is_finished(run, sft(tmp_path), "sft", ranks=1)
-    assert is_finished(run, sft(tmp_path, max_steps=5), "sft", ranks=1), "as many as whole epochs had"
-    assert not is_finished(run, sft(tmp_path, max_steps=6), "sft", ranks=1)
+    assert is_finished(run, sft(tmp_path), SFT, ranks=1)
+    assert is_finished(run, sft(tmp_path, max_steps=5), SFT, ranks=1), "as many as whole epochs had"
+    assert not is_finished(run, sft(tmp_path, max_steps=6), SFT, ranks=1)
 
 
 @pytest.mark.parametrize("asked", [{"overwrite": "true"}, {"resume": "never"}, {"resume": "step-3"}], ids=str)
 def test_a_finished_run_is_made_again_where_that_is_asked_for(tmp_path, asked):
-    assert not is_finished(finish(tmp_path), sft(tmp_path, seed=7, **asked), "sft", ranks=1)
+    assert not is_finished(finish(tmp_path), sft(tmp_path, seed=7, **asked), SFT, ranks=1)
 
 
 def test_a_finished_run_whose_model_is_gone_goes_on(tmp_path):
-    assert not is_finished(finish(tmp_path, with_model=False), sft(tmp_path), "sft", ranks=1)
+    assert not is_finished(finish(tmp_path, with_model=False), sft(tmp_path), SFT, ranks=1)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"stage": "sft", "steps": 5}'])
 def test_a_mark_without_a_whole_record_lets_the_last_checkpoint_decide(tmp_path, text):
     run = finish(tmp_path)
     (run / "done.json").write_text(text)
-    assert not is_finished(run, sft(tmp_path, seed=7), "sft", ranks=1)
+    assert not is_finished(run, sft(tmp_path, seed=7), SFT, ranks=1)
 
 
 OTHERS = {
@@ -110,7 +111,7 @@ def test_a_finished_run_of_other_settings_data_or_models_is_named(tmp_path, name
 
 def test_whole_epochs_are_more_than_a_run_that_was_stopped_by_max_steps(tmp_path):
     run = finish(tmp_path, max_steps=5)
-    assert is_finished(run, sft(tmp_path, max_steps=5, num_train_epochs=3), "sft", ranks=1), "the steps decide"
+    assert is_finished(run, sft(tmp_path, max_steps=5, num_train_epochs=3), SFT, ranks=1), "the steps decide"
     assert differences(run, sft(tmp_path))[0] == "--max_steps: found 0 (whole epochs), the finished run has 5 steps"
 
 
@@ -131,10 +132,10 @@ def test_what_cannot_matter_is_no_difference(tmp_path):
     changes = {"print_steps": 7, "eval_interval": 3, "save_steps": 2, "rank_timeout_s": 9, "zero_stage": 2}
     changes |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     changes |= {"data_path": tmp_path / "moved.jsonl", "model_name_or_path": tmp_path / "elsewhere"}
-    assert is_finished(run, sft(tmp_path, **changes), "sft", ranks=1)
+    assert is_finished(run, sft(tmp_path, **changes), SFT, ranks=1)
     changes["gradient_accumulation_steps"] = 2
-    assert is_finished(run, sft(tmp_path, **changes), "sft", ranks=2), "half the rows on twice as many ranks"
-    assert is_finished(run, sft(tmp_path, **changes), "sft", ranks=None)
+    assert is_finished(run, sft(tmp_path, **changes), SFT, ranks=2), "half the rows on twice as many ranks"
+    assert is_finished(run, sft(tmp_path, **changes), SFT, ranks=None)
 
 
 def test_clearing_takes_what_could_be_mistaken_and_leaves_the_rest(tmp_path):
@@ -188,7 +189,7 @@ def test_a_checkpoint_that_does_not_know_a_flag_had_its_default(tmp_path):
 
 
 def test_step_3_writes_several_model_folders():
-    names = [folder.name for folder in model_folders(PPOConfig(), "ppo")]
+    names = [folder.name for folder in PPO.outputs(PPOConfig())]
     assert names == ["actor", "critic"]
     with_average = PPOConfig(ppo=PPOConfig().ppo.replace(enable_ema=True))
-    assert [folder.name for folder in model_folders(with_average, "ppo")] == ["actor", "critic", "actor_ema"]
+    assert [folder.name for folder in PPO.outputs(with_average)] == ["actor", "critic", "actor_ema"]

@@ -9,6 +9,7 @@ from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from pipeline.marks import OURS
 from pipeline.run.output_checks import check_outputs
+from rlhf.stages import stage_of
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
@@ -27,7 +28,9 @@ def model(folder: Path) -> Path:
 
 def problems(stages: dict[str, str], **more: bool) -> list[str]:
     """The lines about stages, given as words of their flags."""
-    configs = {stage: parse(CLASSES[stage], words.split(), section=stage).config for stage, words in stages.items()}
+    configs = {
+        stage_of(stage): parse(CLASSES[stage], words.split(), section=stage).config for stage, words in stages.items()
+    }
     try:
         check_outputs(configs, **more)
     except InputError as error:

@@ -13,6 +13,7 @@ from support.command_run import run_command
 from support.in_process import error_lines, undone_afterwards
 from support.marks import slow_but
 from support.model_card import read_card, run_example
+from support.row_options import load_rows
 from support.source_tree import ROOT
 from support.tiny_models import randomise
 from support.tiny_run import read_metrics, write_lines
@@ -22,15 +23,15 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from pipeline.configuration.flags import parse
 from pipeline.data.batching import IGNORED, seq2seq_batch
-from pipeline.data.cache import load_or_build
 from pipeline.data.selection import DataOptions
+from pipeline.engine.start_models import check_start_models
 from pipeline.errors import InputError
-from pipeline.launching.preflight import look_before_start
+from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import load_language_model
-from pipeline.models.seq2seq_lm import Seq2SeqLM
-from pipeline.models.tokenizers import prepare_tokenizer
-from pipeline.training.start_models import check_start_models
+from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.preparation.preflight import look_before_start
 from rlhf.chat import main as chat
+from rlhf.stages import stage_of
 from step1_sft.checks import start_models
 from step1_sft.config import SFTConfig
 from step1_sft.main import main
@@ -92,11 +93,11 @@ def test_the_loss_is_that_of_transformers(folder: Path, name: str) -> None:
     """From its own tokenisation of the texts, on rows of different lengths and one of padding."""
     path = str(folder / name)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    tokenizer = prepare_tokenizer(path, "auto")
+    tokenizer = prepare_tokenizer(ModelSource(path), "auto")
     options = DataOptions(
         data_path=(str(folder / "train.jsonl"),), data_split="none", eval_fraction=0.0, cache_dir=str(folder / "cache")
     )
-    data = load_or_build("sft", options, tokenizer).train
+    data = load_rows("sft", options, tokenizer).train
     batch = seq2seq_batch([*([data[index]] for index in range(5)), None], pad_id=tokenizer.pad_token_id)
 
     plain = AutoTokenizer.from_pretrained(path)
@@ -110,7 +111,7 @@ def test_the_loss_is_that_of_transformers(folder: Path, name: str) -> None:
 
     reference = AutoModelForSeq2SeqLM.from_pretrained(path).eval()
     expected = reference(**source, labels=labels)
-    model = Seq2SeqLM(load_language_model(path, dtype=torch.float32)).train()  # dropout is off
+    model = Seq2SeqLM(load_language_model(ModelSource(path), dtype=torch.float32)).train()  # dropout is off
     log_probs = model(batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
     assert abs(-log_probs.sum() / (batch.labels != IGNORED).sum() - expected.loss) < TOLERANCE
     by_hand = expected.logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
@@ -131,7 +132,7 @@ def test_a_bos_that_the_tokenizer_puts_first_is_read_and_written(folder: Path, t
     tokenizer.backend_tokenizer.post_processor = both
     tokenizer.save_pretrained(tmp_path / "bart")
     options = DataOptions(data_path=(str(folder / "train.jsonl"),), data_split="none", cache_dir=str(tmp_path))
-    rows = load_or_build("sft", options, prepare_tokenizer(str(tmp_path / "bart"), "auto")).train
+    rows = load_rows("sft", options, prepare_tokenizer(ModelSource(str(tmp_path / "bart")), "auto")).train
     batch = seq2seq_batch([[rows[0]]], pad_id=tokenizer.pad_token_id)
     given = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     expected = {tuple(tokenizer(row["prompt"]).input_ids): tokenizer(row["response"]).input_ids for row in given}
@@ -379,7 +380,7 @@ def test_a_chain_of_steps_is_refused_before_the_first_one_starts(folder: Path, t
         "ppo": ["--actor_model_name_or_path", str(folder / "chained" / "sft"), *data],
     }
     chain = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
-    stages = {name: parse(config, flags[name], section=name).config for name, config in chain.items()}
+    stages = {stage_of(name): parse(config, flags[name], section=name).config for name, config in chain.items()}
     with pytest.raises(InputError) as caught:
         look_before_start(stages, dry_run=True, named_by_section=True)
     for flag in ("--reward.model_name_or_path", "--ppo.actor_model_name_or_path"):

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from support.command_run import Ended, files_of, run_command, run_fresh
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import files_that_name, read_card, run_example
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from step1_sft.main import main
+from step1_sft.metrics import METRICS
 
 NUM_STEPS = 6
 TOLERANCE = 1e-5
@@ -23,6 +24,8 @@ MODEL_FILES = {
     "tokenizer.json", "tokenizer_config.json", "training_config.json",
 }  # fmt: skip
 RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "tensorboard", "log", "checkpoints"}
+# Metrics of GPUs, and of flags that are not given.
+ONLY_ELSEWHERE = {"mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib", "eval_bleu", "eval_rougeL"}
 
 
 def words(folder: Path, out: str, batch: int, **changes: object) -> list[object]:
@@ -109,6 +112,12 @@ def test_piped_output_is_plain(trained: Trained, ranks: int) -> None:
     printed = trained.ended[ranks].stdout + trained.ended[ranks].stderr
     assert "\r" not in printed and "\x1b" not in printed
     assert "Warning" not in printed and "Traceback" not in printed
+
+
+def test_it_writes_the_metrics_that_its_stage_declares(trained: Trained) -> None:
+    unknown, unwritten = numbers_and_metrics(trained.run(), METRICS)
+    assert unknown == set()
+    assert unwritten == ONLY_ELSEWHERE
 
 
 def test_metrics_are_json_lines_with_rising_steps(trained: Trained) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.models.reward_model import load_reward_model
+from pipeline.models.source import ModelSource
 from step2_reward.config import RewardConfig
 from step2_reward.eval import PairScores, batch_loss, lines, main, pair_collator, score_pairs, score_statistics, summary
 from step2_reward.loss import bradley_terry_loss, per_token_loss
@@ -39,7 +40,7 @@ def test_pairs_are_scored_at_their_last_token(reward_folder):
     rows = pair_rows()
     collate = pair_collator(EOS)
     batches = [lambda: collate([[rows[0]], [rows[1]]]), lambda: collate([[rows[2]], None])]
-    found = score_pairs(load_reward_model(reward_folder, dtype=torch.float32), batches, CPU)
+    found = score_pairs(load_reward_model(ModelSource(reward_folder), dtype=torch.float32), batches, CPU)
     for side, scores in (("chosen_ids", found.chosen), ("rejected_ids", found.rejected)):
         expected = [raw_score(reward_folder, row[side]) for row in rows]
         assert scores.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
@@ -49,7 +50,7 @@ def test_pairs_are_scored_at_their_last_token(reward_folder):
 
 
 def test_no_pairs_give_no_numbers(reward_folder):
-    found = score_pairs(load_reward_model(reward_folder, dtype=torch.float32), [], CPU)
+    found = score_pairs(load_reward_model(ModelSource(reward_folder), dtype=torch.float32), [], CPU)
     assert summary(found) == {} and score_statistics(found) == (0.0, 1.0)
 
 

@@ -9,11 +9,13 @@ import torch
 from support.command_run import Ended, run_command
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import files_that_name, read_card, run_example
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.models.reward_model import last_token_scores, load_reward_model
+from pipeline.models.source import ModelSource
 from step2_reward.main import main
+from step2_reward.metrics import METRICS
 
 NUM_STEPS = 6
 TOLERANCE = 1e-5
@@ -21,6 +23,8 @@ MODEL_FILES = {
     "README.md", "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     "training_config.json",
 }  # fmt: skip
+# Metrics of GPUs.
+ONLY_ELSEWHERE = {"mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib"}
 
 
 def words(folder: Path, out: str, batch: int, **changes: object) -> list[object]:
@@ -87,6 +91,12 @@ def test_piped_output_is_plain(trained: Trained, ranks: int) -> None:
     assert "Warning" not in printed and "Traceback" not in printed
 
 
+def test_it_writes_the_metrics_that_its_stage_declares(trained: Trained) -> None:
+    unknown, unwritten = numbers_and_metrics(trained.run(), METRICS)
+    assert unknown == set()
+    assert unwritten == ONLY_ELSEWHERE
+
+
 def test_metrics_are_json_lines_with_rising_steps(trained: Trained) -> None:
     lines = read_metrics(trained.run())
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, NUM_STEPS + 1))
@@ -127,7 +137,8 @@ def test_scores_in_transformers_equal_ours(trained: Trained, ranks: int) -> None
     with torch.no_grad():
         theirs = model.eval()(**batch).logits[:, 0]
         ours = last_token_scores(
-            load_reward_model(str(folder), dtype=torch.float32).eval()(batch["input_ids"], mask), mask.sum(1)
+            load_reward_model(ModelSource(str(folder)), dtype=torch.float32).eval()(batch["input_ids"], mask),
+            mask.sum(1),
         )
     assert (theirs - ours).abs().max() < TOLERANCE
 

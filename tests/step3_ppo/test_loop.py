@@ -17,8 +17,8 @@ from support.tiny_models import NUM_TOKENS
 from pipeline.errors import DivergedError
 from step3_ppo import models
 from step3_ppo.config import PPOCoefficients
-from step3_ppo.training import Update, moved_too_far
-from step3_ppo.updater import StepSize
+from step3_ppo.training import moved_too_far
+from step3_ppo.updater import StepSize, Update
 
 
 def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_path):

@@ -13,7 +13,7 @@ from support.tiny_models import NUM_TOKENS, save_tiny
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import InputError
-from step3_ppo.models import make_models, make_tokenizers
+from step3_ppo.models import make_models, make_sources
 
 
 def test_dropout_of_lora_layers_is_refused(trained_folders):
@@ -30,6 +30,12 @@ def other_tokenizer(source: str, folder) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(saved))
 
 
+def made(world, folder, config):
+    """The models of a run with `config`."""
+    run = make_run(world, folder, config)
+    return make_models(run, config, make_sources(run, config))
+
+
 def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
     world, trained_folders, tmp_path, bpe_folder
 ):
@@ -40,9 +46,9 @@ def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
     other_tokenizer(trained_folders.actor, folder)
     config = ppo_config(SimpleNamespace(actor=trained_folders.actor, reward=str(folder)))
     with pytest.raises(InputError, match="--critic_model_name_or_path .* its tokenizer is not that of"):
-        make_models(make_run(world, tmp_path, config), config, make_tokenizers(config))
+        made(world, tmp_path, config)
     config = copy.deepcopy(ppo_config(trained_folders)).replace(reward_model_name_or_path=str(folder))
-    models = make_models(make_run(world, tmp_path, config), config, make_tokenizers(config))
+    models = made(world, tmp_path, config)
     assert models.reward_tokenizer is not None and (models.score_mean, models.score_std) == (0.0, 1.0)
     assert models.critic.module.score_mean == MEAN
 
@@ -51,4 +57,4 @@ def test_lengths_beyond_the_positions_are_refused(world, trained_folders, tmp_pa
     config = ppo_config(trained_folders)
     config = config.replace(data=config.data.replace(max_prompt_seq_len=60).model_dump())
     with pytest.raises(InputError, match="max_answer_seq_len 68: the model .* has 64 positions"):
-        make_models(make_run(world, tmp_path, config), config, make_tokenizers(config))
+        made(world, tmp_path, config)

@@ -11,6 +11,7 @@ from pipeline.errors import InputError
 from pipeline.generation.eager import generate
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.models.loading import load_causal_lm, use_gradient_checkpointing
+from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import load_tokenizer
 from step1_sft import training
 from step1_sft.config import SFTConfig
@@ -64,4 +65,4 @@ def test_a_reward_model_with_another_template_reads_text(tiny_folders, tmp_path,
     reward = load_tokenizer(tiny_folders["opt-reward"])
     reward.chat_template = "{{ messages[0].content }}{{ eos_token }}" if template == "x" else template
     reward.save_pretrained(tmp_path)
-    assert (separate_tokenizer(str(tmp_path), actor, "auto") is not None) == is_apart
+    assert (separate_tokenizer(ModelSource(str(tmp_path)), actor, "auto") is not None) == is_apart

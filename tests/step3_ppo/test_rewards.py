@@ -9,7 +9,7 @@ import torch
 
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Responses, Scores, reward_responses
-from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics
+from step3_ppo.rollout import evaluation_metrics, rollout_metrics
 
 
 def rows_of(lengths: list[int], finished: list[bool], valid: list[bool] | None = None) -> Responses:

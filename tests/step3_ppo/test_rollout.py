@@ -18,16 +18,16 @@ from pipeline.dist import RankGroup, World
 from pipeline.engine.engine import FrozenEngine
 from pipeline.generation.eager import generate_batches
 from pipeline.generation.rollouts import RandomKey, Sampling
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import TokenValueModel, load_reward_model
+from pipeline.models.source import ModelSource
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Responses, Scores, reward_responses
 from step3_ppo.models import Models, same_tokens
-from step3_ppo.rollout import Sampler
-from step3_ppo.rollout_metrics import rollout_metrics
+from step3_ppo.rollout import Sampler, rollout_metrics
 from step3_ppo.scoring import policy_log_probs, score_responses
 
 CPU = torch.device("cpu")
@@ -52,13 +52,15 @@ def folders(request, tiny_folders, bpe_folder, tmp_path_factory):
 def make_models(folders, *, reward_tokenizer=None, actor: nn.Module | None = None, **changes) -> Models:
     """The four models as plain modules; the critic is the reward model on a scale of mean 0.5 and std 2."""
     actor = actor or load_causal_lm(folders.actor, dtype=torch.float32)
-    critic = TokenValueModel(load_reward_model(folders.reward, dtype=torch.float32).model, score_mean=0.5, score_std=2)
+    critic = TokenValueModel(
+        load_reward_model(ModelSource(folders.reward), dtype=torch.float32).model, score_mean=0.5, score_std=2
+    )
     settings = {
         "tokenizer": PreTrainedTokenizerFast.from_pretrained(folders.actor),
         "actor": frozen(CausalLM(actor)),
         "critic": frozen(critic),
         "reference": frozen(CausalLM(load_causal_lm(folders.reference, dtype=torch.float32))),
-        "reward": frozen(load_reward_model(folders.reward, dtype=torch.float32)),
+        "reward": frozen(load_reward_model(ModelSource(folders.reward), dtype=torch.float32)),
         "reward_tokenizer": reward_tokenizer,
         "score_mean": 0.5,
         "score_std": 2.0,

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from step3_ppo.config import PPOCoefficients, PPOConfig, PPOOptimizerConfig, SamplingConfig
+from step3_ppo.config import PPOCoefficients, PPOConfig, SamplingConfig
 from step3_ppo.rollout import Schedule, make_schedule
 
 
@@ -14,7 +14,7 @@ def config(*, generated=4, batches=1, samples=1, micro=2, accumulation=1, epochs
         sampling=SamplingConfig(
             per_device_generation_batch_size=generated, generation_batches=batches, num_samples_per_prompt=samples
         ),
-        optimizer=PPOOptimizerConfig(per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation),
+        optimizer=made.optimizer.replace(per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation),
         ppo=PPOCoefficients(ppo_epochs=epochs),
         run=made.run.replace(max_steps=max_steps, num_train_epochs=train_epochs),
     )

@@ -7,7 +7,7 @@ from support.tiny_models import EOS, PAD, random_rows
 
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 
 

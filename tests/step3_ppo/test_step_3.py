@@ -8,11 +8,12 @@ import pytest
 from support.command_run import Ended, files_of, run_command
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import files_that_name, read_card, run_example
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from step3_ppo.main import main
+from step3_ppo.metrics import METRICS
 
 NUM_STEPS = 8
 TOLERANCE = 1e-5
@@ -21,6 +22,15 @@ MODEL_FILES = {
     "training_config.json",
 }  # fmt: skip
 RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "samples.jsonl", "checkpoints"}
+# Metrics of GPUs.
+ONLY_ELSEWHERE = {
+    "mfu",
+    "gpu_memory_gib",
+    "gpu_reserved_gib",
+    "memory/train_gib",
+    "memory/generate_gib",
+    "memory/score_gib",
+}
 
 
 def words(folder: Path, out: str, ranks: int, **changes: object) -> list[object]:
@@ -94,6 +104,12 @@ def test_piped_output_is_plain(trained: Trained, ranks: int) -> None:
 
 def training_lines(run: Path) -> list[dict[str, float]]:
     return [line for line in read_metrics(run) if "loss/policy" in line]
+
+
+def test_it_writes_the_metrics_that_its_stage_declares(trained: Trained) -> None:
+    unknown, unwritten = numbers_and_metrics(trained.run(), METRICS)
+    assert unknown == set()
+    assert unwritten == ONLY_ELSEWHERE
 
 
 def test_metrics_are_json_lines_with_rising_steps(trained: Trained) -> None:

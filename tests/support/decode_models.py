@@ -32,7 +32,7 @@ from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.slots import CachedForward
 from pipeline.generation.static import StaticCacheForward
-from pipeline.models.architecture import read_architecture
+from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora, quantise_to_int8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

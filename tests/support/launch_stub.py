@@ -1,4 +1,4 @@
-"""Stand-ins for the programs that launch scripts start: a Python that plays DeepSpeed's launcher, and nvidia-smi."""
+"""Stand-ins for the programs that launch scripts start: Pythons that play ranks, and nvidia-smi."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from support import forks
 from support.command_run import as_process, ended, output_files
@@ -17,37 +18,40 @@ from rlhf.main import run_subcommand
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
 
-# Plays `python -m deepspeed.launcher.runner` or our launcher of hosts.
-# It notes its words, then what $STUB_OUTCOMES wants: "0,0" are two ranks that
-# write these codes ("null": none), "wait" is one rank that runs until SIGTERM. A search (--autotuning)
-# finds $STUB_TUNED. Everything else goes to the real Python.
+# Plays the Python of the environment but for the look at models and data: the tests of that have both.
 PYTHON_STUB = """#!/bin/sh
-case "$1 $2" in
-    "-m pipeline.launching.preflight_job") exit 0 ;;  # the tests of it have data and models
-    "-m deepspeed.launcher.runner" | "-m pipeline.launching.host_launcher") exec {python} "$0.py" "$@" ;;
-    *) exec {python} "$@" ;;
-esac
+[ "$1 $2" != "-m rlhf.preflight" ] || exit 0
+exec {python} "$@"
 """
-LAUNCHER_STUB = """
+# Each Python imports it at its start: one that is to be a rank, or DeepSpeed's search, becomes the stand-in.
+SITE_STUB = """
+import os, sys
+words = [word for word in sys.orig_argv[1:] if word != "-u"]
+if words[:1] == ["-m"] and ("RANK" in os.environ or words[1] == "deepspeed.launcher.runner"):
+    os.execv(sys.executable, [sys.executable, {stub!r}, *words[1:]])
+"""
+# Plays a rank, or DeepSpeed's search (--autotuning), which finds $STUB_TUNED. It notes its words; the first rank of a
+# host does what $STUB_OUTCOMES wants: "0,0" are two ranks that write these codes ("null": none), "wait" is one rank
+# that runs until SIGTERM.
+RANK_STUB = """
 import json, os, signal, socket, sys, time
 from contextlib import suppress
 from pathlib import Path
 
-names = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONWARNINGS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
-environment = {name: os.environ.get(name) for name in names}
 with open(os.environ["STUB_LOG"], "a") as log:
-    log.write(json.dumps({"argv": sys.argv[3:], "environment": environment, "cwd": os.getcwd()}) + "\\n")
+    log.write(json.dumps({"argv": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd(),
+                          "cores": sorted(os.sched_getaffinity(0)),
+                          "pid_file": Path(f"/tmp/{os.getppid()}.deepspeed").is_file()}) + "\\n")
 if "--autotuning" in sys.argv:
     if "STUB_TUNED" in os.environ:
         Path("autotuning_results").mkdir()
         Path("autotuning_results/ds_config_optimal.json").write_text(os.environ["STUB_TUNED"])
     sys.exit(0)
 wanted = os.environ.get("STUB_OUTCOMES")
-if wanted is None:
+if wanted is None or os.environ["LOCAL_RANK"] != "0" or "--output_dir" not in sys.argv:
     sys.exit(0)
-words = sys.argv[3:]
+stage, *words = sys.argv[1:]
 output = Path(words[len(words) - 1 - words[::-1].index("--output_dir") + 1])
-stage = words[words.index("--module") + 1]
 run_dir = output / "runs/ppo" if stage == "step3_ppo.main" else output.parent / "runs" / output.name
 models = [output / "actor", output / "critic"] if stage == "step3_ppo.main" else [output]
 
@@ -77,21 +81,23 @@ if wanted.startswith("wait"):
 codes = json.loads(f"[{wanted}]")
 if codes and set(codes) == {0}:
     from pipeline.errors import InputError
-    from pipeline.launching.job import stage_flags
+    from rlhf.stages import STAGES
+    from pipeline.run.entry import read_flags
     from pipeline.run.earlier_runs import input_contents, write_done
 
-    resolved, section = stage_flags(stage, words[words.index("--module") + 2 :])
+    (kind,) = [kind for kind in STAGES if kind.package + ".main" == stage]
+    resolved = read_flags(kind, words)
     for model in models:
         model.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "training_config.json", "model.safetensors"):
             (model / name).write_text("{}" if name.endswith("json") else "")
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "env.json").write_text(json.dumps({"stage": section}))
+    (run_dir / "env.json").write_text(json.dumps({"stage": kind.section}))
     inputs = {}
     with suppress(InputError):  # most tests have neither data nor models
         inputs = input_contents(resolved.config)
     steps = resolved.config.run.max_steps or 10
-    write_done(run_dir, resolved.config, section, steps=steps, ranks=len(codes), inputs=inputs)
+    write_done(run_dir, resolved.config, kind, steps=steps, ranks=len(codes), inputs=inputs)
 for rank, code in enumerate(codes):
     write(rank, code)
 sys.exit(int(os.environ.get("STUB_CODE", "0")))
@@ -109,13 +115,15 @@ def stub_environment(folder: Path, *, gpus: int = 0, **more: str) -> dict[str, s
     """An environment in which launch scripts meet the stubs; notes go to `folder`/log.jsonl."""
     bin_dir = folder / "bin"
     python = write_program(bin_dir / "python", PYTHON_STUB.format(python=shlex.quote(sys.executable)))
-    write_program(bin_dir / "python.py", LAUNCHER_STUB)
+    rank = write_program(folder / "site/rank.py", RANK_STUB)
+    write_program(folder / "site/sitecustomize.py", SITE_STUB.format(stub=str(rank)))
     listing = "\n".join(f"echo 'GPU {i}: NVIDIA (UUID: GPU-{i})'" for i in range(gpus))
     write_program(bin_dir / "nvidia-smi", f"#!/bin/sh\n{listing}\n[ {gpus} -gt 0 ]\n")
     hidden = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DS_ACCELERATOR", "PYTHONWARNINGS", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     path = f"{bin_dir}:{os.environ['PATH']}"
-    return {**kept, "PATH": path, "PYTHON": str(python), "STUB_LOG": str(folder / "log.jsonl"), **more}
+    stubs = {"PYTHON": str(python), "PYTHONPATH": str(folder / "site"), "STUB_LOG": str(folder / "log.jsonl")}
+    return {**kept, "PATH": path, **stubs, **more}
 
 
 def train(folder: Path, *words: str, gpus: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
@@ -133,10 +141,14 @@ def train_child(words: Sequence[str], folder: Path, variables: dict[str, str], f
 
 
 def started(folder: Path) -> list[list[str]]:
-    """The words of each launcher that was started; a picked port is cut out."""
+    """The module and the words of each start: of its first rank on a host, or of DeepSpeed's search."""
+    return [note["argv"] for note in notes(folder) if note["environment"].get("LOCAL_RANK", "0") == "0"]
+
+
+def notes(folder: Path) -> list[dict[str, Any]]:
+    """What each stand-in has noted: its words (`argv`), its `environment` and its folder (`cwd`)."""
     log = folder / "log.jsonl"
-    calls = [json.loads(line)["argv"] for line in log.read_text().splitlines()] if log.exists() else []
-    return [words[words.index("--num_gpus") if "--num_gpus" in words else 0 :] for words in calls]
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def make_model(folder: Path) -> None:

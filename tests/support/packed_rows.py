@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.models import packed_attention
+from pipeline.models.forward import packed_attention
 from pipeline.models.loading import base_model
 
 

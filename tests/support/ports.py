@@ -3,7 +3,7 @@
 import random
 import socket
 
-from pipeline.launching.host_launcher import PORTS
+from pipeline.launching.remote_ranks import PORTS
 
 
 def free_port() -> int:

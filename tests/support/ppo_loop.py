@@ -13,14 +13,15 @@ from support.tiny_models import random_rows
 from pipeline.data.cache import StageData
 from pipeline.data.counts import Counts
 from pipeline.run.run import Run
-from pipeline.training.metrics import check_name
+from pipeline.training.metrics import metric_of
 from pipeline.training.steps import Stopping
 from step3_ppo import training
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Responses, Scores
-from step3_ppo.models import make_models, make_tokenizers
+from step3_ppo.experience import Collected, Responses, Scores
+from step3_ppo.metrics import METRICS
+from step3_ppo.models import make_models, make_sources
 from step3_ppo.rollout import make_schedule
-from step3_ppo.state import PPO, Collected, State, assemble, build, resume
+from step3_ppo.state import PPO, State, assemble, build, resume
 
 
 class KeptMetrics:
@@ -45,7 +46,7 @@ class KeptMetrics:
 
     def log(self, state: State, values: Mapping[str, float], **rates: float) -> None:
         for name in values:
-            check_name(name)
+            metric_of(name, METRICS)
         self.steps.append((state.step, dict(values)))
         self.rates.append(rates)
 
@@ -122,7 +123,7 @@ def loop_on_random_prompts(
     run = make_run(world, folder, config)
     schedule = replace(make_schedule(config, num_prompts=num_prompts, world_size=1), total_steps=100)
     ppo = assemble(
-        run, config, make_models(run, config, make_tokenizers(config)),
+        run, config, make_models(run, config, make_sources(run, config)),
         prompts=StageData(rows(1, num_prompts), rows(2, num_eval), Counts()), text=text, schedule=schedule,
         fingerprint=None,
     )  # fmt: skip

@@ -6,7 +6,8 @@ from support.ppo_updates import TEMPERATURE
 
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
-from step3_ppo.config import PPOCoefficients, PPOConfig, PPOOptimizerConfig, PromptDataConfig, SamplingConfig
+from step3_ppo.config import PPOCoefficients, PPOConfig, PromptDataConfig, SamplingConfig
+from step3_ppo.stage import STAGE
 
 
 def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumulation=1, **ppo) -> PPOConfig:
@@ -16,7 +17,7 @@ def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumu
         data=PromptDataConfig(max_prompt_seq_len=16),
         sampling=SamplingConfig(per_device_generation_batch_size=4, max_answer_seq_len=8, temperature=TEMPERATURE),
         ppo=PPOCoefficients(**ppo),
-        optimizer=PPOOptimizerConfig(
+        optimizer=PPOConfig().optimizer.replace(
             per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, max_bad_steps=2,
             per_device_eval_batch_size=2,
         ),
@@ -26,4 +27,4 @@ def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumu
 
 def make_run(world, folder, config: PPOConfig) -> SimpleNamespace:
     stop = SimpleNamespace(is_set=lambda: False, is_set_on_any_rank=lambda world: False)
-    return SimpleNamespace(world=world, folder=folder, stage="ppo", resolved=Resolved(config, {}), stop=stop)
+    return SimpleNamespace(world=world, folder=folder, stage=STAGE, resolved=Resolved(config, {}), stop=stop)

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import Step
-from pipeline.engine.build import parameter_groups
 from pipeline.engine.engine import TrainingEngine
-from pipeline.models.causal_lm import CausalLM
+from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.reward_model import TokenValueModel, load_reward_model
+from pipeline.models.source import ModelSource
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Stopping
 from step3_ppo.config import PPOCoefficients
@@ -47,7 +48,7 @@ def never_stopping(world) -> Stopping:
 def make_updater(world, folders, *, unsup_coef=2.0, clip=0.0, zero_stage=0, rate=1e-2, **ppo):
     actor = CausalLM(load_causal_lm(folders.actor, dtype=torch.float32))
     critic = TokenValueModel(
-        load_reward_model(folders.reward, dtype=torch.float32).model, score_mean=MEAN, score_std=STD
+        load_reward_model(ModelSource(folders.reward), dtype=torch.float32).model, score_mean=MEAN, score_std=STD
     )
     return Updater(
         actor=engine_of(actor, zero_stage=zero_stage, clip=clip, rate=rate),

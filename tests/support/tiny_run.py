@@ -1,7 +1,7 @@
 """Data, tokenizer and models that are small enough to train in seconds."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification, PreTrainedTokenizerFast
+
+from pipeline.training.metrics import Metric
 
 SCORE_MEAN, SCORE_STD = 0.25, 1.5
 VOCABULARY = 400
@@ -106,6 +108,13 @@ def save_scorer(folder: Path, tokenizer: Any, *, seed: int = 2) -> None:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def numbers_and_metrics(run_dir: Path, metrics: Mapping[str, Metric]) -> tuple[set[str], set[str]]:
+    """Return what a run wrote that is no metric of its stage, and the metrics that it did not write."""
+    written = {name for line in read_metrics(run_dir) for name in line} - {"stage", "step", "time"}
+    declared = {name for name in written if name in metrics or name.removeprefix("eval_") in metrics}
+    return written - declared, metrics.keys() - written - {name.removeprefix("eval_") for name in written}
 
 
 def take_lines(source: Path, target: Path, count: int) -> None:

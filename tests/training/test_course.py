@@ -12,10 +12,12 @@ from pipeline.checkpoints.checkpoint import Content
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
-from pipeline.errors import DivergedError, EnvironmentFault, StoppedRun
+from pipeline.errors import DivergedError, EnvironmentFault, Interrupted, StoppedRun
 from pipeline.training.course import Course
-from pipeline.training.steps import Counters, Interrupted, divergence_advice
+from pipeline.training.steps import Counters, divergence_advice
 from step1_sft.config import SFTConfig
+from step1_sft.metrics import METRICS
+from step1_sft.stage import STAGE
 
 
 class Saves:
@@ -36,11 +38,11 @@ class Saves:
 def make_course(folder, *, resumed_step: int | None = None, full: bool = False, **settings) -> Course:
     config = SFTConfig(run=RunConfig(output_dir=str(folder / "sft"), **settings))
     run = SimpleNamespace(
-        world=World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), folder=folder, stage="sft",
+        world=World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), folder=folder, stage=STAGE,
         resolved=SimpleNamespace(config=config), stopped=lambda step, total: StoppedRun(f"{step} of {total}"),
     )  # fmt: skip
     fingerprint = RunFingerprint(settings={}, hashes={}, sizes={}, rounding={}, inputs={"data_path": ["abc:1"]})
-    course = Course(run, fingerprint, resumed_step=resumed_step, total_steps=9, engines={})
+    course = Course(run, fingerprint, resumed_step=resumed_step, total_steps=9, metrics=METRICS, engines={})
     course._saver = Saves(full=full)
     return course
 

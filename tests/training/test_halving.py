@@ -16,7 +16,7 @@ from support.tiny_run import make_folder
 from transformers import OPTForCausalLM
 
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.models.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.out_of_memory import HALVED, BatchTooLarge, batches_in_words, halved_as_text, halved_before
 from pipeline.training import supervised

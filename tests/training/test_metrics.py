@@ -7,6 +7,7 @@ import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pyte
 import pytest
@@ -17,9 +18,14 @@ from tensorboard.summary.writer import event_file_writer
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.run.run import StderrHandler
-from pipeline.training import metrics
-from pipeline.training.metrics import DEFINITIONS, MetricsWriter, check_name, finite
+from pipeline.training.metrics import MetricGroup, MetricsWriter, Unit, finite, metric_of
 from pipeline.training.recorder import Progress, Recorder, Terminal, duration
+from pipeline.training.sinks import SINKS, Sink
+from rlhf.stages import STAGES
+from step1_sft.metrics import METRICS
+from step1_sft.stage import STAGE
+from step2_reward import metrics as reward_metrics
+from step3_ppo import metrics as ppo_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +34,8 @@ def files_in_the_order_of_their_names(monkeypatch):
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
-def writer(folder, *, start_step=-1, tensorboard=False, csv_file=False, wandb=False) -> MetricsWriter:
-    return MetricsWriter(
-        folder, stage="sft", tensorboard=tensorboard, csv_file=csv_file, wandb=wandb, start_step=start_step
-    )
+def writer(folder, *monitors, start_step=-1) -> MetricsWriter:
+    return MetricsWriter(folder, stage="sft", metrics=METRICS, monitors=monitors, start_step=start_step)
 
 
 def lines(folder) -> list[dict]:
@@ -39,15 +43,15 @@ def lines(folder) -> list[dict]:
 
 
 def test_a_line_has_stage_step_time_and_values(tmp_path):
-    writer(tmp_path).write(3, {"loss": 1.5, "eval_accuracy": 1})
+    writer(tmp_path).write(3, {"loss": 1.5, "eval_grad_norm": 1})
     (line,) = lines(tmp_path)
     assert line.pop("time") > 1e9
-    assert line == {"stage": "sft", "step": 3, "loss": 1.5, "eval_accuracy": 1.0}
+    assert line == {"stage": "sft", "step": 3, "loss": 1.5, "eval_grad_norm": 1.0}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_not_finite_becomes_null_everywhere(tmp_path, value):
-    out = writer(tmp_path, tensorboard=True)
+    out = writer(tmp_path, "tensorboard")
     out.write(1, {"loss": value, "grad_norm": 2.0})
     assert lines(tmp_path)[0]["loss"] is None and finite(value) is None
     assert scalars(tmp_path, "grad_norm") == [(1, 2.0)] and scalars(tmp_path, "loss") == []
@@ -57,17 +61,43 @@ def test_a_name_must_be_defined(tmp_path):
     with pytest.raises(KeyError, match="losss"):
         writer(tmp_path).write(1, {"losss": 1.0})
     assert lines(tmp_path) == []
-    check_name("eval_objective/kl")
-    assert all(meaning for meaning in DEFINITIONS.values())
+    assert metric_of("eval_objective/kl", ppo_metrics.METRICS) is ppo_metrics.METRICS["objective/kl"]
+    with pytest.raises(KeyError, match="objective/kl"):
+        metric_of("eval_objective/kl", METRICS)
+
+
+STAGE_METRICS = {"sft": METRICS, "reward": reward_metrics.METRICS, "ppo": ppo_metrics.METRICS}
+
+
+@pytest.mark.parametrize("stage", STAGE_METRICS)
+def test_every_metric_says_its_unit_its_group_and_which_way_is_better(stage):
+    """Names say the unit where they end in one."""
+    for name, metric in STAGE_METRICS[stage].items():
+        assert metric.meaning and metric.unit in get_args(Unit) and metric.group in get_args(MetricGroup), name
+        assert metric.better in (-1, 0, 1), name
+        ends = {"_gib": "GiB", "tokens_per_s": "tokens/s", "samples_per_s": "rows/s", "_s": "s"}
+        assert metric.unit == next((unit for end, unit in ends.items() if name.endswith(end)), metric.unit), name
+
+
+def test_what_a_stage_has_reached_is_told_by_its_own_metrics():
+    for stage in STAGES:
+        assert [metric_of(name, STAGE_METRICS[stage.section]) for name in stage.reached]
+
+
+def test_a_progress_line_shows_declared_metrics_only(tmp_path):
+    run = SimpleNamespace(world=World(1, 2, 1, torch.device("cpu")), folder=tmp_path, stage=STAGE)
+    with pytest.raises(KeyError, match="objective/scores"):
+        Recorder(run, RunConfig(), start_step=0, total_steps=4, metrics=METRICS, shown=ppo_metrics.SHOWN)
+    Recorder(run, RunConfig(), start_step=0, total_steps=4, metrics=ppo_metrics.METRICS, shown=ppo_metrics.SHOWN)
 
 
 def test_a_resumed_run_continues_behind_its_checkpoint(tmp_path):
-    first = writer(tmp_path, csv_file=True)
+    first = writer(tmp_path, "csv")
     for step in (0, 1, 2, 3, 4):
         first.write(step, {"loss": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "sft", "st')  # the machine died here
-    second = writer(tmp_path, start_step=2, csv_file=True)
+    second = writer(tmp_path, "csv", start_step=2)
     second.write(3, {"loss": 30.0})
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
     rows = list(csv.reader((tmp_path / "metrics.csv").open()))
@@ -98,7 +128,7 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
 
 def test_a_run_that_starts_again_leaves_nothing_of_the_last_try(tmp_path):
     for loss in (1.0, 2.0):
-        out = writer(tmp_path, csv_file=True, tensorboard=True)
+        out = writer(tmp_path, "csv", "tensorboard")
         for step in (0, 1) if loss == 2.0 else (0, 1, 2):
             out.write(step, {"loss": loss})
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 2), (1, 2)]
@@ -113,10 +143,10 @@ def scalars(folder, name: str) -> list[tuple[int, float]]:
 
 
 def test_a_tensorboard_step_never_goes_back(tmp_path):
-    first = writer(tmp_path, tensorboard=True)
+    first = writer(tmp_path, "tensorboard")
     for step in (1, 2, 3, 4, 5):
         first.write(step, {"loss": float(step)})
-    second = writer(tmp_path, tensorboard=True, start_step=3)
+    second = writer(tmp_path, "tensorboard", start_step=3)
     for step in (4, 5, 6):
         second.write(step, {"loss": 10.0 * step})
     assert scalars(tmp_path, "loss") == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50), (6, 60)]
@@ -129,8 +159,8 @@ def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(tmp_path, monkeypatch
         calls.append(step)
         raise OSError("disk full")
 
-    monkeypatch.setattr(metrics, "tensorboard_sink", lambda folder, start_step: breaks)
-    out = writer(tmp_path, tensorboard=True)
+    monkeypatch.setitem(SINKS, "tensorboard", lambda run_dir, stage, start_step: Sink(breaks))
+    out = writer(tmp_path, "tensorboard")
     with caplog.at_level(logging.WARNING):
         out.write(1, {"loss": 1.0})
         out.write(2, {"loss": 2.0})
@@ -139,12 +169,12 @@ def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(tmp_path, monkeypatch
 
 
 def test_a_sink_that_cannot_be_made_is_left_out(tmp_path, monkeypatch, caplog):
-    def missing(stage, run_dir, start_step):
+    def missing(run_dir, stage, start_step):
         raise ImportError("no wandb here")
 
-    monkeypatch.setattr(metrics, "WandbSink", missing)
+    monkeypatch.setitem(SINKS, "wandb", missing)
     with caplog.at_level(logging.WARNING):
-        writer(tmp_path, wandb=True).write(1, {"loss": 1.0})
+        writer(tmp_path, "wandb").write(1, {"loss": 1.0})
     assert "wandb: not available" in caplog.text and len(lines(tmp_path)) == 1
 
 
@@ -207,9 +237,9 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
 
 
 def test_the_numbers_of_an_evaluation_are_cut_between_two_of_them(tmp_path, info):
-    run = SimpleNamespace(world=World(0, 1, 0, torch.device("cpu")), folder=tmp_path, stage="sft")
-    values = {f"eval_{name}": index / 7 for index, name in enumerate(list(DEFINITIONS)[:20])}
-    Recorder(run, RunConfig(enable_tensorboard=False), start_step=0, total_steps=4).write(2, values)
+    run = SimpleNamespace(world=World(0, 1, 0, torch.device("cpu")), folder=tmp_path, stage=STAGE)
+    values = {f"eval_{name}": index / 7 for index, name in enumerate(list(METRICS)[:20])}
+    Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS).write(2, values)
     (text,) = info.messages
     assert max(len(line) for line in text.splitlines()) <= 100 and len(text.splitlines()) > 3
     assert re.findall(r"(eval_\S+) \d", text) == list(values) and text.startswith("[sft] step 2: eval_")
@@ -222,8 +252,8 @@ def test_durations_are_readable():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_records(tmp_path, rank, info):
     world = World(rank=rank, size=2, local_rank=rank, device=torch.device("cpu"))
-    run = SimpleNamespace(world=world, folder=tmp_path, stage="sft")
-    recorder = Recorder(run, RunConfig(enable_tensorboard=False), start_step=0, total_steps=4)
+    run = SimpleNamespace(world=world, folder=tmp_path, stage=STAGE)
+    recorder = Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS)
     recorder.write(0, {"eval_loss": 2.0})
     recorder.write_training(1, {"loss": 3.0}, seconds=2.0, num_tokens=100, num_rows=8)
     assert (tmp_path / "metrics.jsonl").exists() == (rank == 0)

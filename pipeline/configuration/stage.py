@@ -1,0 +1,111 @@
+"""A stage of the pipeline as one object: all that commands, plans, run folders and exports know of it. No torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.configuration.ds_config import Json, Placement, training_json
+from pipeline.configuration.flags import Resolved
+from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
+from pipeline.configuration.run_flags import RunConfig
+
+
+class StageConfig(Group):
+    """The flags of a stage; each has these groups, and its models."""
+
+    if TYPE_CHECKING:  # each stage defines them: the order of its flags is its own
+        data: DataConfig
+        optimizer: OptimizerConfig
+        deepspeed: DeepSpeedConfig
+        run: RunConfig
+
+
+class SupervisedConfig(StageConfig):
+    """The flags of a stage that trains one model."""
+
+    if TYPE_CHECKING:
+        model: ModelConfig
+
+    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
+        """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""
+        return {"model": training_json(Resolved(self, origins), self.model, placement)}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a trained model of a stage starts.
+
+    follows: the model of `rlhf train` (--actor-model, --reward-model) whose preset, base and ZeRO stage it takes.
+    section: the stage whose first output it is; empty: the base model itself.
+    """
+
+    follows: Literal["actor", "reward"]
+    section: str = ""
+
+
+def one_folder(config: StageConfig) -> list[Path]:
+    """Return --output_dir, the model folder of a stage that writes one model."""
+    return [Path(config.run.output_dir)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stage:
+    """A stage: names, configuration, data, folders, and the functions by which the others enter its package.
+
+    number: its value of --step.
+    methods: values of --method for which it is the stage of that number; the first one is the default.
+    section: its name in YAML files, overrides (`--sft.seed`), preset names and run folders.
+    title: its name for people.
+    package: its Python package, whose module `main` is what a rank runs.
+    config: the class of its flags.
+    rows: the kind of its rows (`pipeline/data/row_kinds.py`).
+    shares: the places of --data_split whose prompts it trains on.
+    starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
+    outputs: configuration -> model folders that it writes; later stages start from the first.
+    makes_chat_model: the first output answers prompts.
+    reached: metrics of the evaluations that the last line of a stage tells.
+    train: (run, configuration) runs its loop.
+    start_models: (configuration, bases of folders to come) -> `StartModel`s with their checks.
+    needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
+    export: (offline checkpoint) writes the model folders of a checkpoint.
+    """
+
+    number: int
+    section: str
+    title: str
+    package: str
+    config: type[StageConfig]
+    rows: str
+    shares: tuple[int, ...]
+    starts: Mapping[str, Start]
+    train: Callable[..., None]
+    start_models: Callable[..., Any]
+    needs: Callable[..., Any]
+    export: Callable[..., None]
+    methods: tuple[str, ...] = ()
+    outputs: Callable[[Any], list[Path]] = field(default=one_folder)
+    makes_chat_model: bool = True
+    reached: tuple[str, ...] = ()
+
+    @property
+    def program(self) -> str:
+        """The command of one rank, as its user types it."""
+        return f"python -m {self.package}.main"
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        """The options of its rows: their kind, the shares that it takes, and its name in messages about them."""
+        return {"rows": self.rows, "shares": self.shares, "title": self.section}
+
+    @property
+    def folder(self) -> str:
+        """The name of its model folder below the output of `rlhf train`; "." for a stage that writes several."""
+        return str(PurePath(self.config.model_fields["run"].default.output_dir).relative_to("output"))
+
+    def run_folder(self, run: RunConfig) -> Path:
+        """Return --run_dir, else <parent of output>/runs/<name of output>; <output>/runs/<section> beside several."""
+        if run.run_dir:
+            return Path(run.run_dir)
+        output = Path(run.output_dir)
+        return output / "runs" / self.section if self.folder == "." else output.parent / "runs" / output.name

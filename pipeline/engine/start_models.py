@@ -1,0 +1,191 @@
+"""The models that a stage starts from, with every check that takes config.json, tokenizers and headers of weights only.
+
+A stage makes the checks before it reads data. The dry run and `rlhf train` make the same ones for all stages of a
+command, with the model that an earlier stage starts from in the place of the one that it will make.
+"""
+
+import copy
+import inspect
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_flash_attn_2_available
+
+from pipeline.configuration.ds_json import read_user_json
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.models.decoders.architecture import longrope_limit
+from pipeline.models.lora import check_quantization, linear_names
+from pipeline.models.source import (
+    ModelSource,
+    attention_for,
+    check_stored_quantization,
+    check_whole_experts,
+    num_experts,
+)
+from pipeline.models.weight_files import check_plain_lora, warn_if_untested, warn_once
+
+Check = Callable[[], object]
+# Programs with which DeepSpeed compiles its asynchronous files -> where they are from.
+BUILT_WITH = {"g++": "Debian, Ubuntu: apt-get install g++", "ninja": "pip install ninja"}
+
+
+@dataclass(frozen=True, slots=True)
+class StartModel:
+    """A model that a stage starts from, and its checks, which raise InputError or EnvironmentFault.
+
+    flag: the flag that names it.
+    path: the value of the flag.
+    source: its files, or those of the model from which an earlier stage will make it.
+    check_kind: takes (path, flag) of an existing folder or a hub id: the model is of the kind that the stage needs.
+    packages: checks that need no model.
+    fits: checks of the settings against the model; they may read the models before it too.
+    """
+
+    flag: str
+    path: str
+    source: ModelSource
+    check_kind: Callable[[str, str], None]
+    packages: Sequence[Check] = ()
+    fits: Sequence[Check] = ()
+
+    def warn_of_limits(self) -> None:
+        """Warn of a type of model that no test trains, and of what is not trained in a mixture of experts."""
+        warn_if_untested(self.path, self.source.config.model_type)
+        if num_experts(self.source.config):
+            text = "mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA"
+            warn_once(f"{self.path}: {text}")
+
+
+def check_start_models(models: Sequence[StartModel]) -> list[ModelSource]:
+    """Make all checks of a stage's start models and return their files. Raises InputError, EnvironmentFault."""
+    for model in models:
+        model.check_kind(model.path, model.flag)
+        model.source.check(model.flag)
+        for check in (*model.packages, *model.fits):
+            check()
+    for model in models:  # of models that nothing refuses
+        model.warn_of_limits()
+    return [model.source for model in models]
+
+
+def package_checks(
+    settings: ModelConfig, optimizer: OptimizerConfig, deepspeed: DeepSpeedConfig, prefix: str = ""
+) -> list[Check]:
+    """Return the checks of packages that a trained model needs; `prefix` is that of its flags (actor_)."""
+    return [
+        partial(check_optimizer_states, optimizer.optimizer_states),
+        partial(check_disk_offload, deepspeed.deepspeed_config),
+        partial(check_attention, settings.attn_implementation, f"--{prefix}attn_implementation"),
+        partial(check_quantization, settings.quantization, f"--{prefix}quantization"),
+    ]
+
+
+def check_attention(implementation: str, flag: str) -> None:
+    """Raise EnvironmentFault for an attention implementation, the value of `flag`, whose package is not installed."""
+    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        raise EnvironmentFault(
+            f"{flag} flash_attention_2: the package flash_attn is not installed; give {flag} sdpa, which has a flash "
+            "kernel of its own on GPUs"
+        )
+
+
+def check_optimizer_states(states: str) -> None:
+    """Raise EnvironmentFault for moments in 8 bits where bitsandbytes is not installed."""
+    if states == "8bit" and find_spec("bitsandbytes") is None:
+        raise EnvironmentFault("--optimizer_states 8bit: pip install bitsandbytes, which is not installed here")
+
+
+def check_disk_offload(file: str) -> None:
+    """Look for what DeepSpeed compiles its asynchronous files with, where the user's JSON `file` offloads to NVMe.
+
+    Raises:
+        EnvironmentFault: something is missing; a line names its package.
+    """
+    zero = read_user_json(file).get("zero_optimization", {}) if file else {}
+    offloaded = [
+        name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"
+    ]
+    if not offloaded:
+        return
+    missing = [f"{program} ({package})" for program, package in BUILT_WITH.items() if shutil.which(program) is None]
+    if not missing:
+        from pipeline.engine.start import has_asynchronous_files  # imports DeepSpeed, which takes seconds
+
+        missing = (
+            [] if has_asynchronous_files() else ["libaio and its headers (Debian, Ubuntu: apt-get install libaio-dev)"]
+        )
+    if missing:
+        key = f"--deepspeed_config {file}: zero_optimization.{offloaded[0]}.device nvme"
+        raise EnvironmentFault(f"{key}: found no {' and no '.join(missing)}; install it, or offload to cpu")
+
+
+def check_settings(source: ModelSource, settings: ModelConfig, prefix: str = "") -> None:
+    """Raise InputError if the model cannot follow its flags, which begin with `prefix` (actor_).
+
+    Weights that are stored as int8 or nf4 are trained on as such, ZeRO-3 partitions no experts, the attention
+    implementation leaves no soft caps out, and LoRA's pattern matches a layer of the model, which is built without
+    memory.
+    """
+    if settings.partitioned == "weights":
+        check_whole_experts(source)
+    check_stored_quantization(source, settings.quantization, f"--{prefix}quantization")
+    attention_for(source.config, settings.attn_implementation, source.path, flag=f"--{prefix}attn_implementation")
+    is_adapter, is_quantised = source.base is not None, settings.quantization != "none"
+    if settings.lora_dim and is_adapter and not is_quantised:
+        check_plain_lora(source.path)
+    if settings.lora_dim and not (is_adapter and is_quantised):
+        auto_class = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = auto_class.from_config(copy.deepcopy(source.config))
+        linear_names(model, settings.lora_module_name, flag=f"--{prefix}lora_module_name")
+
+
+def check_rotary_length(source: ModelSource, longest: int, flag: str) -> None:
+    """Raise InputError if sequences that grow to `longest` tokens (the value of `flag`) change their first positions.
+
+    Longrope takes other frequencies for all tokens of a pass that is longer than the original length: keys that a
+    sampler has cached would keep the former ones, and a row's log-probabilities would depend on its micro-batch.
+    """
+    limit = longrope_limit(source.config.get_text_config())
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"{flag} {longest}: the model {source.path} has other rotary positions (longrope) above {limit} tokens, "
+            f"which a sampler's cache cannot follow; {flag} {limit} is the most"
+        )
+
+
+def check_cache(source: ModelSource, flag: str) -> None:
+    """Raise InputError for a decoder that keeps no keys and values, from which stage 3 samples on."""
+    config = source.config
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class and "past_key_values" not in inspect.signature(model_class.forward).parameters:
+        raise InputError(
+            f"{flag} {source.path}: {config.model_type} has no cache of keys and values, which stage 3 samples with; "
+            "stage 1 trains it"
+        )
+
+
+def same_tokens(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """Tell whether two tokenizers map text to the same ids."""
+    return bool(first.get_vocab() == second.get_vocab())
+
+
+def check_critic_tokens(critic: ModelSource, actor: ModelSource, flag: str) -> None:
+    """Raise InputError if the tokenizer of the critic is not the actor's."""
+    if critic.path != actor.path and not same_tokens(critic.tokenizer, actor.tokenizer):
+        raise InputError(
+            f"{flag} {critic.path}: its tokenizer is not that of {actor.path}; a critic reads the actor's tokens. "
+            "Start the critic from a model of the actor's family and give this one as --reward_model_name_or_path"
+        )

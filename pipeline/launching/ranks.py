@@ -1,0 +1,142 @@
+"""Ranks of one host: processes with torchrun's variables, started by the supervisor or by its agent. No torch."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from pipeline.errors import EXIT_STOPPED, InputError
+from pipeline.processes import Signals, kill_sessions
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """What the ranks of a host are started with.
+
+    module: the Python module that each runs.
+    words: its flags.
+    devices: the host's GPUs, one for each rank; on a CPU any numbers.
+    first: number of the host's first rank.
+    num_ranks: ranks of all hosts.
+    port: port of rank 0.
+    address: address of rank 0.
+    log_folder: folder for a file of what each rank prints; empty: the console.
+    binds_cores: each rank runs on cores that no other rank of the host has.
+    core_list: these cores, `0-3,8`; empty: all of the host.
+    """
+
+    module: str
+    words: Sequence[str]
+    devices: Sequence[str]
+    first: int
+    num_ranks: int
+    port: int
+    address: str = ""
+    log_folder: str = ""
+    binds_cores: bool = False
+    core_list: str = ""
+
+    def variables(self, place: int) -> dict[str, str]:
+        """Return torchrun's variables of the rank at this place of the host, and the devices that it sees."""
+        values = {
+            "RANK": self.first + place,
+            "LOCAL_RANK": place,
+            "WORLD_SIZE": self.num_ranks,
+            "LOCAL_WORLD_SIZE": len(self.devices),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+        }
+        if os.environ.get("DS_ACCELERATOR") != "cpu":
+            values["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+        if cores := self.cores(place):
+            values["OMP_NUM_THREADS"] = len(cores)
+        return {name: str(value) for name, value in values.items()}
+
+    def cores(self, place: int) -> list[int]:
+        """Return the cores of the rank at this place of the host; [] where ranks are not bound to cores.
+
+        Raises:
+            InputError: a list that is none, a core that is not there, or fewer cores than ranks.
+        """
+        if not self.binds_cores:
+            return []
+        here = sorted(os.sched_getaffinity(0))
+        listed = parse_cores(self.core_list) if self.core_list else here
+        if strange := [core for core in listed if core not in here]:
+            raise InputError(f"--bind_core_list: no core {strange[0]}; this process has {', '.join(map(str, here))}")
+        count = len(listed) // len(self.devices)
+        if not count:
+            ranks = len(self.devices)
+            raise InputError(f"--bind_cores_to_rank: {len(listed)} cores for {ranks} ranks; each needs one")
+        return listed[count * place : count * (place + 1)]
+
+
+def start_ranks(
+    start: RankStart, environment: Mapping[str, str], output: IO[bytes] | IO[str] | None = None
+) -> dict[int, "subprocess.Popen[bytes]"]:
+    """Start the ranks of this host, each in a session of its own: a terminal's Ctrl-C reaches the supervisor alone.
+
+    Raises:
+        InputError: the folder for their output is none.
+    """
+    command = [sys.executable, "-u", "-m", start.module, *start.words]
+    started, day = {}, time.strftime("%Y%m%d%H%M%S")
+    for place in range(len(start.devices)):
+        rank, file = start.first + place, output
+        if start.log_folder:
+            try:
+                Path(start.log_folder).mkdir(parents=True, exist_ok=True)
+                file = (Path(start.log_folder) / f"{day}_rank{rank}.log").open("wb")
+            except OSError as error:
+                raise InputError(f"--enable_each_rank_log: {start.log_folder}: {error.strerror}") from None
+        started[rank] = subprocess.Popen(
+            command,
+            env={**environment, **start.variables(place)},
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
+        if cores := start.cores(place):
+            os.sched_setaffinity(started[rank].pid, cores)
+    return started
+
+
+def kill_ranks(started: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
+    """End the ranks and all processes that they started."""
+    kill_sessions([process.pid for process in started.values()])
+    for process in started.values():
+        process.wait()
+
+
+def exit_code_of(started: Mapping[int, "subprocess.Popen[bytes]"]) -> int | None:
+    """Return the first exit code but 0; without one 0 once all have ended, None while some run."""
+    codes = [process.poll() for process in started.values()]
+    return next((code for code in codes if code), None if None in codes else 0)
+
+
+def wait_for_ranks(started: Mapping[int, "subprocess.Popen[bytes]"], signals: Signals) -> int:
+    """Wait until all ranks have ended, one has failed or a signal comes; end them; return the exit code."""
+    try:
+        while (code := exit_code_of(started)) is None and signals.first is None:
+            time.sleep(POLL_S)
+    finally:
+        kill_ranks(started)
+    return EXIT_STOPPED if code is None else code
+
+
+def parse_cores(text: str) -> list[int]:
+    """Return the cores of a list such as `1,3-5`. Raises InputError."""
+    cores = set[int]()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise InputError(f"--bind_core_list: found {part!r}, wanted numbers of cores such as 0-3,8")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return sorted(cores)

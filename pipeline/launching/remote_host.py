@@ -1,0 +1,207 @@
+"""Connection to one host of a job: over ssh, srun or pdsh it starts an agent there (host_agent.py) and talks to it."""
+
+import base64
+import json
+import os
+import queue
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.errors import EnvironmentFault
+from pipeline.launching.ranks import RankStart
+from pipeline.launching.request import LaunchRequest
+from pipeline.processes import kill_sessions
+
+ENDING_S = 5.0  # for a connection to end by itself
+SILENCE_S = 60.0  # of a host, which is then lost; its agent has ended its ranks before
+AGENT = [sys.executable, "-u", "-m", "pipeline.launching.host_agent"]
+# Beginnings of the variables that go to all hosts; DeepSpeed's file adds others.
+PASSED_ON = ("NCCL", "PYTHON", "GLOO", "UCX", "DS_", "HF_", "TRANSFORMERS_", "OMP_", "TORCH", "TOKENIZERS_", "WANDB_")
+ENVIRONMENT_FILE = ".deepspeed_env"
+
+Message = dict[str, Any]
+
+
+class Host:
+    """A host of the job, whose agent gets the job and greets.
+
+    name: as in the host file.
+    ranks: the numbers of its ranks.
+    process: leads to the agent.
+    greeting: the agent's first message.
+    code: how its ranks ended, once they have: 0, or the exit code of one that wrote no outcome.
+    heard_s: when it was last heard, in seconds of the monotonic clock.
+    """
+
+    process: "subprocess.Popen[str]"
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], request: LaunchRequest, job: Message, output: IO[bytes] | None = None
+    ) -> None:
+        self.name, self.ranks, self.request, self.job = name, ranks, request, job
+        self.greeting: Message = {}
+        self.code: int | None = None
+        self.heard_s = time.monotonic()
+        self._output = output
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._command = agent_command(name, request)
+        if not shutil.which(self._command[0]):
+            raise EnvironmentFault(f"{name}: needs {self._command[0]}, which is not installed on this machine")
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the agent and give it the job."""
+        self._open()
+        self.tell(self.job)
+
+    def start(self, start: RankStart) -> None:
+        """Have the agent start its ranks."""
+        self.tell({"start": asdict(start)})
+
+    def ping(self, *, stop: bool) -> None:
+        """Show the agent that this process lives; `stop`: its ranks are to stop."""
+        self.tell({"stop": stop})
+
+    def _open(self, *more: str) -> None:
+        self.process = subprocess.Popen(
+            [*self._command, *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PDSH_SSH_ARGS_APPEND": shlex.join(ssh_options(self.request))},
+        )
+        self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
+        self._reader.start()
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout
+        for line in process.stdout:
+            self.heard_s = time.monotonic()
+            try:
+                self._inbox.put(json.loads(line)["agent"])
+            except (ValueError, KeyError, TypeError):
+                print(f"{self.name}: {line}", end="", flush=True)  # a login shell's greeting
+
+    def messages(self) -> list[Message]:
+        return [self._inbox.get() for _ in range(self._inbox.qsize())]
+
+    def tell(self, content: Message) -> None:
+        """Send a message; a host that is gone is noticed by `messages` and the end of its process."""
+        assert self.process.stdin
+        with suppress(OSError):
+            self.process.stdin.write(json.dumps(content) + "\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Have the agent end its ranks, which it does when nobody writes to it any more."""
+        with suppress(OSError):
+            assert self.process.stdin
+            self.process.stdin.close()
+
+    def end(self, until_s: float) -> None:
+        """Wait for the end of the connection; end it at a time of the monotonic clock."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, until_s - time.monotonic()))
+        kill_sessions([self.process.pid])
+        self.process.wait()
+
+    def ended(self) -> int | None:
+        """Return the exit code of the process that leads to the agent once all that it said is read; else None."""
+        if (code := self.process.poll()) is not None:
+            self._reader.join(ENDING_S)
+        return code if self._inbox.empty() else None
+
+    def is_lost(self) -> bool:
+        return self.code is None and (time.monotonic() - self.heard_s > SILENCE_S or self.ended() is not None)
+
+    def why_no_agent(self, code: int) -> str:
+        """Return why no agent has answered, and what to do."""
+        way = self._command[0]
+        if way == "ssh" and code == 255:
+            return f"not reachable (ssh ended with 255); `ssh {self.name} true` must work without a password"
+        if code == 127:
+            return f"no {sys.executable} there; install the Python environment at the same path on each host"
+        return f"{way} ended with {code}, its words are above; the project must be at the same path on each host"
+
+
+class PdshHost(Host):
+    """A host behind pdsh, which passes on no input: the agent's job is the last word of its command."""
+
+    def begin(self) -> None:
+        """Start the agent with the job, which greets and ends; with ranks in the job it runs them instead."""
+        encoded = base64.urlsafe_b64encode(json.dumps(self.job).encode()).decode()
+        self._open(f"{shell_line(self.request)} {encoded}")
+
+    def start(self, start: RankStart) -> None:
+        """Start the agent again, with the ranks to start."""
+        self.job = {**self.job, "start": asdict(start)}
+        self.begin()
+
+    def ping(self, *, stop: bool) -> None:
+        """Signal the agent that its ranks are to stop; what it prints tells it that this process lives."""
+        if stop:
+            subprocess.run([*self._command, f"kill -TERM {self.greeting['pid']}"], check=False)
+
+    def close(self) -> None:
+        """End pdsh: the agent finds that nobody reads from it."""
+        kill_sessions([self.process.pid])
+
+
+def agent_command(host: str, request: LaunchRequest) -> list[str]:
+    """Return the words that start the agent of a host, without a connection on this one; pdsh's lack the last one."""
+    if request.launcher == "srun":
+        one = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--unbuffered"]
+        return ["srun", *one, *AGENT]
+    if request.launcher == "none" or is_here(host):
+        return AGENT
+    if request.launcher == "pdsh":
+        return ["pdsh", "-S", "-N", "-R", "ssh", "-w", host]
+    return ["ssh", "-T", *ssh_options(request), host, shell_line(request)]
+
+
+def ssh_options(request: LaunchRequest) -> list[str]:
+    port = ["-p", str(request.ssh_port)] if request.ssh_port else []
+    return ["-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *port]
+
+
+def shell_line(request: LaunchRequest) -> str:
+    """Return the line that a shell of another host turns into the agent."""
+    activated = f". {shlex.quote(request.venv_script)} && " if request.venv_script else ""
+    path = shlex.quote(os.environ.get("PYTHONPATH", ""))
+    return f"{activated}PYTHONPATH={path} PYTHONSAFEPATH=1 exec {shlex.join(AGENT)}"
+
+
+def is_here(host: str) -> bool:
+    """Return True if a name or address is this machine's."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind((socket.gethostbyname(host), 0))
+        return True
+    return False
+
+
+def passed_on(environment: Mapping[str, str], launcher: str) -> Mapping[str, str]:
+    """Return the variables for all hosts: those of PASSED_ON, and those of DeepSpeed's file here or in the home.
+
+    Behind pdsh they stand in a command line, which all users of both hosts see: only those that hold no secret.
+    """
+    prefixes = PASSED_ON[:2] if launcher == "pdsh" else PASSED_ON
+    variables = {name: value for name, value in environment.items() if name.startswith(prefixes)}
+    for folder in (Path.home(), Path.cwd()):
+        with suppress(OSError):
+            lines = (folder / os.environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)).read_text(encoding="utf-8").splitlines()
+            variables |= dict(line.strip().split("=", 1) for line in lines if "=" in line)
+    return variables

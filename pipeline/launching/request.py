@@ -1,0 +1,176 @@
+"""Request to a launch script: the words of DeepSpeed's launcher as one object, read by one parser. No torch."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipeline.errors import InputError
+
+# Backends of DeepSpeed's launcher that start its own processes on other hosts.
+BY_HAND = ("openmpi", "mpich", "impi", "mvapich", "slurm")
+# Flags that people write behind STEP by mistake.
+BEFORE_STEP = (
+    "--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude", "--hostfile", "--master_port",
+    "--master_addr", "--node_rank", "--launcher", "--no_ssh",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """What a launch script is to start: on which hosts and devices, and the words of the stage.
+
+    deployment: single_gpu, single_node or multi_node.
+    launcher: how other hosts are reached; none: this command starts the ranks of one host, and its like the others.
+    hostfile: path of the host file; empty: DeepSpeed's default place.
+    include: hosts and GPUs to use, `name:0,1@name`.
+    exclude: hosts and GPUs to leave out.
+    num_nodes: number of hosts from the first on; 0: all.
+    num_gpus: number of GPUs, or of processes on a CPU, of each host; 0: all.
+    node_rank: place of this host in the host file, without ssh.
+    master_addr: address of the first host; empty: looked up.
+    master_port: port of rank 0; 0: one that is free.
+    ssh_port: port of ssh on other hosts; 0: as ssh is configured.
+    venv_script: shell script that activates the Python environment on other hosts.
+    enable_each_rank_log: folder for a file of what each rank prints; empty: the console.
+    bind_cores_to_rank: each rank runs on cores that no other rank of its host has.
+    bind_core_list: the cores for that, `0-3,8`; empty: all of the host.
+    save_pid: the process id of the supervisor is written to a file, as DeepSpeed's launcher does.
+    autotuning: DeepSpeed's search before the run; tune: without the run.
+    check: look at the hosts or measure the device, start no stage.
+    step: the number or the section of the stage; empty where none was given.
+    words: the flags of the stage.
+    """
+
+    deployment: str
+    launcher: str = "ssh"
+    hostfile: str = ""
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int = 0
+    num_gpus: int = 0
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    ssh_port: int = 0
+    venv_script: str = ""
+    enable_each_rank_log: str = ""
+    bind_cores_to_rank: bool = False
+    bind_core_list: str = ""
+    save_pid: bool = False
+    autotuning: str = ""
+    check: bool = False
+    step: str = ""
+    words: tuple[str, ...] = ()
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        return self.deployment != "multi_node"
+
+    @property
+    def is_first_host(self) -> bool:
+        """True unless another host is the first of several that are started by hand."""
+        return self.launcher != "none" or self.node_rank == 0
+
+    @property
+    def has_agents(self) -> bool:
+        """True if the ranks are started by an agent on each host."""
+        return not self.is_on_one_machine and self.launcher != "none"
+
+
+def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
+    """Read the words of a launch script. Raises InputError that names the flag, what was found and what is right."""
+    try:
+        values, unknown = launcher_parser().parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        name, reason = (error.argument_name or "").partition("/")[0], error.message
+        raise InputError(f"{name}: {'found no value' if reason == 'expected one argument' else reason}") from None
+    if unknown:
+        raise InputError(f"{unknown[0]}: not a flag of the launcher; those of the stage follow STEP")
+    given = vars(values)
+    step, *rest = given.pop("words", None) or [""]
+    for word in rest:
+        if word.partition("=")[0] in BEFORE_STEP:
+            raise InputError(f"{word}: found behind STEP, wanted before it with the other flags of the launcher")
+    known = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
+    return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **known)
+
+
+def launcher_parser() -> argparse.ArgumentParser:
+    """Return the parser of DeepSpeed's flags for its launcher, of ours, and of the words from STEP on."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, add_help=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--no_ssh", dest="launcher", action="store_const", const="none")
+    for names, kind in FLAGS.items():
+        parser.add_argument(*names.split(), type=kind)
+    for names in (*SWITCHES, *IDLE_SWITCHES):
+        parser.add_argument(*names.split(), action="store_true")
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    return parser
+
+
+def backend(text: str) -> str:
+    """Return a way to other hosts by its name in any case."""
+    if text.lower() in BY_HAND:
+        raise refused(f"{text} is started by hand: deepspeed --launcher {text.lower()} --module step1_sft.main FLAGS")
+    return one_of("ssh", "srun", "pdsh", "none")(text.lower())
+
+
+def launcher_args(text: str) -> str:
+    raise refused("by hand: deepspeed --launcher LAUNCHER --launcher_args ARGS --module step1_sft.main FLAGS")
+
+
+def count(text: str) -> int:
+    return whole(text, 1, sys.maxsize, "a number from 1 on")
+
+
+def number(text: str) -> int:
+    return whole(text, 0, sys.maxsize, "a number from 0 on")
+
+
+def port(text: str) -> int:
+    return whole(text, 0, 65535, "0 to 65535")
+
+
+def whole(text: str, least: int, most: int, wanted: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not least <= int(text) <= most:
+        raise refused(f"found {text!r}, wanted {wanted}")
+    return int(text)
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Return a reader of texts that takes these alone."""
+
+    def chosen(text: str) -> str:
+        if text not in choices:
+            raise refused(f"found {text!r}, wanted {', '.join(choices[:-1])} or {choices[-1]}")
+        return text
+
+    return chosen
+
+
+refused = argparse.ArgumentTypeError
+# Names of a flag with a value -> reader of the value.
+FLAGS: dict[str, Callable[[str], object]] = {
+    "--launcher": backend,
+    "--launcher_args": launcher_args,
+    "--hostfile -H": str,
+    "--include -i": str,
+    "--exclude -e": str,
+    "--num_nodes": count,
+    "--num_gpus --num_accelerators": count,
+    "--node_rank": number,
+    "--master_addr": str,
+    "--master_port": port,
+    "--ssh_port": port,
+    "--venv_script": str,
+    "--enable_each_rank_log": str,
+    "--bind_core_list": str,
+    "--autotuning": one_of("tune", "run"),
+    "--log_level": one_of("debug", "info", "warning", "error", "critical"),
+}
+SWITCHES = ("--bind_cores_to_rank", "--save_pid", "--check")
+# Switches of DeepSpeed's launcher that say what is so here in any case, or how much it prints of itself.
+IDLE_SWITCHES = ("--module", "--no_python", "--no_local_rank", "--no_ssh_check", "--force_multi", "--quiet -q")

@@ -1,0 +1,1 @@
+"""What comes before a run: looking at its models, data and disks, its dry run, and the flags chosen for it."""

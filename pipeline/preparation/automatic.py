@@ -1,0 +1,145 @@
+"""Flags that are chosen before a job starts: by its plan (--auto_fit), and by running three steps (--auto_batch).
+
+For the supervisor of a job. The choice is a preset in the run folder, which a resumed run takes as it is.
+"""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import Resolved, flag_words, validated
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.resume_rules import memory_flags, values_by_rule
+from pipeline.configuration.stage import Stage
+from pipeline.console import say
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.files import read_object, write_json
+from pipeline.launching.hosts import ranks_by_host
+from pipeline.launching.request import LaunchRequest
+from pipeline.launching.target import Target, this_machine
+from pipeline.models.source import ModelSource
+from pipeline.planning.ladder import changes
+from pipeline.planning.page import fits, verdict
+from pipeline.preparation.plans import stage_planner
+
+# Function that runs the stage with more words and other values of some flags, and tells whether memory suffices.
+Tries = Callable[[list[str], Resolved, dict[str, Any]], bool]
+
+
+def chosen_flags(
+    stage: Stage, resolved: Resolved, request: LaunchRequest, tries: Tries, *, cache: Path
+) -> dict[str, Any]:
+    """Return the flags that --auto_fit and --auto_batch add to a job's command; say each.
+
+    Args:
+        cache: the folder that remembers micro-batches.
+
+    Raises:
+        EnvironmentFault: no change of flags makes the plan fit, or a single row lacks memory. StoppedRun: on a signal.
+    """
+    run, slots = resolved.config.run, ranks_by_host(request)
+    if request.launcher == "none" and not request.is_on_one_machine:
+        raise InputError("--auto_fit and --auto_batch: the number of ranks must be known here, and the job start here")
+    target, ranks = this_machine(*slots), sum(slots)
+    resolved, flags = with_ranks(resolved, ranks), dict[str, Any]()
+    if run.auto_fit:
+        flags = flags_that_fit(stage, resolved, target)
+        resolved = with_flags(resolved, flags, ranks)
+    if run.auto_batch:
+        fitting = partial(tries, flag_words(flags))
+        flags |= largest_micro_batch(stage, resolved, target, fitting, cache / "micro_batches.json")
+    return flags
+
+
+def with_flags(resolved: Resolved, flags: dict[str, Any], ranks: int) -> Resolved:
+    """Return the settings with other values of some flags."""
+    values = dict(flat_items(resolved.config)) | flags
+    config: Any = validated(type(resolved.config), values, resolved.origins)
+    return with_ranks(replace(resolved, config=config), ranks)
+
+
+def flags_that_fit(stage: Stage, resolved: Resolved, target: Target) -> dict[str, Any]:
+    """Return the changes of flags that make the plan fit, {} where it fits as it is or no GPU's memory is known.
+
+    Raises:
+        EnvironmentFault: all changes together are not enough.
+    """
+    planner, resolved = stage_planner(stage, resolved, target, {})
+    target = planner.target
+    plan, flags = planner.memory(resolved), dict[str, Any]()
+    say(f"auto_fit: {verdict(plan, target)}")
+    for change in changes(planner, resolved):
+        plan, flags = change.plan, {**flags, **change.flags}
+        say(f"auto_fit: {change}")
+    if not fits(plan, target):
+        lacking = f"{verdict(plan, target)} ({target})"
+        raise EnvironmentFault(f"--auto_fit: {lacking}; take more GPUs, larger ones, shorter rows or a smaller model")
+    if flags:
+        say(f"auto_fit: {verdict(plan, target)}")
+    return flags
+
+
+def largest_micro_batch(
+    stage: Stage, resolved: Resolved, target: Target, tries: Callable[[Resolved, dict[str, Any]], bool], file: Path
+) -> dict[str, Any]:
+    """Return the flags of the largest micro-batch that has memory, in optimizer steps of as many rows as before.
+
+    Args:
+        tries: runs the stage with other values of these flags, and tells whether it has memory for them.
+        file: remembers the micro-batch of each shape of a run.
+
+    Raises:
+        EnvironmentFault: a single row lacks memory.
+    """
+    optimizer = resolved.config.optimizer
+    micro = optimizer.per_device_train_batch_size
+    rows = micro * optimizer.gradient_accumulation_steps
+    known, key = read_object(file), shape_key(stage, resolved, target)
+
+    def flags_of(size: int) -> dict[str, Any]:
+        accumulation = {} if optimizer.train_batch_size else {"gradient_accumulation_steps": rows // size}
+        return {"per_device_train_batch_size": size, **accumulation}
+
+    if known.get(key, 0) and rows % known[key] == 0:
+        say(f"auto_batch: {shlex.join(flag_words(flags_of(known[key])))}, as found before ({file})")
+        return flags_of(known[key])
+    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+    size = search(lambda size: tries(resolved, flags_of(size)), sizes, start=micro)
+    if size is None:
+        raise EnvironmentFault("--auto_batch: a micro-batch of 1 lacks memory; --auto_fit changes other flags")
+    write_json(file, read_object(file) | {key: size})
+    say(f"auto_batch: {shlex.join(flag_words(flags_of(size)))}; remembered in {file}")
+    return flags_of(size)
+
+
+def search(has_memory: Callable[[int], bool], sizes: Sequence[int], *, start: int) -> int | None:
+    """Return the largest of ascending `sizes` that has memory, by doubling from `start` and bisection; None: none."""
+    low, high, place = -1, len(sizes), sizes.index(start)  # low has memory, high has not
+    while low + 1 < high:
+        if has_memory(sizes[place]):
+            low = place
+        else:
+            high = place
+        place = (low + high) // 2
+        if high == len(sizes):
+            place = next((n for n in range(low + 1, high) if sizes[n] >= 2 * sizes[low]), high - 1)
+    return sizes[low] if low >= 0 else None
+
+
+def shape_key(stage: Stage, resolved: Resolved, target: Target) -> str:
+    """Return what the memory of a stage depends on, as a key of the cache: models, lengths, flags, ranks, device.
+
+    Rates, seeds and paths are left out; a model counts by its config.json.
+    """
+    config = resolved.config
+    paths, flags = values_by_rule(config, "model"), memory_flags(config)
+    rows = flags.pop("per_device_train_batch_size") * flags.pop("gradient_accumulation_steps")
+    models = {name: ModelSource(path).config.to_json_string() for name, path in paths.items() if path}
+    content = json.dumps([flags, rows, models], sort_keys=True, default=str)
+    return f"{stage.section}/{hashlib.sha256(content.encode()).hexdigest()[:16]}/{target.num_gpus} x {target.name}"

@@ -1,0 +1,95 @@
+"""The dry run of a stage prints its plan, and what its flags and DeepSpeed's JSON are if asked to; it starts nothing.
+
+`rlhf train --dry-run`, the supervisor of a launch script and a stage's own `--dry-run` call it. Imports no torch until
+models are planned.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import Resolved
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.stage import Stage
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.launching.target import parse_target
+from pipeline.preparation.engine_jsons import engine_jsons
+from pipeline.preparation.preflight import NO_OUTPUTS, look_before_start
+from pipeline.rendezvous import local_size, num_ranks
+
+NOTHING_STARTED = "dry run: nothing was started"
+
+
+def show_stage(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
+    """Print value and origin of each flag, then the DeepSpeed JSON of each engine. Raises InputError."""
+    resolved = with_ranks(resolved, ranks)
+    jsons = engine_jsons(stage, resolved, ranks=ranks)
+    if resolved.config.run.explain:
+        for name, value in flat_items(resolved.config):
+            print(f"  {name:<34} {value!s:<30} {resolved.origins[name]}")
+    for line in resolved.notes:
+        print(f"  note: {line}")
+    if resolved.config.run.explain:
+        for name, content in jsons.items():
+            print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
+
+
+def look_and_plan(
+    stages: Mapping[Stage, Resolved],
+    *,
+    slots: Sequence[int] | None,
+    base_of_output: Mapping[str, str] = NO_OUTPUTS,
+    named_by_section: bool = False,
+) -> None:
+    """Print notes of `look_before_start` and the plan of each stage, also where this machine lacks something.
+
+    Raises:
+        InputError, EnvironmentFault: all that would end the run, one per line.
+    """
+    from pipeline.preparation.plans import plan_stages
+
+    configs, faults = {stage: resolved.config for stage, resolved in stages.items()}, list[str]()
+    try:
+        lines = look_before_start(
+            configs, dry_run=True, named_by_section=named_by_section, base_of_output=base_of_output
+        )
+        for line in lines:
+            print(f"  note: {line}")
+    except EnvironmentFault as fault:
+        faults.append(str(fault))
+    try:
+        plan_stages(stages, slots=slots, base_of_output=base_of_output)
+    except InputError as error:
+        raise InputError("\n".join([*faults, str(error)])) from None
+    except EnvironmentFault as fault:
+        faults.append(str(fault))
+    if faults:
+        raise EnvironmentFault("\n".join(faults))
+
+
+def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | None) -> None:
+    """Print what a stage would run with, and look at its models, data, disk and memory.
+
+    slots: ranks of each machine; None: not known.
+
+    Raises:
+        InputError, EnvironmentFault: what would end the run.
+    """
+    described = resolved.config.run.target
+    ranks = parse_target(described).num_gpus if described else None if slots is None else sum(slots)
+    show_stage(stage, resolved, ranks=ranks)
+    try:
+        look_and_plan({stage: resolved}, slots=slots)
+    finally:
+        print(NOTHING_STARTED)
+
+
+def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:
+    """Make the dry run of the stage of which this process is a rank. Raises InputError, EnvironmentFault."""
+    ranks, here = num_ranks(), local_size()
+    hosts, rest = divmod(ranks, here)
+    slots = [here] * hosts + [rest] * bool(rest)
+    if hosts > 1 and not resolved.config.run.target:
+        machines = " + ".join(map(str, slots))
+        print(f"  note: {ranks} ranks, {here} of them here: planned on machines like this one, of {machines} ranks")
+    dry_run_stage(stage, resolved, slots=slots)

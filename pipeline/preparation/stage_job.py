@@ -1,0 +1,119 @@
+"""The job of one stage from its request to its exit code: flags that are chosen first, the job, and its new starts."""
+
+import os
+import signal
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline import errors
+from pipeline.configuration.flags import Resolved, without_flag
+from pipeline.configuration.resume_rules import values_by_rule
+from pipeline.configuration.run_flags import RESUME
+from pipeline.configuration.stage import Stage
+from pipeline.console import say
+from pipeline.launching.hosts import ranks_by_host
+from pipeline.launching.job import Job, start_here
+from pipeline.launching.ranks import wait_for_ranks
+from pipeline.launching.remote_ranks import MEASURING, check_hosts
+from pipeline.launching.request import LaunchRequest
+from pipeline.launching.scripts import PARENT
+from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
+from pipeline.preparation.choice import chosen_words, searches
+from pipeline.preparation.dry_run import dry_run_stage
+from pipeline.processes import Signals, end_with_parent
+from pipeline.run.entry import read_flags
+from pipeline.run.lock import locked
+from pipeline.run.outcome import check_nobody_left, clear_outcomes
+
+
+def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections: Collection[str] = ()) -> int:
+    """Run a stage as requested; print how it ended; return the exit code.
+
+    Args:
+        sections: those that a YAML file may have; empty: not all are known here.
+
+    Raises:
+        InputError: wrong flags or hosts. EnvironmentFault: the folder is in use, not writable, or the port is taken.
+    """
+    # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
+    if os.environ.get(PARENT) == str(os.getppid()):
+        end_with_parent(os.getppid(), signal.SIGTERM)
+    words = list(request.words)
+    # The file of a search holds lists, of which a stage never hears.
+    words = without_flag(words, "deepspeed_config") if request.autotuning else words
+    resolved = read_flags(stage, words, sections=sections)
+    if resolved.config.run.starts_nothing:
+        slots = None if resolved.config.run.target else ranks_by_host(request)
+        dry_run_stage(stage, resolved, slots=slots)
+        return errors.EXIT_DONE
+    run_dir = stage.run_folder(resolved.config.run)
+    if request.check:
+        return check(stage, request, resolved, signals)
+    with locked(run_dir) if request.is_first_host else nullcontext(), pid_file(request):
+        if searches(request, resolved):
+            chosen = chosen_words(stage, resolved, request, signals)
+            request = replace(request, words=(*request.words, *chosen))
+        if request.autotuning == "tune":
+            return errors.EXIT_DONE
+        return supervise(stage, request, resolved, signals)
+
+
+def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Signals) -> int:
+    """Start the ranks, again with smaller batches where they lack memory; return the exit code of the last start."""
+    run_dir, variables, given = stage.run_folder(resolved.config.run), dict[str, str](), request
+    while True:
+        check_nobody_left(run_dir)
+        if request.is_first_host:
+            clear_outcomes(run_dir)
+        is_again = bool(variables) or searches(request, resolved)
+        job = Job(run_dir, stage, request, resolved, signals=signals, variables=variables, is_again=is_again)
+        try:
+            verdict = job.supervise()
+        finally:
+            job.kill()
+        if not verdict.halved:
+            break
+        # Any checkpoint in the folder is this run's: older ones were deleted before step 1.
+        resumes = any(run_dir.glob("checkpoints/*/manifest.json"))
+        request = replace(given, words=(*given.words, *(RESUME if resumes else ())))
+        variables = {HALVED: halved_as_text(verdict.halved)}
+        start = "from the last checkpoint" if resumes else "from the first step"
+        cause, batches = verdict.lines[0].removeprefix("error: "), batches_in_words(verdict.halved)
+        say(f"{cause}; starting again {start} with {batches}")
+    say(*verdict.lines)
+    return verdict.code
+
+
+def check(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Signals) -> int:
+    """Look at the hosts of a request, or measure the devices of this machine; return the exit code.
+
+    Raises:
+        EnvironmentFault: see `check_hosts`.
+    """
+    if request.is_on_one_machine:
+        return wait_for_ranks(start_here(replace(request, words=()), MEASURING, os.environ), signals)
+    data, models = (values_by_rule(resolved.config, kind) for kind in ("data", "model"))
+    inputs = [(name, path, "data") for name, paths in data.items() for path in paths]
+    inputs += [(name, path, "model") for name, path in models.items()]
+    run_dir = stage.run_folder(resolved.config.run)
+    with locked(run_dir):
+        check_hosts(request, f"{stage.package}.main", run_dir, signals=signals, inputs=inputs)
+    return errors.EXIT_DONE
+
+
+@contextmanager
+def pid_file(request: LaunchRequest) -> Iterator[None]:
+    """Hold the file of --save_pid, which says as DeepSpeed's launcher does which process starts the ranks."""
+    if not request.save_pid:
+        yield
+        return
+    file = Path(f"/tmp/{os.getpid()}.deepspeed")
+    file.unlink(missing_ok=True)  # of an earlier process, or a link to what is none of ours
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(str(os.getpid()))
+        yield
+    finally:
+        file.unlink(missing_ok=True)

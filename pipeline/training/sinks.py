@@ -1,0 +1,96 @@
+"""The monitors of a run: where `--monitors` sends its metrics besides metrics.jsonl.
+
+A new one is a function here, its word in `SINKS`, and the same word in the flag's type (configuration/run_flags.py).
+"""
+
+import csv
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import tolerated, write_text
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing: what most sinks do at a checkpoint and at the end of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """A place that a run's metrics go to; it is left out from the first error on, and ends no run.
+
+    write: takes the step and its values, None for a number that is not finite. close: takes the run's exit code. sync:
+    everything is on the disk before a checkpoint says so.
+    """
+
+    write: Callable[[int, Mapping[str, float | None]], None]
+    close: Callable[[int], None] = nothing
+    sync: Callable[[], None] = nothing
+
+
+def csv_file(run_dir: Path, stage: str, start_step: int) -> Sink:
+    """Append to metrics.csv. Long form: steps carry different metrics, and a header cannot grow."""
+    file = (run_dir / "metrics.csv").open("a", encoding="utf-8", newline="")
+
+    def write(step: int, values: Mapping[str, float | None]) -> None:
+        with tolerated("metrics"):
+            csv.writer(file).writerows([step, name, value] for name, value in values.items())
+            file.flush()
+
+    return Sink(write, sync=lambda: os.fsync(file.fileno()))
+
+
+def tensorboard(run_dir: Path, stage: str, start_step: int) -> Sink:
+    """Write to TensorBoard, from behind `start_step` on."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # purge_step hides what an interrupted run wrote past the checkpoint, so that a curve never goes back.
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)
+
+    def write(step: int, values: Mapping[str, float | None]) -> None:
+        for name, value in finite_only(values).items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Sink(write)
+
+
+def wandb(run_dir: Path, stage: str, start_step: int) -> Sink:
+    """Log to Weights & Biases: one run for each run folder, which a resumed run continues, in the output's group."""
+    import wandb
+
+    id_file, output = run_dir / "wandb_id", run_dir.resolve().parent.parent.name
+    if start_step < 0 or not id_file.is_file():
+        write_text(id_file, uuid.uuid4().hex[:12])
+    settings = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "rlhf-pipeline"),
+        group=output,
+        name=f"{output}-{stage}",
+        config={name: setting["value"] for name, setting in settings.items()},
+        id=id_file.read_text(encoding="utf-8"),
+        resume="allow",
+        dir=str(run_dir),
+        settings=wandb.Settings(console="off"),  # the run folder has the log
+    )
+    # `finish` waits for W&B's own process, which writes late: ranks end without exit handlers.
+    return Sink(
+        lambda step, values: run.log(finite_only(values), step=step), lambda exit_code: run.finish(exit_code=exit_code)
+    )
+
+
+def finite_only(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the values without those that are not finite."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# Word of --monitors -> what makes its sink of a run's folder, its stage, and the step that it goes on from (-1: none).
+SINKS: dict[str, Callable[[Path, str, int], Sink]] = {
+    "tensorboard": tensorboard,
+    "csv": csv_file,
+    "wandb": wandb,
+}

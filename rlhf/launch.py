@@ -1,0 +1,58 @@
+"""Supervisor of one stage, which a launch script becomes: `python -m rlhf.launch DEPLOYMENT [launcher flags] STEP ...`.
+
+It starts the ranks, signals them, reads how they ended (pipeline/run/outcome.py) and leaves no process behind.
+"""
+
+import sys
+from importlib.util import find_spec
+
+from pipeline.console import outlive_console
+from pipeline.errors import EXIT_ENVIRONMENT, InputError, RunError, StoppedRun, print_error
+
+
+def main(argv: list[str]) -> int:
+    """Run the stage; returns the exit code."""
+    outlive_console()
+    if find_spec("deepspeed") is None:
+        what = f"deepspeed is not installed for {sys.executable}"
+        print(f"error: {what}; activate the environment of the project (README.md, Install)", file=sys.stderr)
+        return EXIT_ENVIRONMENT
+    from pipeline.processes import Signals
+
+    signals = Signals()
+    # Imported once the handlers are installed: reading all flags takes a good part of a second.
+    from pipeline.launching.hosts import take_cpu_without_gpu
+    from pipeline.launching.request import parse_request
+    from pipeline.preparation.stage_job import run_job
+    from rlhf.stages import SECTIONS, stage_of_step
+
+    try:
+        try:
+            request = parse_request(argv[0], argv[1:])
+            stage = stage_of_step(request.step)
+        except InputError as error:
+            print(f"error: {error}\n{usage(argv[0])}", file=sys.stderr)
+            return error.code
+        take_cpu_without_gpu(request)
+        return run_job(stage, request, signals, sections=SECTIONS)
+    except StoppedRun as stop:
+        print(stop, file=sys.stderr)
+        return stop.code
+    except RunError as error:
+        return print_error(error)
+
+
+def usage(deployment: str) -> str:
+    """Return the usage of a launch script."""
+    from rlhf.stages import STAGES, word_of
+
+    steps = ", ".join(f"{word_of(stage)} ({stage.title})" for stage in STAGES)
+    script = f"bash launch/{deployment}.sh"
+    return (
+        f"usage: {script} [deepspeed launcher flags] STEP [stage flags]\n"
+        f"  STEP: {steps}; stage flags: {script} STEP --help"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

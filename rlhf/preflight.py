@@ -1,0 +1,61 @@
+"""What is looked at before stages run, and their plans, in a process of its own: `rlhf train` imports no torch."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from pipeline.configuration.stage import Stage
+from pipeline.errors import EXIT_DONE, RunError, print_error
+from pipeline.preparation.dry_run import look_and_plan
+from pipeline.preparation.preflight import look_before_start
+from pipeline.processes import python_environment
+from pipeline.run.entry import leave, read_flags
+from rlhf.stages import SECTIONS, stage_of
+
+
+def start_preflight(
+    stages: Mapping[Stage, list[str]],
+    python: str,
+    *,
+    dry_run: bool,
+    slots: Sequence[int] | None,
+    base_of_output: Mapping[str, str],
+) -> int:
+    """Run `look_before_start` in a process of its own, which prints notes and errors; return its exit code.
+
+    In a dry run it prints the plans of the stages too.
+
+    Args:
+        stages: stage -> the words of its flags, in the order of the stages.
+        python: the interpreter.
+        slots: ranks of each machine of the run, for its plan; None: not known.
+        base_of_output: folder of a stage that is not among `stages` -> the model that stage starts from.
+    """
+    words = {stage.section: flags for stage, flags in stages.items()}
+    task = json.dumps({"stages": words, "dry_run": dry_run, "slots": slots, "base_of_output": base_of_output})
+    command = [python, "-m", "rlhf.preflight", task]
+    # A session of its own: Ctrl-C in a terminal reaches this process alone, and `run` then kills the other.
+    return subprocess.run(command, env=python_environment(), check=False, start_new_session=True).returncode
+
+
+def main(task: str) -> int:
+    """Do the work of the process that `start_preflight` starts; return its exit code."""
+    content = json.loads(task)
+    words, bases = content["stages"], content["base_of_output"]
+    stages = {stage_of(name): read_flags(stage_of(name), flags, sections=SECTIONS) for name, flags in words.items()}
+    try:
+        if content["dry_run"]:
+            look_and_plan(stages, slots=content["slots"], base_of_output=bases, named_by_section=True)
+        else:
+            configs = {stage: resolved.config for stage, resolved in stages.items()}
+            for line in look_before_start(configs, dry_run=False, named_by_section=True, base_of_output=bases):
+                print(f"note: {line}")
+    except RunError as error:
+        sys.stdout.flush()
+        return print_error(error)
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1]))  # without torch's teardown

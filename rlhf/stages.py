@@ -1,0 +1,55 @@
+"""The list of stages: what `rlhf train --step`, launch scripts, dry runs and exports can run."""
+
+from pipeline.configuration.stage import Stage
+from pipeline.errors import InputError
+from step1_sft.stage import STAGE as SFT
+from step2_reward.stage import STAGE as REWARD
+from step3_ppo.stage import STAGE as PPO
+
+STAGES: tuple[Stage, ...] = (
+    SFT,
+    REWARD,
+    PPO,
+)
+# The sections of a YAML file: that of `rlhf train`, then one of each stage.
+SECTIONS = ("train", *(stage.section for stage in STAGES))
+METHODS = tuple(method for stage in STAGES for method in stage.methods)
+NUMBERS = tuple(sorted({stage.number for stage in STAGES}))
+
+
+def stage_of(section: str) -> Stage:
+    """Return the stage of a section. Raises InputError."""
+    for stage in STAGES:
+        if stage.section == section:
+            return stage
+    raise InputError(f"{section}: not a stage; wanted one of {', '.join(SECTIONS[1:])}")
+
+
+def stage_of_step(word: str) -> Stage:
+    """Return the stage that a launch script's STEP names: a number, or the section of a stage. Raises InputError."""
+    for stage in STAGES:
+        if word in (str(stage.number), stage.section):
+            return stage
+    *numbers, last = map(str, NUMBERS)
+    raise InputError(f"STEP: found {repr(word) if word else 'none'}, wanted {', '.join(numbers)} or {last}")
+
+
+def stages_of_method(method: str) -> dict[int, Stage]:
+    """Return number -> stage where `method` chooses among those of one number; else the first of a number.
+
+    Raises:
+        InputError: no stage has this method.
+    """
+    if method not in METHODS:
+        raise InputError(f"--method: found {method!r}, wanted one of {', '.join(METHODS)}")
+    chosen: dict[int, Stage] = {}
+    for stage in STAGES:
+        if stage.number not in chosen or method in stage.methods:
+            chosen[stage.number] = stage
+    return chosen
+
+
+def word_of(stage: Stage) -> str:
+    """Return how a launch script calls a stage: by its number, or by its section where several share that."""
+    several = sum(other.number == stage.number for other in STAGES) > 1
+    return stage.section if several else str(stage.number)

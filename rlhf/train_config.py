@@ -1,0 +1,207 @@
+"""Own flags of `rlhf train`: definition, help on one screen, and sets of values that contradict each other."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, Field
+
+from pipeline.configuration.flag_table import flag, flag_table
+from pipeline.configuration.flags import load_yaml
+from pipeline.configuration.groups import Group
+from pipeline.configuration.names import FILE_FLAGS, Names, normalise
+from pipeline.errors import InputError, nearest
+from pipeline.launching.scripts import launch_file
+from pipeline.models.paths import check_model_path
+from rlhf.stages import METHODS, NUMBERS, STAGES
+
+SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "1.3b-lora", "6.7b-lora")
+OPT = "facebook/opt-"
+# Launchers put names of hosts into command lines of other machines: nothing that a shell or ssh would act on.
+HOSTS = re.compile(r"([A-Za-z0-9\[][\w.:@,;\[\]-]*)?", re.ASCII)
+
+
+def check_hosts(value: str) -> str:
+    if not HOSTS.fullmatch(value):
+        raise ValueError("wanted names of hosts, of letters, digits and . - _ : @ ,")
+    return value
+
+
+HostNames = Annotated[str, AfterValidator(check_hosts)]
+StageNumber = Annotated[int, Field(ge=NUMBERS[0], le=NUMBERS[-1])]
+ZeroStage = Literal["auto", "0", "1", "2", "3"]
+
+
+class TrainConfig(Group):
+    """Make a chat model: fine-tune (1), train a reward model (2), PPO (3)."""
+
+    step: list[StageNumber] = flag([1, 2, 3], f"which of {' '.join(map(str, NUMBERS))} to run", min_length=1)
+    method: Literal[METHODS] = flag(METHODS[0], "of step 3")  # type: ignore[valid-type]
+    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
+        "single_gpu", "or single_node, multi_node"
+    )
+    actor_model: str = flag("1.3b", "66b, qwen3-8b, ..., hub id, folder", aliases=("model",))
+    reward_model: str = flag("auto", "auto: 350m, or of the actor's family", kind="path")
+    actor_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the preset says")
+    reward_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the preset says")
+    output_dir: str = flag("output", "parent of sft/, reward/, actor/", kind="written path")
+    num_gpus: int = flag(0, "GPUs of each machine; 0: all", ge=0)
+    hostfile: str = flag("", "multi_node: lines `name slots=8`", kind="path")
+    include: HostNames = flag("", "hosts and GPUs to use: name:0,1@name", kind="path")
+    exclude: HostNames = flag("", "hosts and GPUs to leave out", kind="path")
+    launcher: Literal["ssh", "pdsh", "srun", "none"] = flag(
+        "ssh", "multi_node: how the hosts are reached; none: this command runs on each, with its --node-rank"
+    )
+    node_rank: int = flag(0, "launcher none: place of this host in the host file, from 0", ge=0)
+    master_addr: HostNames = flag("", "address of the first host")
+    master_port: int = flag(0, "0: a free one is picked; launcher none: 29500", ge=0, le=65535)
+    resume: str = flag("auto", "auto, never, or a checkpoint folder", kind="path")
+    overwrite: bool = flag(False, "run finished stages again")
+    max_restarts: int = flag(0, "resume a stage after a fault, killed or hung", ge=0)
+    dry_run: bool = flag(False, "check and show all, start nothing")
+    check: bool = flag(False, "check hosts, measure the GPU, start no stage")
+    debug: bool = flag(False, "show tracebacks")
+
+
+# Told in docs/running.md: the help has one screen.
+HOST_FLAGS = ("hostfile", "include", "exclude", "launcher", "node_rank", "master_addr", "master_port")
+
+
+def short_help(config_class: type[BaseModel], prog: str) -> str:
+    """Return help on one screen: at most 25 lines of 80 columns."""
+    lines = [
+        f"usage: {prog} [--FLAG VALUE ...]",
+        (config_class.__doc__ or "").strip(),
+        f"  {prog} --actor-model tiny --dry-run",
+        f"  {prog} --step 1 3 --num-gpus 4 --deployment-type single_node",
+    ]
+    for name, row in flag_table(config_class).items():
+        if name not in HOST_FLAGS:
+            lines.append(f"  --{name.replace('_', '-'):<18}{row.meaning} [{row.shown_default}]")
+    lines += [
+        "  --hostfile, --include, --exclude, --launcher, --node-rank, --master-addr,",
+        "  --master-port: several hosts (docs/running.md)",
+        "  --config FILE       YAML with sections train, sft, reward, ppo",
+        "  --FLAG VALUE        of all stages; of one: --sft.FLAG, --reward.FLAG, ...",
+        f"All flags of a stage: {STAGES[0].program} --help; {', '.join(stage.package for stage in STAGES[1:])}",
+    ]
+    return "\n".join(lines)
+
+
+def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Split a command line into own words and section -> words of that stage: `--sft.seed 1` is `--seed 1` of sft."""
+    own: list[str] = []
+    overrides: dict[str, list[str]] = {section: [] for section in sections}
+    target = own
+    for word in argv:
+        if word.startswith("--"):
+            match = re.match(rf"--({'|'.join(overrides)})\.", word)
+            target = overrides[match[1]] if match else own
+            word = f"--{word[match.end() :]}" if match else word
+        target.append(word)
+    return own, overrides
+
+
+def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+    """Split the words without a section into those of `rlhf train` itself and the flags, with values, of its stages."""
+    names = Names(TrainConfig)
+    own: list[str] = []
+    common: list[list[str]] = []
+    target = own
+    for word in words:
+        if word.startswith("--"):
+            target = own
+            if normalise(word[2:].partition("=")[0]) not in {*names.known, *FILE_FLAGS, "help"}:
+                common.append([])
+                target = common[-1]
+        target.append(word)
+    return own, common
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A base model with recipes: the name of its presets, its hub id, and the base of its reward model by default.
+
+    hub_id: empty where each of its presets names the model.
+    """
+
+    preset: str
+    hub_id: str
+    reward_model: str
+
+
+@cache
+def model_families() -> list[dict[str, list[str]]]:
+    """Return the families of launch/models.yaml, name -> [hub id, preset] each."""
+    return list(load_yaml(str(launch_file("models.yaml"))).values())
+
+
+def known_model(model: str) -> KnownModel | None:
+    """Return what is known of a base model by its name or hub id; None for a folder or any other hub id.
+
+    Raises:
+        InputError: it looks like the name of a known model, but none has this name; or it is a preset of stage 1 alone.
+    """
+    size = model.removeprefix(OPT)
+    if size in SIZES:
+        return KnownModel(size, "", "tiny" if size == "tiny" else "350m")
+    names: list[str] = []
+    for family in model_families():
+        names += family
+        for name, (hub_id, preset) in family.items():
+            if model in (name, hub_id, f"{hub_id}-Instruct"):
+                return KnownModel(preset, hub_id if model == name else model, next(iter(family)))
+    presets = [launch_file(f"presets/{model}.{stage.section}.yaml").is_file() for stage in STAGES]
+    if "/" not in model and presets[0] and not any(presets[1:]) and not Path(model).exists():
+        raise InputError(
+            f"found {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
+            f"launch/presets/{model}.{STAGES[0].section}.yaml"
+        )
+    if (
+        re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|tiny\w*|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model)
+        and not Path(model).exists()
+    ):
+        raise InputError(
+            f"found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or a folder"
+            f"{nearest(model, [*SIZES, *names])}"
+        )
+    return None
+
+
+def with_reward_model(config: TrainConfig) -> TrainConfig:
+    """Return a configuration whose reward model is named: `auto` is small and reads the actor's tokens."""
+    if config.reward_model != "auto":
+        return config
+    known = known_model(config.actor_model)
+    return config.model_copy(update={"reward_model": config.actor_model if known is None else known.reward_model})
+
+
+def contradictions(config: TrainConfig) -> list[str]:
+    """Return a line for each set of own flags that contradict each other."""
+    errors = []
+    if config.deployment_type == "single_gpu" and config.num_gpus > 1:
+        errors.append(f"--num-gpus: found {config.num_gpus} with single_gpu; give --deployment-type single_node")
+    for name in ("hostfile", "launcher", "node_rank") if config.deployment_type != "multi_node" else ():
+        if (value := getattr(config, name)) != getattr(TrainConfig(), name):
+            word = f"--{name.replace('_', '-')}"
+            errors.append(f"{word}: found {value} with {config.deployment_type}; give --deployment-type multi_node")
+    if config.node_rank and config.launcher != "none":
+        errors.append(f"--node-rank: found {config.node_rank} with --launcher {config.launcher}; give --launcher none")
+    if config.check and config.launcher in ("pdsh", "none"):
+        errors.append(f"--check: found --launcher {config.launcher}; give --launcher ssh or srun")
+    if config.include and config.exclude:
+        errors.append("--include and --exclude: give one of them")
+    if config.num_gpus and (config.include or config.exclude):
+        errors.append("--num-gpus: give this or --include / --exclude, not both")
+    if config.resume not in ("auto", "never") and len(set(config.step)) > 1:
+        errors.append(f"--resume: {config.resume}: a checkpoint is one stage's; give one --step, or --SECTION.resume")
+    for name, model in (("--actor-model", config.actor_model), ("--reward-model", config.reward_model)):
+        try:
+            if model != "auto" and known_model(model) is None:
+                check_model_path(model)
+        except InputError as error:
+            errors.append(f"{name}: {error}")
+    return errors

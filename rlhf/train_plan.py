@@ -1,0 +1,239 @@
+"""Plan of `rlhf train`: words, checked configuration and folders of each stage, before anything starts."""
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.configuration.flags import (
+    TRAIN,
+    Resolved,
+    check_dashes,
+    load_yaml,
+    parse,
+    read_yaml,
+    scan,
+    without_flag,
+)
+from pipeline.configuration.names import Names, normalise
+from pipeline.configuration.stage import Stage
+from pipeline.errors import InputError, nearest
+from pipeline.launching.scripts import launch_file
+from pipeline.run.earlier_runs import automatic_words
+from rlhf.stages import SECTIONS, stages_of_method
+from rlhf.train_config import (
+    TrainConfig,
+    contradictions,
+    known_model,
+    short_help,
+    split_common,
+    split_overrides,
+    with_reward_model,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A stage with its configuration, its flags as words, and its folders.
+
+    stage: the stage.
+    resolved: settings with the origin of each.
+    argv: flags as words of a command line.
+    model_dir: model folder that later stages start from.
+    run_dir: folder of the run.
+    """
+
+    stage: Stage
+    resolved: Resolved
+    argv: list[str]
+    model_dir: Path
+    run_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All stages, also those that are not to run: later ones read their output.
+
+    stages: by number. given: flags of `rlhf train` itself that its user gave.
+    """
+
+    config: TrainConfig
+    stages: dict[int, PlannedStage]
+    given: frozenset[str]
+
+    @property
+    def chosen(self) -> list[PlannedStage]:
+        """Return the stages to run, in order."""
+        return [self.stages[number] for number in sorted(set(self.config.step))]
+
+
+def make_plan(argv: list[str], *, prog: str) -> Plan:
+    """Return the plan of `rlhf train ARGV`, which its user calls as `prog`. Exits with 0 after `--help`.
+
+    Raises:
+        InputError: every wrong flag, of `rlhf train` itself and of the stages, one per line.
+    """
+    check_dashes(argv)
+    words, overrides = split_overrides(argv, SECTIONS[1:])
+    own, common = split_common(words)
+    config_file = "".join(dict(scan(own)).get("config", [])[-1:])
+    config, given, errors = train_config(own, config_file, prog)
+    kinds = stages_of_method(config.method)
+    chosen = {number: kinds[number] for number in sorted(set(config.step))}
+    problems = [why_not_common(flag[0], kinds, chosen) for flag in common]
+    errors += filter(None, problems)
+    shared = [word for flag, problem in zip(common, problems, strict=True) if not problem for word in flag]
+    for kind in chosen.values():
+        # What is given for one stage is stronger.
+        overrides[kind.section] = [*shared, *overrides[kind.section]]
+    stages: dict[int, PlannedStage] = {}
+    for number, kind in sorted(kinds.items()):
+        try:
+            file, override = config_file_of(number, config, config_file), overrides[kind.section]
+            stages[number] = plan_stage(kind, config, config_file=file, override=override, before=stages)
+        except InputError as error:
+            errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
+    if errors:
+        raise InputError("\n".join(dict.fromkeys(errors)))
+    return Plan(config, stages, given)
+
+
+def is_common(name: str, stages: Collection[Names]) -> bool:
+    """Return True if one value of the flag `name` serves all stages that run."""
+    several = len(stages) > 1
+    flags = [names.table.get(names.known.get(name, "")) for names in stages]
+    ignored = [name in names.ignored for names in stages]
+    return all(i or (flag and not (several and flag.per_stage)) for i, flag in zip(ignored, flags, strict=True))
+
+
+def why_not_common(word: str, kinds: Mapping[int, Stage], chosen: Mapping[int, Stage]) -> str:
+    """Return the reason why a flag without a section is not for all `chosen` stages, or ""."""
+    given = word.partition("=")[0]
+    name, stages = normalise(given[2:]), {kind.section: Names(kind.config) for kind in chosen.values()}
+    if is_common(name, stages.values()):
+        return ""
+    if any(name in names.known for names in stages.values()):
+        meanings = {s: names.other_tools.get(name) or [names.known.get(name, "")] for s, names in stages.items()}
+        flags = [f"--{section}.{flag}" for section, found in meanings.items() for flag in found if flag]
+        lacking = " and ".join(f"stage {number}" for number, kind in chosen.items() if meanings[kind.section] == [""])
+        reason = f"not a flag of {lacking}" if lacking else "not one value for all stages that run"
+        return f"{given}: {reason}; give {' and '.join(flags)}"
+    if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
+        return f"{given}: a flag of other programs without a counterpart here: {reasons[0]}"
+    meant = {s: [names.table[flag] for flag in names.other_tools.get(name, [])] for s, names in stages.items()}
+    right = [f"--{section}.{flag.name}" for section, flags in meant.items() for flag in flags]
+    leaves = {flag.path[-1] for flags in meant.values() for flag in flags}
+    right = [f"--{leaf}" for leaf in leaves if is_common(leaf, stages.values())] or right
+    if right:
+        return f"{given}: unknown flag; here it is {' or '.join(right)}"
+    others = [(number, kind.section, Names(kind.config).known) for number, kind in kinds.items()]
+    if right := [f"--{section}.{known[name]}, of stage {number}" for number, section, known in others if name in known]:
+        return f"{given}: no flag of the stages that run; here it is {' or '.join(right)}"
+    valid = [f"--{flag}" for names in (Names(TrainConfig), *stages.values()) for flag in names.known]
+    return f"{given}: unknown flag{nearest('--' + name, valid)}"
+
+
+def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, frozenset[str], list[str]]:
+    """Return (own configuration, flags that were given, error lines).
+
+    The defaults if there are errors, so that the stages can be checked.
+
+    Raises:
+        InputError: the --config file is not usable, which each stage would report again.
+    """
+    if config_file and not has_sections(config_file):
+        own = without_flag(own, "config")
+    errors = []
+    if "preset" in dict(scan(own)):
+        errors.append("--preset: presets follow --actor-model and --reward-model; give --config FILE")
+        own = without_flag(own, "preset")
+    config, given = TrainConfig(), frozenset[str]()
+    try:
+        resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=short_help)
+        config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if origin != "default")
+        errors += contradictions(config)
+    except InputError as error:
+        errors += str(error).splitlines()
+    return with_reward_model(TrainConfig() if errors else config), given, errors
+
+
+def has_sections(config_file: str) -> bool:
+    """Tell whether a YAML file holds sections, also unknown ones: no flag takes a mapping."""
+    return any(key in SECTIONS or isinstance(value, dict) for key, value in load_yaml(config_file).items())
+
+
+def config_file_of(number: int, config: TrainConfig, config_file: str) -> str:
+    """Return the --config file if it is for stage `number`: one without sections is for the only stage that runs."""
+    if not config_file or has_sections(config_file):
+        return config_file
+    if len(set(config.step)) > 1:
+        below = " or ".join((", ".join(f"{name}:" for name in SECTIONS[1:-1]), f"{SECTIONS[-1]}:"))
+        raise InputError(f"{config_file}: found flags without sections; put them below {below}")
+    return config_file if number in config.step else ""
+
+
+def plan_stage(
+    stage: Stage, config: TrainConfig, *, config_file: str, override: list[str], before: Mapping[int, PlannedStage]
+) -> PlannedStage:
+    """Return one planned stage; `before` are the stages whose output it may read."""
+    follows = next(iter(stage.starts.values())).follows
+    known = known_model(config.reward_model if follows == "reward" else config.actor_model)
+    argv = []
+    if known and (preset := launch_file(f"presets/{known.preset}.{stage.section}.yaml")).is_file():
+        argv = ["--preset", path_from_here(preset)]
+    replaceable, fixed = chained_flags(stage, config, before), inherited_flags(stage, config)
+    if config_file:
+        argv += ["--config", config_file]
+        names = Names(stage.config).known
+        from_file = {names.get(name) for name in read_yaml(config_file, stage.section, SECTIONS)[0]}
+        replaceable = {name: value for name, value in replaceable.items() if name not in from_file}
+    for name, value in (replaceable | fixed).items():
+        argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
+    argv += override
+    resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
+    run_dir = stage.run_folder(resolved.config.run)
+    if chosen := automatic_words(resolved, run_dir):
+        argv += chosen
+        resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
+    return PlannedStage(stage, resolved, argv, stage.outputs(resolved.config)[0], run_dir)
+
+
+def path_from_here(path: Path) -> str:
+    """Return `path` as a user in the working folder would type it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def chained_flags(stage: Stage, config: TrainConfig, before: Mapping[int, PlannedStage]) -> dict[str, str]:
+    """Return the folders that follow from the stages before; a --config file or an override may name others."""
+    outputs = {planned.stage.section: planned.model_dir for planned in before.values()}
+    out = Path(config.output_dir)
+    starts = {
+        f"{prefix}model_name_or_path": str(outputs.get(start.section, out))
+        for prefix, start in stage.starts.items()
+        if start.section
+    }
+    return starts | {"output_dir": str(out / stage.folder)}
+
+
+def inherited_flags(stage: Stage, config: TrainConfig) -> dict[str, str]:
+    """Return a stage's flags that follow from those of `rlhf train`; only an override is stronger."""
+    models = {"actor": config.actor_model, "reward": config.reward_model}
+    zero_stages = {"actor": config.actor_zero_stage, "reward": config.reward_zero_stage}
+    flags: dict[str, str] = {}
+    for prefix, start in stage.starts.items():
+        flags[f"{prefix}zero_stage"] = zero_stages[start.follows]
+        if not start.section:
+            model = models[start.follows]
+            known = known_model(model)
+            flags[f"{prefix}model_name_or_path"] = model if known is None else known.hub_id
+    flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
+    return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
+
+
+def as_override(line: str, section: str) -> str:
+    """Return a stage's error line with its flags as the user of `rlhf train` types them."""
+    if not line.startswith("--"):
+        return f"{section}: {line}"
+    return re.sub(r"(did you mean|here it is|or) --", rf"\1 --{section}.", f"--{section}.{line[2:]}")

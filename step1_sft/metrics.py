@@ -1,0 +1,14 @@
+"""The metrics of stage 1."""
+
+from pipeline.training.metrics import SUPERVISED, Metric
+
+METRICS: dict[str, Metric] = SUPERVISED | {
+    "eval_perplexity": Metric("exp of eval_loss", "number"),
+    "eval_bleu": Metric(
+        "corpus BLEU of greedy answers to all held-out prompts by sacrebleu's defaults, 0 to 100; references are the "
+        "tokenised responses, decoded",
+        "points",
+        better=1,
+    ),
+    "eval_rougeL": Metric("mean ROUGE-L F-measure of such answers by rouge-score, 0 to 1", "share", better=1),
+}

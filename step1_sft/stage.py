@@ -1,0 +1,58 @@
+"""Stage 1 as an object: supervised fine-tuning of a language model."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pipeline.configuration.stage import Stage, Start
+from step1_sft.config import SFTConfig
+
+if TYPE_CHECKING:
+    from pipeline.checkpoints.offline import OfflineCheckpoint
+    from pipeline.engine.start_models import StartModel
+    from pipeline.planning.needs import StageNeeds
+    from pipeline.run.run import Run
+
+
+def train(run: "Run", config: SFTConfig) -> None:
+    """Run the loop of the stage."""
+    from step1_sft.training import train
+
+    train(run, config)
+
+
+def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
+    """Return the start model with its checks."""
+    from step1_sft.checks import start_models
+
+    return start_models(config, base_of_output)
+
+
+def needs(config: SFTConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
+    """Return what a rank needs, for the planner."""
+    from step1_sft.needs import needs
+
+    return needs(config, base_of_output, dtype, ranks)
+
+
+def export(checkpoint: "OfflineCheckpoint") -> None:
+    """Write the model folder of a checkpoint."""
+    from step1_sft.training import export
+
+    export(checkpoint)
+
+
+STAGE = Stage(
+    number=1,
+    section="sft",
+    title="supervised fine-tuning",
+    package="step1_sft",
+    config=SFTConfig,
+    rows="sequences",
+    shares=(0,),
+    starts={"": Start("actor")},
+    reached=("eval_perplexity",),
+    train=train,
+    start_models=start_models,
+    needs=needs,
+    export=export,
+)

@@ -1,0 +1,57 @@
+"""The metrics of stage 3: of a rollout in the line of its first optimizer step, of an update in each line."""
+
+from pipeline.training.metrics import SHARED, Metric
+
+METRICS: dict[str, Metric] = SHARED | {
+    "objective/kl": Metric("mean over sequences of the sum of log pi - log pi_ref (k1) over tokens", better=0),
+    "objective/kl_k3": Metric("the same by the k3 estimator", better=0),
+    "objective/entropy": Metric("mean entropy of the policy per response token", better=0),
+    "objective/scores": Metric("mean raw score of the reward model", "score", better=1),
+    "objective/score_clipfrac": Metric("share of responses whose normalised score reward_clip cut", "share"),
+    "objective/rlhf_reward": Metric("mean shaped reward minus kl_coef times the KL per sequence", "score", better=1),
+    "objective/kl_coef": Metric("weight of the KL penalty in this rollout", "number", better=0),
+    "policy/ratio_mean": Metric("mean over response tokens of new over old probability", "number", "policy", better=0),
+    "policy/ratio_max": Metric("largest of these ratios", "number", "policy", better=0),
+    "policy/first_ratio_error": Metric(
+        "largest |log ratio| before the first update of the rollout; 0 when nothing drifted; null where that update "
+        "trained no policy (critic warm-up, no finite reward); with old_log_probs sampler: policy/sampler_error, as "
+        "the ratio itself is 1 by construction",
+        "nats",
+        "policy",
+    ),
+    "policy/sampler_error": Metric("largest |trainer's - sampler's log-probability| of a token", "nats", "policy"),
+    "policy/clipfrac": Metric("share of response tokens whose ratio was clipped", "share", "policy", better=0),
+    "policy/approx_kl": Metric("estimate of KL(old || new) per token", "nats", "policy", better=0),
+    "loss/policy": Metric("policy loss per response token", "number", better=0),
+    "loss/value": Metric("value loss per response token", "squared score"),
+    "loss/ptx": Metric("language-model loss per token of the ptx text"),
+    "value/clipfrac": Metric(
+        "share of response tokens whose clipped value loss was larger", "share", "value", better=0
+    ),
+    "value/explained_variance": Metric(
+        "1 - Var(returns - values) / Var(returns) over tokens", "number", "value", better=1
+    ),
+    "advantages/mean": Metric("mean of the advantages before whitening", "score", "value", better=0),
+    "advantages/std": Metric("standard deviation of the advantages before whitening", "score", "value", better=0),
+    "completions/mean_length": Metric("mean response tokens, EOS included", "tokens", "completions", better=0),
+    "completions/truncated_fraction": Metric("share of responses cut at max_answer_seq_len", "share", "completions"),
+    "completions/eos_fraction": Metric("share of responses that ended with an EOS", "share", "completions", better=1),
+    "completions/empty_fraction": Metric("share of responses that are an EOS alone", "share", "completions"),
+    "actor/grad_norm": Metric("L2 norm of the actor's gradient before clipping", "number", "optimizer", better=0),
+    "critic/grad_norm": Metric("L2 norm of the critic's gradient before clipping", "number", "optimizer", better=0),
+    "actor/learning_rate": Metric(
+        "rate of the actor's first parameter group in this step", "number", "optimizer", better=0
+    ),
+    "critic/learning_rate": Metric(
+        "rate of the critic's first parameter group in this step", "number", "optimizer", better=0
+    ),
+    "rows_masked": Metric("responses left out because their reward or values were not finite", "rows", "progress"),
+    "time/generate_s": Metric("seconds of sampling", "s", "speed"),
+    "time/score_s": Metric("seconds of reference, reward, value and old log-probability passes", "s", "speed"),
+    "time/train_s": Metric("seconds of the updates", "s", "speed"),
+    "generate_tokens_per_s": Metric("response tokens sampled per second, all ranks", "tokens/s", "speed", better=1),
+    "memory/generate_gib": Metric("as memory/train_gib, while the rollout was sampled", "GiB", "memory"),
+    "memory/score_gib": Metric("as memory/train_gib, while it was scored", "GiB", "memory"),
+}
+# Metrics of the progress line.
+SHOWN = ("objective/scores", "objective/kl", "completions/mean_length", "loss/value")

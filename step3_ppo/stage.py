@@ -1,0 +1,107 @@
+"""Stage 3 as an object: PPO of an actor against a reward model."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.configuration.stage import Stage, Start
+from step3_ppo.config import PPOConfig
+
+if TYPE_CHECKING:
+    from pipeline.checkpoints.offline import OfflineCheckpoint
+    from pipeline.engine.start_models import StartModel
+    from pipeline.planning.needs import StageNeeds
+    from pipeline.run.run import Run
+
+
+def train(run: "Run", config: PPOConfig) -> None:
+    """Run the loop of the stage."""
+    from step3_ppo.training import train
+
+    train(run, config)
+
+
+def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
+    """Return actor, critic and reward model (if it has a flag of its own) with their checks.
+
+    Args:
+        base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
+    """
+    from pipeline.engine.start_models import (
+        StartModel,
+        check_cache,
+        check_critic_tokens,
+        check_rotary_length,
+        check_settings,
+        package_checks,
+    )
+    from pipeline.models.paths import check_language_model, check_reward_model
+    from pipeline.models.reward_model import check_head
+    from pipeline.models.source import ModelSource, check_decoder, check_positions
+
+    lengths = "--max_prompt_seq_len + --max_answer_seq_len"
+    longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
+    models: list[StartModel] = []
+    for role, settings in (("actor", config.actor), ("critic", config.critic)):
+        flag, path = f"--{role}_model_name_or_path", settings.model_name_or_path
+        start = ModelSource(base_of_output.get(path, path))
+        fits: list[Callable[[], None]] = [
+            partial(check_decoder, start, flag),
+            *(partial(check, start, longest, lengths) for check in (check_positions, check_rotary_length)),
+            partial(check_settings, start, settings, f"{role}_"),
+        ]
+        if role == "actor":
+            fits.append(partial(check_cache, start, flag))
+        else:
+            fits.insert(0, partial(check_critic_tokens, start, models[0].source, flag))
+            fits += [] if path in base_of_output else [partial(check_head, start)]
+        kind = check_language_model if role == "actor" else check_reward_model
+        packages = package_checks(settings, config.optimizer, config.deepspeed, f"{role}_")
+        models.append(StartModel(flag, path, start, kind, packages, fits))
+    if path := config.reward_model_name_or_path:
+        flag = "--reward_model_name_or_path"
+        start = ModelSource(base_of_output.get(path, path))
+        fits = [partial(check_decoder, start, flag)]
+        fits += [] if path in base_of_output else [partial(check_head, start)]
+        models.append(StartModel(flag, path, start, check_reward_model, fits=fits))
+    return models
+
+
+def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
+    """Return what a rank needs, for the planner."""
+    from step3_ppo.needs import needs
+
+    return needs(config, base_of_output, dtype, ranks)
+
+
+def export(checkpoint: "OfflineCheckpoint") -> None:
+    """Write the model folders of a checkpoint."""
+    from step3_ppo.state import export
+
+    export(checkpoint)
+
+
+def model_folders(config: PPOConfig) -> list[Path]:
+    """Return the folders of the models that the stage writes: the actor's first."""
+    names = ["actor", "critic", "actor_ema"] if config.ppo.enable_ema else ["actor", "critic"]
+    return [Path(config.run.output_dir) / name for name in names]
+
+
+STAGE = Stage(
+    number=3,
+    section="ppo",
+    title="PPO",
+    package="step3_ppo",
+    config=PPOConfig,
+    rows="prompts",
+    shares=(2,),
+    starts={"actor_": Start("actor", "sft"), "critic_": Start("reward", "reward")},
+    reached=("eval_objective/scores", "eval_objective/kl"),
+    methods=("ppo",),
+    outputs=model_folders,
+    train=train,
+    start_models=start_models,
+    needs=needs,
+    export=export,
+)

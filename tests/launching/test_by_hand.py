@@ -1,0 +1,43 @@
+"""Two ranks that `deepspeed` and `torchrun` start by hand, without a launch script: the same steps."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import forks
+from support.ports import free_port
+from support.source_tree import ROOT
+from support.tiny_run import make_folder, read_metrics
+
+pytestmark = pytest.mark.slow
+FLAGS = (
+    "--model_name_or_path base --data_path train.jsonl --eval_data_path test.jsonl --data_split none --max_seq_len 96 "
+    "--per_device_train_batch_size 4 --dtype fp32 --max_steps 2 --enable_tensorboard false"
+).split()
+DEEPSPEED = "deepspeed.launcher.runner --hostfile /dev/null --num_gpus 2 --master_port PORT --module"
+TORCHRUN = "torch.distributed.run --nproc_per_node 2 --master_port PORT -m"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data and models, and the run of a launch script."""
+    folder = make_folder(tmp_path_factory.mktemp("by-hand"))
+    command = ["bash", str(ROOT / "launch/single_node.sh"), "--num_gpus", "2", "1", *FLAGS, "--output_dir", "ours/sft"]
+    subprocess.run(command, cwd=folder, env=environment(), timeout=300, check=True)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    more = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return forks.environment() | more
+
+
+@pytest.mark.parametrize("launcher", [DEEPSPEED, TORCHRUN], ids=["deepspeed", "torchrun"])
+def test_ranks_that_are_started_by_hand_take_the_same_steps(folder, launcher):
+    """`deepspeed` adds a --local_rank to the flags."""
+    output = launcher.partition(".")[0]
+    command = [sys.executable, "-m", *launcher.replace("PORT", str(free_port())).split(), "step1_sft.main", *FLAGS]
+    subprocess.run([*command, "--output_dir", f"{output}/sft"], cwd=folder, env=environment(), timeout=300, check=True)
+    losses = [[line.get("loss") for line in read_metrics(folder / name / "runs/sft")] for name in (output, "ours")]
+    assert losses[0] == losses[1] and len(losses[0]) >= 2

@@ -1,0 +1,81 @@
+"""The words of a launch script as one object, and what is refused in one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.launching.request import LaunchRequest, parse_request
+
+HARD_WORDS = ("--a", "two\nlines", 'say "yes"', "$HOME `id` \\", "", "*", "--data_output_path=x y", "--", "-ex", "-1")
+
+
+def test_the_flags_of_deepspeeds_launcher_are_read_as_one_object():
+    words = "--hostfile h -e a:1 --num_nodes 2 --num_gpus=3 --master_addr x --master_port 0 --ssh_port 22 --save_pid"
+    words += " --venv_script v --enable_each_rank_log l --bind_cores_to_rank --bind_core_list 0-1 --autotuning run"
+    idle = "--module --no_python --no_local_rank --no_ssh_check --force_multi -q --log_level info --check"
+    assert parse_request("multi_node", [*words.split(), *idle.split(), "sft", *HARD_WORDS]) == LaunchRequest(
+        deployment="multi_node", hostfile="h", exclude="a:1", num_nodes=2, num_gpus=3, master_addr="x", ssh_port=22,
+        save_pid=True, venv_script="v", enable_each_rank_log="l", bind_cores_to_rank=True, bind_core_list="0-1",
+        autotuning="run", check=True, step="sft", words=HARD_WORDS,
+    )  # fmt: skip
+
+
+def test_the_way_to_other_hosts():
+    ways = (("--launcher=SRUN", "srun"), ("--launcher pdsh", "pdsh"), ("--no_ssh --node_rank 1", "none"), ("", "ssh"))
+    for words, launcher in ways:
+        request = parse_request("multi_node", [*words.split(), "1"])
+        assert request.launcher == launcher and request.has_agents == (launcher != "none")
+        assert request.is_first_host == (launcher != "none") and not request.is_on_one_machine
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num_gpus", "--num_gpus: found no value"),
+        ("--num_gpus 0 1", "--num_gpus: found '0', wanted a number from 1 on"),
+        ("--num_nodes x 1", "--num_nodes: found 'x', wanted a number from 1 on"),
+        ("--ssh_port x 1", "--ssh_port: found 'x', wanted 0 to 65535"),
+        ("--node_rank x 1", "--node_rank: found 'x', wanted a number from 0 on"),
+        ("--launcher pdhs 1", "--launcher: found 'pdhs', wanted ssh, srun, pdsh or none"),
+        ("--master_port abc 1", "--master_port: found 'abc', wanted 0 to 65535"),
+        ("--master_port 65536 1", "--master_port: found '65536', wanted 0 to 65535"),
+        ("1 --seed 1 --num_gpus 2", "--num_gpus: found behind STEP, wanted before it with the other flags of the"),
+        ("1 --include=a:0", "--include=a:0: found behind STEP"),
+        ("--zero_stage 2 1", "--zero_stage: not a flag of the launcher; those of the stage follow STEP"),
+        ("--num_gpu 2 1", "--num_gpu: not a flag of the launcher"),
+        ("--autotuning tume 1", "--autotuning: found 'tume', wanted tune or run"),
+        ("--launcher_args -x 1", "--launcher_args: found no value"),
+        (
+            "--launcher_args x 1",
+            "--launcher_args: by hand: deepspeed --launcher LAUNCHER --launcher_args ARGS --module",
+        ),
+    ],
+)
+def test_wrong_words_are_named(words, message):
+    with pytest.raises(InputError) as error:
+        parse_request("single_node", words.split())
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "impi", "mvapich", "slurm"])
+def test_deepspeeds_other_launchers_are_started_by_hand(launcher):
+    with pytest.raises(InputError) as error:
+        parse_request("multi_node", ["--launcher", launcher, "1"])
+    way = f"deepspeed --launcher {launcher} --module step1_sft.main FLAGS"
+    assert str(error.value) == f"--launcher: {launcher} is started by hand: {way}"
+
+
+def test_every_flag_of_the_installed_launcher_is_known():
+    from deepspeed.launcher import runner
+
+    source = Path(runner.__file__).read_text()
+    parser = source[source.index("def parse_args") : source.index("def fetch_hostfile")]
+    for block in parser.split("add_argument(")[1:]:
+        for name in re.findall(r'"(-[-\w]+)"', block):
+            words = [name] if "store_true" in block else [name, "1"]
+            try:
+                parse_request("multi_node", [*words, "1"])
+            except InputError as error:  # the value is wrong, or it is done by hand
+                assert "not a flag" not in str(error) and "no value" not in str(error)

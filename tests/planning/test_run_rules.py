@@ -1,0 +1,227 @@
+"""What the plan of stage 3 takes from the run's functions: models, schedule, options, backend, copies, the cache."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from bench.planned import LONG_7B, LONG_7B_MEASURED, OPT, planner_of, ppo
+from bench.random_models import config_of
+from generation.test_hybrid_engine import engine_of
+from support.decode_models import llama, opt
+from support.in_process import group_of_one
+
+import step3_ppo.models
+import step3_ppo.needs
+from pipeline import dist
+from pipeline.cache_memory import keeps_cache
+from pipeline.configuration.flags import parse
+from pipeline.configuration.groups import ModelConfig
+from pipeline.files import GIB
+from pipeline.generation.fused_weights import DecodeWeights
+from pipeline.generation.options import GenerationOptions
+from pipeline.models.decoders.families import read_architecture
+from pipeline.models.lora import add_lora
+from pipeline.planning import memory
+from pipeline.planning.needs import ModelUse
+from pipeline.planning.page import stage_page
+from step3_ppo.config import PPOConfig, frozen_models
+from step3_ppo.needs import decode_weights, needs
+
+
+@pytest.mark.parametrize(
+    "free, taken, stays",
+    [(34, 0, True), (33, 0, False), (20, 18, True), (20, 19, False), (80, 74, False), (80, 73, True)],
+)
+def test_the_cache_stays_with_a_third_free_at_first_and_later_with_what_an_update_took(free, taken, stays):
+    """Later 1.09 x 18 = 19.6 and 1.09 x 73 = 79.6 of 100 bytes: the share of the device is no matter then."""
+    assert keeps_cache(free, 100, taken=taken) == stays
+
+
+@pytest.mark.parametrize("phase", ["generate", "score", "train"])
+def test_a_run_that_keeps_its_cache_is_planned_so(tmp_path, phase):
+    """Llama-7B with LoRA, 64 rows of 256 + 1,024 on one H200: 132.45 GiB were measured where 80.1 were planned."""
+    planner, resolved = planner_of("ppo", LONG_7B, "1xH200", tmp_path)
+    plan = planner.memory(resolved)
+    measured = LONG_7B_MEASURED[phase]
+    assert plan.phases[phase].total / GIB == pytest.approx(measured, abs=max(1.0, 0.05 * measured))
+    assert plan.keeps_rollout
+
+
+@pytest.mark.parametrize(
+    "first, later, line",
+    [
+        (True, True, "is kept during the update"),
+        (True, False, "is kept during the first update alone, and made again"),
+        (False, True, "is kept during the update"),
+        (False, False, "is given back before the update, and made again"),
+    ],
+)
+def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_ones(
+    monkeypatch, tmp_path, first, later, line
+):
+    """With what is free at the end of a rollout: all but states, cache and copies, and CUDA's own; and what an update
+    takes above them."""
+    calls: list[tuple[int, int, int]] = []
+
+    def answer(free: int, device: int, *, taken: int) -> bool:
+        calls.append((free, device, taken))
+        return later if taken else first
+
+    monkeypatch.setattr(memory, "keeps_cache", answer)
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200", tmp_path)
+    plan = planner.memory(resolved)
+    update, device = plan.phases["train"], planner.target.memory
+    free = device - plan.besides[0] - update.states - plan.phases["generate"].rollout
+    assert calls == [(free, device, 0), (free, device, update.total - update.rollout - update.states)]
+    assert (plan.keeps_rollout, update.rollout > 0) == (later, first or later)
+    assert any(line in text for text in stage_page(planner, resolved, 0)[0])
+
+
+def test_a_first_update_that_lacks_memory_beside_the_cache_is_planned_without_it(monkeypatch, tmp_path):
+    """The run makes it again, and releases the cache from then on."""
+    monkeypatch.setattr(memory, "keeps_cache", lambda free, device, *, taken: not taken)
+    target = tmp_path / "small.yaml"
+    target.write_text("memory_gib: 41", encoding="utf-8")
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), str(target), tmp_path)
+    plan = planner.memory(resolved)
+    assert plan.phases["train"].rollout == 0 and not plan.keeps_rollout
+
+
+def adapter_start(folder: Path, zero_stage: int, *, reward: str = "") -> PPOConfig:
+    """Settings of LoRA that goes on in an adapter folder of the actor, whose critic is a whole model."""
+    for shape in ("llama-tiny", "tiny"):
+        config_of(shape).save_pretrained(folder / shape)
+    for name in ("actor", "critic"):
+        (folder / name).mkdir(exist_ok=True)
+        adapter = {"base_model_name_or_path": str(folder / "llama-tiny"), "peft_type": "LORA", "r": 2}
+        (folder / name / "adapter_config.json").write_text(json.dumps(adapter))
+    words = f"--actor_model_name_or_path {folder}/actor --critic_model_name_or_path {folder}/critic --dtype bf16"
+    words += f" --actor_lora_dim 2 --critic_lora_dim 2 --actor_zero_stage {zero_stage} --critic_zero_stage {zero_stage}"
+    return parse(PPOConfig, [*words.split(), *reward.split()], section="ppo").config
+
+
+@pytest.mark.parametrize("zero_stage, frozen", [(2, []), (3, ["reference", "reward model"])])
+def test_start_adapters_under_zero_3_leave_reference_and_reward_model_of_their_own(tmp_path, zero_stage, frozen):
+    """Their partitioned copies cannot be switched to."""
+    config = adapter_start(tmp_path, zero_stage)
+    assert list(frozen_models(config)) == frozen
+    assert [use.role for use in needs(config, {}, "bf16", 2).models] == ["actor", "critic", *frozen]
+
+
+def test_a_reward_model_of_its_own_folder_is_held_beside_the_critic(tmp_path):
+    config = adapter_start(tmp_path, 2, reward=f"--reward_model_name_or_path {tmp_path}/llama-tiny")
+    assert frozen_models(config) == {"reward model": f"{tmp_path}/llama-tiny"}
+    use = needs(config, {f"{tmp_path}/llama-tiny": f"{tmp_path}/tiny"}, "bf16", 1).models[-1]
+    assert (use.path, use.trained, use.has_values) == (f"{tmp_path}/tiny", False, True)
+
+
+@pytest.mark.parametrize("frozen", [(), ("reference",), ("reward model",), ("reference", "reward model")])
+def test_the_run_loads_the_models_that_the_plan_counts(monkeypatch, tmp_path, frozen):
+    """Both ask `frozen_models`."""
+    config, loaded = adapter_start(tmp_path, 2), []
+    for module in (step3_ppo.models, step3_ppo.needs):
+        monkeypatch.setattr(module, "frozen_models", lambda config: dict.fromkeys(frozen, str(tmp_path / "llama-tiny")))
+
+    def engine(role: str) -> SimpleNamespace:
+        loaded.append(role)
+        raw = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
+        return SimpleNamespace(module=SimpleNamespace(model=raw, get_submodule=lambda name: raw))
+
+    monkeypatch.setattr(step3_ppo.models, "language_model_engine", lambda *_, **__: engine("actor"))
+    monkeypatch.setattr(step3_ppo.models, "value_model_engine", lambda *_, **__: engine("critic"))
+    monkeypatch.setattr(step3_ppo.models, "make_reference", lambda *_: engine("reference"))
+    monkeypatch.setattr(step3_ppo.models, "make_reward", lambda *_: engine("reward model"))
+    for name in ("keep_start_adapter", "enable_packed_attention"):
+        monkeypatch.setattr(step3_ppo.models, name, lambda *_, **__: None)
+    monkeypatch.setattr(step3_ppo.models, "base_model", lambda model: model)
+    config = config.replace(ppo=config.ppo.replace(normalise_scores=False).model_dump())
+    run = SimpleNamespace(world=SimpleNamespace(device=None))
+    start = SimpleNamespace(base=None, config=None)
+    sources = SimpleNamespace(actor=start, critic=start, reward=start, tokenizer=None, reward_tokenizer=None)
+    step3_ppo.models.make_models(run, config, sources)
+    assert loaded == [use.role for use in needs(config, {}, "bf16", 1).models] == ["actor", "critic", *frozen]
+
+
+def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch, tmp_path):
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200", tmp_path)
+    plain = planner.needs(resolved)
+    schedule, options = step3_ppo.needs.make_schedule, step3_ppo.needs.generation_options
+    assert plain.rollout.copied_bytes == 0 and plain.num_steps(640) == 10 * plain.steps_each == 10
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            step3_ppo.needs,
+            "make_schedule",
+            lambda *words, **named: replace(schedule(*words, **named), steps_per_rollout=7, total_steps=70),
+        )
+        changed = planner.needs(resolved)
+        assert (changed.steps_each, changed.num_steps(640)) == (7, 70)
+        assert "  steps    70 of the optimizer in 10 rollouts" in "\n".join(stage_page(planner, resolved, 640)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            step3_ppo.needs,
+            "generation_options",
+            lambda config: replace(options(config), min_slots=5, max_sequence_length=100, release_cache=True),
+        )
+        buffers = planner.needs(resolved).rollout
+        assert (buffers.slots, buffers.cache_length, buffers.always_released) == (5, 128, True)
+    decode_weights.cache_clear()
+    monkeypatch.setattr(step3_ppo.needs, "choose_backend", lambda *_: ("eager", []))
+    assert planner.needs(resolved).rollout.kernels_per_step > 2 * plain.rollout.kernels_per_step
+    decode_weights.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[dist.World]:
+    with group_of_one() as joined:
+        yield joined
+
+
+MODELS = {"opt": opt, "llama": llama}
+
+
+@pytest.mark.parametrize("lora_dim", [0, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_copied_weights_are_counted_as_a_real_engine_has_them(world, tmp_path, name, zero_stage, lora_dim):
+    """Views where DeepSpeed's flat buffers join projections, copies where it does not, or partitions, or adds LoRA."""
+    model = MODELS[name]()
+    model.config.save_pretrained(tmp_path)
+    if lora_dim:
+        model = add_lora(model, dim=lora_dim, alpha=8, dropout=0.0, module_name="all-linear", only_lora=True,
+                         task="CAUSAL_LM", seed=1)  # fmt: skip
+    real = DecodeWeights(read_architecture(engine_of(model, zero_stage).module.model))
+    settings = ModelConfig(zero_stage=zero_stage, lora_dim=lora_dim)
+    use = ModelUse("actor", str(tmp_path), settings)
+    planned = decode_weights(use, "fp32", GenerationOptions(), 1)
+    assert planned.num_bytes_to_copy == real.num_bytes_to_copy
+    assert (planned.num_bytes_to_copy == 0) == (zero_stage == 2 and not lora_dim)
+
+
+def test_a_quantised_base_is_read_where_it_is(tmp_path):
+    """int8 codes are views beside which each adapter's B is copied; 4 bits have no fused backend."""
+    config_of("llama-tiny").save_pretrained(tmp_path)
+    merged, int8, nf4 = (
+        decode_weights(
+            ModelUse("actor", str(tmp_path), ModelConfig(zero_stage=0, lora_dim=2, quantization=quantization)),
+            "bf16", GenerationOptions(), 1,
+        )
+        for quantization in ("none", "int8", "nf4")
+    )  # fmt: skip
+    hidden, keys, inner, layers = 32, 16, 48, 2
+    assert merged.num_bytes_to_copy == 2 * layers * (2 * hidden * (hidden + keys) + 3 * hidden * inner)
+    # Joined layers have a block of each: of 6 ranks for q, k and v, of 4 for gate and up.
+    ups = (hidden + 2 * keys) * 6 + hidden * 2 + 2 * inner * 4 + hidden * 2
+    assert int8.num_bytes_to_copy >= 2 * layers * ups
+    assert nf4 is None
+
+
+def test_streamed_weights_take_a_slice_of_each_rank(tmp_path):
+    """Slices of all layers, buffers of up to two groups, embeddings and norms whole."""
+    config_of("llama-tiny").save_pretrained(tmp_path)
+    use = ModelUse("actor", str(tmp_path), ModelConfig(zero_stage=3))
+    few, many = (decode_weights(use, "bf16", GenerationOptions(weights="streamed"), ranks) for ranks in (2, 8))
+    assert few.num_bytes_to_copy - many.num_bytes_to_copy == few.slice_bytes - many.slice_bytes > 0
+    assert few.replicated_bytes == many.replicated_bytes > 0

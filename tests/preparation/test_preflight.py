@@ -1,0 +1,316 @@
+"""What would end a later stage is found before the first one starts, in the dry run too: models, rows, room."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+from support.families import save_family
+from support.launch_stub import ROOT
+from support.tiny_run import make_folder, make_tokenizer, save_base, write_lines
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from pipeline import hub
+from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.stage import Stage
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.models import paths
+from pipeline.models.weight_files import warn_once
+from pipeline.preparation import preflight
+from pipeline.preparation.dry_run import dry_run_stage, look_and_plan
+from pipeline.preparation.preflight import look_before_start
+from rlhf.stages import STAGES, stage_of
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import PPOConfig
+
+SFT, REWARD, PPO = STAGES
+CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data of a tiny run, and files that single stages cannot use."""
+    folder = make_folder(tmp_path_factory.mktemp("preflight"), num_train=8, num_test=4, num_documents=2)
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+    write_lines(folder / "chats.jsonl", [{"messages": turns}])
+    write_lines(folder / "other.jsonl", [{"ask": "Who?", "reply": "Me."}])
+    save_base(folder / "stranger", make_tokenizer(["Other words, and so other pairs of letters."]))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    families = {
+        "capped": "gemma-2", "experts": "qwen3-moe", "untested": "stablelm", "long": "phi-4-mini", "headless": "olmoe",
+        "cacheless": "mamba",
+    }  # fmt: skip
+    for name, family in families.items():
+        tokenizer.save_pretrained(folder / name)
+        save_family(family, folder / name)
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(folder / "base", folder / "bare", ignore=ignored)
+    write_lines(folder / "odd.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
+    """In the folder of the inputs, without a network."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr(preflight, "is_reachable", lambda: False)
+
+
+def configs(**changed: str) -> dict[Stage, Any]:
+    """The three stages of a plan, chained as `train.py` does it; `changed`: further words of a stage."""
+    words = {
+        "sft": "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96",
+        "reward": "--model_name_or_path base --data_path train.jsonl --output_dir out/reward --max_seq_len 96",
+        "ppo": "--actor_model_name_or_path out/sft --critic_model_name_or_path out/reward --data_path train.jsonl "
+        "--output_dir out --max_prompt_seq_len 64 --max_answer_seq_len 32",
+    }
+    return {
+        stage_of(stage): parse(CLASSES[stage], f"{line} {changed.get(stage, '')}".split(), section=stage).config
+        for stage, line in words.items()
+    }
+
+
+def problems(error: type[Exception] = InputError, *, dry_run: bool = True, **changed: str) -> list[str]:
+    with pytest.raises(error) as refused:
+        look_before_start(configs(**changed), dry_run=dry_run, named_by_section=True)
+    return str(refused.value).splitlines()
+
+
+def test_a_plan_that_can_run_has_no_problem_and_nothing_is_written(inputs):
+    before = sorted(inputs.rglob("*"))
+    assert look_before_start(configs(), dry_run=True, named_by_section=True) == []
+    assert sorted(inputs.rglob("*")) == before
+
+
+CASES = {
+    "data of the last stage": ({"ppo": "--data_path ./gone.jsonl"}, "--ppo.data_path: data path './gone.jsonl'"),
+    "evaluation data": ({"sft": "--eval_data_path ./gone.jsonl"}, "--sft.eval_data_path: data path './gone.jsonl'"),
+    "text of the ptx loss": ({"ppo": "--unsupervised_data_path ./x.txt"}, "--ppo.unsupervised_data_path: data path"),
+    "columns": ({"reward": "--data_path other.jsonl"}, "--reward.data_path: other.jsonl:1: "),
+    "a map without a column": ({"reward": "--column_map prompt"}, "--reward.column_map prompt: "),
+    "a map to no column": ({"ppo": "--column_map promt=prompt"}, "--ppo.column_map promt=prompt: no col"),
+    "rows without a pair": (
+        {"reward": "--data_path chats.jsonl"},
+        "--reward.data_path: chats.jsonl: no row that stage reward can use: 1 dropped: no pair: columns chosen and "
+        "rejected are needed, with prompt or messages (first: chats.jsonl:1, found 'messages')",
+    ),
+    "turns": ({"sft": "--data_path odd.jsonl"}, "--sft.data_path: odd.jsonl: no usable row: "),
+    "a model": ({"reward": "--model_name_or_path ./bas"}, "--reward.model_name_or_path: ./bas: no such folder"),
+    "no model": ({"sft": "--model_name_or_path="}, "--sft.model_name_or_path: no model is named"),
+    "a reward model as start": ({"sft": "--model_name_or_path scorer"}, "--sft.model_name_or_path: scorer is a reward"),
+    "the reward model": ({"ppo": "--reward_model_name_or_path ./x"}, "--ppo.reward_model_name_or_path: ./x: no such"),
+    "positions": ({"sft": "--max_seq_len 1000"}, "--sft.max_seq_len 1000: the model base has 128 positions"),
+    "positions of the last": ({"ppo": "--max_prompt_seq_len 100"}, "--ppo.max_prompt_seq_len + --ppo.max_answer_seq_"),
+    "layers": ({"reward": "--lora_dim 8 --lora_module_name foo"}, "--reward.lora_module_name foo: matches no linear"),
+    "an actor's layers": (
+        {"ppo": "--actor_lora_dim 8 --actor_lora_module_name foo"}, "--ppo.actor_lora_module_name foo: matches"
+    ),
+    "a critic's tokenizer": (
+        {"reward": "--model_name_or_path stranger"}, "--ppo.critic_model_name_or_path stranger: its tokenizer is not"
+    ),
+    "a critic without a head": (
+        {"ppo": "--critic_model_name_or_path base"}, "--ppo.critic_model_name_or_path: base: ['OPTForCausalLM'] has no "
+    ),
+    "soft caps": (
+        {"sft": "--model_name_or_path capped --attn_implementation sdpa"}, "--sft.attn_implementation sdpa: capped caps"
+    ),
+    "positions that change with the length": (
+        {"sft": "--model_name_or_path long", "ppo": "--max_answer_seq_len 33"},
+        "--ppo.max_prompt_seq_len + --ppo.max_answer_seq_len 97: the model long has other rotary positions (longrope) "
+        "above 96 tokens",
+    ),
+    "experts in stage 3": (
+        {"sft": "--model_name_or_path experts", "ppo": "--actor_zero_stage 3"},
+        "--ppo.actor_model_name_or_path: experts: a mixture of 4 experts under ZeRO stage 3",
+    ),
+    "an actor without keys and values": (
+        {"sft": "--model_name_or_path cacheless"},
+        "--ppo.actor_model_name_or_path cacheless: mamba has no cache of keys and values, which stage 3 samples with; "
+        "stage 1 trains it",
+    ),
+    "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; wanted auto, never, or a check"),
+    "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_would_end_a_later_stage_is_found_before_the_first(name):
+    changed, line = CASES[name]
+    (found,) = problems(**changed)
+    assert found.startswith(line)
+
+
+def test_an_untested_type_is_called_so_only_where_nothing_is_refused(caplog):
+    assert problems(sft="--model_name_or_path untested --max_seq_len 1000") and not caplog.messages
+    look_before_start(configs(sft="--model_name_or_path untested"), dry_run=True, named_by_section=True)
+    assert [line.partition(" here")[0] for line in caplog.messages] == ["untested: model type stablelm is untested"]
+
+
+def test_what_is_not_trained_in_a_mixture_of_experts_is_said(caplog):
+    warn_once.cache_clear()  # a case above starts from the same folder
+    look_before_start(configs(sft="--model_name_or_path experts"), dry_run=True)
+    text = "mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA"
+    assert caplog.messages == [f"experts: {text}"]
+
+
+def test_a_family_without_a_class_for_scores_is_an_actor_and_no_reward_model():
+    actor = "--model_name_or_path headless"
+    assert look_before_start(configs(sft=actor), dry_run=True) == []
+    line = "headless: transformers has no sequence classification class for olmoe, which a reward model needs"
+    assert problems(sft=actor, reward=actor) == [f"--reward.model_name_or_path: {line}; take another"]
+
+
+def test_a_stage_alone_may_take_earlier_ones_as_made():
+    alone = {PPO: configs()[PPO]}
+    assert look_before_start(alone, dry_run=True) != [], "they might be models of the hub"
+    assert look_before_start(alone, dry_run=True, base_of_output={"out/sft": "base", "out/reward": "base"}) == []
+    with pytest.raises(InputError) as refused:
+        look_before_start(
+            alone, dry_run=True, named_by_section=True, base_of_output={"out/sft": "bare", "out/reward": "base"}
+        )
+    missing = "bare holds no weights (no model.safetensors)"
+    assert str(refused.value) == f"--ppo.actor_model_name_or_path: {missing}"
+    note = "not looked at (no network): org/model"
+    assert look_before_start(
+        alone, dry_run=True, base_of_output=dict.fromkeys(("out/sft", "out/reward"), "org/model")
+    ) == [note]
+
+
+def test_all_problems_of_all_stages_are_told_together():
+    lines = problems(sft="--data_path ./a.jsonl", reward="--model_name_or_path ./b", ppo="--data_path ./c.jsonl")
+    assert [line.split(":")[0] for line in lines] == [
+        "--sft.data_path", "--reward.model_name_or_path", "--ppo.data_path"
+    ]  # fmt: skip
+
+
+def test_columns_are_looked_at_although_the_model_cannot_be_used():
+    lines = problems(sft="--model_name_or_path ./gone --data_path other.jsonl")
+    assert [line.split(":")[0] for line in lines] == ["--sft.model_name_or_path", "--sft.data_path"]
+
+
+def test_the_dry_run_says_what_it_could_not_reach_and_that_is_no_error():
+    """In one line, however many flags name the same."""
+    stages = configs(
+        sft="--model_name_or_path org/model --data_path org/rows:0.5 train.jsonl",
+        reward="--model_name_or_path org/model --data_path org/rows org/more",
+    )
+    assert look_before_start(stages, dry_run=True) == ["not looked at (no network): org/model, org/rows, org/more"]
+
+
+def test_a_start_without_network_ends_where_its_hub_ids_are_not_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    (line,) = problems(EnvironmentFault, dry_run=False, sft="--model_name_or_path org/no-such-model")
+    assert line.startswith("--sft.model_name_or_path: org/no-such-model: cannot be fetched")
+
+
+def test_a_plan_that_cannot_be_made_is_an_error_in_one_line_for_all_stages(monkeypatch, capsys, inputs):
+    """Step 3 is planned from the model that its actor is made from in the same call."""
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(paths, "is_reachable", lambda: False)
+
+    def faults(**changed: str) -> str:
+        stages = {stage: Resolved(config, {}) for stage, config in configs(**changed).items()}
+        with pytest.raises(EnvironmentFault) as fault:
+            look_and_plan(stages, slots=[1])
+        return str(fault.value)
+
+    hint = "run `hf download org/model` on a machine with a network, or give a local folder"
+    line = f"not planned: org/model: cannot be fetched without a network; {hint}"
+    assert faults(sft="--model_name_or_path org/model") == f"sft, ppo: {line}"
+    assert "plan of reward, on 1 x CPU" in capsys.readouterr().out
+    whole = dict.fromkeys(("sft", "reward"), "--model_name_or_path org/model")
+    assert faults(**whole) == f"sft, reward, ppo: {line}"
+    broken = inputs / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr("pipeline.preparation.dry_run.look_before_start", lambda *args, **more: [])
+    stages = {SFT: Resolved(configs(sft="--model_name_or_path broken")[SFT], {})}
+    with pytest.raises(InputError, match="^sft: not planned: broken: "):
+        look_and_plan(stages, slots=[1])
+
+
+def test_a_dry_run_downloads_no_rows_and_samples_those_of_the_cache(monkeypatch):
+    """The double of `datasets` holds one set in its cache, and fails where it is not in offline mode."""
+    settings = datasets.config, huggingface_hub.constants
+    for module in (preflight, hub):
+        monkeypatch.setattr(module, "is_reachable", lambda: True)
+    for module in settings:
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+
+    def load_dataset(name):
+        assert all(module.HF_HUB_OFFLINE for module in settings)
+        if name != "org/cached":
+            raise ConnectionError("offline mode is enabled")
+        return {"train": datasets.Dataset.from_list([{"prompt": "a?", "chosen": "good", "rejected": "bad"}] * 3)}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    plan = configs(reward="--data_path org/rows org/cached")
+    assert look_before_start(plan, dry_run=True) == ["not looked at (a dry run downloads no rows): org/rows"]
+    samples = [sample.line for sample in preflight.sample_sources(REWARD, plan[REWARD], "base")]
+    assert samples[0] == "" and samples[1].startswith("org/cached: 3 rows of ")
+    assert not any(module.HF_HUB_OFFLINE for module in settings), "left as it was"
+
+
+@pytest.mark.parametrize(
+    "sampled, counted, said", [(9, 9, "all 8"), (3, 9, "the first 3 of 8"), (3, 2, "the first 3 of over 5")]
+)
+def test_a_sample_names_the_records_of_its_source(monkeypatch, sampled, counted, said):
+    monkeypatch.setattr(preflight, "SAMPLED_RECORDS", sampled)
+    monkeypatch.setattr(preflight, "COUNTED_RECORDS", counted)
+    (sample,) = preflight.sample_sources(SFT, configs()[SFT], "base")
+    assert f" from {said} records" in sample.line and (sample.rows is None) == ("over" in said)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(monkeypatch, averaged):
+    """In fp32, on this CPU, a model has 4 bytes a weight, a checkpoint 12; an average adds a model, and 4 bytes."""
+    classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
+    policy, values = (sum(w.numel() for w in of.from_pretrained("base", num_labels=1).parameters()) for of in classes)
+    needed = 2 * (4 + 12) * (policy + values) + (averaged and (4 + 4) * policy)
+    flags = {"ppo": "--enable_ema"} if averaged else {}
+    for share, fits in ((1.0001, True), (0.9999, False)):
+        monkeypatch.setattr(preflight, "free_bytes", lambda folder, share=share: share * needed)
+        if fits:
+            assert look_before_start(configs(**flags), dry_run=True) == []
+    (line,) = problems(EnvironmentFault, **flags)
+    assert ": the outputs need " in line and " GiB are free; " in line
+    few = {stage: f"--keep_checkpoints 0 {flags.get(stage, '')}" for stage in CLASSES}
+    assert look_before_start(configs(**few), dry_run=True) == []
+    adapters = {stage: f"--lora_dim 2 {flags.get(stage, '')}" for stage in ("sft", "reward")}
+    lora = {"ppo": f"--actor_lora_dim 2 --critic_lora_dim 2 {flags.get('ppo', '')}"}
+    assert look_before_start(configs(**adapters, **lora), dry_run=True) == [], "a checkpoint holds what is trained"
+
+
+def test_a_dry_run_prints_its_plan_where_the_disk_is_too_small(monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "free_bytes", lambda folder: 1)
+    words = "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96"
+    with pytest.raises(EnvironmentFault, match=r"^out/runs/sft: the outputs need .* are free"):
+        dry_run_stage(SFT, parse(SFTConfig, words.split(), section="sft"), slots=[1])
+    plan = capsys.readouterr().out
+    assert plan.startswith("plan of sft, on 1 x CPU") and "CUDA" not in plan
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])
+def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_path, more):
+    """In the process of its own, without the demo's model and data."""
+    words = ("--actor-model", inputs / "base", "--reward-model", "tiny", "--sft.data_path", inputs / "train.jsonl")
+    lengths = ("--sft.max_seq_len", "96", "--ppo.max_prompt_seq_len", "64", "--ppo.max_answer_seq_len", "32")
+    command = [sys.executable, ROOT / "train.py", *words, *lengths, "--ppo.data_path", "./gone.jsonl", *more]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    *lines, note = done.stderr.splitlines()
+    assert done.returncode == 2 and [line.split(":")[1].strip() for line in lines] == [
+        "--reward.model_name_or_path", "--reward.data_path", "--ppo.data_path"
+    ]  # fmt: skip
+    assert note.startswith("note: tiny is the demo's model, which `make demo` makes")
+    assert ("== stage 1" in done.stdout) == bool(more) and not list(tmp_path.iterdir())
+
+
+def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (line,) = problems(EnvironmentFault, ppo="--actor_quantization nf4 --actor_lora_dim 2")
+    assert line.startswith("--ppo.actor_quantization nf4: pip install bitsandbytes")

@@ -1,0 +1,383 @@
+"""`--target`: described hardware, and plans that fit it or do not, by the real command line."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+from support.tiny_run import make_folder, write_lines
+from transformers import AutoTokenizer
+
+from pipeline import hub, processes
+from pipeline.errors import InputError
+from pipeline.files import GIB
+from pipeline.launching import target
+from pipeline.launching.request import parse_request
+from pipeline.launching.target import DEVICES, PRODUCTS, Target, parse_target
+from pipeline.preparation.stage_job import run_job
+from pipeline.run.device import DeviceConstants, keep_constants
+from rlhf import preflight, train
+from step1_sft.main import main
+from step1_sft.stage import STAGE as SFT
+from step3_ppo.main import main as ppo_main
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+STAGE = "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96".split()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model and data, and two files that describe GPUs: one with little memory, one with hardly any."""
+    folder = make_folder(tmp_path_factory.mktemp("target"), num_train=8, num_test=4, num_documents=2)
+    for name, memory in (("small", 4.0), ("none", 0.4)):
+        (folder / f"{name}.yaml").write_text(f"gpus: 2\nmemory_gib: {memory}\nhost_memory_gib: 64\n", encoding="utf-8")
+    return folder
+
+
+def test_hardware_is_read_from_a_name_or_a_file(tmp_path):
+    two = parse_target("2x8xA100-40GB")
+    assert (two.hosts, two.gpus, two.num_gpus, two.dtype) == (2, 8, 16, "bf16")
+    assert 39 * GIB < two.memory < 40 * GIB
+    assert parse_target("1xRTX4090").name == "RTX4090-24GB" and parse_target("4xV100-32GB").dtype == "fp32"
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"hosts": 3, "gpus": 4, "memory_gib": 95, "name": "Mine"}), encoding="utf-8")
+    assert parse_target(str(file)).num_gpus == 12 and parse_target(str(file)).memory == 95 * GIB
+    assert [str(Target("X", int(gib * GIB))) for gib in (23.64, 0.5, 0.02)] == [
+        f"1 x X, {gib} GiB each" for gib in ("23.6", "0.5", "0.02")
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, memory, sheet", [("H100-80GB", 78, "H100-80GB"), ("RTX4090", 20, "RTX4090-24GB"), ("A100", 39, "A100-40GB")]
+)
+def test_a_file_with_the_name_of_a_device_leaves_its_speeds_to_the_data_sheet(tmp_path, name, memory, sheet):
+    file = tmp_path / "target.yaml"
+    file.write_text(f"name: {name}\nmemory_gib: {memory}", encoding="utf-8")
+    found = parse_target(str(file))
+    assert (found.name, found.memory) == (sheet, memory * GIB)
+    speeds = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")
+    assert tuple(getattr(found, field) for field in speeds) == DEVICES[sheet][1:]
+    assert found.source == "data sheet, not measured"
+    file.write_text(f"name: {name}\nmemory_gib: {memory}\ntflops: 7", encoding="utf-8")
+    own = parse_target(str(file))
+    assert (own.tb_per_s, own.tflops, own.source) == (found.tb_per_s, 7, "as described, not measured")
+
+
+def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
+    file = tmp_path / "target.yaml"
+
+    def time_of(text: str) -> str:
+        file.write_text(f"memory_gib: 8\n{text}", encoding="utf-8")
+        return next(line for line in planned("--target", str(file)).stdout.splitlines() if line.startswith("  time "))
+
+    what = "of the device; give them in a target file, or its name if it has a data sheet"
+    assert time_of("name: Mine") == f"  time     not known without tb_per_s and tflops {what}"
+    assert time_of("tflops: 9") == f"  time     not known without tb_per_s {what}"
+    assert time_of("name: CPU") == "  time     not planned for a CPU"
+    assert time_of("name: L4").startswith("  time     train ")
+    assert time_of("name: T4").startswith("  time     not planned in fp32: ")
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("8xH1000", "--target 8xH1000: H1000: known are H200-141GB, H100-80GB, "),
+        ("8xA100", "--target 8xA100: A100: give one of A100-80GB, A100-40GB"),
+        ("H100-80GB", "--target H100-80GB: wanted GPUSxDEVICE or HOSTSxGPUSxDEVICE"),
+        ("0xH100-80GB", "--target 0xH100-80GB: wanted GPUSxDEVICE"),
+        ("gone.yaml", "--target: gone.yaml: cannot read it: No such file"),
+        ("memory: 3", "--target: {file}: wanted fields hosts, gpus, name, memory_gib"),
+        ("memory_gib: 3\ngpu: 2", "--target: {file}: gpu: unknown field; did you mean gpus?"),
+        ("memory_gib: -3", "--target: {file}: memory_gib: found -3, wanted a number above 0"),
+        ("memory_gib: 8\ngpus: 1.5", "--target: {file}: gpus: found 1.5, wanted a whole number above 0"),
+        ("00xH100-80GB", "--target 00xH100-80GB: wanted GPUSxDEVICE"),
+        ("9999999999xH100-80GB", "--target 9999999999xH100-80GB: wanted GPUSxDEVICE"),
+        ("memory_gib: .inf", "--target: {file}: memory_gib: found inf, wanted a number above 0 and below 1,000,000"),
+        ("memory_gib: 8\ngpus: true", "--target: {file}: gpus: found True, wanted a whole number above 0"),
+        ("memory_gib: 8\ngpus: 5000\nhosts: 5000", "--target: {file}: hosts x gpus: wanted fewer than 1,000,000 GPUs"),
+        ("memory_gib: 8\ngpus: 2\nmemory_gib: 80", "--target: {file}: line 3: memory_gib: occurs twice"),
+        ("memory_gib: 8\ngpus: [2", "--target: {file}: line 2: "),
+        ("- memory_gib: 8", "--target: {file}: found a list, wanted `flag: value` lines"),
+        ("memory_gib: 8\nname:", "--target: {file}: name: found None, wanted the name of a device"),
+    ],
+)
+def test_what_is_no_hardware_is_refused_in_one_line(tmp_path, text, line):
+    file = tmp_path / "target.yaml"
+    if ":" in text:
+        file.write_text(text, encoding="utf-8")
+        text = str(file)
+    with pytest.raises(InputError) as refused:
+        parse_target(text)
+    assert str(refused.value).startswith(line.format(file=file)) and "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def planned(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Stage 1's command in this process, in the folder of the inputs."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+
+    def run(*words: str) -> Done:
+        code = main([*STAGE, *words])
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
+    before = sorted(inputs.rglob("*"))
+    done = planned("--target", "small.yaml")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 16
+    assert (
+        "  besides  in expected and high: 1.1 to 2.2 GiB of CUDA's and NCCL's own, and 4% to 9% of blocks"
+        in done.stdout
+    )
+    assert "  batch    micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step" in lines
+    assert any(line.startswith("  verdict  fits: ") for line in lines)
+    data = next(line for line in lines if line.startswith("  data     train.jsonl: 8 rows of "))
+    assert "from all 8 records" in data and data.endswith("; 20% of the prompts are for this stage")
+    assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
+
+
+def test_a_launcher_of_several_hosts_plans_for_those_that_are_described(planned, inputs, capsys):
+    """Its command has no host file; the plan of a stage by itself is the same."""
+    words = [*STAGE, "--target", "small.yaml"]
+    assert run_job(SFT, parse_request("multi_node", ["1", *words]), None) == 0
+    by_launcher = capsys.readouterr().out
+    assert by_launcher == planned("--target", "small.yaml").stdout and "plan of sft, on 2 x small" in by_launcher
+
+
+def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
+    """A z is a token of its own: no text of the tokenizer's had two of them."""
+    write_lines(inputs / "lengths.jsonl", [{"prompt": "q", "response": "z" * count} for count in (40, 2, 1, 8, 4)])
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
+    shortest = len(tokenizer("\n\nHuman: q\n\nAssistant: z").input_ids) + 1  # and the EOS
+    lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3} from all 5 records"
+    page = planned("--target", "small.yaml", "--data_path", "lengths.jsonl", "--data_split", "none").stdout
+    assert f"\n  data     lengths.jsonl: {lengths}\n" in page
+
+
+@pytest.mark.parametrize(
+    ("include", "hardware", "batch", "largest"),
+    [
+        (
+            "",
+            "(4 + 1) x CPU, 4.0 GiB",
+            "micro-batch 3 x 1 accumulated x 5 ranks = 15 rows",
+            "the largest machine's 16.00: 4 processes",
+        ),
+        ("a:0,2@b", "(2 + 1) x CPU, 8.0 GiB", "x 3 ranks = 9 rows", "the largest machine's 16.00: 2 processes"),
+        ("a:0@b", "2 x 1 x CPU, 16.0 GiB", "x 2 ranks = 6 rows", "each machine's 16.00: 1 process"),
+    ],
+)
+def test_hosts_with_different_numbers_of_gpus_are_planned_as_they_are(
+    planned, inputs, monkeypatch, capsys, include, hardware, batch, largest
+):
+    """By a launch script and by train.py; the processes of the largest host share its memory."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(target, "memory_of_machine", lambda: 16 * GIB)
+    (inputs / "hosts").write_text("a slots=4\nb slots=1\n", encoding="utf-8")
+    hosts = ["--hostfile", "hosts", *(["--include", include] if include else [])]
+    words = [*STAGE, "--per_device_train_batch_size", "3", "--dry_run"]
+    assert run_job(SFT, parse_request("multi_node", [*hosts, "1", *words]), None) == 0
+    by_launcher = capsys.readouterr().out
+    assert f"plan of sft, on {hardware} each, fp32" in by_launcher
+    assert batch in by_launcher and largest in by_launcher
+
+    def here(command: list[str], **_: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=preflight.main(command[-1]))
+
+    monkeypatch.setattr(preflight.subprocess, "run", here)
+    words = ["--actor-model", "base", "--data-path", "train.jsonl", "--output-dir", "out", "--sft.max-seq-len", "96"]
+    words += ["--step", "1", "--deployment-type", "multi_node", *hosts, "--per-device-train-batch-size", "3"]
+    assert train.main([*words, "--dry-run"]) == 0
+    plan = by_launcher[by_launcher.index("plan of sft") :]
+    assert plan.split("\n  steps")[0] in capsys.readouterr().out
+
+
+def test_groups_of_ranks_are_on_the_machines_that_the_host_file_gives_them():
+    """Of 8, 4 and 4 GPUs, the groups of 6 neighbours are on one, two and one machine."""
+    uneven = Target("GPU", GIB, (8, 4, 4))
+    assert uneven.num_gpus == 16 and uneven.hosts_of(16) == 3
+    assert [uneven.hosts_of(size) for size in (1, 4, 6, 8)] == [1, 1, 2, 2]
+    assert [Target("GPU", GIB, (8, 8)).hosts_of(size) for size in (1, 8, 16)] == [1, 1, 2]
+    assert replace(uneven, slots=(8, 1, 1)).hosts_of(10) == 3
+
+
+def test_the_steps_of_a_run_are_told_from_its_rows(planned):
+    """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
+    words = ("--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
+    assert (
+        "  steps    8 of the optimizer (about; --num_train_epochs 2)\n"
+        in planned(*words, "--data_split", "none").stdout
+    )
+    assert "  steps    2 of the optimizer (about; --num_train_epochs 2)\n" in planned(*words).stdout, (
+        "20 % are for this stage"
+    )
+    assert "  steps    3 of the optimizer (--max_steps)\n" in planned(*words, "--max_steps", "3").stdout
+    assert "  steps " not in planned(*words, "--packing", "true").stdout
+
+
+def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):
+    """The highest of all steps; a run of another folder is not told of."""
+    lines = [{"step": 1, "memory/train_gib": 1.5, "host_memory_gib": 2.5}, {"step": 2, "memory/train_gib": 1.25},
+             {"step": 2, "eval_loss": 1.0}]  # fmt: skip
+    (inputs / "earlier").mkdir()
+    text = "\n".join(map(json.dumps, lines))
+    (inputs / "earlier/metrics.jsonl").write_text(text, encoding="utf-8")
+    words = ("--target", "small.yaml", "--run_dir", "earlier", "--overwrite")
+    page = planned(*words).stdout
+    low = re.search(r"\n  train .+?(\d+\.\d\d) +\d+\.\d\d +\d+\.\d\d\n", page)
+    told = f"  measured train planned {float(low[1]):.1f} (low), last measured 1.5, "
+    told += "host_memory planned 2.0 (expected), last measured 2.5 GiB in earlier"
+    assert f"{told}\n" in page
+    saved = {"per_device_train_batch_size": 4, "zero_stage": 0, "learning_rate": 1.0}
+    content = {name: {"value": value, "from": "default"} for name, value in saved.items()}
+    (inputs / "earlier/config.json").write_text(json.dumps(content), encoding="utf-8")
+    assert f"{told}, then with --per_device_train_batch_size 4\n" in planned(*words).stdout, "the rate needs no memory"
+    assert "  measured" not in planned("--target", "small.yaml").stdout
+
+
+def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
+    done = planned("--target", "none.yaml")
+    assert done.returncode == 3 and done.stdout.endswith("dry run: nothing was started\n")
+    assert done.stderr.startswith("error: sft: does not fit: ") and done.stderr.count("\n") == 1
+    changes = done.stdout.partition("to make it fit, each with those before it:\n")[2].splitlines()
+    # The context alone is more than this device has: what a tiny model can give back is next to nothing.
+    assert changes[0].startswith("    no change of flags is enough")
+    assert planned("--target", "none.yaml", "--auto_fit").returncode == 3
+
+
+def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, capsys):
+    """Its rollouts are shared by fewer of them; as a word of the command the same size is a mistake."""
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("inference_tp_size: 8\nper_device_generation_batch_size: 1\n", encoding="utf-8")
+    words = (
+        "--actor_model_name_or_path base --critic_model_name_or_path scorer --data_path train.jsonl --output_dir out"
+    )
+    words += " --target none.yaml --per_device_train_batch_size 1 --max_prompt_seq_len 96 --max_answer_seq_len 8"
+    words += f" --preset {preset}"
+    assert ppo_main(words.split()) == 3
+    done = capsys.readouterr()
+    assert f"  note: --inference_tp_size 2 in place of 8 ({preset}), which does not divide 2 ranks\n" in done.out
+    assert "  verdict  does not fit: " in done.out and "to make it fit, each with those before it:\n" in done.out
+    assert done.err.startswith("error: ppo: does not fit: ") and done.err.count("\n") == 1
+    assert ppo_main([*words.split(), "--inference_tp_size", "8"]) == 2
+    assert capsys.readouterr().err == "error: --inference_tp_size 8: must divide the 2 ranks; give 2\n"
+
+
+def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
+    words = ("--target", "small.yaml", "--per_device_train_batch_size", "32768")
+    lacking, changed = planned(*words), planned(*words, "--auto_fit")
+    assert (lacking.returncode, changed.returncode) == (3, 0) and changed.stderr == ""
+    lines = changed.stdout.partition("--auto_fit makes it fit, each with those before it:\n")[2].splitlines()
+    assert lines[0].startswith("    --per_device_train_batch_size 16384 --gradient_accumulation_steps 2: gives back ")
+    assert lines[1].startswith(
+        "    with these it fits, and takes of the host 4.00 to 9.00 GiB of each machine's 64.00: "
+    )
+
+
+@pytest.mark.parametrize(
+    "name, mib, sheet",
+    [
+        ("NVIDIA GeForce RTX 4090", 24564, "RTX4090-24GB"),
+        ("NVIDIA L40S", 46068, "L40S-48GB"),
+        ("Tesla T4", 15360, "T4-16GB"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "A100-40GB"),
+    ],
+)
+def test_this_machine_has_the_data_sheet_of_its_gpu(monkeypatch, name, mib, sheet):
+    """Under the name that nvidia-smi gives it."""
+    monkeypatch.setattr(target, "count_gpus", lambda: 1)
+    monkeypatch.setattr(target, "query_gpu", lambda *fields: [name, str(mib)])
+    found = target.this_machine(1)
+    assert (found.tb_per_s, found.tflops) == DEVICES[sheet][1:3]
+    described = target.parse_target(f"1x{sheet}")
+    monkeypatch.setattr(
+        target, "kept_constants", lambda: DeviceConstants(name, "2026-11-22", described.memory, 1, 1, 1)
+    )
+    assert target.with_constants(described).measured, "of the same kind"
+    own = replace(described, tflops=7.0)
+    assert target.with_constants(own) == own, "a file's own speeds are kept"
+
+
+def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sheet(planned, tmp_path, monkeypatch):
+    """The context replaces 0.6 GiB in the expected figure, half the speeds double the time; an A100 keeps its sheet."""
+    for constant in ("LAUNCH_S", "LOOK_S"):  # of the host, for which so small a model waits
+        monkeypatch.setattr(f"pipeline.planning.duration.{constant}", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pipeline.run.device.query_gpu", lambda *fields: ["NVIDIA H200", "570.1"])
+
+    def page(target: str) -> dict[str, str]:
+        lines = planned("--target", target).stdout.splitlines()
+        return {line.split()[0]: line for line in lines if line.strip()}
+
+    def seconds(lines: dict[str, str]) -> float:
+        return float(re.search(r"train ([\d.e-]+) s", lines["time"])[1])
+
+    sheet = page("1xH200")
+    assert sheet["device"] == "  device   data sheet, not measured"
+    times = [page("2xH200")[name] for name in ("time", "exchange")]
+    assert re.search(r" s: not measured; by the device's speeds and shares", times[0])
+    assert times[1].endswith("% of these times; not measured")
+    speed = DEVICES["H200-141GB"][2] * PRODUCTS / 2
+    keep_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 2.14, 55.0, 3 * GIB))
+    found = page("1xH200")
+    assert found["device"] == "  device   measured here on 2026-11-22"
+    assert seconds(found) == pytest.approx(2 * seconds(sheet), rel=0.06)
+    low, expected, high = (float(value) for value in found["train"].split()[-3:])
+    assert expected == pytest.approx(1.04 * low + 3, abs=0.02) and high == pytest.approx(1.09 * low + 3.6, abs=0.02)
+    assert " of 139.00 GiB " in found["verdict"] and "data sheet" in page("1xA100-80GB")["device"]
+
+
+@pytest.fixture
+def on_cpu(planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Done]:
+    """The same on this machine's CPU, in a container of so many GiB."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+    def run(limit_gib: float, *words: str) -> Done:
+        (tmp_path / "memory.max").write_text(f"{int(limit_gib * GIB)}\n", encoding="utf-8")
+        (tmp_path / "own").write_text("0::/\n", encoding="utf-8")
+        monkeypatch.setattr(processes, "CGROUPS", tmp_path)
+        monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "own")
+        return planned("--dry-run", *words)
+
+    return run
+
+
+def test_a_plan_on_a_cpu_is_judged_by_the_memory_of_the_host(on_cpu):
+    """Python, libraries and heap are 1.1 to 1.9 GiB; the model has hardly any."""
+    small, tight, large = (on_cpu(limit) for limit in (1.0, 1.5, 3.0))
+    assert (small.returncode, tight.returncode, large.returncode) == (3, 0, 0)
+    assert small.stderr.startswith("error: sft: does not fit: 1.1") and "of 1.00 GiB in phase train" in small.stderr
+    assert small.stderr.endswith("; for GPUs that are not here give --target, as 8xH100-80GB\n")
+    assert "\n  verdict  tight: 1.1" in tight.stdout and "of 1.50 GiB in phase train\n" in tight.stdout
+    assert "plan of sft, on 1 x CPU, 3.0 GiB each, fp32\n" in large.stdout
+    assert re.search(r"\n  host     1.1\d to 1.9\d GiB of each machine's 3.00: 1 process\n", large.stdout)
+    assert re.search(
+        r"\n  verdict  fits: 1.1\d to 1.9\d of 3.00 GiB in phase train, 1.0\d GiB to spare\n", large.stdout
+    )
+
+
+def test_a_described_cpu_is_planned_as_one(planned, tmp_path):
+    """Of a process, as of a GPU: two of them have twice as much."""
+    file = tmp_path / "laptop.yaml"
+    file.write_text("name: CPU\ngpus: 2\nmemory_gib: 1.0\n", encoding="utf-8")
+    done = planned("--target", str(file))
+    assert done.returncode == 3 and "(2 x CPU, 1.0 GiB each)" in done.stderr
+    assert "plan of sft, on 2 x CPU, 1.0 GiB each (described), fp32\n" in done.stdout
+    assert re.search(r"\n  host     2.2\d to 3.8\d GiB of each machine: 2 processes\n", done.stdout)

@@ -1,0 +1,14 @@
+"""Command line of stage 4: `python -m step4_labelled.main --model_name_or_path output/sft ...`."""
+
+from pipeline.preparation.dry_run import dry_run_own_stage
+from pipeline.run.entry import enter, leave
+from step4_labelled.stage import STAGE
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run stage 4; returns the exit code."""
+    return enter(STAGE, argv, dry_run=dry_run_own_stage)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,104 @@
+"""A fourth stage: one package (step4_labelled/, beside this file) and one entry of the list of stages, nothing else.
+
+The entry is that of CONTRIBUTING.md, which shows the package's `Stage` too.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support import forks
+from support.source_tree import ROOT
+from support.tiny_run import make_folder, read_metrics, write_lines
+from support.worked_examples import IGNORED, copied_project, example
+
+PACKAGE = ROOT / "tests/project/step4_labelled"
+SETTINGS = {
+    "model_name_or_path": "base", "data_path": "labelled.jsonl", "max_seq_len": 64, "data_split": "none",
+    "per_device_train_batch_size": 4, "dtype": "fp32", "learning_rate": 1e-3, "eval_fraction": 0,
+    "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+def project_with(folder: Path, number: int) -> Path:
+    """A copy of the project with the made-up stage as that of `number`."""
+    copied_project(folder, "A new stage")
+    shutil.copytree(PACKAGE, folder / "step4_labelled", ignore=IGNORED)
+    for name in ("train.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    stage = folder / "step4_labelled/stage.py"
+    stage.write_text(stage.read_text().replace("number=4", f"number={number}"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("labelled"))
+    rows = [{"prompt": f"{n}?", "completion": f"answer {n}", "label": n % 3 > 0} for n in range(24)]
+    write_lines(folder / "labelled.jsonl", rows)
+    return folder
+
+
+def run(program: list[str], folder: Path, project: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(project), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = forks.environment() | {"PYTHON": sys.executable, "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *program], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def train(project: Path, folder: Path, *words: str, **changes: object) -> subprocess.CompletedProcess[str]:
+    given = [word for name, value in (SETTINGS | changes).items() for word in (f"--labelled.{name}", str(value))]
+    command = [str(project / "train.py"), "--actor-model", "base", "--reward-model", "base", *words, *given]
+    return run(command, folder, project)
+
+
+def test_the_page_shows_its_stage():
+    assert example("A new stage", "python") in (PACKAGE / "stage.py").read_text(encoding="utf-8")
+
+
+WAYS = {4: ("--step", "4"), 3: ("--step", "3", "--method", "labelled")}
+
+
+@pytest.mark.parametrize("number", WAYS)
+def test_it_is_looked_at_and_planned(tmp_path, data, number):
+    project = project_with(tmp_path / "project", number)
+    done = train(project, data, *WAYS[number], "--dry-run", max_steps=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    word = {4: "4", 3: "labelled"}[number]
+    assert f"== stage {number}: answers with a label\n" in done.stdout
+    assert f"launch/single_gpu.sh {word} --" in done.stdout and "plan of labelled, on 1 x CPU" in done.stdout
+    assert "24 rows of " in done.stdout, "its own kind of rows was sampled"
+    wrong = train(project, data, *WAYS[number], "--dry-run", data_path="base/config.json", max_steps=2)
+    assert wrong.returncode == 2 and "--labelled.data_path: base/config.json" in wrong.stderr, wrong.stderr
+    chained = train(project, data, *WAYS[number], "--dry-run", model_name_or_path="output/sft", max_steps=2)
+    assert chained.returncode == 2 and "--labelled.model_name_or_path: output/sft: found no" in chained.stderr
+    assert "--step 1 " in chained.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", WAYS)
+def test_it_trains_resumes_and_is_exported(tmp_path, data, number):
+    project = project_with(tmp_path / "project", number)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for output, steps in ((whole, 4), (parts, 2), (parts, 4)):
+        done = train(project, data, *WAYS[number], "--output-dir", str(output), max_steps=steps, save_steps=1)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"== stage {number}: done in " in done.stdout and f"model: {output}/labelled" in done.stdout
+    again = train(project, data, *WAYS[number], "--output-dir", str(parts), max_steps=4, save_steps=1)
+    assert again.returncode == 0 and f"== stage {number}: finished already" in again.stdout
+    weights = [load_file(output / "labelled/model.safetensors") for output in (whole, parts)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+    start = load_file(data / "base/model.safetensors")
+    assert any(not weights[0][name].equal(start[name]) for name in start if name in weights[0])
+    losses = [[line["loss"] for line in read_metrics(output / "runs/labelled")] for output in (whole, parts)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    exported = tmp_path / "exported"
+    done = run(["-m", "rlhf.export", str(parts / "runs/labelled"), "--output", str(exported)], data, project)
+    assert done.returncode == 0, done.stderr
+    assert all(tensor.equal(weights[0][name]) for name, tensor in load_file(exported / "model.safetensors").items())

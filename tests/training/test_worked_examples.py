@@ -1,0 +1,82 @@
+"""The worked examples of CONTRIBUTING.md, applied to a copy of the project: a flag, a metric, a monitor, a family."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import forks
+from support.tiny_run import make_folder, read_metrics
+from support.worked_examples import copied_project
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with all examples."""
+    titles = ("A new flag", "A new metric", "A new monitor", "A new family")
+    return copied_project(tmp_path_factory.mktemp("copy"), *titles)
+
+
+def run(changed: Path, folder: Path, *words: str, **variables: str) -> str:
+    """Run Python words in a folder with the changed project, and return what it printed."""
+    path = os.pathsep.join([str(changed), str(changed / "tests"), str(changed / "tests/faults")])
+    environment = forks.environment() | {"PYTHONPATH": path} | variables
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(changed: Path, folder: Path, output: str, *more: str) -> list[dict]:
+    words = "--model_name_or_path base --data_path train.jsonl --data_split none --max_seq_len 48 --max_steps 2"
+    also = f"--per_device_train_batch_size 2 --data_output_path cache --output_dir {output} --learning_rate 1e-3"
+    run(changed, folder, "-m", "step1_sft.main", *words.split(), *also.split(), *more)
+    return read_metrics(folder / Path(output).parent / "runs" / Path(output).name)
+
+
+def test_a_run_writes_the_new_metric_and_the_new_monitor_gets_its_lines(changed: Path, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    (*_, last) = lines = train(changed, folder, "out/sft", "--monitors", "latest")
+    assert [line["step"] for line in lines if "eval_bits" in line] == [0, 2]
+    assert last["eval_bits"] == pytest.approx(last["eval_loss"] / math.log(2))
+    newest = json.loads((folder / "out/runs/sft/latest.json").read_text())
+    assert newest == {name: value for name, value in last.items() if name not in ("stage", "time")}
+
+
+def test_the_new_flag_changes_training_as_its_row_says(changed: Path, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    twin = run(changed, folder, "-c", "import flag_tests; print(flag_tests.TWINS['sft.focal_gamma'].value)").strip()
+    plain = train(changed, folder, "plain/sft")
+    focal = train(changed, folder, "focal/sft", "--focal_gamma", twin)
+    # Tokens weigh less than 1: the loss of the same model on the same rows falls, that of evaluations is as before.
+    first, second = ([line["loss"] for line in lines if "loss" in line][0] for lines in (plain, focal))
+    assert 0 < second < first
+    assert plain[0]["eval_loss"] == focal[0]["eval_loss"] and plain[-1]["eval_loss"] != focal[-1]["eval_loss"]
+
+
+SAMPLE = """
+import torch
+from support.decode_models import DEVICE, KEY, PAD, family, fused, generator_of, random_prompts
+from pipeline.generation.rollouts import Sampling
+from pipeline.models.weight_files import TESTED_TYPES
+from pipeline.planning.measurement import shapes
+from rlhf.train_config import known_model
+
+known = known_model("seed-oss-36b")
+assert known is not None and known.hub_id in shapes() and shapes()[known.hub_id]["model_type"] in TESTED_TYPES
+model, prompts = family("seed-oss"), random_prompts((5, 2))
+request = {"num_samples": 1, "sampling": Sampling(8, top_k=1), "key": KEY, "num_slots": 2}
+mine = generator_of(fused(model), ends=()).generate(prompts, **request).responses
+for prompt, response in zip(prompts, mine, strict=True):
+    ids = torch.tensor([prompt.ids], device=DEVICE)
+    plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": PAD, "max_new_tokens": 8}
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **plain)[0, ids.shape[1] :]
+    assert response.tolist() == theirs.tolist(), (response, theirs)
+print(known.preset, len(mine))
+"""
+
+
+def test_the_fused_backend_samples_the_new_family_as_transformers_does(changed: Path, tmp_path: Path) -> None:
+    assert run(changed, tmp_path, "-c", SAMPLE, TRITON_INTERPRET="1").split() == ["30b", "2"]
