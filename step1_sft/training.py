@@ -28,7 +28,7 @@ from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_data
-from pipeline.training.steps import Counters, Stopping, step_together
+from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, evaluate_answers, forward_log_probs
@@ -60,26 +60,29 @@ def train(run: Run, config: SFTConfig) -> None:
     state, course = sft.resume(State, METRICS)
     steps = PrefetchedSteps(sft.loader, end=sft.total_steps, device=run.world.device)
     with course.resumable(state, lambda: sft.content(state)), steps:
-        while state.step < sft.total_steps:
-            if course.evaluation_is_due(state):
-                evaluate_held_out(sft, state, course)
-            course.stop_if_asked()
-            if course.save_is_due(state):
-                course.save(state, sft.content(state), lambda: save_unless_best(sft, state))
+        while True:
+            with course.halving.when_out_of_memory(state):
+                is_done = state.step >= sft.total_steps
+                if is_done or course.evaluation_is_due(state):
+                    evaluate_held_out(sft, state, course)
+                if is_done:
+                    break
+                course.stop_if_asked()
+                if course.save_is_due(state):
+                    course.save(state, sft.content(state), lambda: save_unless_best(sft, state))
 
-            course.begin("train")
-            step = steps.step(state.step)
-            loss = accumulate_gradients(sft, step, state, course.stopping)
-            stepped = step_together([sft.engine], sft.rate(state.step), loss=loss)
-            state.num_tokens += step.num_tokens
-            state.count_step(stepped=stepped, engines=[sft.engine])
-            flops = sft.work.flops(
-                num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=step.num_trained
-            )
-            sft.log_step(step, state, course, loss=loss / step.num_trained, flops=flops)
-            if not stepped:
-                sft.note_skipped(step, state)
-        evaluate_held_out(sft, state, course)
+                course.begin("train")
+                step = steps.step(state.step)
+                loss = accumulate_gradients(sft, step, state, course)
+                stepped = step_together([sft.engine], sft.rate(state.step), loss=loss)
+                state.num_tokens += step.num_tokens
+                state.count_step(stepped=stepped, engines=[sft.engine])
+                flops = sft.work.flops(
+                    num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=step.num_trained
+                )
+                sft.log_step(step, state, course, loss=loss / step.num_trained, flops=flops)
+                if not stepped:
+                    sft.note_skipped(step, state)
     course.finish(state, sft.content(state), lambda: save_unless_best(sft, state))
 
 
@@ -115,11 +118,11 @@ def check_sources(data: StageData) -> None:
             )
 
 
-def accumulate_gradients(sft: SFT, step: Step[Any], state: State, stopping: Stopping) -> float:
+def accumulate_gradients(sft: SFT, step: Step[Any], state: State, course: Course) -> float:
     """Sum the gradients of a step; returns the loss, summed over the trained tokens of all ranks.
 
     Raises:
-        Interrupted, BatchTooLarge: see `Supervised.sum_gradients`.
+        Interrupted: see `Supervised.sum_gradients`.
     """
     if step.num_trained == 0:
         raise InputError(f"step {state.step + 1}: no trained token in {step.num_rows} rows")
@@ -127,14 +130,15 @@ def accumulate_gradients(sft: SFT, step: Step[Any], state: State, stopping: Stop
     def loss_of(batch: SFTBatch | Seq2SeqBatch) -> torch.Tensor:
         return token_sum_loss(*forward_log_probs(sft.engine, batch, packed=sft.config.data.packing))
 
-    return sft.sum_gradients(step, state, stopping, loss_of=loss_of, count=step.num_trained)
+    return sft.sum_gradients(step, state, course, loss_of=loss_of, count=step.num_trained)
 
 
 def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
     """Measure the held-out rows, once a step; with `--keep_best`, save the best model so far."""
     if state.evaluated == state.step:
         return
-    measured = sft.evaluate(state, partial(measure, sft))
+    with sft.evaluation(state, course) as batches:
+        measured = measure(sft, batches)
     course.recorder.write(state.step, measured)
     state.evaluated = state.step
     loss = measured.get("eval_loss")

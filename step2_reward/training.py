@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_data
-from pipeline.training.steps import Counters, Stopping, step_together
+from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
 from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
@@ -58,25 +57,28 @@ def train(run: Run, config: RewardConfig) -> None:
     state, course = reward.resume(State, METRICS)
     steps = PrefetchedSteps(reward.loader, end=reward.total_steps, device=run.world.device)
     with course.resumable(state, lambda: reward.content(state)), steps:
-        while state.step < reward.total_steps:
-            # A model that is saved holds the constants that normalise its scores: they are measured before.
-            if course.evaluation_is_due(state) or course.save_is_due(state):
-                evaluate(reward, state, course)
-            course.stop_if_asked()
-            if course.save_is_due(state):
-                course.save(state, reward.content(state), lambda: save_unless_best(reward, state))
+        while True:
+            with course.halving.when_out_of_memory(state):
+                is_done = state.step >= reward.total_steps
+                # A model that is saved holds the constants that normalise its scores: they are measured before.
+                if is_done or course.evaluation_is_due(state) or course.save_is_due(state):
+                    evaluate(reward, state, course)
+                if is_done:
+                    break
+                course.stop_if_asked()
+                if course.save_is_due(state):
+                    course.save(state, reward.content(state), lambda: save_unless_best(reward, state))
 
-            course.begin("train")
-            step = steps.step(state.step)
-            loss = accumulate_gradients(reward, step, state, course.stopping)
-            stepped = step_together([reward.engine], reward.rate(state.step), loss=loss)
-            state.num_tokens += step.num_tokens
-            state.count_step(stepped=stepped, engines=[reward.engine])
-            flops = reward.work.flops(num_tokens=step.num_tokens, num_squares=step.num_squares)
-            reward.log_step(step, state, course, loss=loss / step.num_rows, flops=flops)
-            if not stepped:
-                reward.note_skipped(step, state)
-        evaluate(reward, state, course)
+                course.begin("train")
+                step = steps.step(state.step)
+                loss = accumulate_gradients(reward, step, state, course)
+                stepped = step_together([reward.engine], reward.rate(state.step), loss=loss)
+                state.num_tokens += step.num_tokens
+                state.count_step(stepped=stepped, engines=[reward.engine])
+                flops = reward.work.flops(num_tokens=step.num_tokens, num_squares=step.num_squares)
+                reward.log_step(step, state, course, loss=loss / step.num_rows, flops=flops)
+                if not stepped:
+                    reward.note_skipped(step, state)
     course.finish(state, reward.content(state), lambda: save_unless_best(reward, state))
 
 
@@ -93,11 +95,11 @@ def build(run: Run, config: RewardConfig) -> Reward:
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)
 
 
-def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, stopping: Stopping) -> float:
+def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, course: Course) -> float:
     """Sum the gradients of a step; returns the loss, summed over the pairs of all ranks.
 
     Raises:
-        Interrupted, BatchTooLarge: see `Supervised.sum_gradients`.
+        Interrupted: see `Supervised.sum_gradients`.
     """
 
     per_token = reward.config.reward_loss == "per_token"
@@ -106,7 +108,7 @@ def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, st
         values = reward.engine(batch.input_ids, batch.attention_mask, batch.position_ids, right_padded=True)
         return batch_loss(values, batch, per_token=per_token, centering_coef=reward.config.centering_coef)
 
-    return reward.sum_gradients(step, state, stopping, loss_of=loss_of, count=step.num_rows)
+    return reward.sum_gradients(step, state, course, loss_of=loss_of, count=step.num_rows)
 
 
 def evaluate(reward: Reward, state: State, course: Course) -> None:
@@ -114,8 +116,10 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
     if state.evaluated == state.step:
         return
     per_token, centering_coef = reward.config.reward_loss == "per_token", reward.config.centering_coef
-    score = partial(score_pairs, reward.engine, per_token=per_token, centering_coef=centering_coef)
-    scores = reward.evaluate(state, partial(score, device=reward.run.world.device))
+    with reward.evaluation(state, course) as batches:
+        scores = score_pairs(
+            reward.engine, batches, reward.run.world.device, per_token=per_token, centering_coef=centering_coef
+        )
     measured = summary(scores)
     course.recorder.write(state.step, measured)
     state.evaluated = state.step

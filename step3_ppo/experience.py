@@ -5,7 +5,7 @@
     Scores      what the four models say of them: log-probabilities, values, scores
     Rewarded    rewards and advantages: the Experience, and what is logged of it
     Experience  what an optimizer step reads, besides the Responses
-    Collected   Responses and Experience, cut into minibatches
+    Collected   Responses and Experience, cut into micro-batches
 
 All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response. Rows are
 padded on the right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is predicted at
@@ -243,22 +243,32 @@ def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[M
         yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The micro-batches of a rollout.
+
+    size: rows of a micro-batch at most, if they are of the longest.
+    minibatches: this rank's micro-batches of each optimizer step, all epochs.
+    """
+
+    size: int
+    minibatches: Sequence[Sequence[MicroBatch]]
+
+
 @dataclass(slots=True)
 class Collected:
-    """A rollout that is ready for updates: the same on every rank but for its times and this rank's minibatches.
+    """A rollout that is ready for updates: the same on every rank but for its times and this rank's micro-batches.
 
     responses: prompts and sampled responses.
     experience: tensors that an optimizer step reads.
     metrics: metrics of the rollout.
-    minibatches: this rank's micro-batches of each optimizer step, all epochs.
-    micro_batch_size: rows of a micro-batch.
+    cut: micro-batches; their size changes where memory runs out.
     """
 
     responses: Responses
     experience: Experience
     metrics: dict[str, float]
-    minibatches: Sequence[Sequence[MicroBatch]]
-    micro_batch_size: int
+    cut: Cut
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps of it, besides the metrics."""
@@ -272,8 +282,7 @@ class Collected:
         metrics: dict[str, float],
         device: torch.device,
         *,
-        minibatches_of: Callable[[Responses], Sequence[Sequence[MicroBatch]]],
-        micro_batch_size: int,
+        cut: Callable[[Responses], Cut],
     ) -> Self:
         """Make a rollout of the `tensors` and metrics of a checkpoint."""
 
@@ -281,5 +290,4 @@ class Collected:
             return kind(**{f.name: tensors[f"{name}/{f.name}"].to(device) for f in fields(kind)})
 
         responses = part("responses", Responses)
-        minibatches = minibatches_of(responses)
-        return cls(responses, part("experience", Experience), metrics, minibatches, micro_batch_size)
+        return cls(responses, part("experience", Experience), metrics, cut(responses))

@@ -1,10 +1,10 @@
 """Everything of stage 3 that stays as it is (PPO) and that evolves (State): built, restored and saved."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,11 +16,11 @@ from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader
 from pipeline.engine.build import start_engines
-from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Sampling
-from pipeline.heartbeat import Phase, beat
+from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork, training_work
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.source import ModelSource, prepare_tokenizer
@@ -28,18 +28,15 @@ from pipeline.models.tokenizers import eos_ids
 from pipeline.out_of_memory import KEPT_CACHE
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
-from pipeline.training.halving import in_batches_that_fit, take_halved
-from pipeline.training.micro_batches import MicroBatch
+from pipeline.training.halving import take_halved
 from pipeline.training.steps import Counters, rate_factor
 from step3_ppo.config import PPOConfig, generation_options
-from step3_ppo.experience import Collected, Responses, Rewarded, Scores, reward_responses
+from step3_ppo.experience import Collected, Cut, Responses, Rewarded, Scores, reward_responses
 from step3_ppo.models import Models, make_models, make_sources
 from step3_ppo.rollout import Sampler, Schedule, make_prompts, make_schedule, make_text, sampling_line
 from step3_ppo.updater import StepSize, Updater
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -106,21 +103,6 @@ class PPO:
         """The engines whose optimizer states leave the device while no step is taken."""
         return list(self.engines.values()) if self.config.sampling.offload_optimizer_during_rollout else []
 
-    def in_batches_that_fit(
-        self,
-        state: "State",
-        phase: Phase,
-        asked: int,
-        compute: Callable[[int], T],
-        *,
-        engines: Iterable[TrainingEngine | FrozenEngine],
-        smallest: int = 1,
-    ) -> T:
-        """Return `compute(size)`, again with less after an out-of-memory error: see `halving.in_batches_that_fit`."""
-        return in_batches_that_fit(
-            self.run, state, phase, asked, compute, engines=engines, smallest=smallest, buffers=self.hybrid
-        )
-
     def sampler(self, rows: Any, state: State, *, num_samples: int, batch_size: int) -> Sampler:
         """Return a sampler of responses to `rows`, as the flags say."""
 
@@ -161,10 +143,11 @@ class PPO:
         """Return the rows of a micro-batch in force."""
         return state.batch_size("train", self.config.optimizer.per_device_train_batch_size)
 
-    def minibatches(self, responses: Responses, state: State) -> list[list[MicroBatch]]:
-        """This rank's micro-batches of each optimizer step on a rollout."""
+    def cut(self, responses: Responses, state: State) -> Cut:
+        """Cut a rollout into this rank's micro-batches of each optimizer step."""
+        size = self.micro_batch_size(state)
         lengths = responses.lengths(packs=self.models.pack_rows)
-        return list(self.updater.minibatches(lengths, self.micro_batch_size(state), rollout=state.rollout))
+        return Cut(size, list(self.updater.minibatches(lengths, size, rollout=state.rollout)))
 
 
 def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
@@ -251,8 +234,7 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
         resumed.tensors,
         resumed.state["rollout"],
         ppo.run.world.device,
-        minibatches_of=lambda responses: ppo.minibatches(responses, state),
-        micro_batch_size=ppo.micro_batch_size(state),
+        cut=lambda responses: ppo.cut(responses, state),
     )
     return state, rollout
 

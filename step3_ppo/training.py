@@ -4,11 +4,9 @@ The functions below the loop are its steps, in order: each hands the settings of
 """
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeline.engine.build import weights_dtype
@@ -42,28 +40,31 @@ def train(run: Run, config: PPOConfig) -> None:
     take_folder(run)
     course = make_course(ppo, resumed_step=state.step if resumed else None)
     with course.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
-        while not ppo.schedule.is_done(step=state.step, rollout=state.rollout):
-            if course.evaluation_is_due(state):
-                evaluate(ppo, state, course)
-            course.stop_if_asked()
-            if course.save_is_due(state):
-                course.save(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo, state))
+        while True:
+            with course.halving.when_out_of_memory(state):
+                is_done = ppo.schedule.is_done(step=state.step, rollout=state.rollout)
+                if is_done or course.evaluation_is_due(state):
+                    evaluate(ppo, state, course)
+                if is_done:
+                    break
+                course.stop_if_asked()
+                if course.save_is_due(state):
+                    course.save(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo, state))
 
-            if rollout is None:
-                with optimizer_states_on_host(ppo.idle_optimizers):
-                    responses = sample(ppo, state, course)  # 1. to the next prompts, the same on every rank
-                    scores = score(ppo, responses, state, course)  # 2. log-probabilities, values, scores
-                    rollout = reward(ppo, responses, scores, state, course)  # 3. KL penalty, GAE, whitening
+                if rollout is None or state.update == 0:
+                    with optimizer_states_on_host(ppo.idle_optimizers):
+                        responses = sample(ppo, state, course)  # 1. to the next prompts, the same on every rank
+                        scores = score(ppo, responses, state, course)  # 2. log-probabilities, values, scores
+                        rollout = reward(ppo, responses, scores, state, course)  # 3. KL penalty, GAE, whitening
 
-            update = step_actor_and_critic(ppo, rollout, state, course)  # 4. both models step, or none
-            if update is not None:
-                log_update(ppo, rollout, update, state, course)
-            state.update += 1
-            if state.update == len(rollout.minibatches) or moved_too_far(ppo, update):
-                adapt_kl(ppo, rollout, state)  # 5. the KL coefficient follows its target
-                state.finish_rollout()
-                rollout = None
-        evaluate(ppo, state, course)
+                update = step_actor_and_critic(ppo, rollout, state, course)  # 4. both models step, or none
+                if update is not None:
+                    log_update(ppo, rollout, update, state, course)
+                state.update += 1
+                if state.update == len(rollout.cut.minibatches) or moved_too_far(ppo, update):
+                    adapt_kl(ppo, rollout, state)  # 5. the KL coefficient follows its target
+                    state.finish_rollout()
+                    rollout = None
     course.finish(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo, state))
 
 
@@ -78,6 +79,7 @@ def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
         engines=ppo.models.named(),
         # With one step a rollout the policy has not moved when its step is taken: approx_kl is 0 by construction.
         shown=SHOWN + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ()),
+        buffers=ppo.hybrid,
     )
 
 
@@ -92,15 +94,12 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     """
     course.begin("generate")
     beat("generate", state.step)
-    config = ppo.config
-    epoch, rows = ppo.schedule.prompts(seed=config.run.seed, rollout=state.rollout, num_prompts=len(ppo.prompts.train))
-    asked, num_samples = config.sampling.per_device_generation_batch_size, config.sampling.num_samples_per_prompt
-
-    def sample_in(size: int) -> Responses:
-        sampler = ppo.sampler(ppo.prompts.train, state, num_samples=num_samples, batch_size=size)
-        return sampler.sample(rows, RandomKey(config.run.seed, "rollout", epoch))
-
-    return ppo.in_batches_that_fit(state, "generate", asked, sample_in, engines=[ppo.models.actor])
+    seed, sampling = ppo.config.run.seed, ppo.config.sampling
+    epoch, rows = ppo.schedule.prompts(seed=seed, rollout=state.rollout, num_prompts=len(ppo.prompts.train))
+    size = course.halving.batch_size(state, "generate", sampling.per_device_generation_batch_size)
+    num_samples = sampling.num_samples_per_prompt
+    sampler = ppo.sampler(ppo.prompts.train, state, num_samples=num_samples, batch_size=size)
+    return sampler.sample(rows, RandomKey(seed, "rollout", epoch))
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
@@ -116,10 +115,10 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
     beat("score", state.step)
     policy: tuple[Tensor, Tensor | None] = (responses.sampler_log_probs, None)
     if not ppo.updater.old_log_probs_from_sampler:
-        asked = ppo.config.optimizer.per_device_train_batch_size
-        score_in = partial(score_policy, ppo, responses, state, course)
-        policy = ppo.in_batches_that_fit(state, "train", asked, score_in, engines=[ppo.models.actor])
-    return score_all(ppo, responses, policy, ppo.prompts.train, state=state, course=course)
+        size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
+        policy = score_policy(ppo, responses, state, course, size)
+        ppo.hybrid.note_update()  # it has an update's shapes
+    return score_others(ppo, responses, policy, ppo.prompts.train, state=state, course=course)
 
 
 def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course: Course) -> Collected:
@@ -137,8 +136,7 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
         "epoch": (state.rollout + 1) / ppo.schedule.rollouts_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
-    minibatches = ppo.minibatches(responses, state)
-    return Collected(responses, rewarded.experience, metrics, minibatches, ppo.micro_batch_size(state))
+    return Collected(responses, rewarded.experience, metrics, ppo.cut(responses, state))
 
 
 def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
@@ -148,7 +146,10 @@ def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Co
         Interrupted: the run is to stop; the gradients are dropped.
     """
     beat("train", state.step)
-    batches = list(rollout.minibatches[state.update])
+    micro_batch_size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
+    if rollout.cut.size != micro_batch_size:  # halved since its first update: the old log-probabilities stay
+        rollout.cut = ppo.cut(rollout.responses, state)
+    batches = rollout.cut.minibatches[state.update]
     size = ppo.updater.step_size(rollout.responses, rollout.experience, batches)
     if not size.num_rows:
         # Padding of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
@@ -157,44 +158,22 @@ def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Co
     if not size.num_trained:
         return Update(batches, size)
     train_actor = state.step >= ppo.config.ppo.critic_warmup_steps
-    text = ppo.text.step(state.step) if ppo.text and train_actor else None
-
-    def update_in(micro_batch_size: int) -> Update:
-        recut(ppo, rollout, micro_batch_size, state, course)
-        batches = list(rollout.minibatches[state.update])
-        metrics, stepped = ppo.updater.update(
-            rollout.responses,
-            rollout.experience,
-            batches,
-            num_tokens=size.num_trained,
-            kl_coef=state.kl_coef,
-            rate_factor=ppo.rate(state.step),
-            train_actor=train_actor,
-            text=ppo.text.cut(text, micro_batch_size) if ppo.text and text else None,
-            stopping=course.stopping,
-        )
-        return Update(batches, size, text, train_actor, metrics, stepped)
-
-    asked, engines = ppo.config.optimizer.per_device_train_batch_size, list(ppo.engines.values())
-    update = ppo.in_batches_that_fit(state, "train", asked, update_in, engines=engines)
-    if update.stepped and ppo.average is not None:
+    text = ppo.text.cut(ppo.text.step(state.step), micro_batch_size) if ppo.text and train_actor else None
+    metrics, stepped = ppo.updater.update(
+        rollout.responses,
+        rollout.experience,
+        batches,
+        num_tokens=size.num_trained,
+        kl_coef=state.kl_coef,
+        rate_factor=ppo.rate(state.step),
+        train_actor=train_actor,
+        text=text,
+        stopping=course.stopping,
+    )
+    ppo.hybrid.note_update()
+    if stepped and ppo.average is not None:
         ppo.average.update()
-    return update
-
-
-def recut(ppo: PPO, rollout: Collected, size: int, state: State, course: Course) -> None:
-    """Cut a rollout into micro-batches of `size` rows, where it is cut otherwise. A collective.
-
-    Before its first update the old log-probabilities are made again, so that the first ratio is 1; later the policy
-    that made them is gone.
-    """
-    if rollout.micro_batch_size == size:
-        return
-    rollout.micro_batch_size, rollout.minibatches = size, ppo.minibatches(rollout.responses, state)
-    if not state.update and not ppo.updater.old_log_probs_from_sampler:
-        log_probs, _ = score_policy(ppo, rollout.responses, state, course, size)
-        log_probs = torch.where(rollout.experience.response_mask, log_probs, 0.0)
-        rollout.experience = replace(rollout.experience, log_probs=log_probs)
+    return Update(batches, size, text, train_actor, metrics, stepped)
 
 
 def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, course: Course) -> None:
@@ -258,22 +237,17 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
     Raises:
         Interrupted: the run is to stop.
     """
-    rows, limit, size = ppo.prompts.eval, ppo.config.run.eval_iters, ppo.config.optimizer.per_device_eval_batch_size
-    count = min(len(rows), (limit or len(rows)) * size * ppo.run.world.size)
+    rows, limit = ppo.prompts.eval, ppo.config.run.eval_iters
+    requested = ppo.config.optimizer.per_device_eval_batch_size
+    count = min(len(rows), (limit or len(rows)) * requested * ppo.run.world.size)
     if state.evaluated == state.step or not count:
         return
-
-    def sample_in(size: int) -> Responses:
-        sampler = ppo.sampler(rows, state, num_samples=1, batch_size=size)
-        return sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
-
-    def score_in(size: int) -> tuple[Tensor, Tensor]:
-        return score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
-
-    fitting = partial(ppo.in_batches_that_fit, state, "evaluate", size, engines=[ppo.models.actor])
+    size = course.halving.batch_size(state, "evaluate", requested)
+    sampler = ppo.sampler(rows, state, num_samples=1, batch_size=size)
     with optimizer_states_on_host(ppo.idle_optimizers):
-        responses = fitting(sample_in)
-        scores = score_all(ppo, responses, fitting(score_in), rows, state=state, course=course)
+        responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
+        policy = score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
+        scores = score_others(ppo, responses, policy, rows, state=state, course=course)
         rewarded = ppo.rewarded(responses, scores, state)
         metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
         course.recorder.write(state.step, evaluation_metrics(metrics))
@@ -304,26 +278,22 @@ def score_policy(
     return policy_log_probs(ppo.models, responses, batches, temperature=temperature, between=between)
 
 
-def score_all(
+def score_others(
     ppo: PPO, responses: Responses, policy: tuple[Tensor, Tensor | None], rows: Any, *, state: State, course: Course
 ) -> Scores:
     """Run the other three models over the responses to `rows`. A collective; raises Interrupted."""
-    lengths = responses.lengths(packs=ppo.models.pack_rows)
-
-    def score_in(tokens: int) -> Scores:
-        return score_responses(
-            ppo.models,
-            responses,
-            scoring_batches(lengths, world=ppo.run.world, tokens=tokens),
-            policy,
-            rows=rows,
-            temperature=ppo.config.sampling.temperature,
-            between=partial(between_batches, state, course),
-        )
-
     beat("score", state.step)
-    engines, longest = ppo.models.named().values(), max(lengths.whole)
-    return ppo.in_batches_that_fit(state, "score", SCORING_TOKENS, score_in, engines=engines, smallest=longest)
+    lengths = responses.lengths(packs=ppo.models.pack_rows)
+    tokens = course.halving.batch_size(state, "score", SCORING_TOKENS, smallest=max(lengths.whole))
+    return score_responses(
+        ppo.models,
+        responses,
+        scoring_batches(lengths, world=ppo.run.world, tokens=tokens),
+        policy,
+        rows=rows,
+        temperature=ppo.config.sampling.temperature,
+        between=partial(between_batches, state, course),
+    )
 
 
 def between_batches(state: State, course: Course) -> None:

@@ -76,7 +76,7 @@ class Update:
     stepped: False where a loss or gradient was not finite, and nothing was changed.
     """
 
-    batches: list[MicroBatch]
+    batches: Sequence[MicroBatch]
     size: StepSize
     text: Step[SFTBatch] | None = None
     trained_actor: bool = True

@@ -99,8 +99,9 @@ class TrainingEngine:
         self.partitions_optimizer: bool = config["zero_optimization"]["stage"] > 0
         self.last_gradient_norm = 0.0
         self.gradient_bytes = 0  # of the first step on this rank
-        self.is_stepping = False  # also after an error within a step: then some weights may be new ones
+        self.is_stepping = False  # from the beginning of a step until it is counted: some weights may be new ones
         self.host_buffers: list[torch.Tensor] = []  # reused by optimizer_offload.py
+        self.states_on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # its emptied allocations, copies
         self._norms: torch.Tensor | None = None  # of these gradients, as DeepSpeed's optimizer computes them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,13 +164,15 @@ class TrainingEngine:
             group["lr"] = peak * rate_factor
 
     def step(self, rate_factor: float) -> None:
-        """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients."""
+        """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients.
+
+        The engine `is_stepping` from then on, until `Counters.count_step`.
+        """
         self.is_stepping = True
         self.set_rate(rate_factor)
         self.deepspeed.set_gradient_accumulation_boundary(True)
         with self._norm_reused():
             self.deepspeed.step()
-        self.is_stepping = False
 
     @contextmanager
     def _norm_reused(self) -> Iterator[None]:

@@ -4,13 +4,14 @@ DeepSpeed 0.19.8 (`offload_states`) gives tensors other storages and does not li
 allocation is emptied and filled again under the tensors that view it: every view stays valid, at every ZeRO stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.memory import optimizer_tensors, storages, weight_tensors
+from pipeline.out_of_memory import is_out_of_memory
 
 
 @contextmanager
@@ -18,21 +19,33 @@ def optimizer_states_on_host(engines: Sequence[TrainingEngine]) -> Iterator[None
     """Keep fp32 weights and moments of these TrainingEngines in host memory while the context lasts: take no step.
 
     States already in host memory, and weights that the model itself reads, are not moved. The host memory is
-    page-locked on a machine with a GPU, and kept by the engine for the next time.
+    page-locked on a machine with a GPU, and kept by the engine for the next time. After an out-of-memory error the
+    states stay there until `return_from_host`: what failed still has the device's memory.
     """
-    copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+    has_memory = True
     try:
         for engine in engines:
-            copies += move_to_host(engine)
+            move_to_host(engine)
         yield
+    except Exception as error:
+        has_memory = not is_out_of_memory(error)
+        raise
     finally:
-        for storage, buffer in copies:
+        if has_memory:
+            return_from_host(engines)
+
+
+def return_from_host(engines: Iterable[TrainingEngine]) -> None:
+    """Fill the allocations that `move_to_host` emptied, if any."""
+    for engine in engines:
+        for storage, buffer in engine.states_on_host:
             storage.resize_(buffer.numel())
             as_bytes(storage).copy_(buffer, non_blocking=True)  # kernels launched after this see the content
+        engine.states_on_host = []
 
 
-def move_to_host(engine: TrainingEngine) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
-    """Copy each allocation to the host and empty it; return [(allocation, (n,) uint8 copy)]."""
+def move_to_host(engine: TrainingEngine) -> None:
+    """Copy each allocation to the host and empty it; `engine.states_on_host` says where each copy belongs."""
     device = next(engine.module.parameters()).device
     read_by_model = storages(weight_tensors(engine.module))
     held = [
@@ -49,9 +62,9 @@ def move_to_host(engine: TrainingEngine) -> list[tuple[torch.UntypedStorage, tor
         buffer.copy_(as_bytes(storage), non_blocking=True)
     if pinned:
         torch.cuda.synchronize(device)
+    engine.states_on_host = copies
     for storage, _ in copies:
         storage.resize_(0)
-    return copies
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -16,6 +16,7 @@ from pipeline.heartbeat import beat
 from pipeline.run.earlier_runs import write_done
 from pipeline.run.host_storage import on_each_storage
 from pipeline.run.run import Run
+from pipeline.training.halving import Buffers, Halving
 from pipeline.training.metrics import Metric
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters, Stopping, divergence_advice
@@ -27,7 +28,7 @@ class Course:
     Args:
         resumed_step: the step of the checkpoint that the run goes on from, or None.
         metrics: what the stage declares (stepN/metrics.py). shown: those of the progress line.
-        engines: the models whose memory the log tells after the first step.
+        engines: the models of the run. buffers: what generation keeps between rollouts.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Course:
         metrics: Mapping[str, Metric],
         engines: Mapping[str, TrainingEngine | FrozenEngine],
         shown: Sequence[str] = ("loss",),
+        buffers: Buffers | None = None,
     ) -> None:
         config: RunConfig = run.resolved.config.run
         start = -1 if resumed_step is None else resumed_step
@@ -47,6 +49,7 @@ class Course:
             run, config, start_step=start, total_steps=total_steps, metrics=metrics, shown=shown, models=engines
         )
         self.stopping = Stopping(run)
+        self.halving = Halving(run, engines.values(), buffers=buffers)
         self._run, self._config, self._fingerprint, self._total_steps = run, config, fingerprint, total_steps
         self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)
         self._written: Mapping[str, Any] | None = None  # the counters of the last checkpoint that this process wrote

@@ -1,4 +1,4 @@
-"""Halved batches after an out-of-memory error: the work of a phase is done again, in smaller parts of the same rows.
+"""Halved batches after an out-of-memory error: the turn of the loop begins again, in smaller parts of the same rows.
 
 Buffers of generation that are held are given back before anything is halved. One rank does so in the same process. Of
 several, the others wait in a collective by then: the error ends the job, and its supervisor starts it again with the
@@ -7,14 +7,16 @@ halved batch (pipeline/preparation/stage_job.py). The stages say how work is cut
 
 import gc
 import logging
-from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.groups import Group
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.optimizer_offload import return_from_host
 from pipeline.heartbeat import Phase, current_phase
 from pipeline.out_of_memory import (
     BATCH_FLAGS,
@@ -29,8 +31,6 @@ from pipeline.training.steps import Counters
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Buffers(Protocol):
     """Memory that is kept between rollouts, and that other phases can do without (`generation.HybridEngine`)."""
@@ -38,7 +38,6 @@ class Buffers(Protocol):
     @property
     def holds_buffers(self) -> bool: ...
     def always_release(self) -> None: ...
-    def note_update(self) -> None: ...
 
 
 def take_halved(state: Counters, config: Group) -> None:
@@ -52,56 +51,71 @@ def take_halved(state: Counters, config: Group) -> None:
         log.info("since memory ran out: %s", batches_in_words(state.halved, *kept))
 
 
-def in_batches_that_fit(
-    run: Run,
-    state: Counters,
-    phase: Phase,
-    asked: int,
-    compute: Callable[[int], T],
-    *,
-    engines: Iterable[TrainingEngine | FrozenEngine],
-    smallest: int = 1,
-    buffers: Buffers | None = None,
-) -> T:
-    """Return `compute(size)`, called again with half the size after each out-of-memory error; `state` keeps the size.
+class Halving:
+    """The batch sizes of a run, and their halving where memory runs out in a turn of its loop."""
 
-    Where `buffers` are held, they are given back first, for good, and the size stays.
+    def __init__(
+        self, run: Run, engines: Iterable[TrainingEngine | FrozenEngine], *, buffers: Buffers | None = None
+    ) -> None:
+        self._run, self._engines, self._buffers = run, list(engines), buffers
+        self._last: tuple[Phase, int, int] | None = None  # what `batch_size` was called with
+        self._has_failed = False
 
-    Args:
-        asked: rows at once, on each rank, as the flags say; of the phase score, tokens.
-        compute: computes from `state` and the weights, which it may change only in its last act: an optimizer step.
-        engines: those that it uses; what a failed pass left in them is dropped.
-        smallest: the size that is never halved.
+    def batch_size(self, state: Counters, phase: Phase, requested: int, *, smallest: int = 1) -> int:
+        """Return the batch size in force; until the next call it is the one that an out-of-memory error halves.
 
-    Raises:
-        BatchTooLarge: there is more than one rank, or the size is the smallest. An error within an optimizer step is
-            raised as it is, unless buffers are held: its memory does not depend on the batch.
-    """
-    while True:
-        size = state.batch_size(phase, asked)
+        Args:
+            requested: rows at once, on each rank, as the flags say; of the phase score, tokens.
+            smallest: the size that is never halved.
+        """
+        self._last = phase, requested, smallest
+        return state.batch_size(phase, requested)
+
+    @contextmanager
+    def when_out_of_memory(self, state: Counters) -> Iterator[None]:
+        """Run a turn of a loop; where memory runs out, halve a batch and end the turn, so that the loop begins it anew.
+
+        `state` keeps the size; nothing else of it may have changed but what holds for the turn to come too. Where
+        buffers are held, they are given back first, for good, and the size stays.
+
+        Raises:
+            BatchTooLarge: there is more than one rank, or the size is the smallest. An error since an optimizer step
+                began is raised as it is, unless buffers are held: its memory does not depend on the batch.
+        """
+        if self._has_failed:
+            self._recover()
+        self._last, before = None, state.step
         try:
-            result = compute(size)
-            if buffers is not None and phase == "train":
-                buffers.note_update()
-            return result
+            yield
         except Exception as error:
-            is_stepping = any(getattr(engine, "is_stepping", False) for engine in engines)
-            has_buffers = buffers is not None and buffers.holds_buffers
-            if not is_out_of_memory(error) or (is_stepping and not has_buffers):
+            if self._last is None or state.step != before or current_phase() == "save" or not is_out_of_memory(error):
                 raise
-            key = KEPT_CACHE if has_buffers else phase
-            sizes = [1, 0] if has_buffers else [asked, max(-(-size // 2), smallest)]
-            halved = {**state.halved, key: sizes} if has_buffers or size > smallest else {}
-            too_large = BatchTooLarge(error, current_phase(), flag=BATCH_FLAGS.get(phase, ""), halved=halved)
-            if run.world.size > 1 or is_stepping or not halved:
-                raise too_large from error
+            self._halve(state, *self._last, error)
+
+    def _halve(self, state: Counters, phase: Phase, requested: int, smallest: int, error: Exception) -> None:
+        is_stepping = any(isinstance(engine, TrainingEngine) and engine.is_stepping for engine in self._engines)
+        buffers = self._buffers if self._buffers is not None and self._buffers.holds_buffers else None
+        if is_stepping and buffers is None:
+            raise error
+        size = state.batch_size(phase, requested)
+        key = phase if buffers is None else KEPT_CACHE
+        sizes = [requested, max(-(-size // 2), smallest)] if buffers is None else [1, 0]
+        halved = {**state.halved, key: sizes} if buffers is not None or size > smallest else {}
+        too_large = BatchTooLarge(error, current_phase(), flag=BATCH_FLAGS.get(phase, ""), halved=halved)
+        if self._run.world.size > 1 or is_stepping or not halved:
+            raise too_large from error
         log.warning("step %d, %s: done again with %s", state.step + 1, too_large, batches_in_words(halved, key))
         state.halved = halved
-        if buffers is not None and has_buffers:
+        if buffers is not None:
             buffers.always_release()
-        del too_large
-        for engine in engines:
+        self._has_failed = True
+
+    def _recover(self) -> None:
+        """Drop what the failed turn left in the engines and on the device: its error and its frames are gone by now."""
+        for engine in self._engines:
             engine.recover()
         gc.collect()  # an autograd graph that failed refers to itself
-        if run.world.device.type == "cuda":
+        if self._run.world.device.type == "cuda":
             torch.cuda.empty_cache()
+        return_from_host(engine for engine in self._engines if isinstance(engine, TrainingEngine))
+        self._has_failed = False

@@ -59,7 +59,10 @@ class Counters:
         """Count a step; one that was skipped while an fp16 loss scale still settles is no sign of divergence."""
         self.step += 1
         self.skipped_updates += not stepped
-        settling = any(engine.loss_scale_can_fall for engine in engines)
+        settling = False
+        for engine in engines:
+            engine.is_stepping = False
+            settling |= engine.loss_scale_can_fall
         self.bad_in_a_row = 0 if stepped or settling else self.bad_in_a_row + 1
 
 

@@ -3,7 +3,8 @@
 Loops, losses, evaluations and model folders are the stages' own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -23,14 +24,13 @@ from pipeline.models.flops import TrainingWork, training_mfu, training_work
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.halving import in_batches_that_fit, take_halved
+from pipeline.training.halving import take_halved
 from pipeline.training.metrics import Metric
-from pipeline.training.steps import Counters, Stopping, note_skipped_step, rate_factor
+from pipeline.training.steps import Counters, note_skipped_step, rate_factor
 
 C = TypeVar("C", bound=SupervisedConfig)
 B = TypeVar("B")
 S = TypeVar("S", bound=Counters)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,9 @@ class Supervised(Generic[C, B]):
         )
 
     def sum_gradients(
-        self, step: Step[B], state: Counters, stopping: Stopping, *, loss_of: Callable[[B], torch.Tensor], count: int
+        self, step: Step[B], state: Counters, course: Course, *, loss_of: Callable[[B], torch.Tensor], count: int
     ) -> float:
         """Sum the gradients of a step's micro-batches; returns the loss, summed over all ranks.
-
-        After an out-of-memory error it begins again in halved micro-batches.
 
         Args:
             loss_of: batch on the device -> its summed loss.
@@ -97,42 +95,31 @@ class Supervised(Generic[C, B]):
 
         Raises:
             Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
-            BatchTooLarge: out of memory, and the micro-batches cannot be halved here.
         """
-        world, engine, asked = self.run.world, self.engine, self.config.optimizer.per_device_train_batch_size
+        world, engine, requested = self.run.world, self.engine, self.config.optimizer.per_device_train_batch_size
+        batches = self.loader.cut(step, course.halving.batch_size(state, "train", requested)).micro_batches
+        loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+        seed_dropout(self.config.run.seed, step=state.step, rank=world.rank)
+        for index, cpu_batch in enumerate(batches):
+            beat("train", state.step)
+            course.stopping.within_step([engine])
+            loss = loss_of(to_device(cpu_batch, world.device))
+            # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
+            engine.backward(loss * (world.size / count), last=index + 1 == len(batches))
+            loss_sum += loss.detach()
+        # Read before the update is launched: the host then writes its metrics while the device updates the weights.
+        return dist.sum_over_ranks(loss_sum).item()
 
-        def sum_in(size: int) -> float:
-            batches = self.loader.cut(step, size).micro_batches
-            loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-            seed_dropout(self.config.run.seed, step=state.step, rank=world.rank)
-            for index, cpu_batch in enumerate(batches):
-                beat("train", state.step)
-                stopping.within_step([engine])
-                loss = loss_of(to_device(cpu_batch, world.device))
-                # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
-                engine.backward(loss * (world.size / count), last=index + 1 == len(batches))
-                loss_sum += loss.detach()
-            # Read before the update is launched: the host then writes its metrics while the device updates the weights.
-            return dist.sum_over_ranks(loss_sum).item()
-
-        return in_batches_that_fit(self.run, state, "train", asked, sum_in, engines=[engine])
-
-    def evaluate(self, state: Counters, compute: Callable[[list[Callable[[], B]]], T]) -> T:
-        """Return `compute(batches)` of the held-out rows, again in halved batches after an out-of-memory error."""
-        engine, asked = self.engine, self.config.optimizer.per_device_eval_batch_size
-
-        def collated(make: Callable[[], B]) -> B:
-            beat("evaluate", state.step)
-            return make()
-
-        def compute_in(size: int) -> T:
-            return compute([partial(collated, make) for make in self.held_out(size)])
-
+    @contextmanager
+    def evaluation(self, state: Counters, course: Course) -> Iterator[list[Callable[[], B]]]:
+        """Open this rank's held-out batches, as functions that collate them; the model is in its evaluation mode."""
         beat("evaluate", state.step)
-        engine.module.eval()
-        result = in_batches_that_fit(self.run, state, "evaluate", asked, compute_in, engines=[engine])
-        engine.module.train()
-        return result
+        size = course.halving.batch_size(state, "evaluate", self.config.optimizer.per_device_eval_batch_size)
+        self.engine.module.eval()
+        try:
+            yield [partial(collated, make, state.step) for make in self.held_out(size)]
+        finally:
+            self.engine.module.train()
 
     def content(self, state: Counters) -> checkpoint.Content:
         """Return what a checkpoint holds."""
@@ -156,6 +143,12 @@ class Supervised(Generic[C, B]):
         ids = [batch.input_ids for batch in step.micro_batches]
         cause = "loss or gradient not finite"
         note_skipped_step(self.run, state, rows=step.rows, input_ids=ids, cause=cause, rate_flag="--learning_rate")
+
+
+def collated(make: Callable[[], B], step: int) -> B:
+    """Collate an evaluation batch, with a heartbeat."""
+    beat("evaluate", step)
+    return make()
 
 
 def assemble(

@@ -19,7 +19,7 @@ from pipeline import dist
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
-from pipeline.engine.optimizer_offload import optimizer_states_on_host
+from pipeline.engine.optimizer_offload import optimizer_states_on_host, return_from_host
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
@@ -225,6 +225,21 @@ def test_states_come_back_where_sampling_fails_and_before_there_are_any():
     with optimizer_states_on_host([engine]):
         pass
     assert engine.host_buffers is buffers, "host memory is made once"
+
+
+def test_states_wait_on_the_host_where_sampling_ran_out_of_memory():
+    """They come back when what failed has given its memory back, also after a second failure."""
+    engine = tiny_engine(1, "bf16")
+    take_steps(engine, 1)
+    before = states(engine)
+    for _ in range(2):
+        with pytest.raises(MemoryError), optimizer_states_on_host([engine]):
+            raise MemoryError
+        assert model_memory(engine, CPU).optimizer == 0
+        return_from_host([engine])
+        assert all(torch.equal(mine, kept) for mine, kept in zip(states(engine), before, strict=True))
+    return_from_host([engine])
+    assert all(torch.equal(mine, kept) for mine, kept in zip(states(engine), before, strict=True))
 
 
 def test_views_of_the_states_stay_views():

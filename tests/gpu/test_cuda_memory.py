@@ -37,6 +37,7 @@ class Plain:
         adam = torch.optim.AdamW(copies[0], fused=True)
         self.optimizer = type("Optimizer", (), {"fp32_groups": copies, "fp16_groups": groups, "optimizer": adam})()
         self.host_buffers: list[torch.Tensor] = []
+        self.states_on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         for copy in copies[0]:
             copy.grad = torch.randn_like(copy)
         adam.step()

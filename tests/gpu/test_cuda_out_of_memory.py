@@ -3,6 +3,7 @@
 import gc
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from support.in_process import undone_afterwards
 from support.tiny_run import make_folder, opt_config, read_metrics
 from transformers import AutoTokenizer, OPTForCausalLM, OPTForSequenceClassification
 
-from pipeline.heartbeat import current_phase
-from step3_ppo import state as ppo_state
+from step3_ppo import training as ppo_training
 from step3_ppo.main import main as ppo_main
+from step3_ppo.state import State
 
 pytestmark = pytest.mark.gpu
 
@@ -29,29 +30,33 @@ SHAPE = {
 class CappedPhases:
     """Gives phases of a step less memory than they took in the step before.
 
-    Stands for `in_batches_that_fit`. step: the capped step, from 0. limit: bytes that a phase took beside those
-    that were held before it -> bytes that it gets. taken: those of the step before. capped: phases.
+    Stands for functions of the loop, each with its phase. step: the capped step, from 0. limit: bytes that a phase took
+    beside those that were held before it -> bytes that it gets, the first time. taken: those of the step before.
+    capped: phases.
     """
 
     def __init__(self, step: int, phases: tuple[str, ...], limit: Callable[[int], int]) -> None:
-        self.fit = ppo_state.in_batches_that_fit
         self.step, self.phases, self.limit = step, phases, limit
         self.taken: dict[str, int] = {}
         self.capped: set[str] = set()
 
-    def __call__(self, run: Any, state: Any, phase: str, *given: Any, **named: Any) -> Any:
-        if (phase, current_phase()) == ("train", "score"):  # the policy's pass of the phase score, in updates' shapes
-            return self.fit(run, state, phase, *given, **named)
+    def stand_in(self, monkeypatch: Any) -> None:
+        functions = {"sample": "generate", "score_others": "score", "step_actor_and_critic": "train"}
+        for name, phase in functions.items():
+            monkeypatch.setattr(ppo_training, name, partial(self.call, getattr(ppo_training, name), phase))
+
+    def call(self, function: Any, phase: str, ppo: Any, *given: Any, **named: Any) -> Any:
+        state: Any = named["state"] if "state" in named else next(arg for arg in given if isinstance(arg, State))
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_reserved()
-        if state.step == self.step and phase in self.phases:
+        if state.step == self.step and phase in self.phases and phase not in self.capped:
             self.capped.add(phase)
             limit = held + self.limit(self.taken[phase])
             torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
         try:
-            result = self.fit(run, state, phase, *given, **named)
+            result = function(ppo, *given, **named)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         if state.step == self.step - 1:  # the evaluation before the first step scores fewer rows
@@ -87,7 +92,7 @@ def steps_of(folder: Path, out: Path, **changes: Any) -> tuple[list[dict[str, An
 
 def test_each_phase_runs_out_of_memory_and_goes_on(folder: Path, tmp_path: Path, monkeypatch):
     phases = CappedPhases(1, PHASES, lambda taken: taken // 3)
-    monkeypatch.setattr(ppo_state, "in_batches_that_fit", phases)
+    phases.stand_in(monkeypatch)
     lines, log = steps_of(folder, tmp_path / "out", release_inference_cache="true")
     failed = re.findall(r"step 2, phase (\w+): out of memory: .*: done again with", log)
     assert phases.capped == set(failed) == set(PHASES), (phases.taken, log)
@@ -100,7 +105,7 @@ def test_the_cache_is_given_back_before_an_update_is_halved(folder: Path, tmp_pa
     """The update of the third step lacks half of what the KV cache holds."""
     cache = ROWS * (64 + 256) * 2 * SHAPE["num_hidden_layers"] * SHAPE["hidden_size"] * 2  # bytes in bf16
     phases = CappedPhases(2, ("train",), lambda taken: taken - cache // 2)
-    monkeypatch.setattr(ppo_state, "in_batches_that_fit", phases)
+    phases.stand_in(monkeypatch)
     lines, log = steps_of(folder, tmp_path / "out")
     again = re.findall(r"step (\d), phase (\w+): out of memory: .*: done again with (.*)", log)
     assert again == [("3", "train", "the KV cache given back after each rollout")], (phases.taken, log)

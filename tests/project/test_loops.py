@@ -13,6 +13,8 @@ ALGORITHM = {
     "step3_ppo": ["sample", "score", "reward", "step_actor_and_critic", "adapt_kl"],
 }
 
+WITHOUT_CLOSURES = ("sample", "score", "reward", "step_actor_and_critic", "evaluate", "evaluate_held_out")
+
 
 def train_of(stage: str) -> ast.FunctionDef:
     tree = tree_of(ROOT / stage / "training.py")
@@ -21,6 +23,7 @@ def train_of(stage: str) -> ast.FunctionDef:
 
 def loop_of(stage: str) -> ast.While:
     (loop,) = [node for node in ast.walk(train_of(stage)) if isinstance(node, ast.While | ast.For)]
+    assert isinstance(loop, ast.While)
     return loop
 
 
@@ -36,8 +39,22 @@ def test_train_is_short_and_flat(stage):
     assert train.end_lineno - train.lineno + 1 <= MAX_TRAIN_LINES
     assert loop.end_lineno - loop.lineno + 1 <= MAX_LOOP_LINES
     assert list(functions(train)) == [train], "no function is defined inside"
-    forbidden = (ast.Yield, ast.YieldFrom, ast.Nonlocal, ast.Break, ast.Return)
-    assert not any(isinstance(node, forbidden) for node in ast.walk(train)), "one way out: the condition, or a stop"
+    forbidden = (ast.Yield, ast.YieldFrom, ast.Nonlocal, ast.Continue, ast.Return)
+    assert not any(isinstance(node, forbidden) for node in ast.walk(train))
+    ways_out = [node for node in ast.walk(train) if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Break)]
+    assert ast.unparse(loop.test) == "True" and [ast.unparse(node.test) for node in ways_out] == ["is_done"]
+    assert sum(isinstance(node, ast.Break) for node in ast.walk(train)) == 1, "one way out, or a stop"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_body_of_the_loop_is_one_context_that_halves_batches(stage):
+    """No step of the algorithm has its own: what runs out of memory ends the turn, which begins again."""
+    (context,) = loop_of(stage).body
+    assert isinstance(context, ast.With)
+    assert ast.unparse(context.items[0].context_expr) == "course.halving.when_out_of_memory(state)"
+    tree = tree_of(ROOT / stage / "training.py")
+    steps = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in WITHOUT_CLOSURES]
+    assert steps and all(list(functions(step)) == [step] for step in steps)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +19,11 @@ from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.out_of_memory import HALVED, BatchTooLarge, batches_in_words, halved_as_text, halved_before
-from pipeline.training import supervised
-from pipeline.training.halving import in_batches_that_fit
+from pipeline.training.halving import Halving
+from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters
 from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
-from step3_ppo import state as ppo_state
 from step3_ppo import training as ppo_training
 from step3_ppo.main import main as ppo_main
 
@@ -174,7 +173,7 @@ def test_a_step_of_stage_2_is_made_again(folder, plain, tmp_path):
     ],
 )
 def test_an_update_of_ppo_is_made_again(folder, plain, tmp_path, of, number, changes):
-    with out_of_memory(2, of=of, number=number, backward=True) as failed:
+    with out_of_memory(3, of=of, number=number, times=2, backward=True) as failed:
         assert run("ppo", folder, tmp_path, 4, 2, **changes) == 0
     assert len(failed) == 1 and halved(tmp_path, "ppo", 4) == {"train": [4, 2]}
     for model in ("actor", "critic"):
@@ -185,7 +184,7 @@ def test_an_update_of_ppo_is_made_again(folder, plain, tmp_path, of, number, cha
 
 
 def test_old_log_probs_are_made_again_in_the_new_cut(folder, tmp_path, monkeypatch):
-    """The pass before the update (behind that of the evaluation) is false here: its rest would show in the ratio."""
+    """The pass before the failed update (behind that of the evaluation) is false: its rest would show in the ratio."""
     true_pass, sizes = ppo_training.policy_log_probs, []
 
     def noted(models: Any, responses: Any, batches: Any, **named: Any) -> Any:
@@ -238,12 +237,11 @@ def test_ranks_start_again_without_the_buffers(monkeypatch):
     class Held:
         holds_buffers = True
 
-    def compute(size: int) -> None:
+    several, state = SimpleNamespace(world=SimpleNamespace(size=2)), Counters()
+    halving = Halving(several, [], buffers=Held())  # type: ignore[arg-type]
+    with pytest.raises(BatchTooLarge) as error, halving.when_out_of_memory(state):
+        assert halving.batch_size(state, "train", 4) == 4
         raise torch.OutOfMemoryError(CUDA)
-
-    several = SimpleNamespace(world=SimpleNamespace(size=2))
-    with pytest.raises(BatchTooLarge) as error:
-        in_batches_that_fit(several, Counters(), "train", 4, compute, engines=[], buffers=Held())
     assert error.value.halved == {"cache": [1, 0]}
     assert batches_in_words(error.value.halved) == "the KV cache given back after each rollout"
     monkeypatch.setenv(HALVED, halved_as_text(error.value.halved))
@@ -292,6 +290,50 @@ def test_an_optimizer_step_that_fails_is_not_made_again(folder, tmp_path, monkey
     assert "done again" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_a_job_that_was_started_again_has_the_halved_micro_batch(folder, plain, tmp_path, monkeypatch, capsys, stage):
+    """What another job's ranks ran out of memory with, as their supervisor says it to those of this one."""
+    monkeypatch.setenv(HALVED, halved_as_text({"train": [4, 2]}))
+    assert run(stage, folder, tmp_path, 4, 2) == 0
+    assert "since memory ran out: --per_device_train_batch_size 2 instead of 4\n" in capsys.readouterr().err
+    assert set(metrics(tmp_path, stage, "micro_batch_size")) == {2}
+    for model in ("actor", "critic") if stage == "ppo" else (stage,):
+        assert apart(tmp_path / model, plain(stage) / model) == 0
+
+
+def test_optimizer_states_on_the_host_come_back_before_the_turn_begins_anew(folder, plain, tmp_path):
+    """They stay there while what failed still holds the device's memory: in the second rollout, when there are any."""
+    with out_of_memory(4, of=OPTForCausalLM, number=16, grad=False) as failed:
+        assert run("ppo", folder, tmp_path, 2, 4, offload_optimizer_during_rollout="true") == 0
+    assert len(failed) == 1 and halved(tmp_path, "ppo", 4) == {"generate": [8, 4]}
+    for model in ("actor", "critic"):
+        assert apart(tmp_path / model, plain("ppo") / model) < 1e-6
+
+
+def test_dropout_goes_on_after_an_evaluation(folder, tmp_path):
+    """Each step is the same whether an evaluation was before it; without dropout it is another one."""
+    lora = {"lora_dim": 2, "lora_module_name": "all-linear", "only_optimize_lora": "true"}
+    for name, dropout, interval in (("often", 0.5, 1), ("seldom", 0.5, 99), ("none", 0.0, 99)):
+        out = tmp_path / name
+        assert run("sft", folder, out, 4, lora_dropout=dropout, eval_interval=interval, **lora) == 0
+    often, seldom, none = (metrics(tmp_path / name, "sft", "loss") for name in ("often", "seldom", "none"))
+    assert often == seldom and often[1] != none[1]
+
+
+@pytest.mark.parametrize("place", ["count_step", "write_training"])
+def test_a_step_that_was_taken_is_not_taken_again(folder, tmp_path, monkeypatch, capsys, place):
+    """Before it is counted and after: the turn of the loop that it belongs to would take it a second time."""
+    raised = []
+
+    def failing(*given: Any, **named: Any) -> None:
+        raised.append(place)
+        raise torch.OutOfMemoryError(CUDA)
+
+    monkeypatch.setattr(Counters if place == "count_step" else Recorder, place, failing)
+    assert run("sft", folder, tmp_path, 4, 2) == 3
+    assert raised == [place] and "done again" not in capsys.readouterr().err
+
+
 def test_a_resumed_run_goes_on_with_the_halved_micro_batch_unless_the_flag_is_changed(folder, tmp_path, capsys):
     with out_of_memory(2, of=CausalLM):
         assert run("sft", folder, tmp_path, 4, 2, max_steps=1) == 0
@@ -305,11 +347,8 @@ def test_a_resumed_run_goes_on_with_the_halved_micro_batch_unless_the_flag_is_ch
 
 @pytest.mark.parametrize("stage", ["sft", pytest.param("reward", marks=SLOW), pytest.param("ppo", marks=SLOW)])
 def test_a_run_with_enough_memory_is_the_plain_computation_to_the_byte(folder, plain, tmp_path, monkeypatch, stage):
-    def compute_once(run: Any, state: Any, phase: str, asked: int, compute: Callable[[int], Any], **named: Any) -> Any:
-        return compute(asked)
-
-    for module in (supervised, ppo_state):
-        monkeypatch.setattr(module, "in_batches_that_fit", compute_once)
+    monkeypatch.setattr(Halving, "batch_size", lambda halving, state, phase, requested, **_: requested)
+    monkeypatch.setattr(Halving, "when_out_of_memory", lambda *_: nullcontext())
     assert run(stage, folder, tmp_path, 2, 4) == 0
     models = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.safetensors") if "runs" not in path.parts)
     assert models and all((tmp_path / m).read_bytes() == (plain(stage) / m).read_bytes() for m in models)
