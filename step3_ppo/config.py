@@ -21,6 +21,7 @@ from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, counted
 from pipeline.generation.options import GenerationOptions, why_not_streamed
 from pipeline.models.paths import read_adapter_config
+from step3_ppo.models.roles import Role, all_roles, frozen_roles, trained_roles
 
 
 class PromptDataConfig(DataConfig):
@@ -161,6 +162,36 @@ class PPOConfig(StageConfig):
         """The folder or hub id of the reward model."""
         return self.reward_model_name_or_path or self.critic.model_name_or_path
 
+    def flags_of(self, role: Role) -> ModelConfig:
+        """Return the flags of a model."""
+        flags: ModelConfig = getattr(self, role.flags)
+        return flags
+
+    def start_of(self, role: Role) -> str:
+        """Return the folder or hub id that a model starts from."""
+        path: str = getattr(self, role.path) if role.path else self.flags_of(role).model_name_or_path
+        return path
+
+    @property
+    def held_roles(self) -> list[Role]:
+        """The models that the run holds: those that learn, and those of the others that none of them serves as."""
+        return [role for role in all_roles() if role.is_trained or not self._is_served(role)]
+
+    def _is_served(self, role: Role) -> bool:
+        """Tell whether switching the adapters of the trained model with the same flags gives this one."""
+        twin = next((twin for twin in trained_roles() if twin.flags == role.flags), None)
+        return twin is not None and self.holds_start(twin) and self.start_of(role) == self.start_of(twin)
+
+    def holds_start(self, role: Role) -> bool:
+        """Tell whether switching adapters gives the model that training began with, so that no second one is loaded.
+
+        An adapter that goes on is copied for that, which ZeRO stage 3 has partitioned.
+        """
+        model = self.flags_of(role)
+        is_copied = read_adapter_config(Path(model.model_name_or_path).expanduser()) is not None
+        switches = bool(model.lora_dim) and self.deepspeed.only_optimize_lora
+        return switches and not (is_copied and model.partitioned == "weights")
+
     @property
     def actor_accumulation(self) -> int:
         """Micro-batches of an optimizer step of the actor: twice as many with ptx text."""
@@ -169,22 +200,26 @@ class PPOConfig(StageConfig):
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
         """Return the DeepSpeed JSON of each engine by name. Raises InputError for settings that contradict."""
         check_generation(self, placement.ranks)
-        resolved, settings = Resolved(self, origins), self.deepspeed
-        actor = training_json(resolved, self.actor, placement, accumulation=self.actor_accumulation)
-        if self.ppo.enable_ema and is_on_nvme(actor, "offload_param"):
+        resolved = Resolved(self, origins)
+        jsons = {
+            role.title: training_json(
+                resolved,
+                self.flags_of(role),
+                placement,
+                accumulation=self.actor_accumulation if role.name == "actor" else None,
+            )
+            for role in trained_roles()
+        }
+        if self.ppo.enable_ema and is_on_nvme(jsons["actor"], "offload_param"):
             raise InputError(
                 "--enable_ema: the average is taken in memory, found the actor's weights on NVMe; give"
                 " --actor_offload_weights cpu, or leave --enable_ema out"
             )
-        return {
-            "actor": actor,
-            "critic": training_json(resolved, self.critic, placement),
-            "reference": frozen_json(
-                settings, self.actor, placement, offload=self.offload_reference_model, role="reference"
-            ),
-            "reward model": frozen_json(
-                settings, self.critic, placement, offload=self.offload_reward_model, role="reward"
-            ),
+        return jsons | {
+            role.title: frozen_json(
+                self.deepspeed, self.flags_of(role), placement, offload=getattr(self, role.offload), role=role.name
+            )
+            for role in frozen_roles()
         }
 
     @model_validator(mode="after")
@@ -280,27 +315,3 @@ def generation_options(config: PPOConfig) -> GenerationOptions:
             config.optimizer.per_device_eval_batch_size,
         ),
     )
-
-
-def frozen_models(config: PPOConfig) -> dict[str, str]:
-    """Return the folders or hub ids of the models that are held beside actor and critic, by role.
-
-    They are the reference and the reward model, but where switching the adapters of a trained model gives one.
-    """
-    models = {"reference": (config.actor, config.actor.model_name_or_path)}
-    models["reward model"] = (config.critic, config.reward_path)
-    return {
-        role: path
-        for role, (trained, path) in models.items()
-        if not (holds_start(config, trained) and path == trained.model_name_or_path)
-    }
-
-
-def holds_start(config: PPOConfig, model: ModelConfig) -> bool:
-    """Return whether switching adapters gives the model that training began with, so that no second one is loaded.
-
-    An adapter that goes on is copied for that, which ZeRO stage 3 has partitioned.
-    """
-    is_copied = read_adapter_config(Path(model.model_name_or_path).expanduser()) is not None
-    switches = bool(model.lora_dim) and config.deepspeed.only_optimize_lora
-    return switches and not (is_copied and model.partitioned == "weights")

@@ -115,6 +115,18 @@ def token_rewards(sequence_rewards: Tensor, kl: Tensor, response_mask: Tensor, *
 # --- advantages ---
 
 
+def estimate_advantages(
+    rewards: Tensor, values: Tensor | None, response_mask: Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), both (B, T): by `gae`, and without values the discounted rewards to come.
+
+    Those are the REINFORCE estimate (Williams 1992), which is `gae` with V = 0 and lambda = 1.
+    """
+    if values is None:
+        return gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, gae_lambda=1.0)
+    return gae(rewards, values, response_mask, gamma=gamma, gae_lambda=gae_lambda)
+
+
 def gae(
     rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:

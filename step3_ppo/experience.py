@@ -2,7 +2,7 @@
 
     Rollout     a rank's responses as a generation backend returns them, ragged
     Responses   the same as padded rows, gathered: every rank has all rows
-    Scores      what the four models say of them: log-probabilities, values, scores
+    Scores      what the models say of them: log-probabilities, values, scores
     Rewarded    rewards and advantages: the Experience, and what is logged of it
     Experience  what an optimizer step reads, besides the Responses
     Collected   Responses and Experience, cut into micro-batches
@@ -24,15 +24,31 @@ from pipeline.generation.rollouts import Rollout
 from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, round_up, whiten
 from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, places
 from step3_ppo.config import PPOCoefficients
-from step3_ppo.estimators import gae, kl_estimate, normalise_scores, shape_scores, token_rewards
+from step3_ppo.estimators import estimate_advantages, kl_estimate, normalise_scores, shape_scores, token_rewards
 
 
 class Rows:
-    """Frozen dataclasses whose tensors all have one row a sequence."""
+    """Frozen dataclasses whose tensors all have one row a sequence; some are of other such dataclasses, or None."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return `change(tensor)` of each tensor."""
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        for name, part in parts.items():
+            if part is not None:
+                parts[name] = part.map(change) if isinstance(part, Rows) else change(part)
+        return type(self)(**parts)
 
     def select(self, index: Tensor) -> Self:
         """Return the rows of `index` (n,) int64, in its order."""
-        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})  # type: ignore[arg-type]
+        return self.map(lambda tensor: tensor[index])
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors by their names, those of inner dataclasses among them."""
+        found: dict[str, Tensor] = {}
+        for f in fields(self):  # type: ignore[arg-type]
+            part = getattr(self, f.name)
+            found |= part.tensors(prefix) if isinstance(part, Rows) else {} if part is None else {prefix + f.name: part}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +116,32 @@ class Responses(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The outputs of the four models for `Responses`, raw: no penalty, no normalisation; tokens after the end are 0.
+    """The outputs of the models for `Responses`, raw: no penalty, no normalisation; tokens after the end are 0.
 
     log_probs: (N, T) fp32, those of the policy before the update ("old"), the trainer's or the sampler's.
     ref_log_probs: (N, T) fp32.
     entropy: (N, T) fp32; None with the sampler's log_probs.
-    values: (N, T) fp32, on the normalised reward scale.
+    values: (N, T) fp32, on the normalised reward scale; None without a critic.
     scores: (N,) fp32, the reward model's score of the sequence's last token.
     """
 
     log_probs: Tensor
     ref_log_probs: Tensor
     entropy: Tensor | None
-    values: Tensor
+    values: Tensor | None
     scores: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTargets(Rows):
+    """What a critic learns from.
+
+    values: (N, T) fp32, those of the critic before the update.
+    returns: (N, T) fp32.
+    """
+
+    values: Tensor
+    returns: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +151,19 @@ class Experience(Rows):
     response_mask: (N, T) bool, True = a token of a row that counts.
     log_probs: (N, T) fp32, those of the policy before the update.
     ref_log_probs: (N, T) fp32.
-    values: (N, T) fp32, those of the critic before the update.
     advantages: (N, T) fp32, whitened with `--whiten_advantages`.
-    returns: (N, T) fp32.
+    targets: those of a critic; None without one.
     """
 
     response_mask: Tensor
     log_probs: Tensor
     ref_log_probs: Tensor
-    values: Tensor
     advantages: Tensor
-    returns: Tensor
+    targets: ValueTargets | None
 
     def narrowed(self, width: int) -> "Experience":
         """The first `width` response positions."""
-        return Experience(**{f.name: getattr(self, f.name)[:, :width] for f in fields(self)})
+        return self.map(lambda tensor: tensor[:, :width])
 
 
 def pack_responses(
@@ -203,13 +229,13 @@ def reward_responses(
 
     Rows with a number that is not finite are masked before anything is averaged.
     """
-    finite = torch.stack([row.isfinite().reshape(len(row), -1).all(1) for row in (scores.scores, scores.log_probs,
-                          scores.ref_log_probs, scores.values)]).all(0)  # fmt: skip
+    numbers = [scores.scores, scores.log_probs, scores.ref_log_probs]
+    numbers += [] if scores.values is None else [scores.values]
+    finite = torch.stack([row.isfinite().reshape(len(row), -1).all(1) for row in numbers]).all(0)
     valid = responses.valid & finite
     mask = responses.response_mask & valid.unsqueeze(1)
-    log_probs, ref_log_probs, values = (
-        torch.where(mask, tensor, 0.0) for tensor in (scores.log_probs, scores.ref_log_probs, scores.values)
-    )
+    log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in numbers[1:])
+    values = rest[0] if rest else None
     raw = torch.where(valid, scores.scores, 0.0)
     shaped = shape_scores(
         raw,
@@ -221,11 +247,13 @@ def reward_responses(
     )
     penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
     rewards = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
-    advantages, returns = gae(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
+    advantages, returns = estimate_advantages(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
     mean, variance = finish_moments(moments(advantages, mask))
     used = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
     return Rewarded(
-        experience=Experience(mask, log_probs, ref_log_probs, values, used, returns),
+        experience=Experience(
+            mask, log_probs, ref_log_probs, used, None if values is None else ValueTargets(values, returns)
+        ),
         valid=valid,
         sequence_rewards=shaped,
         clipped=normalise_scores(raw, mean=score_mean, std=score_std).abs() > ppo.reward_clip,
@@ -272,8 +300,7 @@ class Collected:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps of it, besides the metrics."""
-        parts: dict[str, Any] = {"responses": self.responses, "experience": self.experience}
-        return {f"{name}/{f.name}": getattr(part, f.name) for name, part in parts.items() for f in fields(part)}
+        return self.responses.tensors("responses/") | self.experience.tensors("experience/")
 
     @classmethod
     def restored(
@@ -286,8 +313,12 @@ class Collected:
     ) -> Self:
         """Make a rollout of the `tensors` and metrics of a checkpoint."""
 
-        def part(name: str, kind: type[Responses | Experience]) -> Any:
-            return kind(**{f.name: tensors[f"{name}/{f.name}"].to(device) for f in fields(kind)})
-
-        responses = part("responses", Responses)
-        return cls(responses, part("experience", Experience), metrics, cut(responses))
+        parts: dict[str, dict[str, Any]] = {"responses": {}, "experience": {}}
+        for name, tensor in tensors.items():
+            part, _, column = name.partition("/")
+            parts[part][column] = tensor.to(device)
+        known = parts["experience"]
+        has_values = {f.name for f in fields(ValueTargets)} <= known.keys()
+        known["targets"] = ValueTargets(known.pop("values"), known.pop("returns")) if has_values else None
+        responses = Responses(**parts["responses"])
+        return cls(responses, Experience(**known), metrics, cut(responses))

@@ -25,7 +25,7 @@ from pipeline.training.inputs import prepare_data
 from pipeline.training.metrics import finite
 from step3_ppo.config import PPOConfig
 from step3_ppo.estimators import explained_variance
-from step3_ppo.experience import Responses, Rewarded, Scores, gather_responses, pack_responses
+from step3_ppo.experience import Experience, Responses, Rewarded, Scores, gather_responses, pack_responses
 
 if TYPE_CHECKING:  # it imports deepspeed, which a plan does without
     from pipeline.generation.hybrid_engine import HybridEngine
@@ -222,16 +222,13 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
     valid, mask = rewarded.valid, rewarded.experience.response_mask
     kl, kl_k3 = (torch.where(mask, kl, 0.0).sum(1) for kl in (rewarded.kl, rewarded.kl_k3))
     finished = responses.finished.float()
-    experience = rewarded.experience
-    errors = moments(experience.returns - experience.values, mask)
-    found = policy_metrics(responses, scores, mask)
+    found = policy_metrics(responses, scores, mask) | value_metrics(rewarded.experience)
     return found | {
         "objective/kl": mean_of(kl, valid),
         "objective/kl_k3": mean_of(kl_k3, valid),
         "objective/scores": mean_of(scores.scores, valid),
         "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
         "objective/rlhf_reward": mean_of(rewarded.sequence_rewards - kl_coef * kl, valid),
-        "value/explained_variance": explained_variance(moments(experience.returns, mask), errors).item(),
         "advantages/mean": rewarded.advantage_mean if mask.any() else math.nan,
         "advantages/std": rewarded.advantage_std if mask.any() else math.nan,
         "completions/mean_length": mean_of(responses.response_lengths.float(), valid),
@@ -275,6 +272,15 @@ def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor) -> 
         "objective/entropy": mean_of(scores.entropy, mask),
         "policy/sampler_error": sampler_error.item() if mask.any() else math.nan,
     }
+
+
+def value_metrics(experience: Experience) -> dict[str, float]:
+    """Return the metrics of the critic before the updates; {} without one."""
+    if (targets := experience.targets) is None:
+        return {}
+    mask = experience.response_mask
+    errors = moments(targets.returns - targets.values, mask)
+    return {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
 
 
 def evaluation_metrics(found: dict[str, float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from pipeline.models.reward_model import last_token_scores
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Responses, Scores, cut
-from step3_ppo.models import Models
+from step3_ppo.models.engines import Models
 
 
 def log_probs_of(
@@ -87,12 +87,12 @@ def score_responses(
         policy: the log-probabilities and entropies of the policy, or those of the sampler and None.
         between: called before each of them; may raise.
     """
-    ref_log_probs, values, scores = over_all(
+    ref_log_probs, scores, *values = over_all(
         responses, batches, lambda *part: score_batch(models, *part, rows=rows, temperature=temperature), between
     )
     models.release_gathered("reference", "reward")  # the others may be updated next
     log_probs, entropy = policy
-    return Scores(log_probs, ref_log_probs, entropy, values, scores)
+    return Scores(log_probs, ref_log_probs, entropy, values[0] if values else None, scores)
 
 
 def over_all(
@@ -112,12 +112,12 @@ def over_all(
 
 def score_batch(
     models: Models, responses: Responses, batch: MicroBatch, *, rows: Any, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, T') reference log-probabilities, (n, T') values and (n,) scores of one micro-batch, on this rank."""
+) -> tuple[Tensor, ...]:
+    """(n, T') reference log-probabilities, (n,) scores and, with a critic, (n, T') values of one micro-batch."""
     with models.reference_policy() as reference:
         ref_log_probs, _ = log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)
-    values = values_of(models.critic, responses, batch)
-    return ref_log_probs, values, sequence_scores(models, responses, batch, rows)
+    values = [] if models.critic is None else [values_of(models.critic, responses, batch)]
+    return ref_log_probs, sequence_scores(models, responses, batch, rows), *values
 
 
 def sequence_scores(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> Tensor:

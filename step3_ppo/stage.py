@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
 from step3_ppo.config import PPOConfig
+from step3_ppo.models.roles import trained_roles
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.offline import OfflineCheckpoint
@@ -43,21 +44,22 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
     lengths = "--max_prompt_seq_len + --max_answer_seq_len"
     longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
     models: list[StartModel] = []
-    for role, settings in (("actor", config.actor), ("critic", config.critic)):
-        flag, path = f"--{role}_model_name_or_path", settings.model_name_or_path
+    for role in trained_roles():
+        settings, prefix = config.flags_of(role), f"{role.flags}_"
+        flag, path = f"--{prefix}model_name_or_path", settings.model_name_or_path
         start = ModelSource(base_of_output.get(path, path))
         fits: list[Callable[[], None]] = [
             partial(check_decoder, start, flag),
             *(partial(check, start, longest, lengths) for check in (check_positions, check_rotary_length)),
-            partial(check_settings, start, settings, f"{role}_"),
+            partial(check_settings, start, settings, prefix),
         ]
-        if role == "actor":
+        if not role.has_values:
             fits.append(partial(check_cache, start, flag))
         else:
             fits.insert(0, partial(check_critic_tokens, start, models[0].source, flag))
             fits += [] if path in base_of_output else [partial(check_head, start)]
-        kind = check_language_model if role == "actor" else check_reward_model
-        packages = package_checks(settings, config.optimizer, config.deepspeed, f"{role}_")
+        kind = check_reward_model if role.has_values else check_language_model
+        packages = package_checks(settings, config.optimizer, config.deepspeed, prefix)
         models.append(StartModel(flag, path, start, kind, packages, fits))
     if path := config.reward_model_name_or_path:
         flag = "--reward_model_name_or_path"
@@ -70,21 +72,21 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
 
 def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
     """Return what a rank needs, for the planner."""
-    from step3_ppo.needs import needs
+    from step3_ppo.models.needs import needs
 
     return needs(config, base_of_output, dtype, ranks)
 
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folders of a checkpoint."""
-    from step3_ppo.state import export
+    from step3_ppo.models.saving import export
 
     export(checkpoint)
 
 
 def model_folders(config: PPOConfig) -> list[Path]:
     """Return the folders of the models that the stage writes: the actor's first."""
-    names = ["actor", "critic", "actor_ema"] if config.ppo.enable_ema else ["actor", "critic"]
+    names = [role.name for role in trained_roles()] + (["actor_ema"] if config.ppo.enable_ema else [])
     return [Path(config.run.output_dir) / name for name in names]
 
 

@@ -18,13 +18,15 @@ from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
 from pipeline.training.micro_batches import SCORING_TOKENS, micro_batches, places, scoring_batches
 from pipeline.training.steps import note_skipped_step
+from step3_ppo.build import build, resume
 from step3_ppo.config import PPOConfig
 from step3_ppo.estimators import next_kl_coef
 from step3_ppo.experience import Collected, Responses, Scores
 from step3_ppo.metrics import METRICS, SHOWN
+from step3_ppo.models.saving import save_models
 from step3_ppo.rollout import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout
 from step3_ppo.scoring import policy_log_probs, score_responses
-from step3_ppo.state import PPO, State, build, checkpoint_content, resume, save_models
+from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
 
 
@@ -49,7 +51,7 @@ def train(run: Run, config: PPOConfig) -> None:
                     break
                 course.stop_if_asked()
                 if course.save_is_due(state):
-                    course.save(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo, state))
+                    course.save(state, checkpoint_content(ppo, state, rollout), lambda: save(ppo, state))
 
                 if rollout is None or state.update == 0:
                     with optimizer_states_on_host(ppo.idle_optimizers):
@@ -57,7 +59,7 @@ def train(run: Run, config: PPOConfig) -> None:
                         scores = score(ppo, responses, state, course)  # 2. log-probabilities, values, scores
                         rollout = reward(ppo, responses, scores, state, course)  # 3. KL penalty, GAE, whitening
 
-                update = step_actor_and_critic(ppo, rollout, state, course)  # 4. both models step, or none
+                update = step_objectives(ppo, rollout, state, course)  # 4. all that learn step, or none
                 if update is not None:
                     log_update(ppo, rollout, update, state, course)
                 state.update += 1
@@ -65,7 +67,7 @@ def train(run: Run, config: PPOConfig) -> None:
                     adapt_kl(ppo, rollout, state)  # 5. the KL coefficient follows its target
                     state.finish_rollout()
                     rollout = None
-    course.finish(state, checkpoint_content(ppo, state, rollout), lambda: save_models(ppo, state))
+    course.finish(state, checkpoint_content(ppo, state, rollout), lambda: save(ppo, state))
 
 
 def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
@@ -114,7 +116,7 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
     course.begin("score")
     beat("score", state.step)
     policy: tuple[Tensor, Tensor | None] = (responses.sampler_log_probs, None)
-    if not ppo.updater.old_log_probs_from_sampler:
+    if ppo.config.ppo.old_log_probs == "trainer":
         size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
         policy = score_policy(ppo, responses, state, course, size)
         ppo.hybrid.note_update()  # it has an update's shapes
@@ -139,7 +141,7 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
     return Collected(responses, rewarded.experience, metrics, ppo.cut(responses, state))
 
 
-def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
+def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
     """Take the optimizer step of the rollout's next minibatch; None where its rows are all padding. A collective.
 
     Raises:
@@ -157,23 +159,23 @@ def step_actor_and_critic(ppo: PPO, rollout: Collected, state: State, course: Co
     course.begin("train")
     if not size.num_trained:
         return Update(batches, size)
-    train_actor = state.step >= ppo.config.ppo.critic_warmup_steps
-    text = ppo.text.cut(ppo.text.step(state.step), micro_batch_size) if ppo.text and train_actor else None
+    objectives = ppo.objectives(state, micro_batch_size=micro_batch_size)
+    for engine in ppo.engines.values():
+        if all(engine is not objective.engine for objective in objectives):
+            engine.release_gathered()
     metrics, stepped = ppo.updater.update(
+        objectives,
         rollout.responses,
         rollout.experience,
         batches,
         num_tokens=size.num_trained,
-        kl_coef=state.kl_coef,
         rate_factor=ppo.rate(state.step),
-        train_actor=train_actor,
-        text=text,
         stopping=course.stopping,
     )
     ppo.hybrid.note_update()
     if stepped and ppo.average is not None:
         ppo.average.update()
-    return Update(batches, size, text, train_actor, metrics, stepped)
+    return Update(batches, size, objectives, metrics, stepped)
 
 
 def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, course: Course) -> None:
@@ -195,11 +197,10 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
         "skipped_updates": state.skipped_updates,
     }
     if update.size.num_trained:
-        flops, world = ppo.update_flops(update.size, update.text, trained_actor=update.trained_actor), ppo.run.world
-        metrics |= training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device)
-    num_tokens = update.size.num_tokens + (update.text.num_tokens if update.text else 0)
+        world = ppo.run.world
+        metrics |= training_mfu(update.flops, seconds=seconds, world_size=world.size, device=world.device)
     total = seconds + (metrics["time/generate_s"] + metrics["time/score_s"] if first else 0.0)
-    course.log(state, metrics, seconds=total, num_tokens=num_tokens, num_rows=update.size.num_rows)
+    course.log(state, metrics, seconds=total, num_tokens=update.num_tokens, num_rows=update.size.num_rows)
     if not update.stepped:
         note_skipped(ppo, rollout, update, state)
 
@@ -258,6 +259,11 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
             )
         ppo.models.release_gathered()
     state.evaluated = state.step
+
+
+def save(ppo: PPO, state: State) -> None:
+    """Write the model folders. A collective."""
+    save_models(ppo.run, ppo.models, ppo.average, step=state.step)
 
 
 # --- what several of them use ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.configuration.ds_config import EngineDtype, Placement, frozen_json, training_json
+from pipeline.configuration.ds_config import EngineDtype, Json, Placement
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.parameter_groups import parameter_groups
@@ -62,17 +62,29 @@ def placement(run: Run) -> Placement:
     )
 
 
+def engine_jsons(run: Run) -> dict[str, Json]:
+    """Return the DeepSpeed JSON of each engine of a run, made at the first call.
+
+    Raises:
+        InputError: settings that contradict each other.
+    """
+    if not run.engine_jsons:
+        run.engine_jsons.update(run.resolved.config.engine_jsons(run.resolved.origins, placement(run)))
+    return run.engine_jsons
+
+
 def start_engines(run: Run) -> None:
     """Start DeepSpeed; raises InputError first for engine settings that contradict each other: no data are read yet."""
-    run.resolved.config.engine_jsons(run.resolved.origins, placement(run))
+    engine_jsons(run)
     start_deepspeed(deterministic=run.resolved.config.run.deterministic)
 
 
-def language_model_engine(
-    run: Run, source: ModelSource, model: ModelConfig, *, accumulation: int | None = None
-) -> TrainingEngine:
-    """Load a decoder or an encoder-decoder model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0."""
-    ds_json = training_json(run.resolved, model, placement(run), accumulation=accumulation)
+def language_model_engine(run: Run, source: ModelSource, model: ModelConfig, *, name: str = "model") -> TrainingEngine:
+    """Load a decoder or an encoder-decoder model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0.
+
+    `name` is the engine's in `engine_jsons`.
+    """
+    ds_json = engine_jsons(run)[name]
     with partitioned_loading(ds_json, source):
         module = start_language_model(source, model, weights_dtype(run))
     return training_engine(run, module, model, ds_json)
@@ -85,15 +97,22 @@ def start_language_model(source: ModelSource, model: ModelConfig, dtype: torch.d
 
 
 def value_model_engine(
-    run: Run, source: ModelSource, model: ModelConfig, *, new_head: bool = False, normalised: bool = False
+    run: Run,
+    source: ModelSource,
+    model: ModelConfig,
+    *,
+    name: str = "model",
+    new_head: bool = False,
+    normalised: bool = False,
 ) -> TrainingEngine:
     """Load a model with a scalar head and put it under DeepSpeed, with LoRA if `lora_dim` is not 0.
 
     Args:
+        name: the engine's in `engine_jsons`.
         new_head: start from a language model, with a head drawn from the run's seed.
         normalised: as for `start_value_model`.
     """
-    ds_json = training_json(run.resolved, model, placement(run))
+    ds_json = engine_jsons(run)[name]
     with partitioned_loading(ds_json, source):
         loaded = start_value_model(source, model, weights_dtype(run), new_head=new_head, normalised=normalised)
     if new_head:
@@ -117,11 +136,10 @@ def start_value_model(
 
 
 def frozen_engine(
-    run: Run, load: Callable[..., nn.Module], source: ModelSource, model: ModelConfig, *, offload: bool, role: str
+    run: Run, load: Callable[..., nn.Module], source: ModelSource, model: ModelConfig, *, name: str
 ) -> FrozenEngine:
-    """Load a model that is only read, sharded like its trained twin whose flags are `model`; see `frozen_json`."""
-    settings = run.resolved.config.deepspeed
-    ds_json = frozen_json(settings, model, placement(run), offload=offload, role=role)
+    """Load a model that is only read, with flags of its trained twin; `name` is the engine's in `engine_jsons`."""
+    ds_json, settings = engine_jsons(run)[name], run.resolved.config.deepspeed
     with partitioned_loading(ds_json, source):
         loaded = load(source, **load_settings(model, weights_dtype(run)))
     engine = FrozenEngine(loaded, ds_json, run.world.device, gather=settings.zero3_gather)

@@ -4,7 +4,7 @@ import socket
 
 from pipeline import dist
 from pipeline.configuration.ds_config import is_on_nvme
-from pipeline.engine.build import compute_dtype, placement
+from pipeline.engine.build import compute_dtype, engine_jsons
 from pipeline.errors import EnvironmentFault
 from pipeline.files import refused_by_disk
 from pipeline.planning.disk import earlier_files, nvme_files, without_room
@@ -19,12 +19,11 @@ def make_room(run: Run) -> None:
     Raises:
         EnvironmentFault: on every rank, where a machine lacks room for the files of its own processes.
     """
-    resolved = run.resolved
-    engines = resolved.config.engine_jsons(resolved.origins, placement(run))
+    engines = engine_jsons(run)
     if not any(is_on_nvme(json, "offload_optimizer") or is_on_nvme(json, "offload_param") for json in engines.values()):
         return
     dtype, size, here = compute_dtype(run), run.world.size, local_size()
-    sizes = {use.role: model_size(use, dtype) for use in run.stage.needs(resolved.config, {}, dtype, size).models}
+    sizes = {use.role: model_size(use, dtype) for use in run.stage.needs(run.resolved.config, {}, dtype, size).models}
     files = nvme_files(sizes, engines, ranks=size, per_host=here)
 
     def look() -> None:

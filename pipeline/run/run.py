@@ -11,12 +11,13 @@ import subprocess
 import sys
 import traceback
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pipeline import dist, heartbeat, rendezvous
+from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved
@@ -148,6 +149,7 @@ class Run:
     stage: stage that is run.
     resolved: settings with the origin of each.
     stop: request to stop.
+    engine_jsons: DeepSpeed JSON of each engine; empty until `pipeline.engine.build` needs one.
     """
 
     world: dist.World
@@ -155,6 +157,7 @@ class Run:
     stage: Stage
     resolved: Resolved
     stop: StopRequest
+    engine_jsons: dict[str, Json] = field(default_factory=dict)
 
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
         """Return the exception to raise when the checkpoint of `step` is written."""

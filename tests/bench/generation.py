@@ -26,11 +26,11 @@ def measure(run: Any, config: Any) -> None:
     from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
     from pipeline.models.source import ModelSource
     from pipeline.models.tokenizers import eos_ids
-    from step3_ppo.models import make_sources
+    from step3_ppo.models.engines import make_sources
 
     start_deepspeed()
     tokenizer = make_sources(run, config).tokenizer
-    engine = language_model_engine(run, ModelSource(config.actor.model_name_or_path), config.actor)
+    engine = language_model_engine(run, ModelSource(config.actor.model_name_or_path), config.actor, name="actor")
     ends = eos_ids(tokenizer, engine.module.model.generation_config)
     hybrid = HybridEngine(engine, eos_ids=ends, pad_id=tokenizer.pad_token_id)
     sampling = Sampling(config.sampling.max_answer_seq_len)

@@ -21,7 +21,7 @@ from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.source import ModelSource
 from pipeline.training.steps import step_together
-from step3_ppo.models import Models
+from step3_ppo.models.engines import Models
 
 CPU = torch.device("cpu")
 SETTINGS = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
@@ -129,8 +129,8 @@ def test_models_let_go_by_name_or_all() -> None:
     def engine(name: str) -> Any:
         return SimpleNamespace(release_gathered=lambda: gone.append(name))
 
-    engines = {name: engine(name) for name in ("actor", "critic", "reward")}
-    models = Models(**engines, reference=None, tokenizer=None, reward_tokenizer=None, score_mean=0.0, score_std=1.0)
+    trained, frozen = {name: engine(name) for name in ("actor", "critic")}, {"reward": engine("reward")}
+    models = Models(None, trained, frozen, reward_tokenizer=None, score_mean=0.0, score_std=1.0)
     models.release_gathered("reference", "reward")
     assert gone == ["reward"]
     models.release_gathered()

@@ -26,7 +26,7 @@ from step1_sft.main import main as sft_main
 from step2_reward import eval as reward_eval
 from step2_reward import training as reward_training
 from step2_reward.main import main as reward_main
-from step3_ppo import state as ppo_state
+from step3_ppo import build as ppo_build
 from step3_ppo.main import main as ppo_main
 
 EXIT_LOADED = 3
@@ -122,17 +122,17 @@ def stopped_at_the_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for owner, name in (
             (sft_training, "language_model_engine"),
             (reward_training, "value_model_engine"),
-            (ppo_state, "make_schedule"),
+            (ppo_build, "make_schedule"),
             (AutoModelForCausalLM, "from_pretrained"),
             (AutoModelForSequenceClassification, "from_pretrained"),
         ):
             patches.setattr(owner, name, stop)
-        patches.setattr(ppo_state, "make_models", models_without_weights)
+        patches.setattr(ppo_build, "make_models", models_without_weights)
         yield
 
 
 def models_without_weights(run: Any, config: Any, *others: Any) -> Any:
     """What step 3 has to know before its rows: the checks of its models, and the actor's tokenizer."""
-    from step3_ppo.models import make_sources
+    from step3_ppo.models.engines import make_sources
 
     return SimpleNamespace(tokenizer=make_sources(run, config).tokenizer)

@@ -41,7 +41,7 @@ class CappedPhases:
         self.capped: set[str] = set()
 
     def stand_in(self, monkeypatch: Any) -> None:
-        functions = {"sample": "generate", "score_others": "score", "step_actor_and_critic": "train"}
+        functions = {"sample": "generate", "score_others": "score", "step_objectives": "train"}
         for name, phase in functions.items():
             monkeypatch.setattr(ppo_training, name, partial(self.call, getattr(ppo_training, name), phase))
 

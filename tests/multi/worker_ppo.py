@@ -18,7 +18,7 @@ from step3_ppo import training
 from step3_ppo import updater as updater_module
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected
-from step3_ppo.state import checkpoint_content, save_models
+from step3_ppo.state import checkpoint_content
 
 Words = tuple[object, ...]
 
@@ -59,7 +59,7 @@ def rollout_findings(loop: PPOLoop, collected: Collected) -> dict[str, Any]:
     return {
         "responses": tensors_of(collected.responses),
         "scores": {name: tensor for name, tensor in tensors_of(loop.scores).items() if tensor is not None},
-        "experience": tensors_of(collected.experience),
+        "experience": collected.experience.tensors(""),
         "kl": collected.metrics["objective/kl"],
         "sampler_error": collected.metrics.get("policy/sampler_error"),
     }
@@ -130,7 +130,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
     average = {name: value.clone() for name, value in loop.ppo.average.averages.items()}
 
     def update() -> tuple[dict[str, float], bool]:
-        update = training.step_actor_and_critic(loop.ppo, collected, state, loop.course)
+        update = training.step_objectives(loop.ppo, collected, state, loop.course)
         assert update is not None
         state.count_step(stepped=update.stepped, engines=loop.ppo.engines.values())
         return update.metrics, update.stepped
@@ -171,7 +171,7 @@ def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     with loop.ppo.average.swapped_in():
         swapped = weights(loop.ppo.models.actor)
     before = weights(loop.ppo.models.actor)
-    save_models(loop.ppo, loop.state)
+    training.save(loop.ppo, loop.state)
     after = weights(loop.ppo.models.actor)
     folder = Path(loop.ppo.config.run.output_dir)
     found: dict[str, Any] = {

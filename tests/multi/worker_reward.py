@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from stages import make_run, training_rows, watched_steps
+from support.bare_course import bare_course
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
@@ -16,7 +17,6 @@ from pipeline.data.batching import PairBatch
 from pipeline.data.loader import Step
 from pipeline.models.partitions import gathered
 from pipeline.rendezvous import num_ranks
-from pipeline.training.steps import Stopping
 from step2_reward import training
 from step2_reward.config import RewardConfig
 from step2_reward.eval import score_pairs, score_statistics, summary
@@ -29,7 +29,7 @@ PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
 
 def take_step(reward: training.Reward, step: Step[PairBatch], state: training.State) -> float:
     """One pass of the loop's body; the loss of a pair."""
-    loss = training.accumulate_gradients(reward, step, state, Stopping(reward.run))
+    loss = training.accumulate_gradients(reward, step, state, bare_course(reward.run, reward.engine))
     stepped = training.step_together([reward.engine], reward.rate(state.step), loss=loss)
     state.count_step(stepped=stepped, engines=[reward.engine])
     return loss / step.num_rows

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero import partition_parameters
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from stages import current_world, make_run, training_rows, watched_steps, weights
+from support.bare_course import bare_course
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
@@ -21,7 +22,6 @@ from pipeline.data.loader import Step
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.models.source import ModelSource
 from pipeline.rendezvous import num_ranks
-from pipeline.training.steps import Stopping
 from step1_sft import training
 from step1_sft.config import SFTConfig
 
@@ -33,7 +33,7 @@ PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
 
 def take_step(sft: training.SFT, step: Step[SFTBatch], state: training.State) -> float:
     """One pass of the loop's body; the loss of a trained token."""
-    loss = training.accumulate_gradients(sft, step, state, Stopping(sft.run))
+    loss = training.accumulate_gradients(sft, step, state, bare_course(sft.run, sft.engine))
     stepped = training.step_together([sft.engine], sft.rate(state.step), loss=loss)
     state.count_step(stepped=stepped, engines=[sft.engine])
     if not stepped:

@@ -13,8 +13,8 @@ from generation.test_hybrid_engine import engine_of
 from support.decode_models import llama, opt
 from support.in_process import group_of_one
 
-import step3_ppo.models
-import step3_ppo.needs
+import step3_ppo.models.engines
+import step3_ppo.models.needs
 from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.flags import parse
@@ -27,8 +27,10 @@ from pipeline.models.lora import add_lora
 from pipeline.planning import memory
 from pipeline.planning.needs import ModelUse
 from pipeline.planning.page import stage_page
-from step3_ppo.config import PPOConfig, frozen_models
-from step3_ppo.needs import decode_weights, needs
+from step3_ppo.config import PPOConfig
+from step3_ppo.models.engines import Sources
+from step3_ppo.models.needs import decode_weights, needs
+from step3_ppo.models.roles import ROLES
 
 
 @pytest.mark.parametrize(
@@ -107,52 +109,52 @@ def adapter_start(folder: Path, zero_stage: int, *, reward: str = "") -> PPOConf
 def test_start_adapters_under_zero_3_leave_reference_and_reward_model_of_their_own(tmp_path, zero_stage, frozen):
     """Their partitioned copies cannot be switched to."""
     config = adapter_start(tmp_path, zero_stage)
-    assert list(frozen_models(config)) == frozen
+    assert [role.title for role in config.held_roles] == ["actor", "critic", *frozen]
     assert [use.role for use in needs(config, {}, "bf16", 2).models] == ["actor", "critic", *frozen]
 
 
 def test_a_reward_model_of_its_own_folder_is_held_beside_the_critic(tmp_path):
     config = adapter_start(tmp_path, 2, reward=f"--reward_model_name_or_path {tmp_path}/llama-tiny")
-    assert frozen_models(config) == {"reward model": f"{tmp_path}/llama-tiny"}
+    assert [role.name for role in config.held_roles] == ["actor", "critic", "reward"]
+    assert config.start_of(config.held_roles[-1]) == f"{tmp_path}/llama-tiny"
     use = needs(config, {f"{tmp_path}/llama-tiny": f"{tmp_path}/tiny"}, "bf16", 1).models[-1]
     assert (use.path, use.trained, use.has_values) == (f"{tmp_path}/tiny", False, True)
 
 
 @pytest.mark.parametrize("frozen", [(), ("reference",), ("reward model",), ("reference", "reward model")])
 def test_the_run_loads_the_models_that_the_plan_counts(monkeypatch, tmp_path, frozen):
-    """Both ask `frozen_models`."""
+    """Both ask `PPOConfig.held_roles`."""
     config, loaded = adapter_start(tmp_path, 2), []
-    for module in (step3_ppo.models, step3_ppo.needs):
-        monkeypatch.setattr(module, "frozen_models", lambda config: dict.fromkeys(frozen, str(tmp_path / "llama-tiny")))
+    held = [role for role in ROLES if role.is_trained or role.title in frozen]
+    monkeypatch.setattr(PPOConfig, "held_roles", held)
 
     def engine(role: str) -> SimpleNamespace:
         loaded.append(role)
         raw = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
         return SimpleNamespace(module=SimpleNamespace(model=raw, get_submodule=lambda name: raw))
 
-    monkeypatch.setattr(step3_ppo.models, "language_model_engine", lambda *_, **__: engine("actor"))
-    monkeypatch.setattr(step3_ppo.models, "value_model_engine", lambda *_, **__: engine("critic"))
-    monkeypatch.setattr(step3_ppo.models, "make_reference", lambda *_: engine("reference"))
-    monkeypatch.setattr(step3_ppo.models, "make_reward", lambda *_: engine("reward model"))
+    monkeypatch.setattr(step3_ppo.models.engines, "language_model_engine", lambda *_, **__: engine("actor"))
+    monkeypatch.setattr(step3_ppo.models.engines, "value_model_engine", lambda *_, **__: engine("critic"))
+    monkeypatch.setattr(step3_ppo.models.engines, "frozen_engine", lambda *_, name: engine(name))
     for name in ("keep_start_adapter", "enable_packed_attention"):
-        monkeypatch.setattr(step3_ppo.models, name, lambda *_, **__: None)
-    monkeypatch.setattr(step3_ppo.models, "base_model", lambda model: model)
+        monkeypatch.setattr(step3_ppo.models.engines, name, lambda *_, **__: None)
+    monkeypatch.setattr(step3_ppo.models.engines, "base_model", lambda model: model)
     config = config.replace(ppo=config.ppo.replace(normalise_scores=False).model_dump())
     run = SimpleNamespace(world=SimpleNamespace(device=None))
     start = SimpleNamespace(base=None, config=None)
-    sources = SimpleNamespace(actor=start, critic=start, reward=start, tokenizer=None, reward_tokenizer=None)
-    step3_ppo.models.make_models(run, config, sources)
+    sources = Sources({role.name: start for role in ROLES}, tokenizer=None, reward_tokenizer=None)  # type: ignore
+    step3_ppo.models.engines.make_models(run, config, sources)
     assert loaded == [use.role for use in needs(config, {}, "bf16", 1).models] == ["actor", "critic", *frozen]
 
 
 def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch, tmp_path):
     planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200", tmp_path)
     plain = planner.needs(resolved)
-    schedule, options = step3_ppo.needs.make_schedule, step3_ppo.needs.generation_options
+    schedule, options = step3_ppo.models.needs.make_schedule, step3_ppo.models.needs.generation_options
     assert plain.rollout.copied_bytes == 0 and plain.num_steps(640) == 10 * plain.steps_each == 10
     with monkeypatch.context() as patch:
         patch.setattr(
-            step3_ppo.needs,
+            step3_ppo.models.needs,
             "make_schedule",
             lambda *words, **named: replace(schedule(*words, **named), steps_per_rollout=7, total_steps=70),
         )
@@ -161,14 +163,14 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
         assert "  steps    70 of the optimizer in 10 rollouts" in "\n".join(stage_page(planner, resolved, 640)[0])
     with monkeypatch.context() as patch:
         patch.setattr(
-            step3_ppo.needs,
+            step3_ppo.models.needs,
             "generation_options",
             lambda config: replace(options(config), min_slots=5, max_sequence_length=100, release_cache=True),
         )
         buffers = planner.needs(resolved).rollout
         assert (buffers.slots, buffers.cache_length, buffers.always_released) == (5, 128, True)
     decode_weights.cache_clear()
-    monkeypatch.setattr(step3_ppo.needs, "choose_backend", lambda *_: ("eager", []))
+    monkeypatch.setattr(step3_ppo.models.needs, "choose_backend", lambda *_: ("eager", []))
     assert planner.needs(resolved).rollout.kernels_per_step > 2 * plain.rollout.kernels_per_step
     decode_weights.cache_clear()
 

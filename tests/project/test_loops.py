@@ -10,10 +10,10 @@ MAX_LOOP_LINES = 40
 ALGORITHM = {
     "step1_sft": ["accumulate_gradients", "step_together"],
     "step2_reward": ["accumulate_gradients", "step_together"],
-    "step3_ppo": ["sample", "score", "reward", "step_actor_and_critic", "adapt_kl"],
+    "step3_ppo": ["sample", "score", "reward", "step_objectives", "adapt_kl"],
 }
 
-WITHOUT_CLOSURES = ("sample", "score", "reward", "step_actor_and_critic", "evaluate", "evaluate_held_out")
+WITHOUT_CLOSURES = ("sample", "score", "reward", "step_objectives", "evaluate", "evaluate_held_out")
 
 
 def train_of(stage: str) -> ast.FunctionDef:
@@ -63,16 +63,20 @@ def test_the_loop_names_the_steps_of_its_algorithm_in_order(stage):
     assert steps == ALGORITHM[stage]
 
 
-def test_three_files_lead_from_train_to_the_clipped_loss():
-    """train calls step_actor_and_critic in its own file, that calls Updater.update, and that calls policy_loss."""
+def test_four_files_lead_from_train_to_the_clipped_loss():
+    """train calls step_objectives in its file, that Updater.update, that each objective's loss, that policy_loss."""
 
     def calls(file: str, function: str, name: str) -> bool:
         (node,) = [node for node in functions(tree_of(ROOT / "step3_ppo" / file)) if node.name == function]
         return any(ast.unparse(call.func).endswith(name) for call in ast.walk(node) if isinstance(call, ast.Call))
 
-    assert calls("training.py", "train", "step_actor_and_critic")
-    assert calls("training.py", "step_actor_and_critic", "updater.update")
-    assert calls("updater.py", "update", "_policy_loss") and calls("updater.py", "_policy_loss", "policy_loss")
+    assert calls("training.py", "train", "step_objectives")
+    assert calls("training.py", "step_objectives", "updater.update")
+    assert calls("updater.py", "update", "objective.loss")
+    (policy,) = [node for node in tree_of(ROOT / "step3_ppo/objectives.py").body
+                 if isinstance(node, ast.ClassDef) and node.name == "PolicyObjective"]  # fmt: skip
+    (loss,) = [node for node in functions(policy) if node.name == "loss"]
+    assert "policy_loss" in called_in(loss)
     assert "policy_loss" in {node.name for node in functions(tree_of(ROOT / "step3_ppo" / "losses.py"))}
 
 

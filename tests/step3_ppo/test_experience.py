@@ -7,7 +7,7 @@ from support.tiny_models import EOS, PAD
 from torch import Tensor
 
 from pipeline.generation.rollouts import Rollout
-from step3_ppo.experience import Experience, Responses, gather_responses, pack_responses
+from step3_ppo.experience import Experience, Responses, ValueTargets, gather_responses, pack_responses
 from step3_ppo.scoring import gather_scores
 
 # Prompt and response lengths: ordinary, EOS only, the longest possible, one token of prompt.
@@ -118,5 +118,5 @@ def test_gathered_scores_are_widened_and_put_in_order():
 
 def test_narrowed_experience_keeps_the_first_tokens():
     token = torch.arange(10.0).view(2, 5)
-    found = Experience(token > 3, token, token, token, token, token + 1).narrowed(2)
-    assert found.returns.tolist() == [[1, 2], [6, 7]] and found.response_mask.shape == (2, 2)
+    found = Experience(token > 3, token, token, token, ValueTargets(token, token + 1)).narrowed(2)
+    assert found.targets.returns.tolist() == [[1, 2], [6, 7]] and found.response_mask.shape == (2, 2)

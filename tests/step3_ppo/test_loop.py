@@ -15,8 +15,8 @@ from support.ppo_updates import MEAN, STD, equal_weights, weights
 from support.tiny_models import NUM_TOKENS
 
 from pipeline.errors import DivergedError
-from step3_ppo import models
 from step3_ppo.config import PPOCoefficients
+from step3_ppo.models import engines as models
 from step3_ppo.training import moved_too_far
 from step3_ppo.updater import StepSize, Update
 
@@ -150,7 +150,8 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, tr
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
     collected = loop.collect()
     bad = torch.where(collected.experience.response_mask, math.nan, 0.0)
-    spoiled = replace(collected.experience, returns=bad)
+    targets = replace(collected.experience.targets, returns=bad)
+    spoiled = replace(collected.experience, targets=targets)
     before = weights(loop.ppo.models.actor)
     with pytest.raises(DivergedError, match="2 steps in a row"):
         loop.update(replace(collected, experience=spoiled))
@@ -196,7 +197,7 @@ def test_evaluations_repeat_and_train_nothing(world, trained_folders, tmp_path):
 def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_folders, tmp_path):
     actor = {"lora_dim": 4, "lora_learning_rate": 3e-2}
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, actor=actor))
-    assert loop.ppo.models.reference is None
+    assert "reference" not in loop.ppo.models.frozen
     start = loop.collect()
     assert abs(start.metrics["objective/kl"]) < 1e-5  # the reference is scored in other batches: other rounding
     before = weights(loop.ppo.models.actor)

@@ -85,7 +85,7 @@ def test_rates_and_mfu_count_the_real_tokens_of_each_step(world, trained_folders
     assert responses.valid.tolist() == [True, True, True, False]
     lengths = (responses.prompt_lengths + responses.response_lengths).tolist()
     steps = [lengths[:2], lengths[2:3]]
-    actor, critic = loop.ppo.actor_work, loop.ppo.critic_work
+    actor, critic = loop.ppo.work["actor"], loop.ppo.work["critic"]
     expected = []
     for rows in steps:
         expected.append(critic.flops(num_tokens=sum(rows), num_squares=sum(length**2 for length in rows)))
@@ -191,7 +191,8 @@ def test_the_terminal_shows_approx_kl_only_where_it_moves(tmp_path, monkeypatch)
         schedule = SimpleNamespace(total_steps=4, steps_per_rollout=steps)
         models = SimpleNamespace(named=dict)
         training.make_course(
-            SimpleNamespace(run=None, fingerprint=None, schedule=schedule, models=models), resumed_step=None
+            SimpleNamespace(run=None, fingerprint=None, schedule=schedule, models=models, hybrid=None),
+            resumed_step=None,
         )
     assert ["policy/approx_kl" in shown for shown in seen] == [False, True]
 

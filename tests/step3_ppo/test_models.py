@@ -13,7 +13,7 @@ from support.tiny_models import NUM_TOKENS, save_tiny
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import InputError
-from step3_ppo.models import make_models, make_sources
+from step3_ppo.models.engines import make_models, make_sources
 
 
 def test_dropout_of_lora_layers_is_refused(trained_folders):

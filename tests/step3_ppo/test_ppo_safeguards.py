@@ -16,7 +16,7 @@ from pipeline.models.tokenizers import load_tokenizer
 from step1_sft import training
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
-from step3_ppo.models import separate_tokenizer
+from step3_ppo.models.engines import separate_tokenizer
 
 
 def test_a_step_without_a_trained_token_is_an_error():

@@ -46,7 +46,7 @@ def test_the_reward_stands_at_the_last_token_by_hand():
     )
     found = rewarded(rows_of([3, 1], [True, True]), scores)
     expected = torch.tensor([[2.7, 2.8, 2.8], [-0.7, 0, 0]])
-    torch.testing.assert_close(found.experience.returns, expected)
+    torch.testing.assert_close(found.experience.targets.returns, expected)
     torch.testing.assert_close(found.experience.advantages, expected)
     torch.testing.assert_close(found.kl.sum(1), torch.tensor([0.6, -0.6]))
     assert found.sequence_rewards.tolist() == [3.0, -1.0]
@@ -58,21 +58,21 @@ def test_normalise_clip_penalty_and_kl_come_in_this_order():
     scores = scores_by_hand([[-1.0]], [[-1.2]], [[0.0]], [9.0])
     found = rewarded(rows_of([1], [False]), scores, mean=1.0, std=2.0, reward_clip=3.0, missing_eos_penalty=1.5)
     assert found.sequence_rewards.item() == pytest.approx(1.5)
-    assert found.experience.returns.item() == pytest.approx(1.4)
+    assert found.experience.targets.returns.item() == pytest.approx(1.4)
 
 
 def test_the_clip_does_not_touch_the_kl():
     # Score 1 within the clip, KL of 20: the reward is 1 - 0.5 * 20 = -9, far outside of 5.
     scores = scores_by_hand([[-1.0]], [[-21.0]], [[0.0]], [1.0])
-    assert rewarded(rows_of([1], [True]), scores).experience.returns.item() == pytest.approx(-9.0)
+    assert rewarded(rows_of([1], [True]), scores).experience.targets.returns.item() == pytest.approx(-9.0)
 
 
 def test_a_kl_in_the_loss_is_not_in_the_reward():
     scores = scores_by_hand([[-1.0]], [[-1.2]], [[0.0]], [1.0])
     found = rewarded(rows_of([1], [True]), scores, kl_in_loss=True, kl_estimator="k2")
-    assert found.experience.returns.item() == pytest.approx(1.0)
+    assert found.experience.targets.returns.item() == pytest.approx(1.0)
     other = rewarded(rows_of([1], [True]), scores, kl_estimator="k2")
-    assert other.experience.returns.item() == pytest.approx(1.0 - 0.5 * 0.2**2 / 2)
+    assert other.experience.targets.returns.item() == pytest.approx(1.0 - 0.5 * 0.2**2 / 2)
 
 
 def random_scores(lengths: list[int], seed: int = 0) -> Scores:
@@ -116,9 +116,9 @@ def test_experience_equals_a_slow_loop():
     for n, length in enumerate(LENGTHS):
         wanted = (np.array(advantages[n]) - flat.mean()) / flat.std()
         np.testing.assert_allclose(found.experience.advantages[n, :length], wanted, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(found.experience.returns[n, :length], returns[n], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found.experience.targets.returns[n, :length], returns[n], rtol=1e-4, atol=1e-5)
         assert (found.experience.advantages[n, length:] == 0).all() and (
-            found.experience.returns[n, length:] == 0
+            found.experience.targets.returns[n, length:] == 0
         ).all()
     assert found.advantage_mean == pytest.approx(flat.mean(), rel=1e-4)
     assert found.advantage_std == pytest.approx(flat.std(), rel=1e-4)
@@ -147,7 +147,12 @@ def test_a_row_with_a_number_that_is_not_finite_is_masked_before_whitening(name,
     assert found.valid.tolist() == [True, True, False, True, True]
     assert not found.experience.response_mask[2].any() and (found.experience.advantages[2] == 0).all()
     torch.testing.assert_close(found.experience.advantages[kept][:, :4], without.experience.advantages)
-    for tensor in (found.experience.returns, found.experience.values, found.experience.log_probs, found.kl):
+    for tensor in (
+        found.experience.targets.returns,
+        found.experience.targets.values,
+        found.experience.log_probs,
+        found.kl,
+    ):
         assert tensor.isfinite().all()
 
 
@@ -183,7 +188,7 @@ def test_rollout_metrics_by_hand():
     assert metrics["policy/sampler_error"] == pytest.approx(2.0)
     assert metrics["objective/entropy"] == pytest.approx(1.0)
     # Values 0, 1, 2; returns by the rewards tested above.
-    returns, values = found.experience.returns[found.experience.response_mask].numpy(), np.array([0.0, 1, 2])
+    returns, values = found.experience.targets.returns[found.experience.response_mask].numpy(), np.array([0.0, 1, 2])
     assert metrics["value/explained_variance"] == pytest.approx(1 - (returns - values).var() / returns.var(), rel=1e-5)
     assert metrics["rows_masked"] == 0
     shown = evaluation_metrics(metrics)

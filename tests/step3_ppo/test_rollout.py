@@ -26,7 +26,7 @@ from pipeline.models.source import ModelSource
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Responses, Scores, reward_responses
-from step3_ppo.models import Models, same_tokens
+from step3_ppo.models.engines import Models, same_tokens
 from step3_ppo.rollout import Sampler, rollout_metrics
 from step3_ppo.scoring import policy_log_probs, score_responses
 
@@ -55,12 +55,14 @@ def make_models(folders, *, reward_tokenizer=None, actor: nn.Module | None = Non
     critic = TokenValueModel(
         load_reward_model(ModelSource(folders.reward), dtype=torch.float32).model, score_mean=0.5, score_std=2
     )
-    settings = {
-        "tokenizer": PreTrainedTokenizerFast.from_pretrained(folders.actor),
-        "actor": frozen(CausalLM(actor)),
-        "critic": frozen(critic),
+    models = {
         "reference": frozen(CausalLM(load_causal_lm(folders.reference, dtype=torch.float32))),
         "reward": frozen(load_reward_model(ModelSource(folders.reward), dtype=torch.float32)),
+    } | {name: changes.pop(name) for name in ("reference", "reward") if name in changes}
+    settings = {
+        "tokenizer": PreTrainedTokenizerFast.from_pretrained(folders.actor),
+        "trained": {"actor": frozen(CausalLM(actor)), "critic": frozen(critic)},
+        "frozen": {name: model for name, model in models.items() if model is not None},
         "reward_tokenizer": reward_tokenizer,
         "score_mean": 0.5,
         "score_std": 2.0,
@@ -190,7 +192,9 @@ def test_without_a_pass_of_the_policy_the_samplers_log_probs_serve(folders):
     policy = policy_log_probs(models, responses, batches, temperature=0.8)
     expected = score_responses(models, responses, batches, policy, **settings)
     sampled = (responses.sampler_log_probs, None)
-    found = score_responses(replace(models, actor=None), responses, batches, sampled, **settings)
+    found = score_responses(
+        replace(models, trained={"critic": models.trained["critic"]}), responses, batches, sampled, **settings
+    )
     assert found.entropy is None and found.log_probs.equal(responses.sampler_log_probs)
     assert found.ref_log_probs.equal(expected.ref_log_probs) and found.scores.equal(expected.scores)
     rewards = reward_responses(responses, found, PPOCoefficients(), kl_coef=0.1, score_mean=0.0, score_std=1.0)
@@ -265,7 +269,7 @@ def test_a_reward_model_of_another_tokenizer_reads_the_text(folders, tmp_path):
     judge.config.pad_token_id = None
     expected = torch.tensor([judge(input_ids=torch.tensor([row])).logits.item() for row in ids])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    give_bounds(models.reward.module.model)
+    give_bounds(models.frozen["reward"].module.model)
     with plain_kernel() as kernel:
         packed = scored(models, responses, [[0, 1]], rows=rows, temperature=1.0).scores
     assert kernel.called, "its own rows pass without their padding"

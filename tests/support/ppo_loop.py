@@ -13,22 +13,25 @@ from support.tiny_models import random_rows
 from pipeline.data.cache import StageData
 from pipeline.data.counts import Counts
 from pipeline.run.run import Run
+from pipeline.training.halving import Halving
 from pipeline.training.metrics import metric_of
 from pipeline.training.steps import Stopping
 from step3_ppo import training
+from step3_ppo.build import assemble, build, resume
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected, Responses, Scores
+from step3_ppo.experience import Collected, Cut, Responses, Scores
 from step3_ppo.metrics import METRICS
-from step3_ppo.models import make_models, make_sources
+from step3_ppo.models.engines import make_models, make_sources
 from step3_ppo.rollout import make_schedule
-from step3_ppo.state import PPO, State, assemble, build, resume
+from step3_ppo.state import PPO, State
 
 
 class KeptMetrics:
     """Stands for a run's Course and its Recorder: keeps what they would write."""
 
-    def __init__(self, stopping: Stopping) -> None:
+    def __init__(self, stopping: Stopping, run: Run) -> None:
         self.stopping = stopping
+        self.halving = Halving(run, [])
         self.recorder = self
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.evaluations: list[dict[str, float]] = []
@@ -73,11 +76,11 @@ class PPOLoop:
     def update(self, rollout: Collected) -> None:
         """Take the steps that the rollout has left."""
         while True:
-            update = training.step_actor_and_critic(self.ppo, rollout, self.state, self.course)
+            update = training.step_objectives(self.ppo, rollout, self.state, self.course)
             if update is not None:
                 training.log_update(self.ppo, rollout, update, self.state, self.course)
             self.state.update += 1
-            if self.state.update == len(rollout.minibatches) or training.moved_too_far(self.ppo, update):
+            if self.state.update == len(rollout.cut.minibatches) or training.moved_too_far(self.ppo, update):
                 training.adapt_kl(self.ppo, rollout, self.state)
                 self.state.finish_rollout()
                 return
@@ -94,20 +97,17 @@ class PPOLoop:
     def restored(self, rollout: Collected) -> Collected:
         """The rollout as a checkpoint would give it back."""
 
-        def again(responses: Responses) -> Any:
-            return self.ppo.minibatches(responses, self.state)
+        def cut(responses: Responses) -> Cut:
+            return self.ppo.cut(responses, self.state)
 
-        device, size = self.ppo.run.world.device, rollout.micro_batch_size
-        return Collected.restored(
-            rollout.tensors(), rollout.metrics, device, minibatches_of=again, micro_batch_size=size
-        )
+        return Collected.restored(rollout.tensors(), rollout.metrics, self.ppo.run.world.device, cut=cut)
 
 
 def make_loop(run: Run, config: PPOConfig) -> PPOLoop:
     """The loop of a run at a constant rate."""
     ppo, resumed = build(run, config)
     state, _ = resume(ppo, resumed)
-    return PPOLoop(replace(ppo, rate=lambda step: 1.0), state, KeptMetrics(Stopping(run)))
+    return PPOLoop(replace(ppo, rate=lambda step: 1.0), state, KeptMetrics(Stopping(run), run))
 
 
 def loop_on_random_prompts(
@@ -128,4 +128,4 @@ def loop_on_random_prompts(
         fingerprint=None,
     )  # fmt: skip
     ppo = replace(ppo, rate=lambda step: 1.0)
-    return PPOLoop(ppo, State(kl_coef=config.ppo.kl_coef), KeptMetrics(never_stopping(world)))
+    return PPOLoop(ppo, State(kl_coef=config.ppo.kl_coef), KeptMetrics(never_stopping(world), run))

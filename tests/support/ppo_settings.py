@@ -27,4 +27,6 @@ def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumu
 
 def make_run(world, folder, config: PPOConfig) -> SimpleNamespace:
     stop = SimpleNamespace(is_set=lambda: False, is_set_on_any_rank=lambda world: False)
-    return SimpleNamespace(world=world, folder=folder, stage=STAGE, resolved=Resolved(config, {}), stop=stop)
+    return SimpleNamespace(
+        world=world, folder=folder, stage=STAGE, resolved=Resolved(config, {}), stop=stop, engine_jsons={}
+    )

@@ -1,7 +1,9 @@
 """PPO's update on six hand-made rows, and the same update written out as a plain loop over rows and tokens."""
 
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from support.ds_arguments import built
@@ -14,6 +16,7 @@ from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import Step
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.models.flops import training_work
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.reward_model import TokenValueModel, load_reward_model
@@ -21,7 +24,8 @@ from pipeline.models.source import ModelSource
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Stopping
 from step3_ppo.config import PPOCoefficients
-from step3_ppo.experience import Experience, Responses
+from step3_ppo.experience import Experience, Responses, ValueTargets
+from step3_ppo.objectives import Objective, PolicyObjective, ValueObjective
 from step3_ppo.updater import Updater
 
 MEAN, STD, TEMPERATURE = 0.4, 2.5, 0.8
@@ -45,16 +49,37 @@ def never_stopping(world) -> Stopping:
     return Stopping(SimpleNamespace(world=world, stop=SimpleNamespace(is_set_on_any_rank=lambda world: False)))
 
 
+@dataclass
+class TwoModels:
+    """An updater with actor and critic and the settings of their objectives."""
+
+    updater: Updater
+    actor: TrainingEngine
+    critic: TrainingEngine
+    ppo: PPOCoefficients
+    unsup_coef: float
+
+    def objectives(self, *, kl_coef: float, train_actor: bool, text: Any) -> list[Objective]:
+        """The policy's, where it is trained, and the value model's."""
+        policy = PolicyObjective(
+            engine=self.actor, work=training_work(self.actor.module.model), ppo=self.ppo, kl_coef=kl_coef,
+            temperature=TEMPERATURE, text=text, unsup_coef=self.unsup_coef, world=self.updater.world,
+        )  # fmt: skip
+        value = ValueObjective(self.critic, training_work(self.critic.module.model), self.ppo.value_clip)
+        return [policy, value] if train_actor else [value]
+
+
 def make_updater(world, folders, *, unsup_coef=2.0, clip=0.0, zero_stage=0, rate=1e-2, **ppo):
     actor = CausalLM(load_causal_lm(folders.actor, dtype=torch.float32))
     critic = TokenValueModel(
         load_reward_model(ModelSource(folders.reward), dtype=torch.float32).model, score_mean=MEAN, score_std=STD
     )
-    return Updater(
+    coefficients = PPOCoefficients(**ppo)
+    return TwoModels(
+        updater=Updater(world, coefficients.ppo_epochs, rows_per_step=6, seed=11),
         actor=engine_of(actor, zero_stage=zero_stage, clip=clip, rate=rate),
         critic=engine_of(critic, zero_stage=zero_stage, clip=clip, rate=rate),
-        world=world, ppo=PPOCoefficients(**ppo), temperature=TEMPERATURE, rows_per_step=6,
-        unsup_coef=unsup_coef, seed=11,
+        ppo=coefficients, unsup_coef=unsup_coef,
     )  # fmt: skip
 
 
@@ -105,10 +130,11 @@ def make_experience(folders, responses: Responses, *, spread: float = 0.3) -> Ex
         values[n, :length] = plain_values(critic, responses, n)
     noise = [torch.randn(6, 6, generator=generator) for _ in range(5)]
     parts = (
-        log_probs + spread * noise[0], log_probs + 0.5 * noise[1], values + spread * noise[2], noise[3],
+        log_probs + spread * noise[0], log_probs + 0.5 * noise[1], noise[3], values + spread * noise[2],
         values + noise[4],
     )  # fmt: skip
-    return Experience(mask, *(torch.where(mask, part, 0) for part in parts))
+    *of_policy, old, returns = (torch.where(mask, part, 0) for part in parts)
+    return Experience(mask, *of_policy, ValueTargets(old, returns))
 
 
 def slow_update(folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False, text=None, unsup_coef=2.0):
@@ -128,7 +154,7 @@ def slow_update(folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False
                 policy = policy + kl_coef * 0.5 * (new[t] - experience.ref_log_probs[n, t]) ** 2
             ratios.append(ratio.item())
             approx_kl += (ratio - 1 - ratio.log()).item()
-            before, target = experience.values[n, t], experience.returns[n, t]
+            before, target = experience.targets.values[n, t], experience.targets.returns[n, t]
             near = before + (now[t] - before).clamp(-0.2, 0.2)
             value = value + 0.5 * torch.max((now[t] - target) ** 2, (near - target) ** 2)
             value_clipped += bool((near - target) ** 2 > (now[t] - target) ** 2)
@@ -170,19 +196,18 @@ def equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor
 
 
 def update(
-    updater, responses, experience, batches=SPLITS[1], *, kl_coef=0.3, rate_factor=1.0, train_actor=True, text=None,
+    models, responses, experience, batches=SPLITS[1], *, kl_coef=0.3, rate_factor=1.0, train_actor=True, text=None,
     packs=False,
 ):  # fmt: skip
+    updater = models.updater
     cut = [MicroBatch.of(rows, responses.lengths(packs=packs)) for rows in batches]
     return updater.update(
+        models.objectives(kl_coef=kl_coef, train_actor=train_actor, text=text),
         responses,
         experience,
         cut,
         num_tokens=updater.step_size(responses, experience, cut).num_trained,
-        kl_coef=kl_coef,
         rate_factor=rate_factor,
-        train_actor=train_actor,
-        text=text,
         stopping=never_stopping(updater.world),
     )
 

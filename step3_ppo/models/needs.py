@@ -28,7 +28,8 @@ from pipeline.planning.measurement import build, count_pass, model_size, planned
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
 from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
-from step3_ppo.config import PPOConfig, frozen_models, generation_options
+from step3_ppo.config import PPOConfig, generation_options
+from step3_ppo.models.roles import trained_roles
 from step3_ppo.rollout import Schedule, make_schedule
 
 TRUNCATION_BYTES = 24  # bytes a logit, to scale, mask, sort, normalise, sum and compare it in fp32
@@ -44,7 +45,7 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
         phases={
             "generate": [prefill(config, buffers)],
             "score": scoring(config, buffers.num_responses, {use.role for use in models}),
-            "train": updates(config, buffers.num_responses),
+            "train": updates(config, buffers.num_responses, [role.name for role in trained_roles()]),
         },
         batch=batch_lines(config, schedule, ranks),
         rollout=buffers,
@@ -55,20 +56,18 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
 
 
 def models_of(config: PPOConfig, base_of_output: Mapping[str, str]) -> list[ModelUse]:
-    """Return the models that stage 3 holds: actor, critic, and those of `frozen_models`."""
-    only_lora, frozen = config.deepspeed.only_optimize_lora, frozen_models(config)
-    paths = {"actor": config.actor.model_name_or_path, "critic": config.critic.model_name_or_path} | frozen
+    """Return the models that stage 3 holds."""
     return [
         ModelUse(
-            role,
-            base_of_output.get(path, path),
-            config.actor if role in ("actor", "reference") else config.critic,
-            trained=role not in frozen,
-            has_values=role in ("critic", "reward model"),
-            only_lora=only_lora,
-            averaged=role == "actor" and config.ppo.enable_ema,
+            role.title,
+            base_of_output.get(config.start_of(role), config.start_of(role)),
+            config.flags_of(role),
+            trained=role.is_trained,
+            has_values=role.has_values,
+            only_lora=config.deepspeed.only_optimize_lora,
+            averaged=role.name == "actor" and config.ppo.enable_ema,
         )
-        for role, path in paths.items()
+        for role in config.held_roles
     ]
 
 
@@ -93,18 +92,20 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
     reference = "reference" if "reference" in roles else "actor"
     passes.append(Pass(reference, rows, length, rows * answer, times=times, without_adapters=reference == "actor"))
     reward = "reward model" if "reward model" in roles else "critic"
-    passes.append(Pass("critic", rows, length, times=times))
+    if "critic" in roles:
+        passes.append(Pass("critic", rows, length, times=times))
     return [*passes, Pass(reward, rows, length, times=times, without_adapters=reward == "critic")]
 
 
-def updates(config: PPOConfig, num_responses: int) -> list[Pass]:
-    """Return the passes of an optimizer step: actor and critic on a micro-batch, and the actor on text."""
+def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pass]:
+    """Return the passes of an optimizer step: what learns on a micro-batch, and the actor on text."""
     answer, optimizer = config.sampling.max_answer_seq_len, config.optimizer
     length = round_up(config.data.max_prompt_seq_len + answer, LENGTH_UNIT)
     rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
     times = num_responses * config.ppo.ppo_epochs // rows
     passes = [Pass("actor", rows, length, rows * answer, trains=True, accumulates=accumulates, times=times)]
-    passes.append(Pass("critic", rows, length, trains=True, accumulates=accumulates, times=times))
+    if "critic" in roles:
+        passes.append(Pass("critic", rows, length, trains=True, accumulates=accumulates, times=times))
     if config.data.unsupervised_data_path:
         passes.append(Pass("actor", rows, length, rows * (length - 1), trains=True, accumulates=True, times=times))
     return passes

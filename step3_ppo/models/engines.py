@@ -1,9 +1,9 @@
-"""The four models of stage 3: actor and critic under training engines, reference and reward as frozen ones."""
+"""The engines of stage 3: what learns under training engines, what is only read as frozen ones."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,38 +19,45 @@ from pipeline.models.lora import keep_start_adapter, start_model
 from pipeline.models.reward_model import load_reward_model, score_constants
 from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.run.run import Run
-from step3_ppo.config import PPOConfig, frozen_models, holds_start
+from step3_ppo.config import PPOConfig
+from step3_ppo.models.roles import Role, all_roles
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The engines of stage 3.
+    """The engines of stage 3, by the names of their roles.
 
-    tokenizer: tokenizer of actor and critic.
-    actor: policy.
-    critic: value model.
-    reference: None where the actor with the adapters that it began with, if any, is the reference.
-    reward: None where the critic with the adapters and the head that it began with is the reward model.
+    tokenizer: tokenizer of what learns.
+    trained: policy ("actor") and value model ("critic").
+    frozen: "reference", where not the actor with the adapters that it began with, if any, is the reference; "reward",
+        where not the critic with the adapters and the head that it began with is the reward model.
     reward_tokenizer: None where the reward model reads the actor's own tokens.
     score_mean: mean of the reward model's scores, which are normalised by it.
     score_std: standard deviation of these scores.
     """
 
     tokenizer: Any
-    actor: TrainingEngine
-    critic: TrainingEngine
-    reference: FrozenEngine | None
-    reward: FrozenEngine | None
+    trained: dict[str, TrainingEngine]
+    frozen: dict[str, FrozenEngine]
     reward_tokenizer: Any
     score_mean: float
     score_std: float
 
+    @property
+    def actor(self) -> TrainingEngine:
+        """The policy."""
+        return self.trained["actor"]
+
+    @property
+    def critic(self) -> TrainingEngine | None:
+        """The value model; None where none learns."""
+        return self.trained.get("critic")
+
     def named(self) -> dict[str, TrainingEngine | FrozenEngine]:
         """The models that this run holds, by their roles."""
-        found = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "reward": self.reward}
-        return {name: engine for name, engine in found.items() if engine is not None}
+        return {**self.trained, **self.frozen}
 
     @property
     def pack_rows(self) -> bool:
@@ -69,8 +76,8 @@ class Models:
     @contextmanager
     def reference_policy(self) -> Iterator[Any]:
         """Open the model of reference log-probabilities: one of its own, or the actor as it was before training."""
-        if self.reference is not None:
-            yield self.reference
+        if "reference" in self.frozen:
+            yield self.frozen["reference"]
         else:
             with start_model(self.actor.module.model):
                 yield self.actor
@@ -78,66 +85,84 @@ class Models:
     @contextmanager
     def reward_model(self) -> Iterator[Any]:
         """Open the model of raw scores: one of its own, or the critic as it was before training."""
-        if self.reward is not None:
-            yield self.reward
+        if "reward" in self.frozen:
+            yield self.frozen["reward"]
         else:
-            with self.critic.module.start_model():
-                yield self.critic
+            critic = self.trained["critic"]
+            with critic.module.start_model():
+                yield critic
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
     """The models that stage 3 starts from, and the tokenizers of its run.
 
-    actor: start of the actor.
-    critic: start of the critic.
-    reward: reward model; the critic's start where none is named.
-    tokenizer: tokenizer of actor and critic.
+    starts: the start of each role, held by a model of its own or not.
+    tokenizer: tokenizer of what learns.
     reward_tokenizer: None where the reward model reads the actor's own tokens.
     """
 
-    actor: ModelSource
-    critic: ModelSource
-    reward: ModelSource
+    starts: dict[str, ModelSource]
     tokenizer: PreTrainedTokenizerBase
     reward_tokenizer: PreTrainedTokenizerBase | None
 
 
 def make_sources(run: Run, config: PPOConfig) -> Sources:
-    """Load the tokenizers and look at all four models' files: what cannot work is refused before any weight is read.
+    """Load the tokenizers and look at all models' files: what cannot work is refused before any weight is read.
 
     Raises:
         InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
     """
-    actor, critic, *named = check_start_models(run.stage.start_models(config, {}))
-    reward = named[0] if named else critic
-    tokenizer = prepare_tokenizer(actor, config.data.template)
-    return Sources(actor, critic, reward, tokenizer, separate_tokenizer(reward, tokenizer, config.data.template))
+    models = run.stage.start_models(config, {})
+    checked = dict(zip([model.path for model in models], check_start_models(models), strict=True))
+    starts = {role.name: checked[config.start_of(role)] for role in all_roles()}
+    tokenizer = prepare_tokenizer(starts["actor"], config.data.template)
+    return Sources(starts, tokenizer, separate_tokenizer(starts["reward"], tokenizer, config.data.template))
 
 
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
-    """Load and wrap the four models."""
-    frozen = frozen_models(config)
-    mean, std = score_constants(sources.reward.config) if config.ppo.normalise_scores else (0.0, 1.0)
+    """Load and wrap the models that the run holds."""
     models = Models(
         tokenizer=sources.tokenizer,
-        actor=language_model_engine(run, sources.actor, config.actor, accumulation=config.actor_accumulation),
-        # Starts as the reward model, on the scale of the normalised reward.
-        critic=value_model_engine(run, sources.critic, config.critic, normalised=config.ppo.normalise_scores),
-        reference=make_reference(run, config, sources.actor) if "reference" in frozen else None,
-        reward=make_reward(run, config, sources.reward) if "reward model" in frozen else None,
+        trained={},
+        frozen={},
         reward_tokenizer=sources.reward_tokenizer,
-        score_mean=mean,
-        score_std=std,
+        score_mean=0.0,
+        score_std=1.0,
     )
-    started = ((models.actor, sources.actor, config.actor), (models.critic, sources.critic, config.critic))
-    for trained, source, flags in started:
-        if holds_start(config, flags) and source.base is not None:
-            keep_start_adapter(trained.module.model)
+    if config.ppo.normalise_scores:
+        mean, std = score_constants(sources.starts["reward"].config)
+        models = replace(models, score_mean=mean, score_std=std)
+    for role in config.held_roles:
+        source = sources.starts[role.name]
+        if not role.is_trained:
+            models.frozen[role.name] = make_frozen(run, config, role, source)
+            continue
+        models.trained[role.name] = make_trained(run, config, role, source)
+        if config.holds_start(role) and source.base is not None:
+            keep_start_adapter(models.trained[role.name].module.model)
     for engine in models.named().values():
         enable_packed_attention(base_model(engine.module.get_submodule("model")), device=run.world.device)
     log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
     return models
+
+
+def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> TrainingEngine:
+    """Load a model that learns; a critic starts as the reward model, on the scale of the normalised reward."""
+    flags = config.flags_of(role)
+    if role.has_values:
+        return value_model_engine(run, source, flags, name=role.title, normalised=config.ppo.normalise_scores)
+    return language_model_engine(run, source, flags, name=role.title)
+
+
+def make_frozen(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> FrozenEngine:
+    """Load a model that is only read: the policy before PPO, or the reward model."""
+
+    def load_policy(source: ModelSource, **settings: Any) -> CausalLM:
+        return CausalLM(load_language_model(source, **settings))
+
+    load = load_reward_model if role.has_values else load_policy
+    return frozen_engine(run, load, source, config.flags_of(role), name=role.title)
 
 
 def separate_tokenizer(
@@ -151,19 +176,3 @@ def separate_tokenizer(
     if not same:
         log.info("the reward model reads responses from text: its tokenizer or its template is not the actor's")
     return None if same else reward_tokenizer
-
-
-def make_reference(run: Run, config: PPOConfig, source: ModelSource) -> FrozenEngine:
-    """Load the policy before PPO."""
-
-    def load(source: ModelSource, **settings: Any) -> CausalLM:
-        return CausalLM(load_language_model(source, **settings))
-
-    offload = config.offload_reference_model
-    return frozen_engine(run, load, source, config.actor, offload=offload, role="reference")
-
-
-def make_reward(run: Run, config: PPOConfig, source: ModelSource) -> FrozenEngine:
-    """Load the reward model."""
-    offload = config.offload_reward_model
-    return frozen_engine(run, load_reward_model, source, config.critic, offload=offload, role="reward")

@@ -1,0 +1,115 @@
+"""What stage 3's loop works on, built from the configuration, and restored from a checkpoint."""
+
+import logging
+
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
+from pipeline.data.batching import SFTBatch
+from pipeline.data.cache import StageData
+from pipeline.data.loader import StepLoader
+from pipeline.engine.build import start_engines
+from pipeline.engine.moving_average import MovingAverage
+from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.models.flops import training_work
+from pipeline.models.tokenizers import eos_ids
+from pipeline.out_of_memory import KEPT_CACHE
+from pipeline.planning.room import make_room
+from pipeline.run.run import Run
+from pipeline.training.halving import take_halved
+from pipeline.training.steps import rate_factor
+from step3_ppo.config import PPOConfig, generation_options
+from step3_ppo.experience import Collected
+from step3_ppo.models.engines import Models, make_models, make_sources
+from step3_ppo.models.roles import all_roles
+from step3_ppo.rollout import Schedule, make_prompts, make_schedule, make_text, sampling_line
+from step3_ppo.state import PPO, State
+from step3_ppo.updater import Updater
+
+log = logging.getLogger(__name__)
+
+
+def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
+    """Everything that the loop works on, with the weights of the newest checkpoint; and the rest of that checkpoint."""
+    start_engines(run)
+    sources = make_sources(run, config)
+    make_room(run)
+    prompts = make_prompts(run, config, sources.tokenizer)
+    text = make_text(run, config, sources.tokenizer)
+    models = make_models(run, config, sources)
+    schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
+    fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
+    resumed = checkpoint.load(run, config.run.resumes_from, models.trained, fingerprint, force=config.run.force_resume)
+    ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
+    return ppo, resumed
+
+
+def assemble(
+    run: Run,
+    config: PPOConfig,
+    models: Models,
+    *,
+    prompts: StageData,
+    text: StepLoader[SFTBatch] | None,
+    schedule: Schedule,
+    fingerprint: RunFingerprint,
+) -> PPO:
+    """Everything that is made of the models and the prompts, with the weights as they are now."""
+    return PPO(
+        run,
+        config,
+        models,
+        prompts,
+        text,
+        schedule,
+        fingerprint,
+        rate=rate_factor(config.optimizer, total_steps=schedule.total_steps),
+        # Starts from the weights as they are now: with --force_resume the checkpoint may hold no average.
+        average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
+        hybrid=make_hybrid(config, models),
+        updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
+        work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
+    )
+
+
+def make_hybrid(config: PPOConfig, models: Models) -> HybridEngine:
+    """Make the engine that samples from the actor, and log what it samples with."""
+    configured = models.actor.module.model.generation_config
+    ends = eos_ids(models.tokenizer, configured)
+    pad_id, options = models.tokenizer.pad_token_id, generation_options(config)
+    log.info("%s", sampling_line(config, ends, configured.to_diff_dict()))
+    return HybridEngine(models.actor, eos_ids=ends, pad_id=pad_id, options=options)
+
+
+def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
+    """The counters of a checkpoint, and the rollout that it holds where its updates were not done; else the start."""
+    state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
+    take_halved(state, ppo.config)
+    if KEPT_CACHE in state.halved:
+        ppo.hybrid.always_release()
+    if resumed is None:
+        return state, None
+    if ppo.average is not None and "average" in resumed.fragments:
+        ppo.average.restore(resumed.fragments["average"])
+    if not state.update:
+        return state, None
+    rollout = Collected.restored(
+        resumed.tensors,
+        resumed.state["rollout"],
+        ppo.run.world.device,
+        cut=lambda responses: ppo.cut(responses, state),
+    )
+    return state, rollout
+
+
+def fingerprint_of(
+    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
+) -> RunFingerprint:
+    """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
+    # The reference is the start of the actor.
+    roles = [role for role in all_roles() if role.name != "reference"]
+    return run_fingerprint(
+        config,
+        models={f"{role.name} model": config.start_of(role) for role in roles},
+        data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
+        ranks=ranks,
+    )

@@ -1,0 +1,53 @@
+"""The roles of stage 3: which models a run has, where each comes from, which flags it has, what is saved of it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model of stage 3; PPOConfig says its flags and its start.
+
+    name: in metrics, logs, file names of checkpoints, and the folder below --output_dir.
+    title: in plans, DeepSpeed JSONs and fingerprints.
+    flags: the field of PPOConfig that has its ModelConfig: a model that is only read has those of its trained twin.
+    path: the attribute of PPOConfig that names its start; empty: the start of its flags.
+    offload: the field of PPOConfig that puts the weights of a model that is only read into host memory.
+    card: heading of the card of its folder; empty where it is only read.
+    has_values: it has a scalar head.
+    """
+
+    name: str
+    title: str
+    flags: str
+    path: str = ""
+    offload: str = ""
+    card: str = ""
+    has_values: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """True where the model learns, and is saved."""
+        return bool(self.card)
+
+
+ROLES = (
+    Role("actor", "actor", "actor", card="PPO-tuned model"),
+    Role("critic", "critic", "critic", card="PPO critic", has_values=True),
+    Role("reference", "reference", "actor", offload="offload_reference_model"),
+    Role("reward", "reward model", "critic", path="reward_path", offload="offload_reward_model", has_values=True),
+)
+
+
+def all_roles() -> tuple[Role, ...]:
+    """Return the models that a run needs, the actor first."""
+    return ROLES
+
+
+def trained_roles() -> tuple[Role, ...]:
+    """Return the models that learn, the actor first."""
+    return tuple(role for role in ROLES if role.is_trained)
+
+
+def frozen_roles() -> tuple[Role, ...]:
+    """Return the models that are only read, whether or not a trained one serves as them."""
+    return tuple(role for role in ROLES if not role.is_trained)

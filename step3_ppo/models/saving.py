@@ -1,0 +1,58 @@
+"""The model folders of stage 3: one for each model that learns, and one for the moving average of the actor."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.checkpoints.model_folder import save_trained
+from pipeline.checkpoints.offline import OfflineCheckpoint
+from pipeline.engine.moving_average import MovingAverage
+from pipeline.models.reward_model import score_head_fields
+from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.run.run import Run
+from step3_ppo.config import PPOConfig
+from step3_ppo.models.engines import Models
+from step3_ppo.models.roles import Role, trained_roles
+
+
+def save_models(run: Run, models: Models, average: MovingAverage | None, *, step: int) -> None:
+    """Write the model folders. A collective."""
+    for role in trained_roles():
+        module = models.trained[role.name].module
+        save_model(run, role, module, models.tokenizer, step=step)
+        if role.name == "actor" and average is not None:
+            with average.swapped_in():
+                save_model(run, role, module, models.tokenizer, step=step, is_average=True)
+
+
+def save_model(
+    run: Run, role: Role, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int, is_average: bool = False
+) -> None:
+    """Write the folder of a model, or that of its moving average. A collective."""
+    config: PPOConfig = run.resolved.config
+    fields = None
+    if role.has_values:
+        fields = score_head_fields(tokenizer, score_mean=module.score_mean, score_std=module.score_std, label="value")
+    folder = Path(config.run.output_dir) / (f"{role.name}_ema" if is_average else role.name)
+    kind = f"Moving average of a {role.card}" if is_average else role.card
+    model = config.flags_of(role)
+    save_trained(run, module, tokenizer, folder, model=model, kind=kind, step=step, score_fields=fields)
+
+
+def export(checkpoint: OfflineCheckpoint) -> None:
+    """Write the model folders of a checkpoint, one model in memory at a time."""
+    run, step, config = checkpoint.run, checkpoint.saved["step"], checkpoint.run.resolved.config
+    tokenizer = prepare_tokenizer(ModelSource(config.actor.model_name_or_path), config.data.template)
+    for role in trained_roles():
+        flags = config.flags_of(role)
+        if role.has_values:
+            module = checkpoint.value_model(role.name, flags, normalised=config.ppo.normalise_scores)
+        else:
+            module = checkpoint.language_model(role.name, flags)
+        save_model(run, role, module, tokenizer, step=step)
+        del module
+        if role.name == "actor" and checkpoint.has_average:
+            average = checkpoint.language_model(role.name, flags, average=True)
+            save_model(run, role, average, tokenizer, step=step, is_average=True)
+            del average

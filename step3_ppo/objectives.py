@@ -1,0 +1,235 @@
+"""The objectives of PPO: a trained model with its loss on a micro-batch. One optimizer step is a list of them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline import dist
+from pipeline.data.batching import SFTBatch
+from pipeline.data.loader import Step, to_device
+from pipeline.engine.engine import TrainingEngine
+from pipeline.models.flops import TrainingWork
+from pipeline.tensor_ops import masked_sum
+from pipeline.training.micro_batches import MicroBatch
+from step3_ppo.config import PPOCoefficients
+from step3_ppo.experience import Experience, Responses, ValueTargets
+from step3_ppo.losses import kl_loss, policy_loss, value_loss
+from step3_ppo.scoring import log_probs_of, values_of
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Counts of an optimizer step over all ranks; rows that pad an epoch's last rollout are in none of them.
+
+    num_rows: number of rows.
+    num_tokens: sum of the rows' lengths, prompts included.
+    num_squares: sum of the squares of these lengths.
+    num_response_tokens: response tokens of all rows.
+    num_trained: response tokens of rows with a finite reward, which losses are divided by.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_squares: int
+    num_response_tokens: int
+    num_trained: int
+
+
+class Sums:
+    """Sums and maxima over the micro-batches of one update: on the device until they are reduced over ranks, once."""
+
+    def __init__(self, device: torch.device, sums: Iterable[str], maxima: Iterable[str]) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums, self.maxima = dict.fromkeys(sums, zero), dict.fromkeys(maxima, zero)
+
+    def add(self, **sums: Tensor) -> None:
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name] + value.detach().double()
+
+    def raise_to(self, **maxima: Tensor) -> None:
+        for name, value in maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value.detach().double())
+
+    def over_ranks(self) -> dict[str, float]:
+        """The sums under their names, the maxima as `<name>_max`. A collective, and the update's one wait for them."""
+        everywhere = dist.gather_rows(torch.stack([*self.sums.values(), *self.maxima.values()]).unsqueeze(0))
+        sums, maxima = everywhere.split([len(self.sums), len(self.maxima)], dim=1)
+        totals = torch.cat([sums.sum(0), maxima.amax(0)]).tolist()
+        return dict(zip([*self.sums, *(f"{name}_max" for name in self.maxima)], totals, strict=True))
+
+
+class Objective(Protocol):
+    """A trained model and its loss; to be made anew for each step.
+
+    role: of the model: the prefix of its metrics.
+    engine: the model.
+    sums: names of what `loss` adds up over this rank's tokens; one that is not finite drops the step.
+    maxima: names of what it takes the maximum of.
+    text: text whose gradients are added after those of the rollout; None without.
+    """
+
+    role: str
+    engine: TrainingEngine
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...]
+    text: Step[SFTBatch] | None
+
+    def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
+        """Return the loss, summed over the response tokens of a micro-batch."""
+
+    def text_backward(self, sums: Sums) -> None:
+        """Add the gradients of `text`, which close the accumulation."""
+
+    def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
+        """Return the metrics of the step, of its totals over all ranks."""
+
+    def flops(self, size: StepSize) -> float:
+        """Return the matrix operations of the step on all ranks."""
+
+
+@dataclass(slots=True)
+class PolicyObjective:
+    """The clipped policy loss of PPO, with the KL in it if so asked, and the ptx loss of text.
+
+    engine: policy.
+    work: matrix operations of its passes.
+    ppo: coefficients of PPO.
+    kl_coef: KL coefficient of the rollout.
+    temperature: sampling temperature, by which logits are divided.
+    text: text of the ptx loss.
+    unsup_coef: factor of the ptx loss.
+    world: ranks and device.
+    role: as `Objective` says, like what follows.
+    sums: -
+    maxima: -
+    """
+
+    engine: TrainingEngine
+    work: TrainingWork
+    ppo: PPOCoefficients
+    kl_coef: float
+    temperature: float
+    text: Step[SFTBatch] | None
+    unsup_coef: float
+    world: dist.World
+    role: str = "actor"
+    sums: tuple[str, ...] = ("policy", "ratio", "clipped", "approx_kl", "entropy", "ptx")
+    maxima: tuple[str, ...] = ("ratio", "log_ratio")
+
+    def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
+        """Return the policy loss, summed over the response tokens of a micro-batch."""
+        from_sampler = self.ppo.old_log_probs == "sampler"
+        log_probs, entropy = log_probs_of(
+            self.engine, part, batch, temperature=self.temperature, with_entropy=from_sampler
+        )
+        mask = known.response_mask
+        # With the sampler's log-probabilities the old ones are the new ones: ratio 1, gradient grad log pi.
+        old = log_probs.detach() if from_sampler else known.log_probs
+        loss, stats = policy_loss(log_probs, old, known.advantages, mask, policy_clip=self.ppo.policy_clip)
+        sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
+        drift = stats.abs_log_ratio_max
+        if entropy is not None:
+            drift = torch.where(mask, log_probs.detach() - known.log_probs, 0).abs().max()
+            sums.add(entropy=masked_sum(entropy, mask))
+        sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
+        if self.ppo.kl_in_loss:
+            loss = loss + self.kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
+        return loss
+
+    def text_backward(self, sums: Sums) -> None:
+        """Mix the language-model loss on plain text into the gradient (InstructGPT, section 3.4)."""
+        if self.text is None:
+            return
+        scale = self.unsup_coef * self.world.size / max(self.text.num_trained, 1)
+        for number, cpu_batch in enumerate(self.text.micro_batches):
+            batch = to_device(cpu_batch, self.world.device)
+            trained = batch.trained_mask[:, 1:]
+            outputs = self.engine(
+                batch.input_ids,
+                attention_mask=batch.attention_mask,
+                selected=trained,
+                num_selected=int(cpu_batch.trained_mask[:, 1:].sum()),
+                position_ids=batch.position_ids,
+                right_padded=True,
+            )
+            loss = -outputs.log_probs.sum()
+            sums.add(ptx=loss)
+            self.engine.backward(loss * scale, last=number + 1 == len(self.text.micro_batches))
+
+    def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
+        """Return the metrics of the policy."""
+        metrics = {
+            "loss/policy": totals["policy"] / num_tokens,
+            "policy/ratio_mean": totals["ratio"] / num_tokens,
+            "policy/ratio_max": totals["ratio_max"],
+            "policy/first_ratio_error": totals["log_ratio_max"],
+            "policy/clipfrac": totals["clipped"] / num_tokens,
+            "policy/approx_kl": totals["approx_kl"] / num_tokens,
+        }
+        if self.text is not None:
+            metrics["loss/ptx"] = totals["ptx"] / max(self.text.num_trained, 1)
+        if self.ppo.old_log_probs == "sampler":
+            metrics |= {
+                "objective/entropy": totals["entropy"] / num_tokens,
+                "policy/sampler_error": totals["log_ratio_max"],
+            }
+        return metrics
+
+    def flops(self, size: StepSize) -> float:
+        """Return the matrix operations on responses and text."""
+        flops = self.work.flops(
+            num_tokens=size.num_tokens, num_squares=size.num_squares, num_head_tokens=size.num_response_tokens
+        )
+        if self.text is None:
+            return flops
+        text = {"num_tokens": self.text.num_tokens, "num_squares": self.text.num_squares}
+        return flops + self.work.flops(**text, num_head_tokens=self.text.num_trained)
+
+
+@dataclass(slots=True)
+class ValueObjective:
+    """The clipped value loss of PPO.
+
+    engine: value model.
+    work: matrix operations of its passes.
+    value_clip: clip range of the new value around the old one; 0: no clip.
+    role: as `Objective` says, like what follows.
+    sums: -
+    maxima: -
+    text: none.
+    """
+
+    engine: TrainingEngine
+    work: TrainingWork
+    value_clip: float
+    role: str = "critic"
+    sums: tuple[str, ...] = ("value", "value_clipped")
+    maxima: tuple[str, ...] = ()
+    text: Step[SFTBatch] | None = None
+
+    def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
+        """Return the value loss, summed over the response tokens of a micro-batch."""
+        targets: ValueTargets | None = known.targets
+        assert targets is not None, "a rollout without values"
+        values = values_of(self.engine, part, batch)
+        clip = self.value_clip or None
+        loss, clipped = value_loss(values, targets.values, targets.returns, known.response_mask, value_clip=clip)
+        sums.add(value=loss, value_clipped=clipped)
+        return loss
+
+    def text_backward(self, sums: Sums) -> None:
+        """A value model has no text."""
+
+    def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
+        """Return the metrics of the value model."""
+        return {
+            "loss/value": totals["value"] / num_tokens,
+            "value/clipfrac": totals["value_clipped"] / num_tokens,
+        }
+
+    def flops(self, size: StepSize) -> float:
+        """Return the matrix operations on responses."""
+        return self.work.flops(num_tokens=size.num_tokens, num_squares=size.num_squares)
