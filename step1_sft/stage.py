@@ -36,9 +36,13 @@ def needs(config: SFTConfig, base_of_output: Mapping[str, str], dtype: str, rank
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
-    from step1_sft.training import export
+    from pipeline.models.source import ModelSource, prepare_tokenizer
+    from step1_sft.training import save_module
 
-    export(checkpoint)
+    config: SFTConfig = checkpoint.run.resolved.config
+    module = checkpoint.language_model("model", config.model)
+    tokenizer = prepare_tokenizer(ModelSource(config.model.model_name_or_path), config.data.template)
+    save_module(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])
 
 
 STAGE = Stage(

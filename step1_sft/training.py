@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, save_trained
-from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import Seq2SeqBatch, SFTBatch, pack_rows, packed_sft_batch, seq2seq_batch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step
@@ -23,7 +22,7 @@ from pipeline.engine.start_models import check_start_models
 from pipeline.errors import InputError
 from pipeline.models.forward.packed_attention import enable_packed_attention
 from pipeline.models.loading import base_model
-from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.models.source import prepare_tokenizer
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.course import Course
@@ -179,11 +178,3 @@ def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, *, st
     config: SFTConfig = run.resolved.config
     folder, kind = Path(config.run.output_dir), "Supervised fine-tuned model"
     save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=step)
-
-
-def export(checkpoint: OfflineCheckpoint) -> None:
-    """Write the model folder of a checkpoint."""
-    config: SFTConfig = checkpoint.run.resolved.config
-    module = checkpoint.language_model("model", config.model)
-    tokenizer = prepare_tokenizer(ModelSource(config.model.model_name_or_path), config.data.template)
-    save_module(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])

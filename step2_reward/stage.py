@@ -36,9 +36,13 @@ def needs(config: RewardConfig, base_of_output: Mapping[str, str], dtype: str, r
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
-    from step2_reward.training import export
+    from pipeline.models.source import ModelSource, prepare_tokenizer
+    from step2_reward.training import State, save_module
 
-    export(checkpoint)
+    config: RewardConfig = checkpoint.run.resolved.config
+    module = checkpoint.value_model("model", config.model, new_head=True)
+    tokenizer = prepare_tokenizer(ModelSource(config.model.model_name_or_path), config.data.template)
+    save_module(checkpoint.run, module, tokenizer, State(**checkpoint.state))
 
 
 STAGE = Stage(

@@ -10,13 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, save_trained
-from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, pair_lengths
 from pipeline.engine.build import start_engines, value_model_engine
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.reward_model import score_head_fields
-from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.models.source import prepare_tokenizer
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.course import Course
@@ -152,11 +151,3 @@ def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, state
     fields = score_head_fields(tokenizer, score_mean=state.score_mean, score_std=state.score_std, label="reward")
     folder, kind = Path(config.run.output_dir), "Reward model"
     save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=state.step, score_fields=fields)
-
-
-def export(checkpoint: OfflineCheckpoint) -> None:
-    """Write the model folder of a checkpoint."""
-    config: RewardConfig = checkpoint.run.resolved.config
-    module = checkpoint.value_model("model", config.model, new_head=True)
-    tokenizer = prepare_tokenizer(ModelSource(config.model.model_name_or_path), config.data.template)
-    save_module(checkpoint.run, module, tokenizer, State(**checkpoint.state))

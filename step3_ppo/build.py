@@ -12,7 +12,6 @@ from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.models.flops import training_work
 from pipeline.models.tokenizers import eos_ids
-from pipeline.out_of_memory import KEPT_CACHE
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
@@ -83,9 +82,7 @@ def make_hybrid(config: PPOConfig, models: Models) -> HybridEngine:
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
     """The counters of a checkpoint, and the rollout that it holds where its updates were not done; else the start."""
     state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
-    take_halved(state, ppo.config)
-    if KEPT_CACHE in state.halved:
-        ppo.hybrid.always_release()
+    take_halved(state, ppo.config, buffers=ppo.hybrid)
     if resumed is None:
         return state, None
     if ppo.average is not None and "average" in resumed.fragments:

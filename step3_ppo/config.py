@@ -217,7 +217,7 @@ class PPOConfig(StageConfig):
             )
         return jsons | {
             role.title: frozen_json(
-                self.deepspeed, self.flags_of(role), placement, offload=getattr(self, role.offload), role=role.name
+                self.deepspeed, self.flags_of(role), placement, offload=is_offloaded(self, role), role=role.name
             )
             for role in frozen_roles()
         }
@@ -274,6 +274,11 @@ class PPOConfig(StageConfig):
                 f"--ppo_epochs 1 and --gradient_accumulation_steps to take all rows of a rollout in one step"
             )
         return self
+
+
+def is_offloaded(config: PPOConfig, role: Role) -> bool:
+    """Tell whether the weights of a model that is only read are to be in host memory."""
+    return {"reference": config.offload_reference_model, "reward": config.offload_reward_model}[role.name]
 
 
 def check_generation(config: PPOConfig, ranks: int | None) -> None:

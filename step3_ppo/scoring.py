@@ -4,7 +4,6 @@ n rows of a micro-batch, N of the rollout, T response tokens. The updater uses t
 first ratio of a rollout is 1 to the last bit.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline import dist
-from pipeline.data.templates import encode_conversation, end_token_ids
-from pipeline.data.turns import Message
-from pipeline.models.reward_model import last_token_scores
-from pipeline.tensor_ops import lengths_to_mask, pad_rows
+from pipeline.rewards.rows import ScoredRows
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Responses, Scores, cut
 from step3_ppo.models.engines import Models
@@ -117,34 +113,19 @@ def score_batch(
     with models.reference_policy() as reference:
         ref_log_probs, _ = log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)
     values = [] if models.critic is None else [values_of(models.critic, responses, batch)]
-    return ref_log_probs, sequence_scores(models, responses, batch, rows), *values
+    return ref_log_probs, models.reward.score(scored_rows(models, responses, batch, rows)), *values
 
 
-def sequence_scores(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> Tensor:
-    """(n,) raw scores of the reward model at the last real token; re-encoded where it has a tokenizer of its own."""
-    sequences, mask, num_packed = responses.sequences, responses.attention_mask, batch.num_packed_tokens
-    if models.reward_tokenizer is not None:
-        encoded = [torch.tensor(ids, device=sequences.device) for ids in reward_ids(models, responses, rows)]
-        lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
-        sequences = pad_rows(encoded, models.reward_tokenizer.pad_token_id or 0)
-        mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), sum(map(len, encoded))
-    with models.reward_model() as reward:
-        return last_token_scores(reward(sequences, mask, num_tokens=num_packed, right_padded=True), mask.sum(1))
+def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> ScoredRows:
+    """Return the rows of a micro-batch as rewards read them; `rows` has the prompts."""
 
+    def prompt_of(n: int) -> str:
+        turns: str = rows[int(responses.row_index[n])]["messages"]
+        return turns
 
-def reward_ids(models: Models, responses: Responses, rows: Any) -> list[list[int]]:
-    """Conversations in the reward model's own tokens and template, from text; without an end where there was none."""
-    found, ends = [], end_token_ids(models.reward_tokenizer)
-    for n in range(len(responses.sequences)):
-        start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])
-        text = models.tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True)
-        turns = [Message(**turn) for turn in json.loads(rows[int(responses.row_index[n])]["messages"])]
-        encoded = encode_conversation(models.reward_tokenizer, [*turns, Message("assistant", text.strip())], "last")
-        ids = list(encoded.ids)
-        while not responses.finished[n] and ids and ids[-1] in ends:
-            ids.pop()
-        found.append(ids)
-    return found
+    lengths = responses.prompt_lengths, responses.response_lengths
+    packed, tokenizer = batch.num_packed_tokens, models.tokenizer
+    return ScoredRows(responses.sequences, *lengths, responses.finished, packed, prompt_of, tokenizer)
 
 
 def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, width: int) -> list[Tensor]:

@@ -23,7 +23,7 @@ MIN_ELEMENTS = 2**23
 
 def can_use_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
     """Return True where a kernel should compute `size` outputs: on a GPU, many, all of one type, without autocast."""
-    able = x.is_cuda and size > MIN_ELEMENTS and not torch.is_autocast_enabled("cuda")
+    able = x.is_cuda and is_large(size) and not torch.is_autocast_enabled("cuda")
     return able and all(p is None or p.dtype == x.dtype for p in parameters)
 
 
@@ -77,10 +77,15 @@ def fuse_layers(model: nn.Module, device: torch.device) -> int:
     return sum(_fuse(module) for module in list(model.modules()))
 
 
+def is_large(size: int) -> bool:
+    """Tell whether a layer of `size` outputs is worth a kernel's launch."""
+    return size > MIN_ELEMENTS
+
+
 @cache
-def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `RMSNorm` and `kind`; one class for all norms of a kind."""
-    return type(kind.__name__, (RMSNorm, kind), {})
+def norm_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `base`, which norms in place of `kind`, and `kind`; one class for all norms of a kind."""
+    return type(kind.__name__, (base, kind), {})
 
 
 def _fuse(module: Any) -> bool:
@@ -88,7 +93,7 @@ def _fuse(module: Any) -> bool:
     if kind is nn.LayerNorm and len(module.normalized_shape) == 1:
         module.__class__ = LayerNorm
     elif kind.__name__ in RMS_NORMS and not issubclass(kind, RMSNorm):
-        module.__class__ = fused_class(kind)
+        module.__class__ = norm_class(kind, RMSNorm)
     elif kind is OPTDecoderLayer and type(module.activation_fn) is nn.ReLU and type(module.fc1) is nn.Linear:
         if module.fc1.bias is None:
             return False

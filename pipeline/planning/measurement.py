@@ -25,7 +25,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pipeline.configuration.flags import load_yaml
 from pipeline.errors import InputError
-from pipeline.kernels.fused_layers import MIN_ELEMENTS, RMS_NORMS
+from pipeline.kernels.fused_layers import RMS_NORMS, is_large, norm_class
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.launching.scripts import launch_file
 from pipeline.models.forward.causal_lm import CausalLM
@@ -92,15 +92,9 @@ class CountedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map (..., H) to (..., H) without values where the kernel would norm them."""
-        if hidden_states.numel() <= MIN_ELEMENTS:
+        if not is_large(hidden_states.numel()):
             return super().forward(hidden_states)
         return KeepsInput.apply(hidden_states, self.weight)
-
-
-@cache
-def counted_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `CountedNorm` and `kind`; one class for all norms of a kind."""
-    return type(kind.__name__, (CountedNorm, kind), {})
 
 
 class KeepsLogits(torch.autograd.Function):
@@ -257,7 +251,7 @@ def build(use: ModelUse, dtype: str) -> Any:
     for module in model.modules():
         kind: Any = type(module)
         if kind.__name__ in RMS_NORMS and not use.on_cpu:
-            module.__class__ = counted_norm(kind)
+            module.__class__ = norm_class(kind, CountedNorm)
     keep_norms_in_fp32(model, settings.quantization)
     if not use.trained:
         model.requires_grad_(False)

@@ -40,9 +40,14 @@ class Buffers(Protocol):
     def always_release(self) -> None: ...
 
 
-def take_halved(state: Counters, config: Group) -> None:
-    """Add to the batches of a checkpoint those that this job was started again with, and log which are in force."""
+def take_halved(state: Counters, config: Group, *, buffers: Buffers | None = None) -> None:
+    """Add to the batches of a checkpoint those that this job was started again with, and log which are in force.
+
+    `buffers` that an earlier update lacked the memory of are released from the start.
+    """
     state.halved |= halved_before()
+    if buffers is not None and KEPT_CACHE in state.halved:
+        buffers.always_release()
     values = dict(flat_items(config))
     kept = [
         phase for phase, (asked, _) in state.halved.items() if values.get(BATCH_FLAGS.get(phase, ""), asked) == asked

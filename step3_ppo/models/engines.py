@@ -8,16 +8,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.data.templates import set_template
 from pipeline.engine.build import frozen_engine, language_model_engine, value_model_engine
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.engine.start_models import check_start_models, same_tokens
+from pipeline.engine.start_models import check_start_models
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.loading import base_model, load_language_model
 from pipeline.models.lora import keep_start_adapter, start_model
 from pipeline.models.reward_model import load_reward_model, score_constants
 from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.rewards.reward_model import RewardModel, separate_tokenizer
+from pipeline.rewards.rows import Reward
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.roles import Role, all_roles
@@ -81,6 +82,11 @@ class Models:
         else:
             with start_model(self.actor.module.model):
                 yield self.actor
+
+    @property
+    def reward(self) -> Reward:
+        """The reward of a response."""
+        return RewardModel(self.reward_model, self.reward_tokenizer)
 
     @contextmanager
     def reward_model(self) -> Iterator[Any]:
@@ -163,16 +169,3 @@ def make_frozen(run: Run, config: PPOConfig, role: Role, source: ModelSource) ->
 
     load = load_reward_model if role.has_values else load_policy
     return frozen_engine(run, load, source, config.flags_of(role), name=role.title)
-
-
-def separate_tokenizer(
-    reward: ModelSource, tokenizer: PreTrainedTokenizerBase, template: str
-) -> PreTrainedTokenizerBase | None:
-    """Return the reward model's own tokenizer where it differs from the actor's `tokenizer`, else None."""
-    reward_tokenizer = reward.tokenizer
-    if reward_tokenizer.chat_template is None:
-        set_template(reward_tokenizer, template)
-    same = same_tokens(tokenizer, reward_tokenizer) and tokenizer.chat_template == reward_tokenizer.chat_template
-    if not same:
-        log.info("the reward model reads responses from text: its tokenizer or its template is not the actor's")
-    return None if same else reward_tokenizer

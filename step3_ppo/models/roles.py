@@ -11,7 +11,6 @@ class Role:
     title: in plans, DeepSpeed JSONs and fingerprints.
     flags: the field of PPOConfig that has its ModelConfig: a model that is only read has those of its trained twin.
     path: the attribute of PPOConfig that names its start; empty: the start of its flags.
-    offload: the field of PPOConfig that puts the weights of a model that is only read into host memory.
     card: heading of the card of its folder; empty where it is only read.
     has_values: it has a scalar head.
     """
@@ -20,7 +19,6 @@ class Role:
     title: str
     flags: str
     path: str = ""
-    offload: str = ""
     card: str = ""
     has_values: bool = False
 
@@ -33,8 +31,8 @@ class Role:
 ROLES = (
     Role("actor", "actor", "actor", card="PPO-tuned model"),
     Role("critic", "critic", "critic", card="PPO critic", has_values=True),
-    Role("reference", "reference", "actor", offload="offload_reference_model"),
-    Role("reward", "reward model", "critic", path="reward_path", offload="offload_reward_model", has_values=True),
+    Role("reference", "reference", "actor"),
+    Role("reward", "reward model", "critic", path="reward_path", has_values=True),
 )
 
 

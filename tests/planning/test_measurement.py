@@ -10,13 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from pipeline.configuration.groups import ModelConfig
+from pipeline.kernels import fused_layers
 from pipeline.kernels.fused_layers import MIN_ELEMENTS
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
-from pipeline.planning import measurement
 from pipeline.planning.counting import Kernel, PassCounter
 from pipeline.planning.measurement import KeepsInput, KeepsLogits, count_pass, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass
@@ -190,7 +190,7 @@ def test_fused_norms_keep_their_input_alone(folders, monkeypatch):
     work = Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)
     plain = count_pass(use, "bf16", work)
     assert ROWS * LENGTH * SHAPE["hidden_size"] < MIN_ELEMENTS
-    monkeypatch.setattr(measurement, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(fused_layers, "MIN_ELEMENTS", 1)
     fused = count_pass.__wrapped__(use, "bf16", work)
     tokens, norms = ROWS * LENGTH * SHAPE["hidden_size"], 2 * SHAPE["num_hidden_layers"] + 1
     assert plain.peak - fused.peak > 3 * norms * tokens  # at least a rounded copy and a part of the fp32 ones for each
@@ -213,6 +213,6 @@ def test_fused_norms_of_a_quantised_model_keep_their_input_in_fp32(folders, monk
         return count_pass.__wrapped__(use, "bf16", Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)).peak
 
     assert peak("int8") == peak("none")
-    monkeypatch.setattr(measurement, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(fused_layers, "MIN_ELEMENTS", 1)
     inputs = (2 * SHAPE["num_hidden_layers"] + 1) * ROWS * LENGTH * SHAPE["hidden_size"]
     assert peak("int8") - peak("none") == pytest.approx((4 - 2) * inputs, rel=0.2)

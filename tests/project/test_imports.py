@@ -41,7 +41,7 @@ ORDER = (
     ("pipeline.configuration", "pipeline.kernels", "pipeline.data"),
     ("pipeline.models", "pipeline.run"),
     ("pipeline.launching", "pipeline.engine"),
-    ("pipeline.generation", "pipeline.checkpoints"),
+    ("pipeline.generation", "pipeline.checkpoints", "pipeline.rewards"),
     ("pipeline.training",),
     ("pipeline.planning",),
     ("pipeline.preparation",),

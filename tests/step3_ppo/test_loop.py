@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from support.ppo_updates import MEAN, STD, equal_weights, weights
 from support.tiny_models import NUM_TOKENS
 
 from pipeline.errors import DivergedError
+from step3_ppo import training
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.models import engines as models
 from step3_ppo.training import moved_too_far
@@ -171,6 +173,20 @@ def test_the_first_steps_may_be_the_critics_alone(world, trained_folders, tmp_pa
     assert not equal_weights(weights(loop.ppo.models.critic), critic)
     loop.iterate()
     assert not equal_weights(weights(loop.ppo.models.actor), actor)
+
+
+def test_a_model_that_does_not_learn_in_a_step_keeps_no_gathered_weights(world, trained_folders, tmp_path, monkeypatch):
+    """Scoring gathered the actor's (ZeRO stage 3); the updates of the critic's warm-up do not read them."""
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=1, ppo_epochs=2))
+    rollout, released = loop.collect(), list[str]()
+    for name, engine in loop.ppo.engines.items():
+        monkeypatch.setattr(engine, "release_gathered", partial(released.append, name))
+    for step in range(2):
+        update = training.step_objectives(loop.ppo, rollout, loop.state, loop.course)
+        assert [objective.role for objective in update.objectives] == (["actor"] if step else []) + ["critic"]
+        loop.state.step += 1
+        loop.state.update += 1
+    assert released.count("actor") == 1
 
 
 def test_an_adaptive_coefficient_follows_the_kl(world, trained_folders, tmp_path):

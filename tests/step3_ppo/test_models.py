@@ -53,6 +53,21 @@ def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
     assert models.critic.module.score_mean == MEAN
 
 
+def test_each_engine_has_the_deepspeed_json_of_its_own_role(world, trained_folders, tmp_path):
+    """Actor and critic differ in ZeRO stage, with ptx text in the accumulation too; frozen ones follow their twins."""
+    config = ppo_config(trained_folders, actor={"zero_stage": 1})
+    config = config.replace(critic=config.critic.replace(zero_stage=3).model_dump())
+    config = config.replace(data=config.data.replace(unsupervised_data_path=["text.jsonl"]).model_dump())
+    models = made(world, tmp_path, config)
+    stages = {name: engine.deepspeed.zero_optimization_stage() for name, engine in models.trained.items()}
+    assert stages == {"actor": 1, "critic": 3}
+    accumulated = {name: engine.deepspeed.gradient_accumulation_steps() for name, engine in models.trained.items()}
+    assert accumulated == {"actor": 2, "critic": 1}
+    assert {name: engine.weights is not None for name, engine in models.frozen.items()} == {
+        "reference": False, "reward": True,
+    }  # fmt: skip
+
+
 def test_lengths_beyond_the_positions_are_refused(world, trained_folders, tmp_path):
     config = ppo_config(trained_folders)
     config = config.replace(data=config.data.replace(max_prompt_seq_len=60).model_dump())

@@ -13,10 +13,10 @@ from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.models.loading import load_causal_lm, use_gradient_checkpointing
 from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import load_tokenizer
+from pipeline.rewards.reward_model import separate_tokenizer
 from step1_sft import training
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
-from step3_ppo.models.engines import separate_tokenizer
 
 
 def test_a_step_without_a_trained_token_is_an_error():

@@ -16,6 +16,7 @@ from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message
 from pipeline.dist import RankGroup, World
 from pipeline.engine.engine import FrozenEngine
+from pipeline.engine.start_models import same_tokens
 from pipeline.generation.eager import generate_batches
 from pipeline.generation.rollouts import RandomKey, Sampling
 from pipeline.models.forward.causal_lm import CausalLM
@@ -26,7 +27,7 @@ from pipeline.models.source import ModelSource
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Responses, Scores, reward_responses
-from step3_ppo.models.engines import Models, same_tokens
+from step3_ppo.models.engines import Models
 from step3_ppo.rollout import Sampler, rollout_metrics
 from step3_ppo.scoring import policy_log_probs, score_responses
 

@@ -18,6 +18,7 @@ from support.ppo_updates import (
     make_responses,
     make_updater,
     plain_models,
+    plain_values,
     slow_update,
     text_step,
     update,
@@ -158,6 +159,19 @@ def test_a_gradient_that_is_not_finite_skips_both_models(world, opt, broken, zer
         assert update(one, responses, experience)[1]
     assert equal_weights(weights(updater.actor), weights(fresh.actor))
     assert equal_weights(weights(updater.critic), weights(fresh.critic))
+
+
+def test_a_value_clip_of_0_is_none(world, opt):
+    """The loss is half the squared error to the return, however far the new value is from the old one."""
+    responses = make_responses()
+    experience = make_experience(opt, responses)
+    metrics, _ = update(make_updater(world, opt, value_clip=0.0), responses, experience)
+    errors = []
+    for n, (_, length) in enumerate(SIZES[:-1]):
+        values = plain_values(plain_models(opt)[1], responses, n)
+        errors += [0.5 * (values - experience.targets.returns[n, :length]).square()]
+    assert metrics["loss/value"] == pytest.approx(torch.cat(errors).mean().item(), rel=1e-4)
+    assert metrics["value/clipfrac"] == 0.0
 
 
 def test_later_epochs_shuffle_and_each_visits_every_row_once(world, opt):

@@ -1,0 +1,69 @@
+"""A reward model: its raw score of a response's last token, also where it has tokens and a template of its own."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.data.templates import encode_conversation, end_token_ids, set_template
+from pipeline.data.turns import Message
+from pipeline.engine.start_models import same_tokens
+from pipeline.models.reward_model import last_token_scores
+from pipeline.models.source import ModelSource
+from pipeline.rewards.rows import ScoredRows
+from pipeline.tensor_ops import lengths_to_mask, pad_rows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A reward by a model with a scalar head.
+
+    open: opens the engine, one of its own or a trained one as it was before training.
+    tokenizer: None where it reads the tokens of the sequences.
+    """
+
+    open: Callable[[], AbstractContextManager[Any]]
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def score(self, rows: ScoredRows) -> Tensor:
+        """Return (n,) fp32 raw scores of the last real token; from text where the model has its own tokens."""
+        sequences, mask, num_packed = rows.sequences, rows.mask, rows.num_packed_tokens
+        if self.tokenizer is not None:
+            encoded = [torch.tensor(ids, device=sequences.device) for ids in conversation_ids(self.tokenizer, rows)]
+            lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
+            sequences = pad_rows(encoded, self.tokenizer.pad_token_id or 0)
+            mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), sum(map(len, encoded))
+        with self.open() as model:
+            return last_token_scores(model(sequences, mask, num_tokens=num_packed, right_padded=True), mask.sum(1))
+
+
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, rows: ScoredRows) -> list[list[int]]:
+    """Return the conversations in the tokens and template of `tokenizer`; without an end where there was none."""
+    found, ends = [], end_token_ids(tokenizer)
+    for row in rows:
+        turns = [*row.messages, Message("assistant", row.response.strip())]
+        ids = list(encode_conversation(tokenizer, turns, "last").ids)
+        while not row.finished and ids and ids[-1] in ends:
+            ids.pop()
+        found.append(ids)
+    return found
+
+
+def separate_tokenizer(
+    reward: ModelSource, tokenizer: PreTrainedTokenizerBase, template: str
+) -> PreTrainedTokenizerBase | None:
+    """Return the reward model's own tokenizer where it differs from the policy's `tokenizer`, else None."""
+    reward_tokenizer = reward.tokenizer
+    if reward_tokenizer.chat_template is None:
+        set_template(reward_tokenizer, template)
+    same = same_tokens(tokenizer, reward_tokenizer) and tokenizer.chat_template == reward_tokenizer.chat_template
+    if not same:
+        log.info("the reward model reads responses from text: its tokenizer or its template is not the actor's")
+    return None if same else reward_tokenizer

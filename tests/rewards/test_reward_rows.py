@@ -1,0 +1,41 @@
+"""The rows that rewards read: text and tokens of each response, by hand."""
+
+import json
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.data.turns import Message
+from pipeline.rewards.rows import ScoredRows
+
+PROMPTS = ("How?", "Where is it?")
+RESPONSES = (" The fox", " Paris is here.")
+
+
+def test_rows_have_the_text_and_the_tokens_of_their_response(tiny_folders):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_folders["opt"])
+    eos = tokenizer.eos_token_id
+    starts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROMPTS]
+    ends = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in RESPONSES]
+    ends[1] = [*ends[1], eos]
+    width = max(len(start) + len(end) for start, end in zip(starts, ends, strict=True)) + 3
+    sequences = torch.full((2, width), tokenizer.pad_token_id)
+    for n, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        sequences[n, : len(start) + len(end)] = torch.tensor([*start, *end])
+    looked_up: list[int] = []
+
+    def prompt_of(n: int) -> str:
+        looked_up.append(n)
+        return json.dumps([{"role": "user", "content": PROMPTS[n]}])
+
+    rows = ScoredRows(
+        sequences, torch.tensor([len(row) for row in starts]), torch.tensor([len(row) for row in ends]),
+        finished=torch.tensor([False, True]), num_packed_tokens=None, prompt_of=prompt_of, tokenizer=tokenizer,
+    )  # fmt: skip
+    assert rows.mask.sum(1).tolist() == [len(starts[n]) + len(ends[n]) for n in range(2)]
+    assert looked_up == [], "nothing is looked up before a reward reads it"
+    first, second = rows
+    assert looked_up == [0, 1]
+    assert [row.response for row in (first, second)] == list(RESPONSES), "special tokens are no text"
+    assert first.messages == [Message("user", PROMPTS[0])] and [first.finished, second.finished] == [False, True]
+    assert second.ids.tolist() == [*starts[1], *ends[1]]
