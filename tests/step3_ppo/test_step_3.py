@@ -170,10 +170,15 @@ def test_an_overwrite_that_is_refused_leaves_the_finished_run(trained: Trained) 
 
 
 def test_the_models_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    tasks = {"actor": "text-generation", "actor_ema": "text-generation", "critic": "text-classification"}
-    for name, task in tasks.items():
+    cards = {
+        "actor": ("text-generation", "PPO-tuned model"),
+        "actor_ema": ("text-generation", "Moving average of a PPO-tuned model"),
+        "critic": ("text-classification", "PPO critic"),
+    }
+    for name, (task, heading) in cards.items():
         folder = trained.output() / name
         metadata, metrics = read_card(folder)
+        assert f"\n# {heading}\n" in (folder / "README.md").read_text()
         assert metadata["pipeline_tag"] == task and "eval_objective/scores" in metrics
         assert files_that_name(trained.folder, folder) == []
         run_example(folder, monkeypatch)
