@@ -195,6 +195,18 @@ def test_an_adaptive_coefficient_follows_the_kl(world, trained_folders, tmp_path
     assert loop.state.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))
 
 
+def test_the_kl_in_the_loss_has_the_coefficient_in_force(world, trained_folders, tmp_path):
+    """An adaptive one has moved from the flag's value: the policy's loss follows it, by the KL that both share."""
+    config = ppo_config(trained_folders, kl_in_loss=True, kl_estimator="k2", ppo_epochs=2, kl_coef=0.0, actor_rate=0.1)
+    losses = []
+    for kl_coef in (0.0, 100.0):
+        loop = loop_on_random_prompts(world, tmp_path, config)
+        loop.state.kl_coef = kl_coef
+        (*_, last) = loop.iterate()
+        losses.append((loop.state.step, last["actor/grad_norm"]))
+    assert losses[0][0] == losses[1][0] and losses[1][1] > 2 * losses[0][1]
+
+
 def test_evaluations_repeat_and_train_nothing(world, trained_folders, tmp_path):
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
     before = weights(loop.ppo.models.actor)
