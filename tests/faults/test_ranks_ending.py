@@ -143,7 +143,8 @@ def test_a_stop_while_ranks_start(run: Start) -> None:
     assert "stopped before the first step" in ended.last_lines and "Traceback" not in ended.stderr
 
 
-def test_a_stop_before_any_rank_has_started(run: Start) -> None:
+def test_a_stop_before_any_rank_has_started(run: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATE_RANKS", "5")
     job = run()
     job.wait(lambda: (job.run_dir / "run.lock").is_file() and (job.run_dir / "run.lock").read_text() != "")
     job.process.send_signal(signal.SIGTERM)

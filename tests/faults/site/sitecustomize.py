@@ -18,6 +18,7 @@ def hang(*_: object) -> None:
 
 
 if "RANK" in os.environ:
+    time.sleep(float(os.environ.get("LATE_RANKS", "0")))
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, hang)
     signal.signal(signal.SIGRTMIN, fill_memory)
