@@ -225,14 +225,15 @@ class PPOConfig(StageConfig):
     @model_validator(mode="after")
     def _no_dropout(self) -> Self:
         # The ratio of the first update must be 1: forward passes have to be the same each time.
-        for name, model in (("actor", self.actor), ("critic", self.critic)):
-            if model.lora_dropout:
-                raise ValueError(f"{name}_lora_dropout: found {model.lora_dropout}; stage 3 has no dropout, wanted 0")
+        for role in trained_roles():
+            if dropout := self.flags_of(role).lora_dropout:
+                raise ValueError(f"{role.flags}_lora_dropout: found {dropout}; stage 3 has no dropout, wanted 0")
         return self
 
     @model_validator(mode="after")
     def _states_leave_the_device_once(self) -> Self:
-        always = [offloads(self.deepspeed, model)["offload_optimizer"] for model in (self.actor, self.critic)]
+        learning = [self.flags_of(role) for role in trained_roles()]
+        always = [offloads(self.deepspeed, model)["offload_optimizer"] for model in learning]
         if self.sampling.offload_optimizer_during_rollout and all(always):
             raise ValueError("--offload_optimizer_during_rollout: with --offload the states never are on the device")
         return self

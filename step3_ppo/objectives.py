@@ -1,6 +1,6 @@
 """The objectives of PPO: a trained model with its loss on a micro-batch. One optimizer step is a list of them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,9 +41,10 @@ class StepSize:
 class Sums:
     """Sums and maxima over the micro-batches of one update: on the device until they are reduced over ranks, once."""
 
-    def __init__(self, device: torch.device, sums: Iterable[str], maxima: Iterable[str]) -> None:
+    def __init__(self, device: torch.device, objectives: Sequence["Objective"]) -> None:
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.sums, self.maxima = dict.fromkeys(sums, zero), dict.fromkeys(maxima, zero)
+        self.sums = {name: zero for objective in objectives for name in objective.sums}
+        self.maxima = {name: zero for objective in objectives for name in objective.maxima}
 
     def add(self, **sums: Tensor) -> None:
         for name, value in sums.items():
@@ -102,9 +103,9 @@ class PolicyObjective:
     text: text of the ptx loss.
     unsup_coef: factor of the ptx loss.
     world: ranks and device.
-    role: as `Objective` says, like what follows.
-    sums: -
-    maxima: -
+    role: prefix of its metrics.
+    sums: over response tokens, but for ptx: over those of text.
+    maxima: over response tokens.
     """
 
     engine: TrainingEngine
@@ -196,9 +197,9 @@ class ValueObjective:
     engine: value model.
     work: matrix operations of its passes.
     value_clip: clip range of the new value around the old one; 0: no clip.
-    role: as `Objective` says, like what follows.
-    sums: -
-    maxima: -
+    role: prefix of its metrics.
+    sums: over response tokens.
+    maxima: none.
     text: none.
     """
 

@@ -81,14 +81,9 @@ class PPO:
     work: dict[str, TrainingWork]
 
     @property
-    def engines(self) -> dict[str, TrainingEngine]:
-        """The models that are trained."""
-        return self.models.trained
-
-    @property
     def idle_optimizers(self) -> list[TrainingEngine]:
         """The engines whose optimizer states leave the device while no step is taken."""
-        return list(self.engines.values()) if self.config.sampling.offload_optimizer_during_rollout else []
+        return list(self.models.trained.values()) if self.config.sampling.offload_optimizer_during_rollout else []
 
     def sampler(self, rows: Any, state: State, *, num_samples: int, batch_size: int) -> Sampler:
         """Return a sampler of responses to `rows`, as the flags say."""
@@ -114,12 +109,12 @@ class PPO:
         mean, std, kl_coef = self.models.score_mean, self.models.score_std, state.kl_coef
         return reward_responses(responses, scores, self.config.ppo, kl_coef=kl_coef, score_mean=mean, score_std=std)
 
-    def objectives(self, state: State, *, micro_batch_size: int) -> list[Objective]:
+    def objectives(self, state: State) -> list[Objective]:
         """Return what the next step trains: the critic alone in its warm-up."""
         ppo, critic = self.config.ppo, self.models.critic
         objectives: list[Objective] = []
         if state.step >= ppo.critic_warmup_steps or critic is None:
-            text = self.text.cut(self.text.step(state.step), micro_batch_size) if self.text else None
+            text = self.text.cut(self.text.step(state.step), self.micro_batch_size(state)) if self.text else None
             objectives += [
                 PolicyObjective(
                     engine=self.models.actor,
@@ -152,7 +147,7 @@ def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> che
     kept = rollout if state.update else None
     return checkpoint.Content(
         state={"ppo": asdict(state), "rollout": kept.metrics if kept else None},
-        engines=ppo.engines,
+        engines=ppo.models.trained,
         fragments={"average": ppo.average.fragments()} if ppo.average is not None else {},
         tensors=kept.tensors() if kept else {},
     )

@@ -159,8 +159,8 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) 
     course.begin("train")
     if not size.num_trained:
         return Update(batches, size)
-    objectives = ppo.objectives(state, micro_batch_size=micro_batch_size)
-    for engine in ppo.engines.values():
+    objectives = ppo.objectives(state)
+    for engine in ppo.models.trained.values():
         if all(engine is not objective.engine for objective in objectives):
             engine.release_gathered()
     metrics, stepped = ppo.updater.update(
@@ -189,7 +189,7 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
         state.num_tokens = int(rollout.metrics["num_tokens"])
         state.first_ratio_error = metrics.get("policy/first_ratio_error")
         metrics |= rollout.metrics
-    state.count_step(stepped=update.stepped, engines=ppo.engines.values())
+    state.count_step(stepped=update.stepped, engines=ppo.models.trained.values())
     seconds = course.recorder.seconds("train")
     metrics |= {
         "policy/first_ratio_error": math.nan if state.first_ratio_error is None else state.first_ratio_error,

@@ -104,8 +104,8 @@ class Updater:
             Interrupted: the run is to stop; the gradients are dropped.
         """
         scale = self.world.size / num_tokens
-        names = [[name for objective in objectives for name in getattr(objective, kind)] for kind in ("sums", "maxima")]
-        sums, engines = Sums(responses.sequences.device, *names), [objective.engine for objective in objectives]
+        engines = [objective.engine for objective in objectives]
+        sums = Sums(responses.sequences.device, objectives)
         for number, (batch, rows, part) in enumerate(cut(responses, batches)):
             stopping.within_step(engines)
             known = experience.select(rows).narrowed(batch.width)

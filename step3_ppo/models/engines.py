@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -128,17 +128,15 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
 
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     """Load and wrap the models that the run holds."""
+    mean, std = score_constants(sources.starts["reward"].config) if config.ppo.normalise_scores else (0.0, 1.0)
     models = Models(
         tokenizer=sources.tokenizer,
         trained={},
         frozen={},
         reward_tokenizer=sources.reward_tokenizer,
-        score_mean=0.0,
-        score_std=1.0,
+        score_mean=mean,
+        score_std=std,
     )
-    if config.ppo.normalise_scores:
-        mean, std = score_constants(sources.starts["reward"].config)
-        models = replace(models, score_mean=mean, score_std=std)
     for role in config.held_roles:
         source = sources.starts[role.name]
         if not role.is_trained:

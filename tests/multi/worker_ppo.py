@@ -132,7 +132,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
     def update() -> tuple[dict[str, float], bool]:
         update = training.step_objectives(loop.ppo, collected, state, loop.course)
         assert update is not None
-        state.count_step(stepped=update.stepped, engines=loop.ppo.engines.values())
+        state.count_step(stepped=update.stepped, engines=loop.ppo.models.trained.values())
         return update.metrics, update.stepped
 
     poisoned = next(p for name, p in getattr(models, engine).module.named_parameters() if name.endswith("fc1.bias"))

@@ -179,7 +179,7 @@ def test_a_model_that_does_not_learn_in_a_step_keeps_no_gathered_weights(world, 
     """Scoring gathered the actor's (ZeRO stage 3); the updates of the critic's warm-up do not read them."""
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=1, ppo_epochs=2))
     rollout, released = loop.collect(), list[str]()
-    for name, engine in loop.ppo.engines.items():
+    for name, engine in loop.ppo.models.trained.items():
         monkeypatch.setattr(engine, "release_gathered", partial(released.append, name))
     for step in range(2):
         update = training.step_objectives(loop.ppo, rollout, loop.state, loop.course)
