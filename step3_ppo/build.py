@@ -20,7 +20,7 @@ from step3_ppo.config import PPOConfig, generation_options
 from step3_ppo.experience import Collected
 from step3_ppo.models.engines import Models, make_models, make_sources
 from step3_ppo.models.roles import all_roles
-from step3_ppo.rollout import Schedule, make_prompts, make_schedule, make_text, sampling_line
+from step3_ppo.rollout import Schedule, make_prompts, make_sampling, make_schedule, make_text, sampling_line
 from step3_ppo.state import PPO, State
 from step3_ppo.updater import Updater
 
@@ -65,6 +65,7 @@ def assemble(
         # Starts from the weights as they are now: with --force_resume the checkpoint may hold no average.
         average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
         hybrid=make_hybrid(config, models),
+        sampling=make_sampling(config, models.tokenizer),
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
         work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
     )

@@ -19,6 +19,7 @@ from pipeline.data.loader import StepLoader
 from pipeline.errors import Interrupted
 from pipeline.files import tolerated
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
+from pipeline.models.tokenizers import num_token_ids
 from pipeline.run.run import Run
 from pipeline.tensor_ops import masked_sum, moments
 from pipeline.training.inputs import prepare_data
@@ -116,6 +117,18 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Sc
     rollouts = total_steps(num_prompts, prompts, epochs=config.run.num_train_epochs, max_steps=0)
     limit = config.run.max_steps
     return Schedule(prompts, per_step, steps, per_epoch, limit or rollouts * steps, None if limit else rollouts)
+
+
+def make_sampling(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """Return the settings of rollouts: only tokens of `tokenizer` are drawn, which is that of all models that learn."""
+    sampling = config.sampling
+    return Sampling(
+        max_new_tokens=sampling.max_answer_seq_len,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        num_tokens=num_token_ids(tokenizer),
+    )
 
 
 def sampling_line(config: PPOConfig, eos_ids: Iterable[int], generation_config: Mapping[str, Any]) -> str:

@@ -63,6 +63,7 @@ class PPO:
     rate: step -> share of the peak learning rate.
     average: moving average of the actor's weights; None without --enable_ema.
     hybrid: engine that generates.
+    sampling: how it samples.
     updater: takes optimizer steps.
     work: matrix operations of each trained model's passes.
     """
@@ -77,6 +78,7 @@ class PPO:
     rate: Callable[[int], float]
     average: MovingAverage | None
     hybrid: HybridEngine
+    sampling: Sampling
     updater: Updater
     work: dict[str, TrainingWork]
 
@@ -92,12 +94,11 @@ class PPO:
             beat("generate", state.step)
             return self.run.stop.is_set()
 
-        sampling = self.config.sampling
         return Sampler(
             hybrid=self.hybrid,
             rows=rows,
             world=self.run.world,
-            sampling=Sampling(sampling.max_answer_seq_len, sampling.temperature, sampling.top_p, sampling.top_k),
+            sampling=self.sampling,
             num_samples=num_samples,
             batch_size=batch_size,
             max_prompt=self.config.data.max_prompt_seq_len,

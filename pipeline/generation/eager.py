@@ -109,7 +109,8 @@ def generate(
         if should_stop():
             raise GenerationStopped
         here, scaled = batch.rows, batch.logits / sampling.temperature
-        tokens = draw(truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), uniform[here, position])
+        known = scaled[:, : sampling.num_tokens]
+        tokens = draw(truncate(known, top_p=sampling.top_p, top_k=sampling.top_k), uniform[here, position])
         # Rows that have finished but not left the batch are written behind their ends.
         tokens_by_row[here, position] = tokens
         log_probs_by_row[here, position] = gather_log_probs(scaled, tokens)

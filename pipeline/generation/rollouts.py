@@ -14,12 +14,21 @@ from pipeline.random_numbers import uniforms
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters. `max_new_tokens` counts the EOS; top_p 1 and top_k 0 switch truncation off."""
+    """The sampling parameters.
+
+    max_new_tokens: tokens of a response at most, its EOS included.
+    temperature: divides the logits.
+    top_p: probability of the nucleus; 1 = all tokens.
+    top_k: most likely tokens that are kept; 0 = all.
+    num_tokens: only ids below it are drawn, those that the tokenizer has: rows that pad a vocabulary belong to no
+        token. None = all rows of the vocabulary.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

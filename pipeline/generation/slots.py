@@ -216,12 +216,13 @@ class GenerationBuffers:
 
 
 @triton.jit
-def _block_statistics(logits, highest, total, temperature, width, num_blocks, BLOCK: tl.constexpr):
+def _block_statistics(logits, highest, total, temperature, width, num_known, num_blocks, BLOCK: tl.constexpr):
     row, block = tl.program_id(0), tl.program_id(1)
     c = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row.to(tl.int64) * width + c, mask=c < width, other=float("-inf")).to(tl.float32) / temperature
+    x = tl.load(logits + row.to(tl.int64) * width + c, mask=c < num_known, other=float("-inf"))
+    x = x.to(tl.float32) / temperature
     top = tl.max(x, 0)
-    # A block that top-k or top-p emptied: exp(-inf + inf) would be NaN.
+    # A block without a token that is kept: exp(-inf + inf) would be NaN.
     sum_of_block = tl.where(top == float("-inf"), 0.0, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
     tl.store(highest + row * num_blocks + block, top)
     tl.store(total + row * num_blocks + block, sum_of_block)
@@ -231,12 +232,12 @@ def _block_statistics(logits, highest, total, temperature, width, num_blocks, BL
 def _draw(
     kept, kept_highest, kept_total, logits, highest, total, rows, slots, uniforms, eos,
     tokens, active, response, position, out_tokens, out_log_probs, out_lengths, out_finished,
-    temperature, kept_temperature, width, num_blocks, max_new,
+    temperature, kept_temperature, width, num_known, num_blocks, max_new,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_EOS: tl.constexpr,
 ):  # fmt: skip
     """Invert the cumulative distribution of `kept`, what top-k and top-p keep of `logits`; one program per row.
 
-    The log-probability is that of `logits`, which are not truncated.
+    Columns from `num_known` on are never drawn. The log-probability is that of `logits`, which are not truncated.
     """
     slot, index = tl.load(slots + tl.program_id(0)), tl.load(rows + tl.program_id(0))
     if tl.load(active + slot) == 0:
@@ -256,7 +257,7 @@ def _draw(
     before = tl.sum(tl.where(b < chosen, sums, 0.0), 0)
     c = tl.arange(0, BLOCK)
     v = chosen * BLOCK + c
-    x = tl.load(kept + index.to(tl.int64) * width + v, mask=v < width, other=float("-inf")).to(tl.float32)
+    x = tl.load(kept + index.to(tl.int64) * width + v, mask=v < num_known, other=float("-inf")).to(tl.float32)
     p = tl.exp(x / kept_temperature - top).to(tl.float64)
     column = tl.sum((before + tl.cumsum(p, 0) <= target).to(tl.int32), 0)
     token = (chosen * BLOCK + tl.minimum(column, tl.max(tl.where(p > 0, c, 0), 0))).to(tl.int64)
@@ -291,29 +292,36 @@ def draw_tokens(
         logits: (P, V), contiguous. rows, index: (N,) int64, slot index[i] draws from row rows[i] of the logits.
         eos: int64 ids, padded with -1 to a power of two.
     """
-    statistics = _block_softmax_statistics(logits, sampling.temperature)
+    width = logits.shape[1]
+    num_known = min(sampling.num_tokens or width, width)
+    statistics = _block_softmax_statistics(logits, sampling.temperature, width)
     kept, kept_statistics, kept_temperature = logits, statistics, sampling.temperature
     if sampling.top_k or sampling.top_p < 1.0:
         scaled = logits.float() / sampling.temperature
+        scaled[:, num_known:] = float("-inf")
         kept, kept_temperature = truncate(scaled, top_p=sampling.top_p, top_k=sampling.top_k), 1.0
-        kept_statistics = _block_softmax_statistics(kept, 1.0)
+    if kept is not logits or num_known < width:
+        kept_statistics = _block_softmax_statistics(kept, kept_temperature, num_known)
     num_blocks = statistics[0].shape[1]
     _draw[(len(index),)](
         kept, *kept_statistics, logits, *statistics, rows, index, responses.uniforms, eos,
         slots.tokens, slots.active, slots.response, slots.position,
         responses.tokens, responses.log_probs, responses.lengths, responses.finished,
-        sampling.temperature, kept_temperature, logits.shape[1], num_blocks, sampling.max_new_tokens,
+        sampling.temperature, kept_temperature, width, num_known, num_blocks, sampling.max_new_tokens,
         BLOCK=VOCABULARY_BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), NUM_EOS=len(eos),
     )  # fmt: skip
 
 
-def _block_softmax_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the highest scaled logit of each vocabulary block and its sum of exponentials, (N, blocks) fp32 each."""
+def _block_softmax_statistics(logits: Tensor, temperature: float, num_known: int) -> tuple[Tensor, Tensor]:
+    """Return the highest scaled logit of each vocabulary block and its sum of exponentials, (N, blocks) fp32 each.
+
+    Columns from `num_known` on count as -inf.
+    """
     rows, width = logits.shape
     num_blocks = triton.cdiv(width, VOCABULARY_BLOCK)
     highest, total = (torch.empty(rows, num_blocks, device=logits.device) for _ in range(2))
     _block_statistics[(rows, num_blocks)](
-        logits, highest, total, temperature, width, num_blocks, BLOCK=VOCABULARY_BLOCK
+        logits, highest, total, temperature, width, num_known, num_blocks, BLOCK=VOCABULARY_BLOCK
     )
     return highest, total
 

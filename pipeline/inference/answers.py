@@ -24,7 +24,7 @@ from pipeline.models.loading import DTYPES, default_device, default_dtype, load_
 from pipeline.models.partitions import whole_shape
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
 from pipeline.models.source import ModelSource, check_vocabulary, num_positions
-from pipeline.models.tokenizers import choose_padding_token, eos_ids, load_tokenizer
+from pipeline.models.tokenizers import choose_padding_token, eos_ids, load_tokenizer, num_token_ids
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 
@@ -184,7 +184,7 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
     if settings.temperature > 0:
         passed |= settings.model_dump(include={"temperature", "top_p", "top_k"})
     # Rows that pad a vocabulary belong to no token, and their logits are arbitrary.
-    unused = list(range(max(chat_model.tokenizer.get_vocab().values()) + 1, chat_model.num_embeddings))
+    unused = list(range(num_token_ids(chat_model.tokenizer), chat_model.num_embeddings))
     return GenerationConfig(
         do_sample=settings.temperature > 0,
         pad_token_id=chat_model.pad_id,

@@ -120,6 +120,11 @@ def eos_ids(
     return end_token_ids(tokenizer) | frozenset(extra)
 
 
+def num_token_ids(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return one more than the highest id that the tokenizer has; a model's vocabulary may be padded beyond it."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
 def usable_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     """Return the ids that a row can hold: special tokens only if the template or the tokenizer itself puts them there.
 

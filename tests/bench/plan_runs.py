@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import phases
 from bench.jobs import NO_HELD_OUT, BenchError, environment, flags, launched, output_words, plain, run_logged
 from bench.planned import Run, planner_of
-from bench.random_models import make_model, make_pairs, make_prompts
-from demo.make import make_data, make_tokenizer
+from bench.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
+from demo.make import make_data
 from pipeline.files import GIB, write_json
 
 PHASE_NAMES, TIMES = (*phases.PHASES, "evaluate"), tuple(phases.PPO_TIMES)
@@ -243,7 +243,7 @@ def make_inputs(folder: Path, runs: Sequence[PlannedRun]) -> None:
         make_prompts(folder / "prompts.jsonl", TIMED_STEPS * LARGEST_ROLLOUT, words=500)
         make_pairs(folder / "sft.jsonl", 400, prompt_words=9, responses=(1000, 1000))
         make_pairs(folder / "pairs.jsonl", 400, prompt_words=1000, responses=(60, 60))
-    tokenizer = make_tokenizer(folder)
+    tokenizer = make_full_tokenizer(folder, {shape for run in RUNS for shape, _ in shapes_of(run)})
     for shape, scores in sorted({model for run in runs for model in shapes_of(run)}):
         model = folder / folder_name(shape, scores)
         if not (model / "tokenizer.json").exists():

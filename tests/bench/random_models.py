@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -220,6 +221,22 @@ def make_model(folder: Path, shape: str, tokenizer: Any, *, scores: bool, end_pr
     tokenizer.save_pretrained(folder)
 
 
+def make_full_tokenizer(folder: Path, shapes: Iterable[str]) -> Any:
+    """The demo's tokenizer with as many tokens as the smallest vocabulary of SHAPES named; texts have none of the new.
+
+    A policy draws its tokenizer's tokens alone: with few of them a response would often end early.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = make_tokenizer(folder)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    num_tokens = min(config_of(shape).vocab_size for shape in shapes)
+    vocabulary |= {f"unused-{number}": number for number in range(len(vocabulary), num_tokens)}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(content))
+    return tokenizer
+
+
 def text_of(random: Random, words: int) -> str:
     return " ".join(make_prompt(random) for _ in range(max(words // 9, 1)))
 
@@ -255,7 +272,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(options.output)
     make_data(folder, seed=0)
-    tokenizer = make_tokenizer(folder)
+    tokenizer = make_full_tokenizer(folder, (options.actor, options.critic))
     make_model(folder / "actor", options.actor, tokenizer, scores=False)
     make_model(folder / "critic", options.critic, tokenizer, scores=True)
     if options.mean_length:

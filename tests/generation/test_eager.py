@@ -21,7 +21,7 @@ from pipeline.tensor_ops import pad_rows
 
 KEY = RandomKey(seed=3, purpose="test")
 # The 0.999 quantile of chi-square with k degrees of freedom.
-CHI_SQUARE_999 = {2: 13.82, 3: 16.27, 4: 18.47, 7: 24.32}
+CHI_SQUARE_999 = {1: 10.828, 2: 13.82, 3: 16.27, 4: 18.47, 7: 24.32}
 
 
 def prompts_of(rows: Sequence[torch.Tensor]) -> list[Prompt]:
@@ -105,6 +105,23 @@ def test_samples_follow_the_exact_softmax(settings, kept):
     assert chi_square < CHI_SQUARE_999[len(kept) - 1]
     # Log-probabilities are those of the untruncated distribution at the temperature: what PPO's ratio needs.
     torch.testing.assert_close(torch.cat(actual.log_probs), scaled.log_softmax(0)[tokens])
+
+
+@pytest.mark.parametrize(("settings", "kept"), [({}, [0, 1, 2]), ({"top_k": 2}, [1, 2]), ({"top_p": 0.8}, [1, 2])])
+def test_rows_that_pad_a_vocabulary_are_never_drawn(settings, kept):
+    """The likeliest rows lie beyond the tokenizer's three ids, whose logits are -4, -2 and -1."""
+    model = OneDistribution()
+    model.logits.data.copy_(LOGITS.flip(0))
+    actual = sampled(
+        model, [Prompt([5], 9)], num_samples=4000, ends=(), max_new_tokens=1, num_tokens=3, temperature=2.0, **settings
+    )
+    tokens = torch.cat(actual.responses)
+    expected = 4000 * (torch.tensor([-4.0, -2.0, -1.0]) / 2.0)[kept].softmax(0)
+    counts = torch.bincount(tokens, minlength=8).float()
+    assert counts[kept].sum() == 4000
+    assert ((counts[kept] - expected) ** 2 / expected).sum() < CHI_SQUARE_999[len(kept) - 1]
+    # PPO's ratio is to the trainer's softmax, which is over all rows.
+    torch.testing.assert_close(torch.cat(actual.log_probs), (model.logits.data / 2.0).log_softmax(0)[tokens])
 
 
 def test_the_nucleus_holds_the_token_that_reaches_it():

@@ -189,6 +189,25 @@ def test_truncated_draws_keep_the_whole_distributions_log_probs(settings):
     torch.testing.assert_close(actual.log_probs.cpu(), expected, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_tokens", [3, 4, 6, 11])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.8, "temperature": 1.5}], ids=str)
+def test_rows_that_pad_a_vocabulary_are_never_drawn(small_blocks, num_tokens, settings):
+    """The same draws as of logits without these rows, with log-probabilities over all: blocks of four columns."""
+    logits = torch.cat([LOGITS[:num_tokens], LOGITS + 3.0]).repeat(40, 1)
+    uniforms = keyed_uniforms(40, 3)
+    actual = drawn(logits, uniforms, num_tokens=num_tokens, **settings)
+    alone = drawn(logits[:, :num_tokens], uniforms, **settings)
+    assert actual.tokens.tolist() == alone.tokens.tolist() and len(set(actual.tokens.tolist())) > 1
+    whole = (logits[0] / settings.get("temperature", 1.0)).log_softmax(0)
+    torch.testing.assert_close(actual.log_probs.cpu(), whole[actual.tokens.cpu()], rtol=0.0, atol=1e-5)
+
+
+def test_a_vocabulary_smaller_than_its_tokenizer_is_drawn_whole():
+    uniforms = keyed_uniforms(16, 2)
+    actual = drawn(LOGITS.expand(16, -1), uniforms, num_tokens=len(LOGITS) + 7)
+    assert actual.tokens.tolist() == drawn(LOGITS.expand(16, -1), uniforms).tokens.tolist()
+
+
 def test_rows_of_equal_logits_differ_by_their_uniforms():
     actual = drawn(LOGITS.expand(16, -1), keyed_uniforms(16, 2))
     assert len(set(actual.tokens.tolist())) > 4

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from bench.random_models import make_model, make_pairs, make_prompts
+from bench.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from support.source_tree import ROOT
 from support.tiny_run import read_metrics
 
-from demo.make import make_data, make_tokenizer
+from demo.make import make_data
 from pipeline.files import GIB
 from pipeline.run.device import DeviceConstants, keep_constants
 
@@ -38,7 +38,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("automatic")
     make_data(folder, seed=0)
     for name in ("actor", "critic"):
-        make_model(folder / name, SHAPE, make_tokenizer(folder), scores=name == "critic")
+        make_model(folder / name, SHAPE, make_full_tokenizer(folder, [SHAPE]), scores=name == "critic")
     torch.cuda.empty_cache()
     make_pairs(folder / "rows.jsonl", ROWS * (STEPS + 1), prompt_words=9, responses=(2 * TOKENS, 2 * TOKENS))
     make_prompts(folder / "prompts.jsonl", RESPONSES * (STEPS + 1), 600)

@@ -169,6 +169,22 @@ def test_an_overwrite_that_is_refused_leaves_the_finished_run(trained: Trained) 
     assert trained.run() / "samples.jsonl" in before and files_of(trained.output()) == before
 
 
+def test_tokens_that_only_a_padded_vocabulary_has_are_never_sampled(trained: Trained, tmp_path: Path) -> None:
+    """The critic has no embedding for ids that the actor's 4096 rows would give it."""
+    actor = AutoModelForCausalLM.from_pretrained(trained.folder / "base")
+    num_tokens = actor.config.vocab_size
+    actor.resize_token_embeddings(4096, mean_resizing=False)
+    actor.save_pretrained(tmp_path / "padded")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "padded" / name).write_bytes((trained.folder / "base" / name).read_bytes())
+    changes = {"actor_model_name_or_path": tmp_path / "padded", "max_steps": 1, "enable_ema": "false"}
+    with undone_afterwards():
+        assert main([str(word) for word in words(trained.folder, str(tmp_path / "out"), 1, **changes)]) == 0
+    assert num_tokens < 4096
+    samples = [json.loads(line) for line in (tmp_path / "out/runs/ppo/samples.jsonl").read_text().splitlines()]
+    assert any(sample["response"] for sample in samples)
+
+
 def test_the_models_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     cards = {
         "actor": ("text-generation", "PPO-tuned model"),
