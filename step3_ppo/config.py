@@ -14,6 +14,7 @@ from pipeline.configuration.groups import (
     DeepSpeedConfig,
     Group,
     ModelConfig,
+    Offload,
     OptimizerConfig,
 )
 from pipeline.configuration.run_flags import RunConfig
@@ -22,6 +23,9 @@ from pipeline.errors import InputError, counted
 from pipeline.generation.options import GenerationOptions, why_not_streamed
 from pipeline.models.paths import read_adapter_config
 from step3_ppo.models.roles import Role, all_roles, frozen_roles, trained_roles
+
+# Fields of ModelConfig that a model which is only read may have values of its own of.
+OWN_FLAGS = ("zero_stage", "quantization", "attn_implementation", "offload_weights")
 
 
 class PromptDataConfig(DataConfig):
@@ -148,8 +152,25 @@ class PPOConfig(StageConfig):
         on_resume="model",
         aliases=("reward_model",),
     )
+    reward_model_zero_stage: Literal["auto", "0", "1", "2", "3"] = flag(
+        "auto",
+        "ZeRO stage of the reward model: 3 partitions its weights, others nothing; auto: the critic's",
+        on_resume="rounding",
+    )
+    reward_model_quantization: Literal["auto", "none", "nf4", "int8"] = flag(
+        "auto", "Reward weights in 4 bits (nf4, by bitsandbytes), 8 (int8) or none; auto: the critic's"
+    )
+    reward_model_attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = flag(
+        "auto", "Attention kernel of the reward model; auto: the critic's", on_resume="rounding"
+    )
+    reward_model_offload_weights: Offload = flag(
+        "auto",
+        "Where the reward weights are kept: none (on its device) or cpu (ZeRO stage 3); auto: as "
+        "--offload_reward_model says",
+        on_resume="rounding",
+    )
     offload_reference_model: bool = flag(False, "Reference weights in host memory (ZeRO stage 3)", on_resume="rounding")
-    offload_reward_model: bool = flag(False, "Reward weights in host memory (ZeRO stage 3)", on_resume="rounding")
+    offload_reward_model: bool = flag(False, "As --reward_model_offload_weights cpu", on_resume="rounding")
     data: PromptDataConfig = PromptDataConfig()
     sampling: SamplingConfig = SamplingConfig()
     ppo: PPOCoefficients = PPOCoefficients()
@@ -163,9 +184,23 @@ class PPOConfig(StageConfig):
         return self.reward_model_name_or_path or self.critic.model_name_or_path
 
     def flags_of(self, role: Role) -> ModelConfig:
-        """Return the flags of a model."""
-        flags: ModelConfig = getattr(self, role.flags)
-        return flags
+        """Return the flags of a model: its own, and those of the model that learns with which it shares the rest."""
+        # Without the model that it shares its flags with, the actor's.
+        shares = any(trained.flags == role.flags for trained in trained_roles())
+        flags: ModelConfig = getattr(self, role.flags if shares else "actor")
+        own = self.own_flags(role)
+        return flags.model_validate({**flags.model_dump(), **own}) if own else flags
+
+    def own_flags(self, role: Role) -> dict[str, str]:
+        """Return the flags that were given to this model alone, by the names of ModelConfig's fields."""
+        own = {name: getattr(self, f"{role.prefix}{name}") for name in OWN_FLAGS} if role.prefix else {}
+        if own and own["offload_weights"] == "auto" and self.offload_reward_model:
+            own["offload_weights"] = "cpu"
+        return {name: value for name, value in own.items() if value != "auto"}
+
+    def is_offloaded(self, role: Role) -> bool:
+        """Tell whether the weights of a model that is only read are to be in host memory."""
+        return self.own_flags(role).get("offload_weights") == "cpu" if role.prefix else self.offload_reference_model
 
     def start_of(self, role: Role) -> str:
         """Return the folder or hub id that a model starts from."""
@@ -180,7 +215,9 @@ class PPOConfig(StageConfig):
     def _is_served(self, role: Role) -> bool:
         """Tell whether switching the adapters of the trained model with the same flags gives this one."""
         twin = next((twin for twin in trained_roles() if twin.flags == role.flags), None)
-        return twin is not None and self.holds_start(twin) and self.start_of(role) == self.start_of(twin)
+        if twin is None or self.flags_of(twin) != self.flags_of(role):
+            return False
+        return self.holds_start(twin) and self.start_of(role) == self.start_of(twin)
 
     def holds_start(self, role: Role) -> bool:
         """Tell whether switching adapters gives the model that training began with, so that no second one is loaded.
@@ -217,7 +254,7 @@ class PPOConfig(StageConfig):
             )
         return jsons | {
             role.title: frozen_json(
-                self.deepspeed, self.flags_of(role), placement, offload=is_offloaded(self, role), role=role.name
+                self.deepspeed, self.flags_of(role), placement, offload=self.is_offloaded(role), role=role.name
             )
             for role in frozen_roles()
         }
@@ -275,11 +312,6 @@ class PPOConfig(StageConfig):
                 f"--ppo_epochs 1 and --gradient_accumulation_steps to take all rows of a rollout in one step"
             )
         return self
-
-
-def is_offloaded(config: PPOConfig, role: Role) -> bool:
-    """Tell whether the weights of a model that is only read are to be in host memory."""
-    return {"reference": config.offload_reference_model, "reward": config.offload_reward_model}[role.name]
 
 
 def check_generation(config: PPOConfig, ranks: int | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
 from step3_ppo.config import PPOConfig
-from step3_ppo.models.roles import trained_roles
+from step3_ppo.models.roles import frozen_roles, trained_roles
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.offline import OfflineCheckpoint
@@ -24,7 +24,7 @@ def train(run: "Run", config: PPOConfig) -> None:
 
 
 def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
-    """Return actor, critic and reward model (if it has a flag of its own) with their checks.
+    """Return actor, critic and reward model (if it has flags of its own) with their checks.
 
     Args:
         base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
@@ -36,6 +36,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         check_rotary_length,
         check_settings,
         package_checks,
+        weight_checks,
     )
     from pipeline.models.paths import check_language_model, check_reward_model
     from pipeline.models.reward_model import check_head
@@ -61,12 +62,18 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         kind = check_reward_model if role.has_values else check_language_model
         packages = package_checks(settings, config.optimizer, config.deepspeed, prefix)
         models.append(StartModel(flag, path, start, kind, packages, fits))
-    if path := config.reward_model_name_or_path:
-        flag = "--reward_model_name_or_path"
+    for role in frozen_roles():
+        if not role.prefix or not (config.own_flags(role) or config.reward_model_name_or_path):
+            continue
+        path, flag, settings = config.start_of(role), f"--{role.prefix}name_or_path", config.flags_of(role)
         start = ModelSource(base_of_output.get(path, path))
-        fits = [partial(check_decoder, start, flag)]
+        fits = [
+            partial(check_decoder, start, flag),
+            partial(check_settings, start, settings, role.prefix, learns=False),
+        ]
         fits += [] if path in base_of_output else [partial(check_head, start)]
-        models.append(StartModel(flag, path, start, check_reward_model, fits=fits))
+        packages = weight_checks(settings, role.prefix)
+        models.append(StartModel(flag, path, start, check_reward_model, packages, fits))
     return models
 
 

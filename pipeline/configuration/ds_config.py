@@ -194,12 +194,18 @@ def frozen_json(
     if offload and zero["stage"] == 0:
         raise InputError(
             "--offload_reference_model / --offload_reward_model: need ZeRO stage 3, found 0; give it to the models that"
-            " they start from (--actor_zero_stage 3, --critic_zero_stage 3) or leave the flag out"
+            " they start from (--actor_zero_stage 3, --critic_zero_stage 3), --reward_model_zero_stage 3 to the reward"
+            " model, or leave the flag out"
         )
     if offload and settings.zero3_gather == "once":
         raise InputError(
             "--zero3_gather once: needs weights on the device, found --offload_reference_model or"
             " --offload_reward_model; use auto or layers"
+        )
+    if zero["stage"] == 3 and model.quantization != "none":
+        raise InputError(
+            f"--{role}_model_quantization {model.quantization}: ZeRO stage 3 does not partition quantised weights; give"
+            f" --{role}_model_zero_stage 0"
         )
     if zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = settings.stage3_param_persistence_threshold

@@ -87,6 +87,13 @@ def package_checks(
     return [
         partial(check_optimizer_states, optimizer.optimizer_states),
         partial(check_disk_offload, deepspeed.deepspeed_config),
+        *weight_checks(settings, prefix),
+    ]
+
+
+def weight_checks(settings: ModelConfig, prefix: str) -> list[Check]:
+    """Return the checks of packages that a model needs, trained or not; `prefix` is that of its flags."""
+    return [
         partial(check_attention, settings.attn_implementation, f"--{prefix}attn_implementation"),
         partial(check_quantization, settings.quantization, f"--{prefix}quantization"),
     ]
@@ -131,7 +138,7 @@ def check_disk_offload(file: str) -> None:
         raise EnvironmentFault(f"{key}: found no {' and no '.join(missing)}; install it, or offload to cpu")
 
 
-def check_settings(source: ModelSource, settings: ModelConfig, prefix: str = "") -> None:
+def check_settings(source: ModelSource, settings: ModelConfig, prefix: str = "", *, learns: bool = True) -> None:
     """Raise InputError if the model cannot follow its flags, which begin with `prefix` (actor_).
 
     Weights that are stored as int8 or nf4 are trained on as such, ZeRO-3 partitions no experts, the attention
@@ -140,8 +147,10 @@ def check_settings(source: ModelSource, settings: ModelConfig, prefix: str = "")
     """
     if settings.partitioned == "weights":
         check_whole_experts(source)
-    check_stored_quantization(source, settings.quantization, f"--{prefix}quantization")
+    check_stored_quantization(source, settings.quantization, f"--{prefix}quantization", learns=learns)
     attention_for(source.config, settings.attn_implementation, source.path, flag=f"--{prefix}attn_implementation")
+    if not learns:
+        return
     is_adapter, is_quantised = source.base is not None, settings.quantization != "none"
     if settings.lora_dim and is_adapter and not is_quantised:
         check_plain_lora(source.path)

@@ -153,7 +153,7 @@ def check_positions(source: ModelSource, longest: int, flag: str) -> None:
         raise InputError(f"{flag} {longest}: the model {source.path} has {limit} positions; {flag} {limit} is the most")
 
 
-def check_stored_quantization(source: ModelSource, quantization: str, flag: str) -> None:
+def check_stored_quantization(source: ModelSource, quantization: str, flag: str, *, learns: bool = True) -> None:
     """Raise InputError if the model is stored as int8 or nf4 and the value of `flag` is not, or as others."""
     stored, path = source.stored_quantization, source.whole.path
     if stored not in ("none", "int8", "nf4"):
@@ -162,7 +162,7 @@ def check_stored_quantization(source: ModelSource, quantization: str, flag: str)
             f"here; give its checkpoint in 16 bits, and {flag} int8 or nf4 with LoRA to quantise that while loading"
         )
     if stored not in ("none", quantization):
-        raise InputError(f"{path}: its weights are stored as {stored}; give {flag} {stored}, with LoRA")
+        raise InputError(f"{path}: its weights are stored as {stored}; give {flag} {stored}{', with LoRA' * learns}")
 
 
 def attention_for(config: PretrainedConfig, requested: str, path: str, *, flag: str = "--attn_implementation") -> str:

@@ -10,6 +10,7 @@ class Role:
     name: in metrics, logs, file names of checkpoints, and the folder below --output_dir.
     title: in plans, DeepSpeed JSONs and fingerprints.
     flags: the field of PPOConfig that has its ModelConfig: a model that is only read has those of its trained twin.
+    prefix: of flags of its own, which go before those; empty: it has none.
     path: the attribute of PPOConfig that names its start; empty: the start of its flags.
     card: heading of the card of its folder; empty where it is only read.
     has_values: it has a scalar head.
@@ -18,6 +19,7 @@ class Role:
     name: str
     title: str
     flags: str
+    prefix: str = ""
     path: str = ""
     card: str = ""
     has_values: bool = False
@@ -32,7 +34,7 @@ ROLES = (
     Role("actor", "actor", "actor", card="PPO-tuned model"),
     Role("critic", "critic", "critic", card="PPO critic", has_values=True),
     Role("reference", "reference", "actor"),
-    Role("reward", "reward model", "critic", path="reward_path", has_values=True),
+    Role("reward", "reward model", "critic", prefix="reward_model_", path="reward_path", has_values=True),
 )
 
 

@@ -2,9 +2,11 @@
 
 import copy
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.ppo_settings import make_run, ppo_config
 from support.ppo_updates import (
     MEAN,
@@ -12,8 +14,18 @@ from support.ppo_updates import (
 from support.tiny_models import NUM_TOKENS, save_tiny
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.errors import InputError
+from pipeline.configuration.ds_config import Placement
+from pipeline.configuration.flags import parse
+from pipeline.engine import start_models
+from pipeline.engine.engine import TrainingEngine
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.kernels.int8_linear import Int8Linear
+from pipeline.models.lora import STORED_INT8
+from pipeline.models.reward_model import last_token_scores
+from pipeline.rewards.rows import ScoredRows
+from step3_ppo.config import PPOConfig
 from step3_ppo.models.engines import make_models, make_sources
+from step3_ppo.stage import STAGE
 
 
 def test_dropout_of_lora_layers_is_refused(trained_folders):
@@ -66,6 +78,111 @@ def test_each_engine_has_the_deepspeed_json_of_its_own_role(world, trained_folde
     assert {name: engine.weights is not None for name, engine in models.frozen.items()} == {
         "reference": False, "reward": True,
     }  # fmt: skip
+
+
+def wrapped(engine):
+    """DeepSpeed's engine of a model."""
+    return engine.deepspeed if isinstance(engine, TrainingEngine) else engine._forward
+
+
+OWN = {
+    "zero_stage": ({"zero_stage": "3"}, lambda engine: engine.weights is not None),
+    "quantization": (
+        {"quantization": "int8"},
+        lambda engine: any(isinstance(m, Int8Linear) for m in engine.module.modules()),
+    ),
+    "attn_implementation": (
+        {"attn_implementation": "eager"},
+        lambda engine: engine.module.get_submodule("model").config._attn_implementation == "eager",
+    ),
+    "offload_weights": (
+        {"zero_stage": "3", "offload_weights": "cpu"},
+        lambda engine: wrapped(engine).zero_offload_param() is not None,
+    ),
+}
+LORA = {"lora_dim": 2, "lora_module_name": "q_proj"}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_flag_of_the_reward_model_is_of_no_other_model(world, trained_folders, tmp_path, name):
+    """A reward model of flags of its own is loaded beside the critic, whose adapters off would serve as it."""
+    own, holds = OWN[name]
+    config = ppo_config(trained_folders, actor=LORA)
+    config = config.replace(critic=config.critic.replace(**LORA).model_dump())
+    assert set(made(world, tmp_path, config).named()) == {"actor", "critic"}
+    models = made(world, tmp_path, config.replace(**{f"reward_model_{field}": own[field] for field in own}))
+    assert set(models.named()) == {"actor", "critic", "reward"}
+    assert {role: bool(holds(engine)) for role, engine in models.named().items()} == {
+        "actor": False, "critic": False, "reward": True,
+    }  # fmt: skip
+
+
+def test_a_loaded_reward_model_scores_as_the_critic_before_training(world, trained_folders, tmp_path):
+    config = ppo_config(trained_folders)
+    config = config.replace(critic=config.critic.replace(**LORA).model_dump())
+    ids = torch.randint(4, NUM_TOKENS, (3, 9), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([4, 2, 3]), torch.tensor([5, 4, 2])
+    scores = {}
+    for name, changes in {"served": {}, "loaded": {"reward_model_zero_stage": "3"}}.items():
+        models = made(world, tmp_path, config.replace(**changes))
+        for key, parameter in models.critic.module.named_parameters():
+            if "lora_B" in key:
+                parameter.data.fill_(0.5)
+        rows = ScoredRows(ids, *lengths, torch.ones(3, dtype=torch.bool), None, lambda n: "[]", models.tokenizer)
+        with torch.no_grad():
+            scores[name] = models.reward.score(rows)
+            values = models.critic(ids, rows.mask, num_tokens=None, right_padded=True)
+        assert not torch.allclose(last_token_scores(values, rows.mask.sum(1)), scores[name], atol=0.05), "it learned"
+    torch.testing.assert_close(scores["loaded"], scores["served"], rtol=0.0, atol=1e-5)
+
+
+WORDS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--critic_zero_stage"]
+PLACE = Placement(dtype="bf16", device="cuda", ranks=2, run_dir="run")
+
+
+def test_the_old_flag_of_offloading_is_an_alias():
+    words = ["--offload_reward_model", "true"], ["--reward_model_offload_weights", "cpu"]
+    old, new = (parse(PPOConfig, [*WORDS, "3", *given], section="ppo").config for given in words)
+    found = old.engine_jsons({}, PLACE)
+    assert found == new.engine_jsons({}, PLACE)
+    assert found["reward model"]["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert "offload_param" not in found["critic"]["zero_optimization"] | found["reference"]["zero_optimization"]
+    kept = parse(PPOConfig, [*WORDS, "3", *words[0], "--reward_model_offload_weights", "none"], section="ppo").config
+    assert "offload_param" not in kept.engine_jsons({}, PLACE)["reward model"]["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "3 --reward_model_quantization int8",
+            "^--reward_model_quantization int8: ZeRO stage 3 .* --reward_model_zero_stage 0$",
+        ),
+        ("0 --reward_model_offload_weights cpu", "need ZeRO stage 3, found 0; .*--reward_model_zero_stage 3"),
+        ("3 --reward_model_zero_stage 0 --reward_model_offload_weights cpu", "need ZeRO stage 3, found 0"),
+    ],
+)
+def test_flags_of_the_reward_model_that_contradict_are_refused(words, says):
+    config = parse(PPOConfig, [*WORDS, *words.split()], section="ppo").config
+    with pytest.raises(InputError, match=says):
+        config.engine_jsons({}, PLACE)
+
+
+def test_a_package_that_the_reward_model_lacks_is_named_with_its_flag(trained_folders, monkeypatch):
+    monkeypatch.setattr(start_models, "is_flash_attn_2_available", lambda: False)
+    config = ppo_config(trained_folders).replace(reward_model_attn_implementation="flash_attention_2")
+    with pytest.raises(EnvironmentFault, match="^--reward_model_attn_implementation flash_attention_2: the package"):
+        start_models.check_start_models(STAGE.start_models(config, {}))
+
+
+def test_a_stored_reward_model_names_its_flag(trained_folders, tmp_path):
+    folder = tmp_path / "int8"
+    shutil.copytree(trained_folders.reward, folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": STORED_INT8}}))
+    config = ppo_config(trained_folders).replace(reward_model_name_or_path=str(folder))
+    with pytest.raises(InputError, match="give --reward_model_quantization int8$"):
+        start_models.check_start_models(STAGE.start_models(config, {}))
 
 
 def test_lengths_beyond_the_positions_are_refused(world, trained_folders, tmp_path):
