@@ -16,11 +16,19 @@ from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
 from pipeline.training.steps import rate_factor
-from step3_ppo.config import PPOConfig, generation_options
+from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected
 from step3_ppo.models.engines import Models, make_models, make_sources
 from step3_ppo.models.roles import all_roles
-from step3_ppo.rollout import Schedule, make_prompts, make_sampling, make_schedule, make_text, sampling_line
+from step3_ppo.rollout import (
+    Schedule,
+    generation_options,
+    make_prompts,
+    make_sampling,
+    make_schedule,
+    make_text,
+    sampling_line,
+)
 from step3_ppo.state import PPO, State
 from step3_ppo.updater import Updater
 

@@ -9,23 +9,13 @@ from pydantic import model_validator
 from pipeline.configuration.ds_config import Json, Placement, frozen_json, is_on_nvme, offloads, training_json
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import (
-    DataConfig,
-    DeepSpeedConfig,
-    Group,
-    ModelConfig,
-    Offload,
-    OptimizerConfig,
-)
+from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, Offload, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, counted
-from pipeline.generation.options import GenerationOptions, why_not_streamed
+from pipeline.generation.options import why_not_streamed
 from pipeline.models.paths import read_adapter_config
 from step3_ppo.models.roles import Role, all_roles, frozen_roles, trained_roles
-
-# Fields of ModelConfig that a model which is only read may have values of its own of.
-OWN_FLAGS = ("zero_stage", "quantization", "attn_implementation", "offload_weights")
 
 
 class PromptDataConfig(DataConfig):
@@ -188,19 +178,8 @@ class PPOConfig(StageConfig):
         # Without the model that it shares its flags with, the actor's.
         shares = any(trained.flags == role.flags for trained in trained_roles())
         flags: ModelConfig = getattr(self, role.flags if shares else "actor")
-        own = self.own_flags(role)
+        own = own_flags(self, role)
         return flags.model_validate({**flags.model_dump(), **own}) if own else flags
-
-    def own_flags(self, role: Role) -> dict[str, str]:
-        """Return the flags that were given to this model alone, by the names of ModelConfig's fields."""
-        own = {name: getattr(self, f"{role.prefix}{name}") for name in OWN_FLAGS} if role.prefix else {}
-        if own and own["offload_weights"] == "auto" and self.offload_reward_model:
-            own["offload_weights"] = "cpu"
-        return {name: value for name, value in own.items() if value != "auto"}
-
-    def is_offloaded(self, role: Role) -> bool:
-        """Tell whether the weights of a model that is only read are to be in host memory."""
-        return self.own_flags(role).get("offload_weights") == "cpu" if role.prefix else self.offload_reference_model
 
     def start_of(self, role: Role) -> str:
         """Return the folder or hub id that a model starts from."""
@@ -254,7 +233,7 @@ class PPOConfig(StageConfig):
             )
         return jsons | {
             role.title: frozen_json(
-                self.deepspeed, self.flags_of(role), placement, offload=self.is_offloaded(role), role=role.name
+                self.deepspeed, self.flags_of(role), placement, offload=is_offloaded(self, role), role=role.name
             )
             for role in frozen_roles()
         }
@@ -314,6 +293,27 @@ class PPOConfig(StageConfig):
         return self
 
 
+def own_flags(config: PPOConfig, role: Role) -> dict[str, str]:
+    """Return the flags that were given to this model alone, by the names of ModelConfig's fields."""
+    if role.name != "reward":
+        return {}
+    offload = config.reward_model_offload_weights
+    own = {
+        "zero_stage": config.reward_model_zero_stage,
+        "quantization": config.reward_model_quantization,
+        "attn_implementation": config.reward_model_attn_implementation,
+        "offload_weights": "cpu" if offload == "auto" and config.offload_reward_model else offload,
+    }
+    return {name: value for name, value in own.items() if value != "auto"}
+
+
+def is_offloaded(config: PPOConfig, role: Role) -> bool:
+    """Tell whether the weights of a model that is only read are to be in host memory."""
+    if role.name == "reference":
+        return config.offload_reference_model
+    return own_flags(config, role).get("offload_weights") == "cpu"
+
+
 def check_generation(config: PPOConfig, ranks: int | None) -> None:
     """Raise InputError, one line per flag, where no model could generate so; `ranks` None: not known yet."""
     sampling, partitioned = config.sampling, config.actor.partitioned == "weights"
@@ -335,21 +335,3 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
         errors.append("--generation_engine fused: it reads no 4-bit weights (--actor_quantization nf4); use auto")
     if errors:
         raise InputError("\n".join(errors))
-
-
-def generation_options(config: PPOConfig) -> GenerationOptions:
-    """Collect what the flags say of generation."""
-    sampling = config.sampling
-    return GenerationOptions(
-        backend=sampling.generation_engine,
-        merge_lora=sampling.merge_lora_for_generation,
-        max_sequence_length=config.data.max_prompt_seq_len + sampling.max_answer_seq_len,
-        # Optimizer states that come back for the update need the memory that the cache had.
-        release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
-        tensor_parallel_size=sampling.inference_tp_size,
-        weights=sampling.rollout_weights,
-        min_slots=max(
-            sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
-            config.optimizer.per_device_eval_batch_size,
-        ),
-    )

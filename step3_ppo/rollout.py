@@ -18,6 +18,7 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.errors import Interrupted
 from pipeline.files import tolerated
+from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.models.tokenizers import num_token_ids
 from pipeline.run.run import Run
@@ -128,6 +129,24 @@ def make_sampling(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Samp
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         num_tokens=num_token_ids(tokenizer),
+    )
+
+
+def generation_options(config: PPOConfig) -> GenerationOptions:
+    """Collect what the flags say of generation."""
+    sampling = config.sampling
+    return GenerationOptions(
+        backend=sampling.generation_engine,
+        merge_lora=sampling.merge_lora_for_generation,
+        max_sequence_length=config.data.max_prompt_seq_len + sampling.max_answer_seq_len,
+        # Optimizer states that come back for the update need the memory that the cache had.
+        release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
+        tensor_parallel_size=sampling.inference_tp_size,
+        weights=sampling.rollout_weights,
+        min_slots=max(
+            sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
+            config.optimizer.per_device_eval_batch_size,
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
-from step3_ppo.config import PPOConfig
+from step3_ppo.config import PPOConfig, own_flags
 from step3_ppo.models.roles import frozen_roles, trained_roles
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         packages = package_checks(settings, config.optimizer, config.deepspeed, prefix)
         models.append(StartModel(flag, path, start, kind, packages, fits))
     for role in frozen_roles():
-        if not role.prefix or not (config.own_flags(role) or config.reward_model_name_or_path):
+        if not role.path or not (own_flags(config, role) or config.reward_model_name_or_path):
             continue
         path, flag, settings = config.start_of(role), f"--{role.prefix}name_or_path", config.flags_of(role)
         start = ModelSource(base_of_output.get(path, path))

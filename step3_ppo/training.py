@@ -138,6 +138,7 @@ def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course:
         "epoch": (state.rollout + 1) / ppo.schedule.rollouts_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
+    course.begin("train")  # optimizer states that were in host memory come back now: they are no memory of scoring
     return Collected(responses, rewarded.experience, metrics, ppo.cut(responses, state))
 
 

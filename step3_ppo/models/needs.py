@@ -28,9 +28,9 @@ from pipeline.planning.measurement import build, count_pass, model_size, planned
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
 from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
-from step3_ppo.config import PPOConfig, generation_options
+from step3_ppo.config import PPOConfig
 from step3_ppo.models.roles import trained_roles
-from step3_ppo.rollout import Schedule, make_schedule
+from step3_ppo.rollout import Schedule, generation_options, make_schedule
 
 TRUNCATION_BYTES = 24  # bytes a logit, to scale, mask, sort, normalise, sum and compare it in fp32
 

@@ -10,7 +10,7 @@ class Role:
     name: in metrics, logs, file names of checkpoints, and the folder below --output_dir.
     title: in plans, DeepSpeed JSONs and fingerprints.
     flags: the field of PPOConfig that has its ModelConfig: a model that is only read has those of its trained twin.
-    prefix: of flags of its own, which go before those; empty: it has none.
+    prefix: of the flags that are its own, beside those; empty: it has none.
     path: the attribute of PPOConfig that names its start; empty: the start of its flags.
     card: heading of the card of its folder; empty where it is only read.
     has_values: it has a scalar head.

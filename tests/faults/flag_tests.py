@@ -222,6 +222,14 @@ TESTS: dict[str, str] = {
     "rlhf/test_merge.py::test_merged_weights_are_the_original_ones_plus_the_product": "merge.dtype merge.folders",
     "rlhf/test_merge.py::test_the_printed_difference_is_that_of_the_two_functions": "merge.sentences",
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
+    "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[zero_stage]":
+        "ppo.reward_model_zero_stage",
+    "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[quantization]":
+        "ppo.reward_model_quantization",
+    "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[attn_implementation]":
+        "ppo.reward_model_attn_implementation",
+    "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[offload_weights]":
+        "ppo.reward_model_offload_weights",
     "step1_sft/test_eval_answers.py::test_a_run_logs_the_metric_of_all_held_out_rows[causal-1]":
         "sft.eval_max_new_tokens",
 }  # fmt: skip

@@ -24,7 +24,8 @@ from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, merged_weight
 from pipeline.models.partitions import gathered
 from pipeline.training.steps import step_together
-from step3_ppo.config import PPOConfig, generation_options
+from step3_ppo.config import PPOConfig
+from step3_ppo.rollout import generation_options
 
 FUSED = GenerationOptions(backend="fused")
 PROMPTS = random_prompts((3, 1))

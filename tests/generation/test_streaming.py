@@ -43,8 +43,9 @@ from pipeline.generation.static import StaticCacheForward
 from pipeline.generation.streaming import GatherBuffers, StreamedWeights, check_streamed_weights_fit, view_of_bytes
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora
-from step3_ppo.config import PPOConfig, generation_options
+from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
+from step3_ppo.rollout import generation_options
 
 IDS = [5, 77]
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
