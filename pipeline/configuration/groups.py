@@ -13,6 +13,7 @@ from pipeline.configuration.flag_table import flag
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Offload = Literal["auto", "none", "cpu"]
 OptimizerStates = Literal["fp32", "8bit"]
+STAGE = "zero_stage"  # The field of ModelConfig that says what ZeRO partitions.
 # DeepSpeed-Chat's flags of special tokens, and why they change nothing here.
 TOKEN_FLAGS = {
     "add_eot_token": "the tokenizer's own end token is always trained",

@@ -9,6 +9,7 @@ from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.groups import STAGE
 from pipeline.errors import RunError
 from pipeline.files import GIB
 from pipeline.planning.memory import MemoryPlan
@@ -17,7 +18,7 @@ from pipeline.planning.page import StagePlanner, fits, host_text
 Values = Mapping[str, Any]
 LORA_DIM = 16
 LEAST_SHARE = 0.01  # Share of what is missing below which a change is not worth its cost.
-STAGE, OFFLOAD_DURING_ROLLOUT = "zero_stage", "offload_optimizer_during_rollout"
+OFFLOAD_DURING_ROLLOUT = "offload_optimizer_during_rollout"
 
 
 def named(values: Values, flag: str) -> list[str]:
