@@ -99,3 +99,11 @@ def test_advantages_without_values_are_the_discounted_rewards_to_come():
             assert advantages[n, t].item() == pytest.approx(expected, rel=1e-5)
         assert (advantages[n, length:] == 0).all()
     assert advantages.equal(returns)
+
+
+def test_the_reward_model_has_the_flags_of_the_actor(without_critic):
+    """And of its own; with a critic those of the critic."""
+    given = ["--actor_model_name_or_path", "a", "--actor_quantization", "int8", "--reward_model_zero_stage", "3"]
+    config = parse(PPOConfig, given, section="ppo").config
+    flags = config.flags_of(next(role for role in roles.all_roles() if role.name == "reward"))
+    assert (flags.quantization, flags.zero_stage) == ("int8", 3)
