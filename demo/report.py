@@ -11,8 +11,9 @@ import torch
 from demo.rule import is_good
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, prompt_hash
-from pipeline.generation.eager import generate
-from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.session import generate
+from pipeline.generation.sources import session_source
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.tokenizers import eos_ids, load_tokenizer
 
@@ -25,13 +26,12 @@ def answers(folder: Path, prompts: Sequence[str], *, template: Any, seed: int) -
     model = load_causal_lm(str(folder), dtype=torch.float32).eval()
     turns = [[Message("user", prompt)] for prompt in prompts]
     rollout = generate(
-        model,
+        session_source(model, Vocabulary(eos_ids(template), template.pad_token_id)),
         [Prompt(encode_prompt(template, turn), prompt_hash(turn)) for turn in turns],
         num_samples=1,
+        num_slots=len(turns),
         sampling=Sampling(MAX_NEW_TOKENS),
         key=RandomKey(seed, "demo"),
-        eos_ids=eos_ids(template),
-        pad_id=template.pad_token_id,
     )
     return [text.strip() for text in template.batch_decode(rollout.responses, skip_special_tokens=True)]
 

@@ -65,6 +65,20 @@ def uniforms(
     return words_to_uniform(first, second)
 
 
+def key_and_stream(seed: int, purpose: str, epoch: int, prompt_id: int, sample_index: int) -> tuple[int, int]:
+    """Return the key, as a signed number of 64 bits, and counter word c3 of a response's numbers, for a kernel.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    ranges = (("epoch", epoch, EPOCH_BITS), ("prompt id", prompt_id, 63), ("sample index", sample_index, SAMPLE_BITS))
+    for name, number, bits in ranges:
+        if not 0 <= number < 1 << bits:
+            raise ValueError(f"{name} must be in [0, 2**{bits}), got {number}")
+    key = derive_key(seed, purpose)
+    return key - (key >> 63 << 64), epoch << SAMPLE_BITS | sample_index
+
+
 def permutation(n: int, *, seed: int, purpose: str, epoch: int) -> Tensor:
     """Return a random order of 0..n-1, (n,) int64 on the CPU: indices sorted by their uniform, ties by index.
 

@@ -125,7 +125,7 @@ def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns])
     rows: list[tuple[AnswerRow, ...]] = []
     for start in range(0, len(encoded), config.batch_size):
         batch = encoded[start : start + config.batch_size]
-        for answers in generate_answers(chat_model, batch, config.sampling, seed=config.seed + start):
+        for answers in generate_answers(chat_model, batch, config.sampling, seed=config.seed):
             rows.append(tuple(AnswerRow(answer.text, len(answer.ids), answer.finished) for answer in answers))
     count = sum(map(len, rows))
     print(f"{label} = {path}: {count} answers in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
@@ -134,7 +134,8 @@ def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns])
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
     """Return the contestants with the reward model's score of every answer."""
-    from pipeline.inference.answers import encode_answer, load_judge, resolve_dtype, score_rows
+    from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+    from pipeline.inference.answers import resolve_dtype
 
     judge = load_judge(config.reward_model, dtype=resolve_dtype(config.dtype))
     result = []

@@ -12,6 +12,7 @@ from pipeline import dist
 from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
 from pipeline.data.loader import to_device
 from pipeline.engine.engine import TrainingEngine
+from pipeline.generation.eager import EagerGenerator
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import as_chat_model, decode, generate_answers
 from pipeline.models.forward.packed_attention import packed_mask
@@ -62,7 +63,7 @@ def evaluate_answers(
     A collective: every rank has equally many batches. {} where nothing is held out.
     """
     model = base_model(engine.module.model)
-    chat_model = as_chat_model("", model, tokenizer)
+    chat_model = as_chat_model("", model, tokenizer, by=EagerGenerator)  # no copy of weights that are trained
     by_layer = engine.weights is not None and not engine.weights.once
     own_config, model.generation_config = model.generation_config, GenerationConfig()  # its settings would be taken
     pairs = []

@@ -10,8 +10,9 @@ from pipeline.data.loader import StepLoader
 from pipeline.engine.build import start_engines
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.rollouts import Vocabulary
 from pipeline.models.flops import training_work
-from pipeline.models.tokenizers import eos_ids
+from pipeline.models.tokenizers import eos_ids, num_token_ids
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
@@ -73,7 +74,7 @@ def assemble(
         # Starts from the weights as they are now: with --force_resume the checkpoint may hold no average.
         average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
         hybrid=make_hybrid(config, models),
-        sampling=make_sampling(config, models.tokenizer),
+        sampling=make_sampling(config),
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
         work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
     )
@@ -83,9 +84,9 @@ def make_hybrid(config: PPOConfig, models: Models) -> HybridEngine:
     """Make the engine that samples from the actor, and log what it samples with."""
     configured = models.actor.module.model.generation_config
     ends = eos_ids(models.tokenizer, configured)
-    pad_id, options = models.tokenizer.pad_token_id, generation_options(config)
+    vocabulary = Vocabulary(ends, models.tokenizer.pad_token_id, num_token_ids(models.tokenizer))
     log.info("%s", sampling_line(config, ends, configured.to_diff_dict()))
-    return HybridEngine(models.actor, eos_ids=ends, pad_id=pad_id, options=options)
+    return HybridEngine(models.actor, vocabulary, options=generation_options(config))
 
 
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:

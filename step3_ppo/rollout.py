@@ -20,7 +20,6 @@ from pipeline.errors import Interrupted
 from pipeline.files import tolerated
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
-from pipeline.models.tokenizers import num_token_ids
 from pipeline.run.run import Run
 from pipeline.tensor_ops import masked_sum, moments
 from pipeline.training.inputs import prepare_data
@@ -120,15 +119,14 @@ def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Sc
     return Schedule(prompts, per_step, steps, per_epoch, limit or rollouts * steps, None if limit else rollouts)
 
 
-def make_sampling(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """Return the settings of rollouts: only tokens of `tokenizer` are drawn, which is that of all models that learn."""
+def make_sampling(config: PPOConfig) -> Sampling:
+    """Return the settings of rollouts."""
     sampling = config.sampling
     return Sampling(
         max_new_tokens=sampling.max_answer_seq_len,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        num_tokens=num_token_ids(tokenizer),
     )
 
 
@@ -233,7 +231,7 @@ class Sampler:
         samples = torch.arange(self.num_samples, device=device)
         return pack_responses(
             rollout,
-            pad_id=self.hybrid.pad_id,
+            pad_id=self.hybrid.vocabulary.pad_id,
             max_sequence=self.max_prompt + self.sampling.max_new_tokens,
             max_response=self.sampling.max_new_tokens,
             valid=torch.tensor([row is not None for row in chosen], device=device).repeat_interleave(self.num_samples),

@@ -5,17 +5,14 @@ command, with the model that an earlier stage starts from in the place of the on
 """
 
 import copy
-import inspect
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     PreTrainedTokenizerBase,
@@ -32,6 +29,7 @@ from pipeline.models.source import (
     attention_for,
     check_stored_quantization,
     check_whole_experts,
+    has_key_value_cache,
     num_experts,
 )
 from pipeline.models.weight_files import check_plain_lora, warn_if_untested, warn_once
@@ -178,8 +176,7 @@ def check_rotary_length(source: ModelSource, longest: int, flag: str) -> None:
 def check_cache(source: ModelSource, flag: str) -> None:
     """Raise InputError for a decoder that keeps no keys and values, from which stage 3 samples on."""
     config = source.config
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class and "past_key_values" not in inspect.signature(model_class.forward).parameters:
+    if not has_key_value_cache(config):
         raise InputError(
             f"{flag} {source.path}: {config.model_type} has no cache of keys and values, which stage 3 samples with; "
             "stage 1 trains it"

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.cache_memory import CACHE_MEMORY_FRACTION, tokens_that_fit
+from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
+from pipeline.generation.device_work import Lockstep
+from pipeline.generation.forwards.kv_cache import CacheLayout
+from pipeline.generation.forwards.static import check_static_cache_forward
 from pipeline.generation.options import PARTITION_ACTOR, Backend, GenerationOptions
-from pipeline.generation.static import check_static_cache_forward
 from pipeline.models.decoders.architecture import UnsupportedModel
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import is_lora, quantization_of
@@ -32,14 +35,18 @@ class CachedForward(Protocol):
     """The forward passes of a model for generation: prefill and decode steps over a KV cache.
 
     can_grow: its caches have a method `grow(cache_length, slots)`, and their length changes no result.
+    group: the ranks that compute each pass together, and have the same responses.
+    lockstep: the ranks whose passes are collectives although each has responses of its own; None where they run freely.
 
     Implemented by `fused.FusedForward` and `static.StaticCacheForward`. M slots (rows of the cache), V vocabulary.
     """
 
-    bytes_per_token: int
+    cache_layout: CacheLayout
     preserves_free_slots: bool
     fits_graph: bool
     can_grow: bool
+    group: RankGroup
+    lockstep: Lockstep | None
 
     @property
     def device(self) -> torch.device: ...
@@ -153,20 +160,20 @@ def cached_tokens_that_fit(forward: CachedForward) -> int:
     if forward.device.type != "cuda":
         return sys.maxsize
     free = free_bytes(forward.device)
-    fitting = tokens_that_fit(free, forward.bytes_per_token)
+    fitting = tokens_that_fit(free, forward.cache_layout.bytes_per_token)
     log.info(
         "generation: %.2f GiB are free, for a KV cache of %d tokens of %.0f KiB",
         free / GIB,
         fitting,
-        forward.bytes_per_token / 2**10,
+        forward.cache_layout.bytes_per_token / 2**10,
     )
     return fitting
 
 
 def no_slot_fits(forward: CachedForward, cache_length: int) -> InputError:
     """Return the error for a KV cache that has no memory for a single slot."""
+    slot, free = forward.cache_layout.bytes_per_token * cache_length / GIB, free_bytes(forward.device) / GIB
     return InputError(
-        f"--max_answer_seq_len: one slot of {cache_length} tokens takes "
-        f"{forward.bytes_per_token * cache_length / GIB:.2f} GiB of KV cache, {free_bytes(forward.device) / GIB:.2f} "
+        f"--max_answer_seq_len: one slot of {cache_length} tokens takes {slot:.2f} GiB of KV cache, {free:.2f} "
         f"GiB are free; shorten it, or lower the models' memory ({PARTITION_ACTOR}, --inference_tp_size)"
     )

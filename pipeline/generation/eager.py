@@ -1,40 +1,29 @@
 """The eager backend: sampling with the forward pass of transformers, for CPUs and models that no other supports.
 
-Also for evaluations and chat of finished models. Finished rows leave the batch, but none joins it. N rows (prompts x
-samples), P longest prompt, V vocabulary.
+Finished rows leave the batch, but none joins it: the requests of a session wait until the batch before has ended. N
+rows, P longest prompt, T longest response, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw, rollout_uniforms
+from pipeline.generation.rollouts import (
+    GenerationStopped,
+    Truncation,
+    Vocabulary,
+    draw,
+    rollout_uniforms,
+)
+from pipeline.generation.session import Finished, Room, Session, Ticket, Tokens, ended, look_at
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
 
 # Finished rows leave the batch when they are at least this share of it: a copy of the KV cache against decode steps of
 # rows that have ended. Chosen by hand.
 COMPACT_ABOVE = 0.25
-
-
-def truncate(logits: torch.Tensor, *, top_p: float, top_k: int) -> torch.Tensor:
-    """Set (N, V) logits outside the top_k tokens and the top_p nucleus to -inf.
-
-    The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al. 2020). Tokens
-    as likely as the last of either set belong to it: which of them a sort puts first would be chance.
-    """
-    if top_k:
-        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if top_p < 1.0:
-        ordered = logits.sort(dim=-1, descending=True).values
-        probabilities = ordered.softmax(-1)
-        outside = probabilities.cumsum(-1) - probabilities >= top_p
-        last = ordered.masked_fill(outside, float("inf")).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < last, float("-inf"))
-    return logits
 
 
 class Decoder:
@@ -77,69 +66,113 @@ class Decoder:
         self.mask, self.rows, self.positions = self.mask[kept], self.rows[kept], self.positions[kept]
 
 
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompts: Sequence[Prompt],
-    *,
-    num_samples: int,
-    sampling: Sampling,
-    key: RandomKey,
-    eos_ids: frozenset[int],
-    pad_id: int,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Rollout:
-    """Sample `num_samples` responses to each prompt, all in one batch.
+class Batch:
+    """The N requests that run, their settings and responses; columns of rows that have left the decoder stay."""
 
-    Raises:
-        GenerationStopped: `should_stop` answered True between two decode steps.
-    """
-    device = next(model.parameters()).device
-    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    rows = [torch.as_tensor(prompt.ids, dtype=torch.int64, device=device) for prompt in repeated]
-    prompt_ids = torch.tensor([prompt.prompt_id for prompt in repeated], dtype=torch.int64, device=device)
-    sample_index = torch.arange(len(rows), device=device) % num_samples
-    uniform = rollout_uniforms(key, prompt_ids, sample_index, sampling.max_new_tokens)
-    eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
-    tokens_by_row = prompt_ids.new_full(uniform.shape, pad_id)
-    log_probs_by_row = torch.zeros(uniform.shape, device=device)
-    lengths, finished = torch.zeros_like(prompt_ids), torch.zeros_like(prompt_ids, dtype=torch.bool)
-    batch = Decoder(model, rows, pad_id)
-    for position in range(sampling.max_new_tokens):
-        if should_stop():
+    def __init__(self, model: nn.Module, tickets: Sequence[Ticket], vocabulary: Vocabulary) -> None:
+        device = next(model.parameters()).device
+        self.tickets, self.vocabulary = tickets, vocabulary
+        self.width = max(ticket.sampling.max_new_tokens for ticket in tickets)
+        self.truncation = Truncation.of(ticket.sampling for ticket in tickets)
+        drawn_with = [ticket.sampling.drawn_with for ticket in tickets]
+        self.temperature, self.top_p, top_k = torch.tensor(drawn_with, dtype=torch.float32, device=device).T
+        self.top_k = top_k.long()
+        self.limits = torch.tensor([ticket.sampling.max_new_tokens for ticket in tickets], device=device)
+        self.uniforms = uniforms_of(tickets, self.width, device)
+        self.eos = torch.tensor(sorted(vocabulary.eos_ids), dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(len(tickets), self.width, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(len(tickets), self.width, device=device)
+        self.has_ended = torch.zeros(len(tickets), dtype=torch.bool, device=device)
+        rows = [torch.as_tensor(ticket.prompt.ids, dtype=torch.int64, device=device) for ticket in tickets]
+        self.decoder, self.position = Decoder(model, rows, vocabulary.pad_id), 0
+
+    def step(self) -> list[Tokens | Finished]:
+        """Draw the next token of each row, and compute the logits of the one after it; report what is new."""
+        here, position = self.decoder.rows, self.position
+        scaled = self.decoder.logits / self.temperature[here].unsqueeze(1)
+        known = self.truncation.apply(scaled[:, : self.vocabulary.num_tokens], self.top_p[here], self.top_k[here])
+        tokens = draw(known, self.uniforms[here, position])
+        # Rows that have ended but not left the batch are written behind their ends.
+        self.tokens[here, position] = tokens
+        self.log_probs[here, position] = gather_log_probs(scaled, tokens)
+        self.position += 1
+        had_ended, is_end = self.has_ended.clone(), torch.isin(tokens, self.eos)
+        self.has_ended[here] |= is_end | (self.limits[here] <= self.position)
+        events = self._report(had_ended.tolist(), dict(zip(here.tolist(), is_end.tolist(), strict=True)))
+        alive = ~self.has_ended[here]
+        if num_alive := int(alive.sum()):
+            if len(here) - num_alive >= COMPACT_ABOVE * len(here):
+                self.decoder.keep(alive)
+                tokens = tokens[alive]
+            self.decoder.advance(tokens)
+        return events
+
+    @property
+    def is_over(self) -> bool:
+        """True where every response has ended."""
+        return bool(self.has_ended.all())
+
+    def _report(self, had_ended: list[bool], is_end: dict[int, bool]) -> list[Tokens | Finished]:
+        events: list[Tokens | Finished] = []
+        for row, has_ended in enumerate(self.has_ended.tolist()):
+            ticket, ids, log_probs = self.tickets[row], self.tokens[row], self.log_probs[row]
+            ids, log_probs = ids[: self.position], log_probs[: self.position]
+            if had_ended[row]:
+                continue
+            if ticket.is_withdrawn:
+                self.has_ended[row] = True
+            elif has_ended:
+                events += ended(ticket, ids, log_probs, is_end=is_end[row], vocabulary=self.vocabulary)
+            elif ticket.is_watched:
+                new, length = look_at(ticket, ids.tolist(), self.vocabulary)
+                events += new
+                if length is not None:
+                    self.has_ended[row] = True
+                    events.append(Finished(ticket, ids[:length], log_probs[:length], "stop"))
+        return events
+
+
+def uniforms_of(tickets: Sequence[Ticket], num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the random numbers (N, T) float64 of requests; 0 of greedy ones: the first token that is kept."""
+    uniforms = torch.zeros(len(tickets), num_tokens, dtype=torch.float64, device=device)
+    for key in dict.fromkeys(ticket.key for ticket in tickets):
+        rows = [n for n, ticket in enumerate(tickets) if ticket.key == key and not ticket.sampling.is_greedy]
+        counters = [(tickets[n].prompt.prompt_id, tickets[n].sample) for n in rows]
+        if rows:
+            prompt_ids, samples = torch.tensor(counters, dtype=torch.int64, device=device).T
+            uniforms[rows] = rollout_uniforms(key, prompt_ids, samples, num_tokens)
+    return uniforms
+
+
+class EagerSession(Session):
+    """A session that runs its requests batch after batch."""
+
+    def __init__(self, model: nn.Module, room: Room, vocabulary: Vocabulary) -> None:
+        super().__init__(room, vocabulary, next(model.parameters()).device)
+        self.model = model
+        self.batch: Batch | None = None
+
+    @torch.no_grad()
+    def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
+        """Draw a token of each row of the batch that runs, or of the next one; see `Session`."""
+        if stop:
             raise GenerationStopped
-        here, scaled = batch.rows, batch.logits / sampling.temperature
-        known = scaled[:, : sampling.num_tokens]
-        tokens = draw(truncate(known, top_p=sampling.top_p, top_k=sampling.top_k), uniform[here, position])
-        # Rows that have finished but not left the batch are written behind their ends.
-        tokens_by_row[here, position] = tokens
-        log_probs_by_row[here, position] = gather_log_probs(scaled, tokens)
-        lengths[here] += ~finished[here]
-        finished[here] |= torch.isin(tokens, eos)
-        alive = ~finished[here]
-        if position + 1 == sampling.max_new_tokens or not (num_alive := int(alive.sum())):
-            break
-        if len(here) - num_alive >= COMPACT_ABOVE * len(here):
-            batch.keep(alive)
-            tokens = tokens[alive]
-        batch.advance(tokens)
-    ends = lengths.tolist()
-    responses, log_probs = (
-        [row[:end] for row, end in zip(values, ends, strict=True)] for values in (tokens_by_row, log_probs_by_row)
-    )
-    return Rollout(rows, responses, log_probs, finished, prompt_ids, sample_index)
+        if self.batch is None and self.waiting:
+            tickets = [self.waiting.popleft() for _ in range(min(self.room.num_slots, len(self.waiting)))]
+            self.batch = Batch(self.model, tickets, self.vocabulary)
+        events = [] if self.batch is None else self.batch.step()
+        if self.batch is not None and self.batch.is_over:
+            self.batch = None
+        self.is_idle = self.batch is None and not self.waiting
+        return events
 
 
-def generate_batches(model: nn.Module, prompts: Sequence[Prompt], *, batch_size: int, **settings: Any) -> Rollout:
-    """Call `generate` on `batch_size` prompts after the other, and join the results to one rollout."""
-    parts = [
-        generate(model, prompts[start : start + batch_size], **settings) for start in range(0, len(prompts), batch_size)
-    ]
-    return Rollout(
-        prompts=[row for part in parts for row in part.prompts],
-        responses=[row for part in parts for row in part.responses],
-        log_probs=[row for part in parts for row in part.log_probs],
-        finished=torch.cat([part.finished for part in parts]),
-        prompt_ids=torch.cat([part.prompt_ids for part in parts]),
-        sample_index=torch.cat([part.sample_index for part in parts]),
-    )
+class EagerGenerator:
+    """A source of sessions over a model of transformers, as it is."""
+
+    def __init__(self, model: nn.Module, vocabulary: Vocabulary) -> None:
+        self.model, self.vocabulary = model, vocabulary
+
+    def session(self, room: Room) -> EagerSession:
+        """Open a session of this room."""
+        return EagerSession(self.model, room, self.vocabulary)

@@ -5,7 +5,7 @@ ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA grap
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,31 +26,32 @@ from pipeline.generation.backends import (
     memory_of,
     whole_weights_fit,
 )
-from pipeline.generation.eager import generate_batches
+from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.options import Backend, GenerationOptions, why_not_streamed
-from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
-from pipeline.generation.static import StaticCacheForward
+from pipeline.generation.rollouts import Prompt, Rollout, Vocabulary
+from pipeline.generation.session import Room, Session, generate
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
+from pipeline.tensor_ops import pad_rows
 
 if TYPE_CHECKING:  # they import triton, which the eager backend does without
-    from pipeline.generation.fused import FusedForward
+    from pipeline.generation.forwards.fused import FusedForward
     from pipeline.generation.generator import Generator
-    from pipeline.generation.scheduler import Lockstep
 
 log = logging.getLogger(__name__)
 
 
 class HybridEngine:
-    """A sampler from the model that `engine` trains; enter `generation()`, then call `generate()`."""
+    """A source of sessions (`session.py`) on the model that `engine` trains, inside `generation()` only."""
 
     def __init__(
-        self, engine: TrainingEngine, *, eos_ids: frozenset[int], pad_id: int, options: GenerationOptions | None = None
+        self, engine: TrainingEngine, vocabulary: Vocabulary, *, options: GenerationOptions | None = None
     ) -> None:
         options = options or GenerationOptions()
-        self.engine, self.options, self.eos_ids, self.pad_id = engine, options, eos_ids, pad_id
+        self.engine, self.options, self.vocabulary = engine, options, vocabulary
         size = options.tensor_parallel_size
         if dist.world_size() % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
@@ -157,43 +158,36 @@ class HybridEngine:
             return
         from pipeline.generation.generator import Generator
 
-        forward, lockstep = self._build_forward()
+        forward = self._build_forward()
         forward.refresh()
-        self._generator = Generator(
-            forward,
-            eos_ids=self.eos_ids,
-            pad_id=self.pad_id,
-            group=self.group,
-            max_length=self.options.max_sequence_length,
-            min_slots=self.options.min_slots * self.group.size,
-            lockstep=lockstep,
-        )
+        least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
+        self._generator = Generator(forward, self.vocabulary, least=least)
         log.info("generation: copied weights take %.2f GiB besides the trained ones", forward.num_copied_bytes / GIB)
 
-    def _build_forward(self) -> "tuple[CachedForward, Lockstep | None]":
-        """Return the forward passes of the fused or static backend, before their first `refresh`, and their lockstep.
+    def _build_forward(self) -> "CachedForward":
+        """Return the forward passes of the fused or static backend, before their first `refresh`.
 
         Raises:
             InputError: copies of the weights do not fit in memory.
         """
         if self.backend == "static":
-            return StaticCacheForward(self._model), None
-        from pipeline.generation.fused import FusedForward
-        from pipeline.generation.fused_weights import DecodeWeights
-        from pipeline.generation.projections import Shard
-        from pipeline.generation.streaming import StreamedWeights, StreamingLockstep, check_streamed_weights_fit
+            return StaticCacheForward(self._model)
+        from pipeline.generation.forwards.fused import FusedForward
+        from pipeline.generation.forwards.fused_weights import DecodeWeights
+        from pipeline.generation.forwards.projections import Shard
+        from pipeline.generation.forwards.streaming import StreamedWeights, check_streamed_weights_fit
 
         architecture, group = read_architecture(self._model), self.group
         if self._streaming_ranks is None:
             weights = DecodeWeights(architecture, Shard(group.rank, group.size))
-            forward = FusedForward(weights, group.add if group.size > 1 else None)
+            forward = FusedForward(weights, group)
             if not self._must_stream(forward):
                 check_copies_fit(weights.num_bytes_to_copy, self._device)
-                return forward, None
+                return forward
             self._streaming_ranks = dist.RankGroup(dist.world_size())
         streamed = StreamedWeights(architecture, self._streaming_ranks)
         check_streamed_weights_fit(streamed, self._device)
-        return FusedForward(streamed), StreamingLockstep(streamed, self._device)
+        return FusedForward(streamed)
 
     def _must_stream(self, whole: "FusedForward") -> bool:
         """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
@@ -201,36 +195,24 @@ class HybridEngine:
             if self.options.weights == "streamed":
                 log.info("generation: weights are streamed, as --rollout_weights says")
             return self.options.weights == "streamed"
-        bytes_per_slot = whole.bytes_per_token * self.options.max_sequence_length
+        bytes_per_slot = whole.cache_layout.bytes_per_token * self.options.max_sequence_length
         fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self._device)
         streams = dist.max_over_ranks(float(not fit), self._device) > 0
         log.info("generation: weights are %s", "streamed: on some rank they do not fit" if streams else "whole")
         return streams
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_samples: int,
-        sampling: Sampling,
-        key: RandomKey,
-        batch_size: int | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> Rollout:
-        """Sample responses; only inside `generation()`.
-
-        Args:
-            batch_size: prompts that are generated at a time; None for all.
-
-        Raises:
-            GenerationStopped: `should_stop` answered True between two tokens (on any rank of the group).
-        """
+    def session(self, room: Room) -> Session:
+        """Open a session; the slots are those of this rank's tensor-parallel group."""
         if not self._open:
-            raise RuntimeError("generate() outside generation(): the weights may be partitioned")
-        at_a_time = batch_size or len(prompts)
-        request: dict[str, Any] = {"num_samples": num_samples, "sampling": sampling, "key": key}
-        request["should_stop"] = should_stop
-        if self._generator is not None:
-            return self._generator.generate(prompts, num_slots=at_a_time * num_samples, **request)
-        request |= {"eos_ids": self.eos_ids, "pad_id": self.pad_id}
-        return generate_batches(base_model(self._model), prompts, batch_size=at_a_time, **request)
+            raise RuntimeError("a session outside generation(): the weights may be partitioned")
+        source = self._generator or EagerGenerator(base_model(self._model), self.vocabulary)
+        return source.session(room)
+
+    def generate(self, prompts: Sequence[Prompt], *, num_samples: int, batch_size: int = 0, **request: Any) -> Rollout:
+        """Sample responses with `session.generate`, `batch_size` prompts at a time (0: all); only in `generation()`."""
+        num_slots = (batch_size or len(prompts)) * num_samples
+        rollout = generate(self, prompts, num_samples=num_samples, num_slots=num_slots, **request)
+        if self.group.size > 1:
+            width: int = request["sampling"].max_new_tokens
+            self.group.check_same(pad_rows(rollout.responses, self.vocabulary.pad_id, length=width))
+        return rollout

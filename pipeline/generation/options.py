@@ -5,12 +5,7 @@ which backend supports a given model is decided in backends.py.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-from pipeline.config_fields import declared
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from typing import Literal
 
 Backend = Literal["fused", "static", "eager"]
 PARTITION_ACTOR = "--actor_zero_stage 3"  # the flag under which ranks share the actor's weights
@@ -57,11 +52,3 @@ def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_si
     if backend not in ("auto", "fused"):
         return f"found the {backend} backend, wanted the fused one (--generation_engine)"
     return None
-
-
-def cache_bytes_per_token(config: "PretrainedConfig", itemsize: int) -> int:
-    """Return the bytes of a token's keys and values in all layers of a model with this transformers configuration."""
-    text = config.get_text_config()
-    heads = declared(text, "num_key_value_heads") or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * head_dim * itemsize)

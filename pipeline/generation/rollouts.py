@@ -4,8 +4,10 @@ Every random number is a function of (seed, purpose, epoch, prompt id, sample in
 neither its batch, nor ranks or restarts. N rows (prompts x samples), V vocabulary.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -13,22 +15,91 @@ from pipeline.random_numbers import uniforms
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """The sampling parameters.
+class Vocabulary:
+    """The properties of a tokenizer that generation reads.
 
-    max_new_tokens: tokens of a response at most, its EOS included.
-    temperature: divides the logits.
-    top_p: probability of the nucleus; 1 = all tokens.
-    top_k: most likely tokens that are kept; 0 = all.
+    eos_ids: ids that end a response.
+    pad_id: id that fills up rows.
     num_tokens: only ids below it are drawn, those that the tokenizer has: rows that pad a vocabulary belong to no
         token. None = all rows of the vocabulary.
+    decode: ids -> text, in which `Sampling.stop` is looked for; None where no request has any.
+    """
+
+    eos_ids: frozenset[int]
+    pad_id: int
+    num_tokens: int | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling parameters of a response.
+
+    max_new_tokens: tokens of a response at most, its EOS included.
+    temperature: divides the logits; 0 = greedy, the most likely token each time, with its log-probability at 1.
+    top_p: probability of the nucleus; 1 = all tokens.
+    top_k: most likely tokens that are kept; 0 = all.
+    stop: texts that end a response with the token after which its text contains one of them.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    num_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        """True where the most likely token is drawn, the first of equal ones."""
+        return self.temperature == 0
+
+    @property
+    def drawn_with(self) -> tuple[float, float, int]:
+        """The temperature, top_p and top_k of a draw; greedy decoding draws from the most likely tokens alone."""
+        return (1.0, 1.0, 1) if self.is_greedy else (self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The truncation of logits that some of a number of rows need; each row gets that of its own settings.
+
+    largest_k: largest top_k of the rows; 0 = none has one.
+    has_nucleus: True = some row has a top_p below 1.
+    """
+
+    largest_k: int = 0
+    has_nucleus: bool = False
+
+    @classmethod
+    def of(cls, samplings: Iterable[Sampling]) -> Self:
+        """Return what responses with these settings need."""
+        drawn_with = [sampling.drawn_with for sampling in samplings]
+        largest_k = max((top_k for *_, top_k in drawn_with), default=0)
+        return cls(largest_k, any(top_p < 1.0 for _, top_p, _ in drawn_with))
+
+    def __or__(self, other: "Truncation") -> "Truncation":
+        return Truncation(max(self.largest_k, other.largest_k), self.has_nucleus or other.has_nucleus)
+
+    def __bool__(self) -> bool:
+        return self.largest_k > 0 or self.has_nucleus
+
+    def apply(self, logits: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+        """Set (N, V) logits outside the top_k (N,) tokens and the top_p (N,) nucleus of their row to -inf.
+
+        The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al. 2020).
+        Tokens as likely as the last of either set belong to it: which of them a sort puts first would be chance.
+        """
+        if self.largest_k:
+            highest = logits.topk(min(self.largest_k, logits.shape[-1]), dim=-1).values
+            kth = highest.gather(1, (top_k - 1).clamp(0, highest.shape[1] - 1).unsqueeze(1))
+            logits = logits.masked_fill((logits < kth) & (top_k > 0).unsqueeze(1), float("-inf"))
+        if self.has_nucleus:
+            ordered = logits.sort(dim=-1, descending=True).values
+            probabilities = ordered.softmax(-1)
+            outside = probabilities.cumsum(-1) - probabilities >= top_p.unsqueeze(1)
+            last = ordered.masked_fill(outside, float("inf")).amin(-1, keepdim=True)
+            logits = logits.masked_fill((logits < last) & (top_p < 1.0).unsqueeze(1), float("-inf"))
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +117,12 @@ class Prompt:
 
     ids: Sequence[int]
     prompt_id: int
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> Self:
+        """Return a prompt whose random numbers are keyed by its token ids."""
+        digest = hashlib.blake2b(" ".join(map(str, ids)).encode(), digest_size=8).digest()
+        return cls(ids, int.from_bytes(digest, "big") >> 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Continuous batching: waiting responses are assigned to free slots, prefilled, and decoded until all have ended.
+"""Continuous batching: waiting requests are assigned to free slots, prefilled, and decoded until all have ended.
 
 For the generator. The host decides here what is enqueued and when it waits for the device; buffers, draws and the CUDA
 graph are in slots.py.
@@ -7,18 +7,19 @@ graph are in slots.py.
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipeline.dist import RankGroup
+from pipeline.generation import device_work
+from pipeline.generation.device_work import FinishedSlotsPoll, HostCopy, Lockstep, SideStream, to_device
 from pipeline.generation.options import MAX_PREFILL_TOKENS
-from pipeline.generation.rollouts import GenerationStopped
-from pipeline.generation.slots import GenerationBuffers, second_stream
+from pipeline.generation.rollouts import GenerationStopped, Truncation
+from pipeline.generation.session import Finished, Room, Session, Ticket, Tokens, ended, look_at
+from pipeline.generation.slots import GenerationBuffers, slot_settings
 from pipeline.tensor_ops import pad_rows
 
 # Decode steps between two polls of finished slots, when no response waits for a slot. A poll makes the host wait for
@@ -34,174 +35,171 @@ POLL_INTERVAL_OVERLAPPED = 2
 MIN_PREFILL_SHARE = 1 / 8
 # The same where prefills overlap decode steps, measured as 4 of 64 slots (ibid.).
 MIN_PREFILL_SHARE_OVERLAPPED = 1 / 16
-# Devices that run behind the host: while responses wait, a poll is read one scheduler iteration after it was made, so
-# that the next prefill is prepared while decode steps still run.
-DEFERRED_POLL_DEVICES = frozenset({"cuda"})
+# The same while the host looks at tokens as they are drawn: those of a stream come so many at a time.
+POLL_INTERVAL_WATCHED = 4
 
 log = logging.getLogger(__name__)
 
 
-class Lockstep:
-    """Agreement of ranks on their forward passes; this one is for ranks whose passes need no other rank.
-
-    `streaming.StreamingLockstep` is for ranks that gather weights in each forward pass.
-    """
-
-    def largest(self, *values: int) -> Sequence[int]:
-        """Return the largest of each value over the ranks in lockstep. A collective of these ranks."""
-        return values
-
-    def join_prefill(self) -> None:
-        """Take part in the collectives of a prefill that only other ranks have prompts for."""
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device. Its memory is pinned on the way: a pageable copy waits for all enqueued work."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
-@dataclass(slots=True)
-class FinishedSlotsPoll:
-    """An asynchronous copy of the active flags (M,) to the host; `assigned`: slots that got a response since."""
-
-    active: Tensor
-    copied: torch.cuda.Event | None
-    assigned: set[int] = field(default_factory=set)
-
-    @classmethod
-    def start(cls, active: Tensor, assigned: Sequence[int]) -> Self:
-        """Enqueue a copy of (M,) flags behind all work so far; `assigned` slots are taken already."""
-        if not active.is_cuda:
-            return cls(active.clone(), None, set(assigned))
-        copy = torch.empty(active.shape, dtype=active.dtype, pin_memory=True).copy_(active, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return cls(copy, copied, set(assigned))
-
-    def free_slots(self) -> list[int]:
-        """Wait for the copy, and return the slots that were free then and have not been assigned since."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.assigned]
-
-
-class SideStream:
-    """A second CUDA stream, for work that overlaps that of the current one; on a CPU everything runs in order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = second_stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def enqueuing(self) -> Iterator[None]:
-        """Enqueue the work inside on the side stream, behind all work of the current stream so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def synchronize(self) -> None:
-        """Let later work of the current stream wait for the side stream."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-
-
-def overlapped_prefill_stream(device: torch.device) -> SideStream | None:
-    """Return a stream on which prefills overlap decode steps, where the host runs ahead of the device; else None."""
-    # Prefills are bound by arithmetic, decode steps by memory.
-    return SideStream(device) if device.type in DEFERRED_POLL_DEVICES else None
-
-
 @dataclass(frozen=True, slots=True)
 class PrefilledBatch:
-    """N responses whose prompts have been prefilled, before their first token is drawn.
+    """N requests whose prompts have been prefilled, before the first token is drawn.
 
-    slots: slot of each response, on the host.
+    tickets: the requests.
+    slots: slot of each, on the host.
     slot_index: (N,) int64, the same on the device.
-    prompt_lengths: tokens of each prompt, on the host.
-    lengths: (N,) int32, the same on the device.
-    responses: (N,) int32, number of each response.
+    lengths: (N,) int32, tokens of each prompt.
+    settings: (5, N) int64, see `slot_settings`.
+    numbers: (2, N) fp32, see `slot_settings`.
     logits: (P, V), logits of the P prompts' last tokens.
-    source: (N,) int64, row of `logits` of each response.
+    source: (N,) int64, row of `logits` of each request.
     """
 
+    tickets: list[Ticket]
     slots: list[int]
     slot_index: Tensor
-    prompt_lengths: list[int]
     lengths: Tensor
-    responses: Tensor
+    settings: Tensor
+    numbers: Tensor
     logits: Tensor
     source: Tensor
 
 
-class ContinuousBatching:
-    """The scheduler of one call of `generate`: response r is sample r % num_samples of prompt r // num_samples."""
+@dataclass(frozen=True, slots=True)
+class Harvest:
+    """Responses that have ended, copied from their N slots, which are free for others.
+
+    tickets: the requests.
+    written: (N, T) int64, tokens.
+    log_probs: (N, T) fp32.
+    counts: on their way to the host, (2, N): tokens of each response, and whether the last one is an end.
+    """
+
+    tickets: list[Ticket]
+    written: Tensor
+    log_probs: Tensor
+    counts: HostCopy
+
+
+class ContinuousBatching(Session):
+    """A session on slots: requests that wait get the slots of responses that have ended."""
 
     def __init__(
-        self,
-        buffers: GenerationBuffers,
-        prompts: list[Tensor],
-        num_samples: int,
-        *,
-        group: RankGroup,
-        lockstep: Lockstep,
-        stream: SideStream | None,
+        self, buffers: GenerationBuffers, room: Room, *, group: RankGroup, lockstep: Lockstep, stream: SideStream | None
     ) -> None:
-        self.buffers, self.prompts, self.num_samples = buffers, prompts, num_samples
+        super().__init__(room, buffers.vocabulary, buffers.forward.device)
+        buffers.slots.active.zero_()  # of a session that was given up
+        self.buffers = buffers
         self.forward, self.group, self.lockstep, self.stream = buffers.forward, group, lockstep, stream
-        self.waiting = deque(range(len(prompts) * num_samples))
+        self.running: dict[int, Ticket] = {}  # by their slots
+        self.free = list(range(buffers.num_slots))
         self.num_steps = 0  # decode steps enqueued
         self.final_step = 0  # after so many steps all responses that have a slot now have ended
         self.polls: deque[FinishedSlotsPoll] = deque()
         self.prefilled: list[PrefilledBatch] = []  # overlapped with the last steps; they start before the next
         self.offsets: dict[int, int] = {}  # of each busy slot: its tokens now, less `num_steps`
+        self.harvests: list[Harvest] = []
 
-    def run(self, should_stop: Callable[[], bool]) -> None:
-        """Decode until every response has its EOS or its last token.
+    def withdraw(self, ticket: Ticket) -> None:
+        super().withdraw(ticket)
+        self._stop_slots([slot for slot, running in self.running.items() if running is ticket])
 
-        Raises:
-            GenerationStopped: `should_stop` answered True, here or on a rank in lockstep.
-        """
+    def _stop_slots(self, slots: Sequence[int]) -> None:
+        """End the responses in these slots without a result; a poll finds the slots free."""
+        for slot in slots:
+            del self.running[slot]
+        if slots:
+            self.buffers.slots.active[to_device(torch.tensor(slots), self.device)] = 0
+
+    @torch.no_grad()
+    def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
+        """Fill free slots, decode some tokens, and return what is new; see `Session`."""
         try:
-            self._schedule(should_stop)
+            return self._iterate(self.group.any(stop, self.device))
         finally:
             if self.stream is not None:
                 self.stream.synchronize()
 
-    def _schedule(self, should_stop: Callable[[], bool]) -> None:
-        free = list(range(self.buffers.num_slots))
-        while True:
-            num_slots = self.buffers.num_slots
-            stop_requested = should_stop()
-            self._start_prefilled()
-            stream = self.stream if self.final_step > self.num_steps and len(free) < num_slots else None
-            min_share = MIN_PREFILL_SHARE if stream is None else MIN_PREFILL_SHARE_OVERLAPPED
-            enough = len(free) >= min(min_share * num_slots, len(self.waiting))
-            batches = self._assign_slots(free) if enough else []
-            if batches and stream is None:
-                self._set_final_step()
-            steps_left = 0 if len(free) == num_slots else self.final_step - self.num_steps
-            stop, num_prefills, steps_left, waiting = self.lockstep.largest(
-                stop_requested, len(batches), steps_left, bool(self.waiting)
-            )
-            if stop:
-                raise GenerationStopped
-            for responses, slots in batches:
-                self._prefill(responses, slots, stream)
-            for _ in range(num_prefills - len(batches)):
-                self.lockstep.join_prefill()
-            if not steps_left and not waiting:
-                return
-            more = bool(waiting or self.prefilled)
-            interval_while_waiting = POLL_INTERVAL_WHILE_WAITING if self.stream is None else POLL_INTERVAL_OVERLAPPED
-            steps = min(steps_left, interval_while_waiting if more else POLL_INTERVAL)
-            self._grow_cache(steps)
-            self.buffers.decode(steps)
-            self.num_steps += steps
-            free = self._poll_free_slots(deferred=more)
-            for slot in free:
-                self.offsets.pop(slot, None)
+    def _iterate(self, stop_requested: bool) -> list[Tokens | Finished]:
+        num_slots, free = self.buffers.num_slots, self.free
+        self._start_prefilled()
+        stream = self.stream if self.final_step > self.num_steps and len(free) < num_slots else None
+        min_share = MIN_PREFILL_SHARE if stream is None else MIN_PREFILL_SHARE_OVERLAPPED
+        enough = len(free) >= min(min_share * num_slots, len(self.waiting))
+        batches = self._assign_slots(free) if enough else []
+        if stream is None:
+            self._set_final_step([ticket for tickets, _ in batches for ticket in tickets])
+        steps_left = 0 if len(free) == num_slots else self.final_step - self.num_steps
+        truncation = Truncation.of(ticket.sampling for tickets, _ in batches for ticket in tickets)
+        stop, num_prefills, steps_left, waiting, largest_k, has_nucleus = self.lockstep.largest(
+            stop_requested, len(batches), steps_left, bool(self.waiting), truncation.largest_k, truncation.has_nucleus
+        )
+        if stop:
+            raise GenerationStopped
+        self.buffers.truncate(Truncation(largest_k, bool(has_nucleus)))
+        for tickets, slots in batches:
+            self._prefill(tickets, slots, stream)
+        for _ in range(num_prefills - len(batches)):
+            self.lockstep.join_prefill()
+        self.is_idle = not steps_left and not waiting
+        if self.is_idle:
+            self._harvest(list(self.running))
+            self.free = list(range(num_slots))
+            return self._results()
+        more = bool(waiting or self.prefilled)
+        steps = min(steps_left, self._poll_interval(more=more))
+        self._grow_cache(steps)
+        self.buffers.decode(steps)
+        self.num_steps += steps
+        events = self._results() + self._watch()
+        self.free = self._poll_free_slots(deferred=more)
+        for slot in self.free:
+            self.offsets.pop(slot, None)
+        self._harvest([slot for slot in self.free if slot in self.running])
+        return events
+
+    def _poll_interval(self, *, more: bool) -> int:
+        while_waiting = POLL_INTERVAL_WHILE_WAITING if self.stream is None else POLL_INTERVAL_OVERLAPPED
+        interval = while_waiting if more else POLL_INTERVAL
+        return min(interval, POLL_INTERVAL_WATCHED) if any(t.is_watched for t in self.running.values()) else interval
+
+    # --- what has ended ---
+
+    def _harvest(self, slots: list[int]) -> None:
+        """Enqueue copies of the responses in these slots, which have ended; other responses may start in them."""
+        if not slots:
+            return
+        index, state = to_device(torch.tensor(slots), self.device), self.buffers.slots
+        counts = HostCopy(torch.stack([state.position[index], state.ended[index]]))
+        tickets = [self.running.pop(slot) for slot in slots]
+        self.harvests.append(Harvest(tickets, state.written[index], state.log_probs[index], counts))
+
+    def _results(self) -> list[Tokens | Finished]:
+        """Wait for the copies of responses that have ended, whose decode steps are over, and report them."""
+        events: list[Tokens | Finished] = []
+        for harvest in self.harvests:
+            lengths, ends = harvest.counts.tolist()
+            for n, ticket in enumerate(harvest.tickets):
+                ids, log_probs = harvest.written[n, : lengths[n]], harvest.log_probs[n, : lengths[n]]
+                events += ended(ticket, ids, log_probs, is_end=bool(ends[n]), vocabulary=self.vocabulary)
+        self.harvests.clear()
+        return events
+
+    def _watch(self) -> list[Tokens | Finished]:
+        """Report new tokens of running responses that stream, and end those that contain a stop text. Waits."""
+        watched = {slot: ticket for slot, ticket in self.running.items() if ticket.is_watched}
+        events: list[Tokens | Finished] = []
+        if not watched:
+            return events
+        index, state = to_device(torch.tensor(list(watched)), self.device), self.buffers.slots
+        written, log_probs, counts = state.written[index], state.log_probs[index], state.position[index].tolist()
+        for n, (slot, ticket) in enumerate(watched.items()):
+            new, length = look_at(ticket, written[n, : counts[n]].tolist(), self.vocabulary)
+            events += new
+            if length is not None:
+                events.append(Finished(ticket, written[n, :length], log_probs[n, :length], "stop"))
+                self._stop_slots([slot])
+        return events
 
     def _grow_cache(self, steps: int) -> None:
         """Make the KV cache long enough for `steps` more tokens of each slot that the host does not know to be free."""
@@ -219,23 +217,24 @@ class ContinuousBatching:
 
         They start anew from their prompts, and get the same tokens from the same random numbers.
         """
-        slots = self.buffers.slots
-        active, response = self.group.largest(slots.active).tolist(), slots.response.tolist()
+        active = self.group.largest(self.buffers.slots.active).tolist()
         tokens = [self.offsets[slot] if is_active else -sys.maxsize for slot, is_active in enumerate(active)]
         order = sorted(range(len(active)), key=tokens.__getitem__, reverse=True)
         kept, lost = order[:num_slots], order[num_slots:]
-        evicted = [response[slot] for slot in lost if active[slot]]
-        evicted += [number for batch in self.prefilled for number in batch.responses.tolist()]
+        evicted = [self.running[slot] for slot in lost if active[slot] and slot in self.running]
+        evicted += [ticket for batch in self.prefilled for ticket in batch.tickets]
         log.info(
             "generation: memory for %d slots, not %d, as responses grew; %d responses start again",
             num_slots,
             len(active),
             len(evicted),
         )
-        self.waiting.extendleft(sorted(evicted, reverse=True))
+        self._harvest([slot for slot in self.running if not active[slot]])
+        self.waiting.extendleft(sorted(evicted, key=lambda ticket: ticket.number, reverse=True))
         self.prefilled.clear()
         self.polls.clear()
         self.offsets = {slot: self.offsets[old] for slot, old in enumerate(kept) if active[old]}
+        self.running = {slot: self.running[old] for slot, old in enumerate(kept) if old in self.running}
         return kept
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:
@@ -245,77 +244,78 @@ class ContinuousBatching:
             self.polls.clear()
             return [slot for slot in range(self.buffers.num_slots) if slot not in assigned]
         # Over all ranks of the group: they must decode the same steps, whatever the last bits of their logits.
-        self.polls.append(FinishedSlotsPoll.start(self.group.largest(self.buffers.slots.active), assigned))
-        kept = 2 if deferred and self.forward.device.type in DEFERRED_POLL_DEVICES else 1
+        active = HostCopy(self.group.largest(self.buffers.slots.active))
+        self.polls.append(FinishedSlotsPoll(active, set(assigned)))
+        kept = 2 if deferred and self.device.type in device_work.DEFERRED_POLL_DEVICES else 1
         while len(self.polls) > kept:
             self.polls.popleft()
         return self.polls[0].free_slots() if len(self.polls) == kept else []
 
-    def _assign_slots(self, free: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Give free slots to waiting responses; return (responses, their slots) of each prefill."""
+    # --- what starts ---
+
+    def _assign_slots(self, free: list[int]) -> list[tuple[list[Ticket], list[int]]]:
+        """Give free slots to waiting requests; return (requests, their slots) of each prefill."""
         batches = []
         while free and self.waiting:
-            responses: list[int] = []
+            tickets: list[Ticket] = []
             prompts: set[int] = set()
             width = 0
-            while self.waiting and len(responses) < len(free):
-                prompt = self.waiting[0] // self.num_samples
-                width = max(width, len(self.prompts[prompt]))
-                if responses and width * len(prompts | {prompt}) > MAX_PREFILL_TOKENS:
+            while self.waiting and len(tickets) < len(free):
+                prompt = self.waiting[0].prompt
+                width = max(width, len(prompt.ids))
+                if tickets and width * len(prompts | {id(prompt)}) > MAX_PREFILL_TOKENS:
                     break
-                prompts.add(prompt)
-                responses.append(self.waiting.popleft())
-            batches.append((responses, [free.pop(0) for _ in responses]))
+                prompts.add(id(prompt))
+                tickets.append(self.waiting.popleft())
+            batches.append((tickets, [free.pop(0) for _ in tickets]))
         return batches
 
-    def _set_final_step(self) -> None:
-        """Set when the responses that start now will have ended; their first token needs no decode step."""
-        self.final_step = self.num_steps + self.buffers.request.sampling.max_new_tokens - 1
+    def _set_final_step(self, tickets: Sequence[Ticket]) -> None:
+        """Set when all will have ended with these, which start now; their first token needs no decode step."""
+        limits = [ticket.sampling.max_new_tokens for ticket in tickets]
+        self.final_step = max(self.final_step, self.num_steps + max(limits, default=1) - 1)
 
-    def _prefill(self, responses: list[int], slots: list[int], stream: SideStream | None) -> None:
-        """Prefill responses and start them; or on `stream`, overlapped, to be started after the next decode steps."""
+    def _prefill(self, tickets: list[Ticket], slots: list[int], stream: SideStream | None) -> None:
+        """Prefill prompts and start responses; or on `stream`, overlapped, to start after the next decode steps."""
         for poll in self.polls:
             poll.assigned.update(slots)
         if stream is None:
-            self._start(self._run_prefill(responses, slots))
+            self._start(self._run_prefill(tickets, slots))
             return
         with stream.enqueuing():
-            self.prefilled.append(self._run_prefill(responses, slots))
+            self.prefilled.append(self._run_prefill(tickets, slots))
 
-    def _run_prefill(self, responses: list[int], slots: list[int]) -> PrefilledBatch:
-        device = self.forward.device
-        unique = list(dict.fromkeys(response // self.num_samples for response in responses))
-        row_of = {prompt: row for row, prompt in enumerate(unique)}
-        prompts = [self.prompts[prompt] for prompt in unique]
+    def _run_prefill(self, tickets: list[Ticket], slots: list[int]) -> PrefilledBatch:
+        prompts = {id(ticket.prompt): ticket.prompt for ticket in tickets}
+        row_of = {prompt: row for row, prompt in enumerate(prompts)}
+        rows = [torch.as_tensor(prompt.ids, dtype=torch.int64) for prompt in prompts.values()]
+        settings, numbers = slot_settings(tickets)
         on_host = (
-            pad_rows(prompts, self.buffers.pad_id),
-            torch.tensor([len(prompt) for prompt in prompts]),
-            torch.tensor([row_of[response // self.num_samples] for response in responses]),
+            pad_rows(rows, self.vocabulary.pad_id),
+            torch.tensor([len(row) for row in rows]),
+            torch.tensor([row_of[id(ticket.prompt)] for ticket in tickets]),
             torch.tensor(slots),
-            torch.tensor(responses),
+            settings,
+            numbers,
         )
-        ids, lengths, source, slot_index, numbers = (to_device(values, device) for values in on_host)
-        logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=slot_index, source=source)
-        return PrefilledBatch(
-            slots, slot_index, [len(self.prompts[response // self.num_samples]) for response in responses],
-            lengths[source].to(torch.int32), numbers.to(torch.int32), logits, source,
-        )  # fmt: skip
+        ids, lengths, source, index, settings, numbers = (to_device(values, self.device) for values in on_host)
+        logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=index, source=source)
+        return PrefilledBatch(tickets, slots, index, lengths[source].to(torch.int32), settings, numbers, logits, source)
 
     def _start_prefilled(self) -> None:
         """Start the responses whose prefill overlapped the last decode steps."""
         if self.prefilled and self.stream is not None:
             self.stream.synchronize()
-            self._set_final_step()
+            self._set_final_step([ticket for batch in self.prefilled for ticket in batch.tickets])
             for batch in self.prefilled:
                 self._start(batch)
             self.prefilled.clear()
 
     def _start(self, batch: PrefilledBatch) -> None:
         """Draw the first tokens of responses and activate their slots for the next decode step."""
-        slots, index = self.buffers.slots, batch.slot_index
-        slots.lengths[index] = batch.lengths
-        slots.response[index] = batch.responses
-        slots.position[index] = 0
-        slots.active[index] = 1
-        self.offsets.update(zip(batch.slots, (length - self.num_steps for length in batch.prompt_lengths), strict=True))
-        self.buffers.draw(batch.logits, batch.source, index)
+        self.buffers.slots.start(batch.slot_index, batch.lengths, batch.settings, batch.numbers)
+        known = (len(ticket.prompt.ids) - self.num_steps for ticket in batch.tickets)
+        self.offsets.update(zip(batch.slots, known, strict=True))
+        self.running.update(zip(batch.slots, batch.tickets, strict=True))
+        self.buffers.draw(batch.logits, batch.source, batch.slot_index)
+        self._stop_slots([s for s, ticket in zip(batch.slots, batch.tickets, strict=True) if ticket.is_withdrawn])

@@ -1,12 +1,14 @@
-"""Generate answers of a language model with every sampling setting explicit, and score answers given as text.
+"""Generate answers of a language model with every sampling setting explicit.
 
-For `rlhf chat` and `rlhf compare`, through transformers' `generate`; PPO's rollouts are sampled by
-`pipeline.generation` and scored in `step3_ppo`. B prompts or rows, P positions of the longest prompt, T new positions,
-S tokens of a scored row.
+For `rlhf chat`, `rlhf compare` and the evaluation of stage 1, by the sampler of PPO's rollouts (`pipeline.generation`),
+and by transformers' `generate` for what that alone can (`only_transformers`). B prompts, P positions of the longest
+one, T new positions.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,17 +17,22 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from pipeline.data.templates import encode_conversation, encode_prompt, set_template
-from pipeline.data.turns import Message, Turns
+from pipeline.data.templates import encode_prompt, set_template
+from pipeline.data.turns import Turns
 from pipeline.errors import InputError
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.session import Finished, Room, SessionSource
+from pipeline.generation.sources import session_source
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import DTYPES, default_device, default_dtype, load_language_model
 from pipeline.models.partitions import whole_shape
-from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
-from pipeline.models.source import ModelSource, check_vocabulary, num_positions
+from pipeline.models.source import ModelSource, check_vocabulary, has_key_value_cache, num_positions
 from pipeline.models.tokenizers import choose_padding_token, eos_ids, load_tokenizer, num_token_ids
-from pipeline.tensor_ops import lengths_to_mask, pad_rows
+from pipeline.tensor_ops import pad_rows, round_up
+
+# Room for the tokens of a prompt and its answers is a multiple of this. Chosen by hand.
+ROOM_MULTIPLE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,7 @@ class ChatModel:
     tokenizer: its tokenizer.
     pad_id: id of the padding token.
     end_ids: ids that end an answer.
+    sessions: gives the source of its generation sessions, the same one each time.
     """
 
     path: str
@@ -44,6 +52,7 @@ class ChatModel:
     tokenizer: PreTrainedTokenizerBase
     pad_id: int
     end_ids: frozenset[int]
+    sessions: Callable[[], SessionSource]
 
     @property
     def num_positions(self) -> int | None:
@@ -87,10 +96,19 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     return loaded
 
 
-def as_chat_model(path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ChatModel:
-    """Return a model that ends its answers at each id that its tokenizer, template or generation_config names."""
-    end_ids = eos_ids(tokenizer, model.generation_config)
-    return ChatModel(path, model, tokenizer, choose_padding_token(tokenizer).pad_id, end_ids)
+def as_chat_model(
+    path: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    by: Callable[[PreTrainedModel, Vocabulary], SessionSource] = session_source,
+) -> ChatModel:
+    """Return a model that ends its answers at each id that its tokenizer, template or generation_config names.
+
+    by: backend of generation that makes the source of its sessions, when the first answer is asked for.
+    """
+    end_ids, pad_id = eos_ids(tokenizer, model.generation_config), choose_padding_token(tokenizer).pad_id
+    vocabulary = Vocabulary(end_ids, pad_id, num_token_ids(tokenizer))
+    return ChatModel(path, model, tokenizer, pad_id, end_ids, cache(lambda: by(model, vocabulary)))
 
 
 def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -114,7 +132,6 @@ def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> N
         check_ids(path, ids, max_new_tokens, num_positions=positions, num_embeddings=None)
 
 
-@torch.no_grad()  # not inference mode: its tensors could not be trained on afterwards
 def generate_answers(
     chat_model: ChatModel,
     prompts: Sequence[Sequence[int]],
@@ -126,8 +143,9 @@ def generate_answers(
 ) -> list[list[Answer]]:
     """Return num_return_sequences answers (1 for ReplySettings) to each prompt.
 
-    The global random generators are left unchanged. Sampled answers are a function of the seed and all prompts of this
-    call; greedy ones, up to rounding, only of their prompt.
+    Sampled answers are a function of the seed and their prompt, up to rounding, greedy ones of their prompt. Answers of
+    transformers' `generate` (`only_transformers`) that are sampled depend on all prompts of this call. The global
+    random generators are left unchanged.
 
     Args:
         streamer: receives the tokens of a single prompt's single answer as they are generated.
@@ -139,6 +157,66 @@ def generate_answers(
     sizes = {"num_positions": chat_model.num_positions, "num_embeddings": chat_model.num_embeddings}
     for prompt in prompts:
         check_ids(chat_model.path, prompt, settings.max_new_tokens, **sizes)
+    if lockstep or only_transformers(chat_model, settings):
+        rows = answers_by_transformers(chat_model, prompts, settings, seed, streamer, lockstep=lockstep)
+    else:
+        rows = answers_by_session(chat_model, prompts, settings, seed, streamer)
+    answers = [finished_answer(chat_model, ids) for ids in rows]
+    each = len(answers) // len(prompts)
+    return [answers[start : start + each] for start in range(0, len(answers), each)]
+
+
+def only_transformers(chat_model: ChatModel, settings: ReplySettings) -> bool:
+    """Tell whether only transformers' `generate` can answer so.
+
+    It alone searches with beams, penalises repetition, and decodes with encoder-decoder models and with decoders that
+    keep no keys and values.
+    """
+    config, num_beams = chat_model.model.config, getattr(settings, "num_beams", 1)
+    has_cache = config.is_encoder_decoder or has_key_value_cache(config)
+    return config.is_encoder_decoder or not has_cache or num_beams > 1 or settings.repetition_penalty != 1.0
+
+
+def answers_by_session(
+    chat_model: ChatModel,
+    prompts: Sequence[Sequence[int]],
+    settings: ReplySettings,
+    seed: int,
+    streamer: "AnswerStreamer | None",
+) -> list[list[int]]:
+    """Return the new ids of each answer, those of the first prompt first, from the sampler of PPO's rollouts."""
+    num_samples = getattr(settings, "num_return_sequences", 1)
+    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k)
+    longest = max(map(len, prompts)) + sampling.max_new_tokens
+    # Buffers of a few lengths alone: a conversation that grows keeps those that it has.
+    roomy = min(round_up(longest, ROOM_MULTIPLE), chat_model.num_positions or sys.maxsize)
+    session = chat_model.sessions().session(Room(len(prompts) * num_samples, sampling.max_new_tokens, roomy))
+    for prompt in (Prompt.of(ids) for ids in prompts):
+        for n in range(num_samples):
+            session.submit(prompt, sampling, RandomKey(seed, "answer"), sample=n, streams=streamer is not None)
+    found: dict[int, list[int]] = {}
+    while not session.is_idle:
+        for event in session.advance():
+            if isinstance(event, Finished):
+                found[event.ticket.number] = event.ids.tolist()
+            elif streamer is not None:
+                streamer.take(event.ids)
+    if streamer is not None:
+        streamer.end()
+    return [found[number] for number in sorted(found)]
+
+
+@torch.no_grad()  # not inference mode: its tensors could not be trained on afterwards
+def answers_by_transformers(
+    chat_model: ChatModel,
+    prompts: Sequence[Sequence[int]],
+    settings: ReplySettings,
+    seed: int,
+    streamer: "AnswerStreamer | None",
+    *,
+    lockstep: bool,
+) -> list[list[int]]:
+    """Return the new ids of each answer, with padding behind its end, from `generate` of transformers."""
     device = chat_model.model.device
     rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
     seq2seq = chat_model.model.config.is_encoder_decoder
@@ -155,9 +233,8 @@ def generate_answers(
             synced_gpus=lockstep,
         )
     num_known = 1 if seq2seq else input_ids.shape[1]  # a decoder of its own begins with its start token
-    responses = [finished_answer(chat_model, ids) for ids in sequences[:, num_known:].tolist()]  # (B * N, T)
-    each = len(responses) // len(prompts)
-    return [responses[start : start + each] for start in range(0, len(responses), each)]
+    ids: list[list[int]] = sequences[:, num_known:].tolist()  # (B * N, T)
+    return ids
 
 
 def check_ids(
@@ -227,11 +304,15 @@ class AnswerStreamer(BaseStreamer):
         if not self._has_prompt:
             self._has_prompt = True
             return
-        token = int(value.item())
-        self.finished = self.finished or token in self._chat_model.end_ids
-        if not self.finished:
-            self.ids.append(token)
-            self._emit_growth(may_wait=True)
+        self.take([int(value.item())])
+
+    def take(self, ids: Sequence[int]) -> None:
+        """Take the next tokens."""
+        for token in ids:
+            self.finished = self.finished or token in self._chat_model.end_ids
+            if not self.finished:
+                self.ids.append(token)
+                self._emit_growth(may_wait=True)
 
     def end(self) -> None:
         """Emit the tokens that still waited for the rest of a character."""
@@ -244,45 +325,3 @@ class AnswerStreamer(BaseStreamer):
             return
         self._emit(text[len(before) :])
         self._window, self._emitted = self._emitted, len(self.ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """A reward model with its tokenizer."""
-
-    model: TokenValueModel
-    tokenizer: PreTrainedTokenizerBase
-    pad_id: int
-
-
-def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
-    """Load a reward model onto the devices that hold it. Raises InputError if `path` contains none."""
-    source = ModelSource(path)
-    source.check("--reward_model")
-    tokenizer = load_chat_tokenizer(source)
-    model = on_devices(load_reward_model(source, dtype=dtype), path)
-    return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
-
-
-def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:
-    """Encode prompt and answer for the reward model, with an end token only for a finished answer.
-
-    Ids beyond the model's positions are cut off on the left, as in training: the answer's end is scored.
-    """
-    ids = encode_conversation(judge.tokenizer, [*prompt, Message("assistant", text)], "last").ids
-    ids = ids if finished else ids[:-1]
-    return ids[-(num_positions(judge.model.config) or len(ids)) :]
-
-
-@torch.inference_mode()
-def score_rows(judge: Judge, rows: Sequence[Sequence[int]], *, batch_size: int) -> list[float]:
-    """Return the raw score of each row of ids, read at its last token."""
-    device = default_device()
-    scores: list[float] = []
-    for start in range(0, len(rows), batch_size):
-        batch = [torch.tensor(row, dtype=torch.int64) for row in rows[start : start + batch_size]]
-        lengths = torch.tensor([len(row) for row in batch]).to(device)  # (B,)
-        input_ids = pad_rows(batch, judge.pad_id).to(device)  # (B, S)
-        values = judge.model(input_ids, lengths_to_mask(lengths, input_ids.shape[1]))  # (B, S)
-        scores += last_token_scores(values, lengths).tolist()
-    return scores

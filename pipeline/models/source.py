@@ -3,12 +3,14 @@
 Weights are read in `loading.py`; checks of paths alone are in `paths.py`, those of files in `weight_files.py`.
 """
 
+import inspect
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from pipeline.config_fields import declared, drop_unknown_fields
@@ -120,6 +122,12 @@ def _load_config(model: ModelSource) -> PretrainedConfig:
 def num_positions(config: PretrainedConfig) -> int | None:
     """Return how many tokens a sequence may have, None if the architecture has no limit (BLOOM)."""
     return declared(config.get_text_config(), "max_position_embeddings")
+
+
+def has_key_value_cache(config: PretrainedConfig) -> bool:
+    """Tell whether the forward pass of a decoder takes a cache of keys and values."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return not model_class or "past_key_values" in inspect.signature(model_class.forward).parameters
 
 
 def num_experts(config: PretrainedConfig) -> int:

@@ -13,16 +13,12 @@ from torch import nn
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.errors import counted
 from pipeline.generation.backends import choose_backend
-from pipeline.generation.fused_weights import DecodeWeights, SlicedWeights
-from pipeline.generation.options import (
-    CACHE_LENGTH_MULTIPLE,
-    MAX_PREFILL_TOKENS,
-    GenerationOptions,
-    cache_bytes_per_token,
-)
-from pipeline.generation.projections import Shard
+from pipeline.generation.forwards.fused_weights import DecodeWeights, SlicedWeights
+from pipeline.generation.forwards.kv_cache import CacheLayout
+from pipeline.generation.forwards.projections import Shard
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, GenerationOptions
 from pipeline.models.decoders.families import read_architecture
-from pipeline.models.loading import base_model
+from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.partitions import mark_partitioned
 from pipeline.planning.measurement import build, count_pass, model_size, planned_config
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
@@ -120,7 +116,7 @@ def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, 
     return Rollout(
         slots=options.min_slots,
         cache_length=round_up(options.max_sequence_length, CACHE_LENGTH_MULTIPLE),
-        bytes_per_token=cache_bytes_per_token(model_config, size.element),
+        bytes_per_token=CacheLayout.of(model_config, DTYPES[dtype]).bytes_per_token,
         copied_bytes=weights.num_bytes_to_copy if weights else 0,
         num_responses=schedule.prompts_per_rollout * sampling.num_samples_per_prompt // ranks,
         num_new_tokens=sampling.max_answer_seq_len,

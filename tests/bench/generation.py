@@ -23,7 +23,7 @@ def measure(run: Any, config: Any) -> None:
     from pipeline.engine.build import language_model_engine
     from pipeline.engine.start import start_deepspeed
     from pipeline.generation.hybrid_engine import HybridEngine
-    from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+    from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
     from pipeline.models.source import ModelSource
     from pipeline.models.tokenizers import eos_ids
     from step3_ppo.models.engines import make_sources
@@ -32,7 +32,7 @@ def measure(run: Any, config: Any) -> None:
     tokenizer = make_sources(run, config).tokenizer
     engine = language_model_engine(run, ModelSource(config.actor.model_name_or_path), config.actor, name="actor")
     ends = eos_ids(tokenizer, engine.module.model.generation_config)
-    hybrid = HybridEngine(engine, eos_ids=ends, pad_id=tokenizer.pad_token_id)
+    hybrid = HybridEngine(engine, Vocabulary(ends, tokenizer.pad_token_id))
     sampling = Sampling(config.sampling.max_answer_seq_len)
     vocabulary = engine.module.config.vocab_size
     on_gpu = run.world.device.type == "cuda"

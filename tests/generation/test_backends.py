@@ -23,9 +23,9 @@ from transformers import (
 
 from pipeline.errors import InputError
 from pipeline.generation.backends import BACKENDS, choose_backend
+from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
-from pipeline.generation.static import StaticCacheForward
 from pipeline.models.forward import packed_attention
 from pipeline.models.lora import add_lora, quantise_to_int8
 

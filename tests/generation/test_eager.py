@@ -2,18 +2,19 @@
 
 import math
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from support.decode_models import eagerly
 from support.families import family_config
 from support.scripted_model import scripted_model
 from support.tiny_models import EOS, NUM_TOKENS, PAD, random_rows, randomise
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from pipeline.generation.eager import generate, truncate
-from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, draw
+from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Rollout, Sampling, Truncation, draw
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.random_numbers import uniforms
@@ -29,11 +30,26 @@ def prompts_of(rows: Sequence[torch.Tensor]) -> list[Prompt]:
 
 
 def sampled(
-    model: nn.Module, prompts: list[Prompt], *, num_samples: int = 1, ends: Iterable[int] = (EOS,), **sampling
+    model: nn.Module,
+    prompts: list[Prompt],
+    *,
+    num_samples: int = 1,
+    ends: Sequence[int] = (EOS,),
+    num_tokens: int | None = None,
+    **sampling: Any,
 ) -> Rollout:
     settings = Sampling(**({"max_new_tokens": 12} | sampling))
-    eos = frozenset(ends)
-    return generate(model.eval(), prompts, num_samples=num_samples, sampling=settings, key=KEY, eos_ids=eos, pad_id=PAD)
+    model = model.eval()
+    return eagerly(
+        model,
+        prompts,
+        num_samples=num_samples,
+        sampling=settings,
+        key=KEY,
+        ends=ends,
+        pad_id=PAD,
+        num_tokens=num_tokens,
+    )
 
 
 def same(first: Rollout, second: Rollout, rows: Sequence[int] | None = None) -> bool:
@@ -125,11 +141,20 @@ def test_rows_that_pad_a_vocabulary_are_never_drawn(settings, kept):
 
 
 def test_the_nucleus_holds_the_token_that_reaches_it():
-    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
-    assert truncate(logits, top_p=0.6, top_k=0).isfinite().tolist() == [[True, True, False, False]]
-    assert truncate(logits, top_p=0.01, top_k=0).isfinite().tolist() == [[True, False, False, False]]
-    assert truncate(logits, top_p=1.0, top_k=0) is logits
-    assert truncate(logits, top_p=1.0, top_k=99).isfinite().all()
+    """Each row by its own settings, also beside rows that truncate more."""
+    settings = [
+        Sampling(1, top_p=0.6),
+        Sampling(1, top_p=0.01),
+        Sampling(1),
+        Sampling(1, top_k=99),
+        Sampling(1, top_k=3),
+    ]
+    wanted = [2, 1, 4, 4, 3]
+    top_p, top_k = torch.tensor([s.top_p for s in settings]), torch.tensor([s.top_k for s in settings])
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log().repeat(len(settings), 1)
+    kept = Truncation.of(settings).apply(logits, top_p, top_k).isfinite()
+    assert kept.tolist() == [[True] * count + [False] * (4 - count) for count in wanted]
+    assert not Truncation.of([Sampling(1)]) and Truncation().apply(logits, top_p, top_k) is logits
 
 
 def test_draw_inverts_the_cumulative_distribution():
@@ -180,10 +205,10 @@ def test_samples_of_a_prompt_differ_and_a_key_repeats(llama):
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"purpose": "eval"}, {"epoch": 1}])
 def test_another_key_is_another_rollout(llama, change):
-    settings = {"num_samples": 1, "sampling": Sampling(12), "eos_ids": frozenset({EOS}), "pad_id": PAD}
-    first = generate(llama, prompts_of(ROWS), key=KEY, **settings)
+    settings = {"num_samples": 1, "sampling": Sampling(12), "pad_id": PAD}
+    first = eagerly(llama, prompts_of(ROWS), key=KEY, **settings)
     key = RandomKey(**({"seed": 3, "purpose": "test", "epoch": 0} | change))
-    second = generate(llama, prompts_of(ROWS), key=key, **settings)
+    second = eagerly(llama, prompts_of(ROWS), key=key, **settings)
     assert not any(a.equal(b) for a, b in zip(first.responses, second.responses, strict=True))
 
 
@@ -241,18 +266,15 @@ def test_an_end_at_the_last_position_counts_as_an_end(counting_model):
 
 def test_any_of_several_end_tokens_ends(counting_model):
     model, chain = counting_model
-    actual = generate(
-        model, [Prompt([chain[0]], 0)], num_samples=1, sampling=Sampling(9, 0.05), key=KEY,
-        eos_ids=frozenset({chain[2], EOS}), pad_id=PAD,
-    )  # fmt: skip
+    actual = sampled(model, [Prompt([chain[0]], 0)], max_new_tokens=9, temperature=0.05, ends=[chain[2], EOS])
     assert actual.responses[0].tolist() == chain[1:3] and actual.finished.item()
 
 
 def test_a_padding_id_that_is_the_eos_changes_nothing(llama):
     prompts = prompts_of(ROWS)
     first = sampled(llama, prompts)
-    settings = {"num_samples": 1, "sampling": Sampling(12), "key": KEY, "eos_ids": frozenset({EOS})}
-    assert same(first, generate(llama, prompts, pad_id=EOS, **settings))
+    settings = {"num_samples": 1, "sampling": Sampling(12), "key": KEY}
+    assert same(first, eagerly(llama, prompts, pad_id=EOS, **settings))
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -264,9 +286,8 @@ def test_generation_stops_between_steps_when_asked(llama, after):
         return len(asked) > after
 
     with pytest.raises(GenerationStopped):
-        generate(
-            llama, prompts_of(ROWS), num_samples=1, sampling=Sampling(12), key=KEY, eos_ids=frozenset({EOS}),
-            pad_id=PAD, should_stop=should_stop,
+        eagerly(
+            llama, prompts_of(ROWS), num_samples=1, sampling=Sampling(12), key=KEY, pad_id=PAD, should_stop=should_stop,
         )  # fmt: skip
     assert len(asked) == after + 1
 

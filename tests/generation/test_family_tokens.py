@@ -8,12 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_models import DEVICE, EXPERTS, KEY, NOT_STATIC, PAD, family, fused, generator_of, random_prompts
+from support.decode_models import (
+    DEVICE,
+    EXPERTS,
+    KEY,
+    NOT_STATIC,
+    PAD,
+    eagerly,
+    family,
+    fused,
+    generator_of,
+    random_prompts,
+)
 from support.families import FAMILIES
 
-from pipeline.generation.eager import generate
+from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.rollouts import Rollout, Sampling
-from pipeline.generation.static import StaticCacheForward
+from pipeline.generation.session import generate
 
 GREEDY = Sampling(64, top_k=1)
 PROMPTS = random_prompts((5, 2, 9))
@@ -21,15 +32,15 @@ REQUEST: dict[str, Any] = {"num_samples": 1, "sampling": GREEDY, "key": KEY}
 
 
 def by_eager(model: Any) -> Rollout:
-    return generate(model, PROMPTS, eos_ids=frozenset(), pad_id=PAD, **REQUEST)
+    return eagerly(model, PROMPTS, ends=(), **REQUEST)
 
 
 def by_static(model: Any) -> Rollout:
-    return generator_of(StaticCacheForward(model), ends=()).generate(PROMPTS, num_slots=3, **REQUEST)
+    return generate(generator_of(StaticCacheForward(model), ends=()), PROMPTS, num_slots=3, **REQUEST)
 
 
 def by_fused(model: Any) -> Rollout:
-    return generator_of(fused(model), ends=()).generate(PROMPTS, num_slots=3, **REQUEST)
+    return generate(generator_of(fused(model), ends=()), PROMPTS, num_slots=3, **REQUEST)
 
 
 # On a CPU the kernels are interpreted, half a minute for each of these; the others run on a GPU.

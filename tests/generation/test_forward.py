@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.decode_models import DEVICE, FUSED, PAD, STATIC, fused, llama, opt, plain_logits, random_ids
 
-from pipeline.generation.slots import CachedForward
-from pipeline.generation.static import StaticCacheForward
+from pipeline.generation.backends import CachedForward
+from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.tensor_ops import pad_rows
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
@@ -164,4 +164,6 @@ def test_bytes_of_a_token_are_those_of_the_cache(name):
     model = FUSED[name]()
     for function in (fused(model), StaticCacheForward(model)):
         cache = fused(model).new_cache(3, CACHE_LENGTH)
-        assert function.bytes_per_token * 3 * CACHE_LENGTH == sum(part.nbytes for part in (*cache.keys, *cache.values))
+        assert function.cache_layout.bytes_per_token * 3 * CACHE_LENGTH == sum(
+            part.nbytes for part in (*cache.keys, *cache.values)
+        )

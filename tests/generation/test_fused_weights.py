@@ -10,9 +10,16 @@ import torch
 from support.decode_models import DEVICE, FUSED, PAD, fused, llama, opt, plain_logits, shaken, with_lora
 from torch import nn
 
-from pipeline.generation.fused import FusedForward, linear
-from pipeline.generation.fused_weights import DecodeWeights
-from pipeline.generation.projections import Projection, Shard, WeightTensor, bias_shards, joined_view, weight_shards
+from pipeline.generation.forwards.fused import FusedForward, linear
+from pipeline.generation.forwards.fused_weights import DecodeWeights
+from pipeline.generation.forwards.projections import (
+    Projection,
+    Shard,
+    WeightTensor,
+    bias_shards,
+    joined_view,
+    weight_shards,
+)
 from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.models.decoders.architecture import Rows
 from pipeline.models.decoders.families import read_architecture

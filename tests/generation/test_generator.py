@@ -22,12 +22,12 @@ from support.decode_models import (
 )
 from support.marks import slow
 
-from pipeline.dist import RankGroup
-from pipeline.generation import scheduler
+from pipeline.generation import device_work, scheduler
+from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
-from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
+from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, Vocabulary
+from pipeline.generation.session import Room, generate
 from pipeline.generation.slots import CACHE_LENGTH_MULTIPLE, GenerationBuffers
-from pipeline.generation.static import StaticCacheForward
 
 # Many tokens end a response, so that rows end at different times.
 ENDS = [EOS, *range(20, 70)]
@@ -79,7 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 )
 def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
     """Deferred polls, as with a GPU: a slot that was assigned since is not assigned once more."""
-    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(scheduler, "POLL_INTERVAL_WHILE_WAITING", every)
     test_the_static_backend_samples_what_the_eager_loop_does(name)
 
@@ -87,9 +87,9 @@ def test_a_host_that_works_ahead_samples_the_same(monkeypatch, name, every):
 @pytest.fixture
 def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Overlap as with a GPU; return a list with an entry for each overlapped prefill."""
-    seen, opened = [], scheduler.SideStream.enqueuing
-    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
-    monkeypatch.setattr(scheduler.SideStream, "enqueuing", lambda side: (seen.append(1), opened(side))[1])
+    seen, opened = [], device_work.SideStream.enqueuing
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
+    monkeypatch.setattr(device_work.SideStream, "enqueuing", lambda side: (seen.append(1), opened(side))[1])
     return seen
 
 
@@ -118,13 +118,13 @@ def test_the_static_backend_and_ranks_in_lockstep_do_not_overlap_prefills(overla
     """The first writes a key in free slots too; the others meet in collectives."""
     model = opt()
     rollouts(model, StaticCacheForward(model), PROMPTS, sampling=Sampling(8), num_samples=3, num_slots=3, ends=ENDS)
-    gen = Generator(
-        fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), lockstep=scheduler.Lockstep()
-    )
+    function = fused(model)
+    function.lockstep = device_work.Lockstep()
+    gen = generator_of(function, ENDS)
     rollouts(model, gen, PROMPTS, sampling=Sampling(8), num_samples=3, num_slots=3, ends=ENDS)
     assert not overlapped_prefills
-    group: Any = SimpleNamespace(size=2)
-    assert Generator(fused(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=group).stream is None
+    function.lockstep, function.group = None, SimpleNamespace(size=2)
+    assert generator_of(function).stream is None
 
 
 @pytest.mark.parametrize("deferred_polls", [(), ("cpu",)])
@@ -133,7 +133,7 @@ def test_the_static_backend_and_ranks_in_lockstep_do_not_overlap_prefills(overla
 )
 def test_no_decode_step_is_made_in_vain(monkeypatch, num_slots, steps, ends, deferred_polls):
     """Six responses of seven tokens, the first of which the prefill draws; or that end there, before a poll."""
-    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset(deferred_polls))
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset(deferred_polls))
     monkeypatch.setattr(scheduler, "POLL_INTERVAL", 5)
     monkeypatch.setattr(scheduler, "POLL_INTERVAL_WHILE_WAITING", 4)
     made, advance = [], GenerationBuffers.decode
@@ -173,7 +173,7 @@ def test_equal_prompts_of_other_ids_differ_and_a_seed_repeats_bit_for_bit(backen
     ids = PROMPTS[0].ids
     prompts = [type(PROMPTS[0])(ids, 7), type(PROMPTS[0])(ids, 8)]
     settings = {"num_samples": 1, "num_slots": 2, "sampling": Sampling(4), "key": RandomKey(5, "rollout", 2)}
-    first, again = (generator_of(FUNCTIONS[backend](model)).generate(prompts, **settings) for _ in range(2))
+    first, again = (generate(generator_of(FUNCTIONS[backend](model)), prompts, **settings) for _ in range(2))
     assert first.responses[0].tolist() != first.responses[1].tolist()
     for one, other in zip(first.responses + first.log_probs, again.responses + again.log_probs, strict=True):
         assert torch.equal(one, other)
@@ -202,27 +202,30 @@ def test_a_rollout_is_not_written_over_by_the_next():
     assert_same(first, expected)
 
 
-CHANGES: dict[str, dict[str, Any]] = {
-    "more rows": {"num_samples": 2},
-    "more slots": {"num_slots": 3},
-    "sampling": {"sampling": Sampling(5, top_k=2)},
-    "longer prompts": {"prompts": random_prompts((3, 61, 5))},
+# What a second call changes -> whether the buffers of the first one serve it.
+CHANGES: dict[str, tuple[dict[str, Any], bool]] = {
+    "more rows": ({"num_samples": 2}, True),
+    "more slots": ({"num_slots": 3}, False),
+    "sampling": ({"sampling": Sampling(5, top_k=2)}, True),
+    "longer responses": ({"sampling": Sampling(6)}, False),
+    "longer prompts": ({"prompts": random_prompts((3, 61, 5))}, False),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_larger_jobs_and_other_sampling_get_other_buffers(change):
+def test_larger_jobs_get_other_buffers(change):
     model = llama()
     gen = generator_of(StaticCacheForward(model), ENDS)
     usual = {"prompts": PROMPTS, "sampling": Sampling(5), "num_slots": 2}
     rollouts(model, gen, **usual)
     buffers = gen._buffers
-    assert_same(*rollouts(model, gen, **(usual | CHANGES[change]), ends=ENDS))
-    assert gen._buffers is not buffers
+    changed, serves = CHANGES[change]
+    assert_same(*rollouts(model, gen, **(usual | changed), ends=ENDS))
+    assert (gen._buffers is buffers) is serves
 
 
 def test_evaluations_between_rollouts_take_their_buffers():
-    """Fewer rows at once, and more of them: after one of each, nothing is made anew."""
+    """Fewer rows at once, and more of them: nothing is made anew."""
     model = llama()
     gen = generator_of(StaticCacheForward(model), ENDS)
     rollout = {"prompts": PROMPTS[:2], "num_samples": 2, "num_slots": 4}
@@ -231,14 +234,13 @@ def test_evaluations_between_rollouts_take_their_buffers():
     for job in (rollout, evaluation, rollout, evaluation):
         assert_same(*rollouts(model, gen, **job, sampling=Sampling(5), ends=ENDS))
         buffers_seen.append(gen._buffers)
-    assert buffers_seen[0] is not buffers_seen[1] and buffers_seen[1] is buffers_seen[2] is buffers_seen[3]
-    assert buffers_seen[3].num_slots == 4 and buffers_seen[3].request.num_rows == 6
+    assert len(set(map(id, buffers_seen))) == 1 and buffers_seen[3].num_slots == 4
 
 
 def test_the_number_of_slots_does_not_follow_from_who_came_first():
     """The last bits of a 16-bit product depend on its rows, and a resumed run may evaluate before it samples."""
     model = llama()
-    gen = Generator(StaticCacheForward(model), eos_ids=frozenset(ENDS), pad_id=PAD, group=RankGroup(1), min_slots=5)
+    gen = Generator(StaticCacheForward(model), Vocabulary(frozenset(ENDS), PAD), least=Room(5, 0, 0))
     assert_same(*rollouts(model, gen, PROMPTS[:1], sampling=Sampling(5), num_slots=1, ends=ENDS))
     assert gen._buffers.num_slots == 5
 
@@ -313,7 +315,7 @@ def test_samples_of_a_prompt_share_its_prefill(monkeypatch):
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("backend", FUNCTIONS)
 def test_generation_stops_when_asked_and_the_next_call_is_whole(monkeypatch, backend, after, deferred_polls):
-    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset(deferred_polls))
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset(deferred_polls))
     model = opt()
     gen = generator_of(FUNCTIONS[backend](model))
     asked: list[None] = []
@@ -323,7 +325,8 @@ def test_generation_stops_when_asked_and_the_next_call_is_whole(monkeypatch, bac
         return len(asked) > after
 
     with pytest.raises(GenerationStopped):
-        gen.generate(
+        generate(
+            gen,
             PROMPTS[:2],
             num_samples=1,
             num_slots=2,

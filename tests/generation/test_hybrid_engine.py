@@ -19,7 +19,7 @@ from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.errors import InputError
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
-from pipeline.generation.rollouts import GenerationStopped, RandomKey, Rollout, Sampling
+from pipeline.generation.rollouts import GenerationStopped, RandomKey, Rollout, Sampling, Vocabulary
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, merged_weight
 from pipeline.models.partitions import gathered
@@ -88,7 +88,7 @@ def change_everything(engine: TrainingEngine) -> None:
 
 
 def hybrid_of(engine: TrainingEngine, options: GenerationOptions = FUSED) -> HybridEngine:
-    return HybridEngine(engine, eos_ids=frozenset({EOS}), pad_id=PAD, options=options)
+    return HybridEngine(engine, Vocabulary(frozenset({EOS}), PAD), options=options)
 
 
 def rollout(hybrid: HybridEngine) -> Rollout:

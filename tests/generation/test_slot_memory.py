@@ -21,12 +21,13 @@ from support.decode_models import (
 )
 
 from pipeline.errors import InputError
-from pipeline.generation import generator, scheduler
+from pipeline.generation import device_work, generator
 from pipeline.generation.backends import cached_tokens_that_fit, check_copies_fit, no_slot_fits
+from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import FIRST_NEW_TOKENS, Generator
 from pipeline.generation.rollouts import RandomKey, Sampling
+from pipeline.generation.session import generate
 from pipeline.generation.slots import GenerationBuffers
-from pipeline.generation.static import StaticCacheForward
 from pipeline.kernels.split_kv import MAX_SPLITS, MIN_KEYS_PER_SPLIT
 
 PROMPTS = random_prompts((3, 5, 1))
@@ -44,7 +45,8 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_on(device: str, mib_per_token: int) -> Any:
-    return SimpleNamespace(device=torch.device(device), bytes_per_token=mib_per_token * MIB)
+    layout = SimpleNamespace(bytes_per_token=mib_per_token * MIB)
+    return SimpleNamespace(device=torch.device(device), cache_layout=layout)
 
 
 def test_cached_tokens_are_those_that_fit_in_memory(free_memory, caplog):
@@ -58,7 +60,7 @@ def test_not_even_one_slot_is_an_error_that_says_what_to_do(monkeypatch, free_me
     assert str(no_slot_fits(model_on("cuda", 20), 64)).startswith(complaint)
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 63)
     with pytest.raises(InputError, match="max_answer_seq_len: one slot of 64 tokens"):
-        generator_of(StaticCacheForward(llama())).generate(PROMPTS, **ONE_TOKEN)
+        generate(generator_of(StaticCacheForward(llama())), PROMPTS, **ONE_TOKEN)
 
 
 def test_a_cpu_has_no_limit(free_memory):
@@ -101,7 +103,7 @@ def short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GenerationBuffers, "decode", checked)
     poll_often(monkeypatch)
-    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset())
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset())
     monkeypatch.setattr(generator, "FIRST_NEW_TOKENS", 1)
     for module in ("generator", "slots"):
         monkeypatch.setattr(f"pipeline.generation.{module}.CACHE_LENGTH_MULTIPLE", 1)
@@ -121,7 +123,7 @@ def test_the_cache_grows_with_the_responses(short_cache, ends, lengths):
 
 
 def test_the_cache_grows_under_overlapped_prefills(monkeypatch, short_cache):
-    monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
     model = opt()
     gen = generator_of(fused(model), ENDS)
     settings: dict[str, Any] = {"sampling": Sampling(7), "num_samples": 2, "num_slots": 3, "ends": ENDS}
@@ -136,7 +138,7 @@ def test_the_cache_grows_under_overlapped_prefills(monkeypatch, short_cache):
 def test_slots_are_lost_when_responses_outgrow_the_memory(monkeypatch, short_cache, caplog, memory, ends, left):
     """Prompts of 3, 5 and 1 tokens and 7 new ones need 12 positions; slots begin with 6, where there is memory."""
     if ends:
-        monkeypatch.setattr(scheduler, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
+        monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: memory)
     model = opt()
     gen = generator_of(fused(model), ends)
@@ -146,7 +148,7 @@ def test_slots_are_lost_when_responses_outgrow_the_memory(monkeypatch, short_cac
     assert left == [int(slots) for slots in re.findall(r"memory for (\d+) slots, not \d+, as", caplog.text)]
     buffers = gen._buffers
     assert buffers.num_slots * buffers.cache_length <= memory and buffers.cache_length == buffers.max_length == 12
-    assert buffers.can_serve(buffers.request, 12) == (not left), "the next call begins with all slots"
+    assert buffers.can_serve(buffers.room) == (not left), "the next call begins with all slots"
 
 
 def test_caches_whose_length_changes_results_do_not_grow(short_cache):
@@ -161,5 +163,5 @@ def test_caches_whose_length_changes_results_do_not_grow(short_cache):
 def test_a_call_of_few_new_tokens_has_its_cache_at_once():
     model = opt()
     gen = generator_of(fused(model))
-    gen.generate(PROMPTS, **ONE_TOKEN)
+    generate(gen, PROMPTS, **ONE_TOKEN)
     assert gen._buffers.cache_length == gen._buffers.max_length == 64

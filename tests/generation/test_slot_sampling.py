@@ -4,7 +4,9 @@ The kernels read the vocabulary in blocks; tests that draw much make the blocks 
 large.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ import torch
 from support.chi_square import exact_probabilities, p_value
 from support.decode_models import DEVICE, PAD
 
-from pipeline.generation import slots as slots_module
-from pipeline.generation.rollouts import RandomKey, Sampling, rollout_uniforms
-from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padded_eos
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Truncation, Vocabulary, rollout_uniforms
+from pipeline.generation.session import Room, Ticket
+from pipeline.generation.slots import GenerationBuffers, slot_settings
+from pipeline.kernels import token_draw
+from pipeline.kernels.token_draw import Slots, draw_tokens, padded_eos, slot_uniforms
+from pipeline.random_numbers import uniforms
 
 NEAR_0, NEAR_1 = 2.0**-53, 1.0 - 2.0**-53
 MOST_LIKELY_BY_CHANCE = 1e-3
@@ -22,37 +27,46 @@ MOST_LIKELY_BY_CHANCE = 1e-3
 
 @dataclass
 class Drawn:
-    """The result of one draw of M rows, each in its own slot and response."""
+    """The result of one draw of M rows, each in its own slot."""
 
     slots: Slots
-    responses: ResponseBuffers
 
     @property
     def tokens(self) -> torch.Tensor:
-        return self.responses.tokens[:, 0]
+        return self.slots.written[:, 0]
 
     @property
     def log_probs(self) -> torch.Tensor:
-        return self.responses.log_probs[:, 0]
+        return self.slots.log_probs[:, 0]
+
+
+def slots_of(samplings: Sequence[Sampling]) -> Slots:
+    """Active slots with these settings, before their first token."""
+    count = len(samplings)
+    slots = Slots.empty(count, max(sampling.max_new_tokens for sampling in samplings), DEVICE)
+    tickets = [Ticket(n, Prompt([5], n), sampling, RandomKey(1, "r"), 0) for n, sampling in enumerate(samplings)]
+    settings, numbers = (values.to(DEVICE) for values in slot_settings(tickets))
+    lengths = torch.ones(count, dtype=torch.int32, device=DEVICE)
+    slots.start(torch.arange(count, device=DEVICE), lengths, settings, numbers)
+    return slots
 
 
 def drawn(
-    logits: torch.Tensor, uniforms: torch.Tensor | list[float], *, ends: tuple[int, ...] = (), **given: Any
-) -> Drawn:
-    """The first token of each row."""
+    logits: torch.Tensor, uniforms: torch.Tensor | list[float], *, ends: tuple[int, ...] = (),
+    num_tokens: int | None = None, samplings: Sequence[Sampling] | None = None, **given: Any,
+) -> Drawn:  # fmt: skip
+    """The first token of each row, by settings of its own or `given` ones."""
     rows = len(logits)
-    slots = Slots.empty(rows, DEVICE)
-    slots.active.fill_(1)
-    slots.response.copy_(torch.arange(rows))
-    responses = ResponseBuffers.empty((rows, 1), pad_id=PAD, device=DEVICE)
-    actual = Drawn(slots, responses)
-    uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE).reshape(rows, 1)
+    samplings = samplings or [Sampling(1, **given)] * rows
+    forward: Any = SimpleNamespace(device=DEVICE, prepare=lambda length: None, new_cache=max, addresses=tuple)
+    vocabulary = Vocabulary(frozenset(ends), PAD, num_tokens)
+    buffers = GenerationBuffers(forward, Room(rows, 1, 1), vocabulary, cache_length=1, max_cached_tokens=10**9)
+    buffers.slots = slots_of(samplings)
+    buffers.truncate(Truncation.of(samplings))
     numbers = torch.arange(rows, device=DEVICE)
-    draw_tokens(
-        logits.to(DEVICE).contiguous(), numbers, numbers, slots, replace(responses, uniforms=uniforms),
-        eos=padded_eos(frozenset(ends), DEVICE), sampling=Sampling(1, **given),
-    )  # fmt: skip
-    return actual
+    uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE).reshape(rows)
+    buffers.draw(logits.to(DEVICE).contiguous(), numbers, numbers, uniforms=uniforms)
+    return Drawn(buffers.slots)
 
 
 def keyed_uniforms(count: int, seed: int) -> torch.Tensor:
@@ -86,7 +100,7 @@ def expected(settings: dict[str, Any]) -> torch.Tensor:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks of the vocabulary of LOGITS, the last one with 3 tokens."""
-    monkeypatch.setattr(slots_module, "VOCABULARY_BLOCK", 4)
+    monkeypatch.setattr(token_draw, "VOCABULARY_BLOCK", 4)
 
 
 def test_draws_follow_the_exact_distribution_and_no_other(small_blocks):
@@ -225,43 +239,69 @@ def fill(values: torch.Tensor, numbers: list[int]) -> None:
 def test_a_draw_moves_its_row_on_and_leaves_the_others_alone():
     """Four slots, three rows of logits in another order; slot 1 is not active, slot 3 is not asked for.
 
-    Slot 0 writes the last token of response 2, slot 2 writes an end as the second of response 0.
+    Slot 0 writes the last token of its response, slot 2 writes an end as its second of five.
     """
-    slots, responses = Slots.empty(4, DEVICE), ResponseBuffers.empty((3, 3), pad_id=PAD, device=DEVICE)
-    responses.uniforms.fill_(0.5)
+    slots = slots_of([Sampling(3), Sampling(5), Sampling(5), Sampling(4)])
     fill(slots.tokens, [50, 51, 52, 53])
     fill(slots.lengths, [9, 8, 7, 6])
     fill(slots.active, [1, 0, 1, 1])
-    fill(slots.response, [2, 1, 0, 1])
     fill(slots.position, [2, 1, 1, 0])
     one_hot = torch.full((3, 8), -float("inf"))
     one_hot[2, 5], one_hot[0, 4], one_hot[1, 3] = 0.0, 0.0, 0.0
     rows, index = torch.tensor([[2, 0, 1], [2, 1, 0]], device=DEVICE)
     draw_tokens(
-        one_hot.to(DEVICE), rows, index, slots, responses,
-        eos=padded_eos(frozenset({5, 6, 7}), DEVICE), sampling=Sampling(3),
+        one_hot.to(DEVICE), rows, index, slots, uniforms=torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE),
+        eos=padded_eos(frozenset({5, 6, 7}), DEVICE), num_known=8,
     )  # fmt: skip
     assert slots.tokens.tolist() == [3, 51, 5, 53]
     assert slots.lengths.tolist() == [9, 8, 7, 6]
     assert slots.active.tolist() == [0, 0, 0, 1]
     assert slots.position.tolist() == [3, 1, 2, 0]
-    assert responses.tokens.tolist() == [[PAD, 5, PAD], [PAD] * 3, [PAD, PAD, 3]]
-    assert responses.lengths.tolist() == [2, 0, 3]
-    assert responses.finished.tolist() == [1, 0, 0], "a cut response has no end"
+    assert slots.written.tolist() == [[0, 0, 3, 0, 0], [0] * 5, [0, 5, 0, 0, 0], [0] * 5]
+    assert slots.ended.tolist() == [0, 0, 1, 0], "a cut response has no end"
 
 
-def test_each_token_takes_the_uniform_of_its_own_place():
-    logits = torch.zeros(2, 10)
-    slots, responses = Slots.empty(2, DEVICE), ResponseBuffers.empty((2, 4), pad_id=PAD, device=DEVICE)
-    slots.active.fill_(1)
-    fill(slots.response, [1, 0])
-    fill(slots.position, [3, 1])
-    uniforms = torch.tensor([[0.05, 0.15, 0.25, 0.35], [0.45, 0.55, 0.65, 0.75]], dtype=torch.float64, device=DEVICE)
-    draw_tokens(
-        logits.to(DEVICE), *torch.arange(2, device=DEVICE).expand(2, 2), slots, replace(responses, uniforms=uniforms),
-        eos=padded_eos(frozenset(), DEVICE), sampling=Sampling(4),
-    )  # fmt: skip
-    assert slots.tokens.tolist() == [7, 1]
+def test_the_numbers_of_slots_are_those_of_the_random_number_contract():
+    """Keys with a top bit, prompt ids of 63 bits, late positions; a greedy slot has none."""
+    keys = [
+        RandomKey(seed, purpose, epoch) for seed, purpose, epoch in ((3, "rollout", 0), (4, "eval", 9), (0, "x", 1))
+    ]
+    samples, ids, positions = (0, 4095, 17), (1, 2**63 - 1, 2**40 + 5), (0, 300, 2**20)
+    tickets = [Ticket(n, Prompt([1], ids[n]), Sampling(2**21), keys[n], samples[n]) for n in range(3)]
+    tickets.append(Ticket(3, Prompt([1], 7), Sampling(5, temperature=0), keys[0], 0))
+    slots = Slots.empty(5, 1, DEVICE)
+    index = torch.tensor([4, 0, 2, 1], device=DEVICE)
+    settings, numbers = (values.to(DEVICE) for values in slot_settings(tickets))
+    slots.start(index, torch.ones(4, dtype=torch.int32, device=DEVICE), settings, numbers)
+    slots.position[index] = torch.tensor([*positions, 0], dtype=torch.int32, device=DEVICE)
+    expected = [
+        uniforms(
+            seed=key.seed, purpose=key.purpose, epoch=key.epoch, prompt_ids=torch.tensor([ids[n]]),
+            sample_index=torch.tensor([samples[n]]), position=positions[n],
+        ).item()
+        for n, key in enumerate(keys)
+    ]  # fmt: skip
+    assert slot_uniforms(slots, index).tolist() == [*expected, 0.0]
+    with pytest.raises(ValueError, match=r"sample index must be in \[0, 2\*\*12\), got 4096"):
+        slot_settings([Ticket(0, Prompt([1], 1), Sampling(1), keys[0], 4096)])
+
+
+def test_each_slot_draws_by_its_own_settings():
+    """Every row as in a draw of its own, whatever the settings beside it; a greedy one takes the first of the best."""
+    samplings = [
+        Sampling(1), Sampling(1, 0.6), Sampling(1, 1.7, top_k=4), Sampling(1, top_p=0.7), Sampling(1, 0),
+        Sampling(1, 0.8, top_p=0.5, top_k=9),
+    ]  # fmt: skip
+    logits = LOGITS.repeat(6, 1)
+    logits[4, 10] = logits[4, 3] = 5.0
+    for seed in range(3):
+        uniforms = keyed_uniforms(6, seed)
+        uniforms[4] = 0.0  # as `slot_uniforms` gives it
+        together = drawn(logits, uniforms, samplings=samplings)
+        for n, sampling in enumerate(samplings):
+            alone = drawn(logits[n : n + 1], uniforms[n : n + 1], samplings=[sampling])
+            assert together.tokens[n] == alone.tokens[0] and together.log_probs[n] == alone.log_probs[0]
+        assert together.tokens[4] == 3
 
 
 def test_end_ids_are_filled_up_with_what_no_token_is():

@@ -12,10 +12,9 @@ import pytest
 import torch
 from support.decode_models import (
     DEVICE,
-    EOS,
     FUSED,
-    PAD,
     assert_same,
+    generator_of,
     llama,
     opt,
     plain_logits,
@@ -29,18 +28,23 @@ from support.tiny_run import make_folder
 
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
-from pipeline.generation import fused_weights
 from pipeline.generation.backends import whole_weights_fit
-from pipeline.generation.fused import FusedForward
-from pipeline.generation.fused_weights import ALIGNMENT, group_layers
-from pipeline.generation.generator import Generator
+from pipeline.generation.forwards import fused_weights
+from pipeline.generation.forwards.fused import FusedForward
+from pipeline.generation.forwards.fused_weights import ALIGNMENT, group_layers
+from pipeline.generation.forwards.static import StaticCacheForward
+from pipeline.generation.forwards.streaming import (
+    GatherBuffers,
+    StreamedWeights,
+    check_streamed_weights_fit,
+    view_of_bytes,
+)
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.scheduler import Lockstep
+from pipeline.generation.session import generate
 from pipeline.generation.slots import GenerationBuffers
-from pipeline.generation.static import StaticCacheForward
-from pipeline.generation.streaming import GatherBuffers, StreamedWeights, check_streamed_weights_fit, view_of_bytes
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora
 from step3_ppo.config import PPOConfig
@@ -205,10 +209,9 @@ class Others(Lockstep):
     def largest(self, *values: int) -> list[int]:
         if len(values) == 1:
             return list(values)
-        stop, passes, left, waiting = values
         self.turns += 1
-        theirs = (self.stops, 2 if self.turns == 1 else 0, 2 if self.turns < 6 else 0, False)
-        return [max(pair) for pair in zip((stop, passes, left, waiting), theirs, strict=True)]
+        theirs = (self.stops, 2 if self.turns == 1 else 0, 2 if self.turns < 6 else 0, False, 0, False)
+        return [max(pair) for pair in zip(values, theirs, strict=True)]
 
     def join_prefill(self) -> None:
         self.helped += 1
@@ -217,9 +220,9 @@ class Others(Lockstep):
 def test_a_rank_goes_on_as_long_as_others_do(monkeypatch):
     poll_often(monkeypatch)
     model, lockstep = llama(), Others()
-    gen = Generator(
-        StaticCacheForward(model), eos_ids=frozenset({EOS}), pad_id=PAD, group=RankGroup(1), lockstep=lockstep
-    )
+    function = StaticCacheForward(model)
+    function.lockstep = lockstep
+    gen = generator_of(function)
     steps: list[int] = []
     advance = GenerationBuffers.decode
 
@@ -236,11 +239,11 @@ def test_a_rank_goes_on_as_long_as_others_do(monkeypatch):
 def test_a_rank_stops_where_another_does():
     lockstep = Others()
     lockstep.stops = True
-    gen = Generator(
-        StaticCacheForward(opt()), eos_ids=frozenset({EOS}), pad_id=PAD, group=RankGroup(1), lockstep=lockstep
-    )
+    function = StaticCacheForward(opt())
+    function.lockstep = lockstep
+    gen = generator_of(function)
     with pytest.raises(GenerationStopped):
-        gen.generate(PROMPTS, num_samples=1, num_slots=2, sampling=Sampling(3), key=RandomKey(3, "r"))
+        generate(gen, PROMPTS, num_samples=1, num_slots=2, sampling=Sampling(3), key=RandomKey(3, "r"))
     assert lockstep.turns == 1
 
 
@@ -275,7 +278,7 @@ def streamed_of(slices: int, gathered: int, replicated: int) -> Any:
 
 
 def test_streamed_weights_that_do_not_fit_are_refused_with_the_arithmetic(free_memory, caplog):
-    with caplog.at_level("INFO", logger="pipeline.generation.streaming"):
+    with caplog.at_level("INFO", logger="pipeline.generation.forwards.streaming"):
         check_streamed_weights_fit(streamed_of(256, 512, 128), torch.device("cuda"))
     said = "0.25 GiB (1/4 of the layers) + 0.50 GiB (2 groups of 3 layers) + 0.12 GiB (whole on each rank) = 0.88 GiB"
     assert f"{said} of the 1.00 GiB that are free" in caplog.text
@@ -327,7 +330,9 @@ def test_weights_stay_whole_where_they_fit_or_must(weights, monkeypatch):
             _device=DEVICE,
             _why_not_streamed=lambda actual=reason: actual,
         )
-        function = SimpleNamespace(bytes_per_token=1, weights=SimpleNamespace(num_bytes_to_copy=1))
+        function = SimpleNamespace(
+            cache_layout=SimpleNamespace(bytes_per_token=1), weights=SimpleNamespace(num_bytes_to_copy=1)
+        )
         assert HybridEngine._must_stream(hybrid, function) == expected
 
 

@@ -3,7 +3,7 @@
 The tests of tests/generation and tests/kernels need no GPU, and run compiled where there is one.
 """
 
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +26,20 @@ from support.decode_models import (
     with_lora,
 )
 
+from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import FIRST_NEW_TOKENS
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
-from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, rollout_uniforms
-from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padded_eos
-from pipeline.generation.static import StaticCacheForward
+from pipeline.generation.rollouts import (
+    GenerationStopped,
+    Prompt,
+    RandomKey,
+    Sampling,
+    Truncation,
+    Vocabulary,
+    rollout_uniforms,
+)
+from pipeline.generation.session import Room, Ticket, generate
+from pipeline.generation.slots import GenerationBuffers, slot_settings
 from pipeline.tensor_ops import pad_rows, round_up
 
 pytestmark = pytest.mark.gpu
@@ -137,10 +146,10 @@ def test_a_replayed_graph_is_the_step_itself(model, make, monkeypatch):
     settings = {"num_samples": 2, "num_slots": 3, "sampling": Sampling(20), "key": KEY}
     prompts = random_prompts(LENGTHS)
     graphed = generator_of(make(model), ENDS)
-    actual = [graphed.generate(prompts, **settings) for _ in range(2)]
+    actual = [generate(graphed, prompts, **settings) for _ in range(2)]
     assert graphed._buffers._graph is not None
     monkeypatch.setattr("pipeline.generation.slots.GenerationBuffers._captured_graph", lambda buffers: None)
-    actual.append(generator_of(make(model), ENDS).generate(prompts, **settings))
+    actual.append(generate(generator_of(make(model), ENDS), prompts, **settings))
     for other in actual[1:]:
         assert_same(actual[0], other, tolerance=0.0)
 
@@ -181,7 +190,7 @@ def test_graphs_are_captured_on_streams_that_exist(monkeypatch):
     """torch keeps memory, and cuBLAS a workspace, for each stream that was ever used."""
     generators = [generator_of(fused(opt(hidden_size=64, word_embed_proj_dim=64))) for _ in range(3)]
     request = {"num_samples": 1, "num_slots": 3, "sampling": Sampling(8), "key": KEY}
-    generators[0].generate(random_prompts(LENGTHS), **request)
+    generate(generators[0], random_prompts(LENGTHS), **request)
     made, stream = [], torch.cuda.Stream
 
     def counted(*args, **settings):
@@ -191,7 +200,7 @@ def test_graphs_are_captured_on_streams_that_exist(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", counted)
     for gen in generators[1:]:
-        gen.generate(random_prompts(LENGTHS), **request)
+        generate(gen, random_prompts(LENGTHS), **request)
         assert gen._buffers._graph is not None
     assert made == []
 
@@ -201,8 +210,7 @@ def test_a_stop_leaves_the_graph_usable():
     gen = generator_of(fused(model))
     prompts, asked = random_prompts(LENGTHS), []
     with pytest.raises(GenerationStopped):
-        gen.generate(
-            prompts, num_samples=1, num_slots=3, sampling=Sampling(30), key=KEY,
+        generate(gen, prompts, num_samples=1, num_slots=3, sampling=Sampling(30), key=KEY,
             should_stop=lambda: bool(asked) or asked.append(None),
         )  # fmt: skip
     assert_same(*rollouts(model, gen, prompts, sampling=Sampling(30)), tolerance=1e-4)
@@ -217,7 +225,7 @@ def test_long_rollouts_are_those_of_one_pass_and_the_cache_has_the_length_that_i
             parameter.mul_(0.25)
     gen = generator_of(fused(model), ends)
     prompts = random_prompts((LONG, LONG // 8, 1))
-    found = gen.generate(prompts, num_samples=1, num_slots=3, sampling=Sampling(LONG), key=KEY)
+    found = generate(gen, prompts, num_samples=1, num_slots=3, sampling=Sampling(LONG), key=KEY)
     for prompt, response, log_probs in zip(found.prompts, found.responses, found.log_probs, strict=True):
         assert ends or len(response) == LONG
         logits = plain_logits(model, [*prompt.tolist(), *response.tolist()])[len(prompt) - 1 : -1]
@@ -235,23 +243,20 @@ def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
     """100,000 draws from 5,000 tokens, whose three blocks the kernels join."""
     width, rows, replays = 5000, 4000, 25
     logits = (2 * torch.randn(width, generator=torch.Generator().manual_seed(4))).to(DEVICE, dtype)
-    slots, responses = Slots.empty(rows, DEVICE), ResponseBuffers.empty((rows, 1), pad_id=PAD, device=DEVICE)
-    slots.response.copy_(torch.arange(rows))
-    everywhere, uniforms = torch.arange(rows, device=DEVICE), torch.zeros(rows, 1, dtype=torch.float64, device=DEVICE)
-    many, eos = logits.repeat(rows, 1), padded_eos(frozenset(), DEVICE)
+    samplings, vocabulary = [Sampling(1, **settings)], Vocabulary(frozenset(), PAD)
+    forward = SimpleNamespace(device=DEVICE, prepare=lambda length: None, new_cache=max, addresses=tuple)
+    buffers = GenerationBuffers(forward, Room(rows, 1, 1), vocabulary, cache_length=1, max_cached_tokens=10**9)
+    everywhere, uniforms = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.float64, device=DEVICE)
+    tickets = [Ticket(n, Prompt([5], n), samplings[0], KEY, 0) for n in range(rows)]
+    start = [values.to(DEVICE) for values in slot_settings(tickets)]
+    buffers.slots.start(everywhere, torch.ones(rows, dtype=torch.int32, device=DEVICE), *start)
+    buffers.truncate(Truncation.of(samplings))
+    many = logits.repeat(rows, 1)
 
     def draw() -> None:
-        slots.active.fill_(1)
-        slots.position.zero_()
-        draw_tokens(
-            many,
-            everywhere,
-            everywhere,
-            slots,
-            replace(responses, uniforms=uniforms),
-            eos=eos,
-            sampling=Sampling(1, **settings),
-        )
+        buffers.slots.active.fill_(1)
+        buffers.slots.position.zero_()
+        buffers.draw(many, everywhere, everywhere, uniforms)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -263,8 +268,8 @@ def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
         draw()
     counts = torch.zeros(width, device=DEVICE)
     for epoch in range(replays):
-        uniforms.copy_(rollout_uniforms(RandomKey(5, "rollout", epoch), everywhere, everywhere * 0, 1))
+        uniforms.copy_(rollout_uniforms(RandomKey(5, "rollout", epoch), everywhere, everywhere * 0, 1)[:, 0])
         graph.replay()
-        counts += torch.bincount(responses.tokens[:, 0], minlength=width)
+        counts += torch.bincount(buffers.slots.written[:, 0], minlength=width)
     exact = exact_probabilities(logits.float().cpu(), **({"temperature": 1.0, "top_p": 1.0, "top_k": 0} | settings))
     assert p_value(counts.cpu(), exact) > 1e-3

@@ -18,7 +18,7 @@ from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.backends import memory_of
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
-from pipeline.generation.rollouts import RandomKey, Rollout, Sampling
+from pipeline.generation.rollouts import RandomKey, Rollout, Sampling, Vocabulary
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.out_of_memory import memory_line
 
@@ -87,7 +87,7 @@ def test_a_run_goes_the_same_way_with_and_without(tmp_path: Path, stage: int):
 def test_the_cache_goes_back_where_less_than_a_third_of_the_device_is_free():
     with group_of_one():
         engine = engine_of(CausalLM(llama(hidden_size=1024, num_attention_heads=8, num_hidden_layers=4)))
-        hybrid = HybridEngine(engine, eos_ids=frozenset({EOS}), pad_id=PAD, options=GenerationOptions(backend="fused"))
+        hybrid = HybridEngine(engine, Vocabulary(frozenset({EOS}), PAD), options=GenerationOptions(backend="fused"))
 
         def rollout() -> Rollout:
             with hybrid.generation():
@@ -110,7 +110,7 @@ def test_the_cache_goes_back_where_less_than_a_third_of_the_device_is_free():
 def test_the_cache_stays_where_updates_were_seen_to_have_memory_beside_it():
     with group_of_one():
         engine = engine_of(CausalLM(llama(hidden_size=1024, num_attention_heads=8, num_hidden_layers=4)))
-        hybrid = HybridEngine(engine, eos_ids=frozenset({EOS}), pad_id=PAD, options=GenerationOptions(backend="fused"))
+        hybrid = HybridEngine(engine, Vocabulary(frozenset({EOS}), PAD), options=GenerationOptions(backend="fused"))
 
         free = torch.cuda.mem_get_info()[0]  # other processes may be at work beside this one
 

@@ -1,14 +1,12 @@
 """The kernels of the head's log-probabilities, compiled: against torch in fp32, with gradients, in 16 bits and fp32."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from support.decode_models import DEVICE
 
-from pipeline.generation.rollouts import Sampling
-from pipeline.generation.slots import ResponseBuffers, Slots, draw_tokens, padded_eos
+from pipeline.kernels.token_draw import Slots, draw_tokens, padded_eos
 from pipeline.kernels.token_statistics import LogitScaling, plain_statistics, token_statistics
 
 pytestmark = pytest.mark.gpu
@@ -71,13 +69,14 @@ def test_log_probabilities_of_256k_tokens_copy_no_logits():
 def test_draws_from_256k_tokens_copy_no_logits():
     logits = torch.randn(LARGE, device="cuda", dtype=torch.bfloat16)
     rows = torch.arange(LARGE[0], device="cuda")
-    slots, responses = Slots.empty(LARGE[0], DEVICE), ResponseBuffers.empty((LARGE[0], 1), pad_id=0, device=DEVICE)
+    slots, eos = Slots.empty(LARGE[0], 1, DEVICE), padded_eos(frozenset(), DEVICE)
     slots.active.fill_(1)
-    slots.response.copy_(rows)
-    responses = replace(responses, uniforms=torch.rand(LARGE[0], 1, device="cuda", dtype=torch.float64))
+    slots.temperature.fill_(1.0)
+    slots.top_p.fill_(1.0)
+    uniforms = torch.rand(LARGE[0], device="cuda", dtype=torch.float64)
 
     def work() -> None:
-        draw_tokens(logits, rows, rows, slots, responses, eos=padded_eos(frozenset(), DEVICE), sampling=Sampling(1))
+        draw_tokens(logits, rows, rows, slots, uniforms=uniforms, eos=eos, num_known=LARGE[1])
 
     assert bytes_beside(logits, work) < 0.1
-    assert responses.tokens.unique().numel() > 500
+    assert slots.written.unique().numel() > 500

@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from pipeline.generation.fused import add_branch, rotary_table
+from pipeline.generation.forwards.fused import add_branch, rotary_table
 from pipeline.kernels import split_matmul as split_matmul_module
 from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated, rotate
 from pipeline.kernels.int8_linear import dequantise_rows, quantise_rows

@@ -14,9 +14,11 @@ import torch
 from learning import rows
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, Turns, prompt_hash
-from pipeline.generation.eager import generate_batches
-from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
-from pipeline.inference.answers import encode_answer, load_chat_model, load_judge, resolve_dtype, score_rows
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.session import generate
+from pipeline.generation.sources import session_source
+from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+from pipeline.inference.answers import load_chat_model, resolve_dtype
 
 BATCH_SIZE = 256
 AT_ONCE = 512  # rows of a batch of best-of-n: more would not find memory beside PPO runs on the same GPU
@@ -49,9 +51,9 @@ def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dic
     """Write a line for each answer of `--num_samples` to each prompt, with the scores of all judges."""
     model = load_chat_model(given.policy, dtype=resolve_dtype("auto"))
     encoded = [Prompt(encode_prompt(model.tokenizer, turns), prompt_hash(turns)) for turns in prompts]
-    rollout = generate_batches(
-        model.model, encoded, batch_size=max(AT_ONCE // given.num_samples, 1), num_samples=given.num_samples,
-        sampling=Sampling(given.max_answer), key=RandomKey(0, "best of n"), eos_ids=model.end_ids, pad_id=model.pad_id,
+    rollout = generate(
+        session_source(model.model, Vocabulary(model.end_ids, model.pad_id)), encoded, num_samples=given.num_samples,
+        num_slots=AT_ONCE, sampling=Sampling(given.max_answer), key=RandomKey(0, "best of n"),
     )  # fmt: skip
     texts = model.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
     lines: list[dict[str, Any]] = [

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import NAMES, save_tiny
 
 from pipeline.errors import InputError
+from pipeline.inference.answer_scores import load_judge, score_rows
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.answers import Answer, generate_answers, load_chat_model, load_judge, score_rows
+from pipeline.inference.answers import Answer, generate_answers, load_chat_model
 from pipeline.models import loaded
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora

@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_models import KEY, PAD, family, fused, generator_of, plain_logits, random_ids, random_prompts
+from support.decode_models import (
+    KEY,
+    PAD,
+    eagerly,
+    family,
+    fused,
+    generator_of,
+    plain_logits,
+    random_ids,
+    random_prompts,
+)
 from support.families import WINDOW
 
 from pipeline.data.batching import block_diagonal_mask
-from pipeline.generation.eager import generate
 from pipeline.generation.rollouts import Rollout, Sampling
+from pipeline.generation.session import generate
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows
@@ -80,7 +90,7 @@ def test_the_loss_is_that_of_transformers(name: str) -> None:
 def test_greedy_tokens_of_the_fused_backend_are_those_of_transformers(name: str) -> None:
     kind, fields = FUSED[name]
     model = family(kind, **fields)
-    assert_greedy(model, generator_of(fused(model), ends=()).generate(PROMPTS, num_slots=2, **REQUEST))
+    assert_greedy(model, generate(generator_of(fused(model), ends=()), PROMPTS, num_slots=2, **REQUEST))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,4 +107,4 @@ def test_a_field_is_dropped_where_a_model_is_loaded_and_named(
     assert [text for text in caplog.messages if "ignored" in text] == [line + "LlamaConfig, does not know it"]
     for config in (model.config, model.source_config):
         assert not set(config.to_dict()) & {*CASES[name], "kv_sharing_modes"}
-    assert_greedy(model, generate(model, PROMPTS, eos_ids=frozenset(), pad_id=PAD, **REQUEST))
+    assert_greedy(model, eagerly(model, PROMPTS, ends=(), **REQUEST))

@@ -19,7 +19,7 @@ from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.generation import scheduler
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
-from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling
+from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling, Vocabulary
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.partitions import gathered
 from pipeline.rendezvous import num_ranks
@@ -60,7 +60,7 @@ def change_weights(engine: TrainingEngine) -> None:
 
 
 def hybrid_of(engine: TrainingEngine, options: GenerationOptions) -> HybridEngine:
-    return HybridEngine(engine, eos_ids=ENDS, pad_id=PAD, options=options)
+    return HybridEngine(engine, Vocabulary(ENDS, PAD), options=options)
 
 
 def sampled(hybrid: HybridEngine, length: int = 4, **more: Any) -> Rollout:

@@ -11,10 +11,11 @@ from worker_decode import FUSED, change_weights, engine_of, findings, stopped_by
 from worker_ppo import setup, tensors_of
 
 from pipeline.engine.engine import TrainingEngine
-from pipeline.generation import fused_weights, hybrid_engine, scheduler, streaming
+from pipeline.generation import hybrid_engine, scheduler
+from pipeline.generation.forwards import fused_weights, streaming
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
-from pipeline.generation.rollouts import Rollout, Sampling
+from pipeline.generation.rollouts import Rollout, Sampling, Vocabulary
 from pipeline.models.lora import add_lora
 
 WHOLE, STREAMED = (replace(FUSED, weights=weights) for weights in ("whole", "streamed"))
@@ -38,7 +39,7 @@ MAKERS = {
 
 
 def hybrid_of(engine: TrainingEngine, options: GenerationOptions) -> HybridEngine:
-    return HybridEngine(engine, eos_ids=ENDS, pad_id=PAD, options=options)
+    return HybridEngine(engine, Vocabulary(ENDS, PAD), options=options)
 
 
 def sampled(hybrid: HybridEngine, **more: Any) -> Rollout:

@@ -20,7 +20,7 @@ from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import ModelConfig
 from pipeline.files import GIB
-from pipeline.generation.fused_weights import DecodeWeights
+from pipeline.generation.forwards.fused_weights import DecodeWeights
 from pipeline.generation.options import GenerationOptions
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora

@@ -28,8 +28,9 @@ from bench.work import (
 from support.tiny_run import opt_config
 from transformers import OPTForCausalLM
 
-from pipeline.generation.eager import generate
-from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.session import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 2
@@ -205,8 +206,9 @@ def test_a_model_with_an_end_probability_ends_as_often():
     wanted = hazard_for(25.0, 64)
     assert set_end_probability(model, wanted) == pytest.approx(wanted, rel=0.05)
     prompts = [Prompt([5, 6, 7, 8 + n], n) for n in range(400)]
-    rollout = generate(model.float(), prompts, num_samples=1, sampling=Sampling(64), key=RandomKey(0, "bench"),
-                       eos_ids=frozenset({EOS}), pad_id=1)  # fmt: skip
+    source = EagerGenerator(model.float(), Vocabulary(frozenset({EOS}), 1))
+    request = {"num_samples": 1, "num_slots": 400, "sampling": Sampling(64), "key": RandomKey(0, "bench")}
+    rollout = generate(source, prompts, **request)
     lengths = torch.tensor([len(response) for response in rollout.responses]).float()
     # The standard error of the mean of 400 lengths is about 1.
     assert lengths.mean().item() == pytest.approx(25.0, abs=3.0)

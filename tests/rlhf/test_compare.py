@@ -12,7 +12,7 @@ from transformers import LlamaForSequenceClassification, OPTConfig, OPTForCausal
 
 from pipeline.data.templates import encode_conversation
 from pipeline.data.turns import Message
-from pipeline.inference.answers import encode_answer, load_judge, score_rows
+from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
 from rlhf.compare import main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,9 @@ from pipeline.configuration.flags import parse
 from pipeline.data.loader import Step
 from pipeline.data.templates import HUMAN_ASSISTANT_TEMPLATE
 from pipeline.errors import InputError
-from pipeline.generation.eager import generate
-from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.session import generate
 from pipeline.models.loading import load_causal_lm, use_gradient_checkpointing
 from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import load_tokenizer
@@ -46,13 +47,12 @@ def test_sampling_uses_the_cache_although_training_recomputes_activations(tiny_f
     )
     prompts = [Prompt(row.tolist(), n) for n, row in enumerate(random_rows(0, (5, 3)))]
     generate(
-        model.eval(),
+        EagerGenerator(model.eval(), Vocabulary(frozenset({10_000}), 0)),
         prompts,
         num_samples=1,
+        num_slots=2,
         sampling=Sampling(6),
         key=RandomKey(0, "rollout"),
-        eos_ids=frozenset({10_000}),
-        pad_id=0,
     )
     assert lengths == [5, 1, 1, 1, 1, 1]
 

@@ -17,8 +17,9 @@ from pipeline.data.turns import Message
 from pipeline.dist import RankGroup, World
 from pipeline.engine.engine import FrozenEngine
 from pipeline.engine.start_models import same_tokens
-from pipeline.generation.eager import generate_batches
-from pipeline.generation.rollouts import RandomKey, Sampling
+from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.rollouts import RandomKey, Sampling, Vocabulary
+from pipeline.generation.session import generate
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
@@ -81,17 +82,17 @@ DATA = [
 class PlainHybrid:
     """What a Sampler needs of a HybridEngine, over a plain model; ends on about one token in eight."""
 
-    pad_id = PAD
+    vocabulary = Vocabulary(frozenset(range(EOS, 50)), PAD)
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model.eval()
+        self.source = EagerGenerator(model.eval(), self.vocabulary)
         self.group = RankGroup(1)
 
     def generation(self):
         return torch.no_grad()
 
-    def generate(self, prompts, **settings):
-        return generate_batches(self.model, prompts, eos_ids=frozenset(range(EOS, 50)), pad_id=PAD, **settings)
+    def generate(self, prompts, *, batch_size, num_samples, **settings):
+        return generate(self.source, prompts, num_slots=batch_size * num_samples, num_samples=num_samples, **settings)
 
 
 def sample(model: nn.Module, planned, *, batch_size: int = 2, num_samples: int = 2) -> Responses:

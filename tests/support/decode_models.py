@@ -23,15 +23,15 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from pipeline.dist import RankGroup
 from pipeline.generation import scheduler
-from pipeline.generation.eager import generate
-from pipeline.generation.fused import FusedForward
-from pipeline.generation.fused_weights import DecodeWeights
+from pipeline.generation.backends import CachedForward
+from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.forwards.fused import FusedForward
+from pipeline.generation.forwards.fused_weights import DecodeWeights
+from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
-from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
-from pipeline.generation.slots import CachedForward
-from pipeline.generation.static import StaticCacheForward
+from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, Vocabulary
+from pipeline.generation.session import generate
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora, quantise_to_int8
 
@@ -168,15 +168,22 @@ def rollouts(
     num_samples: int = 1, num_slots: int = 3, ends: Sequence[int] = (EOS,), key: RandomKey = KEY,
 ) -> tuple[Rollout, Rollout]:  # fmt: skip
     """(by a fast path, by the eager loop) with the same random numbers."""
-    eos = frozenset(ends)
     fast = function if isinstance(function, Generator) else generator_of(function, ends)
     common: dict[str, Any] = {"num_samples": num_samples, "sampling": sampling, "key": key}
-    found = fast.generate(prompts, num_slots=num_slots, **common)
-    return found, generate(model, prompts, eos_ids=eos, pad_id=PAD, **common)
+    return generate(fast, prompts, num_slots=num_slots, **common), eagerly(model, prompts, ends=ends, **common)
+
+
+def eagerly(
+    model: nn.Module, prompts: Sequence[Prompt], *, ends: Sequence[int] = (EOS,), pad_id: int = PAD,
+    num_tokens: int | None = None, num_slots: int = 1000, **request: Any,
+) -> Rollout:  # fmt: skip
+    """A rollout by the eager backend, in one batch."""
+    vocabulary = Vocabulary(frozenset(ends), pad_id, num_tokens)
+    return generate(EagerGenerator(model, vocabulary), prompts, num_slots=num_slots, **request)
 
 
 def generator_of(function: CachedForward, ends: Sequence[int] = (EOS,)) -> Generator:
-    return Generator(function, eos_ids=frozenset(ends), pad_id=PAD, group=RankGroup(1))
+    return Generator(function, Vocabulary(frozenset(ends), PAD))
 
 
 def assert_same(mine: Rollout, theirs: Rollout, *, tolerance: float = 1e-5) -> None:

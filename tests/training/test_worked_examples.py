@@ -60,6 +60,7 @@ SAMPLE = """
 import torch
 from support.decode_models import DEVICE, KEY, PAD, family, fused, generator_of, random_prompts
 from pipeline.generation.rollouts import Sampling
+from pipeline.generation.session import generate
 from pipeline.models.weight_files import TESTED_TYPES
 from pipeline.planning.measurement import shapes
 from rlhf.train_config import known_model
@@ -68,7 +69,7 @@ known = known_model("seed-oss-36b")
 assert known is not None and known.hub_id in shapes() and shapes()[known.hub_id]["model_type"] in TESTED_TYPES
 model, prompts = family("seed-oss"), random_prompts((5, 2))
 request = {"num_samples": 1, "sampling": Sampling(8, top_k=1), "key": KEY, "num_slots": 2}
-mine = generator_of(fused(model), ends=()).generate(prompts, **request).responses
+mine = generate(generator_of(fused(model), ends=()), prompts, **request).responses
 for prompt, response in zip(prompts, mine, strict=True):
     ids = torch.tensor([prompt.ids], device=DEVICE)
     plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": PAD, "max_new_tokens": 8}

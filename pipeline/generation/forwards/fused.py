@@ -5,7 +5,6 @@ slots (rows of the KV cache); H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.generation.fused_weights import BlockWeights, DecodeWeights, Norm
-from pipeline.generation.projections import Projection, Shard
+from pipeline.dist import RankGroup
+from pipeline.generation.forwards.fused_weights import BlockWeights, DecodeWeights, Norm
+from pipeline.generation.forwards.kv_cache import CacheLayout, KeyValueCache
+from pipeline.generation.forwards.projections import Projection, Shard
 from pipeline.kernels.attention_choice import disable_cudnn_attention
 from pipeline.kernels.decode_attention import attend, store_prompts
 from pipeline.kernels.decode_layers import Branch, NormWeights, add_norm, gated, rotate
@@ -31,24 +32,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class KeyValueCache:
-    """Keys and values of M slots, (M, Hkv, S, D) for each layer; a slot's tokens have positions 0, 1, ... of S."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-
-    def grow(self, cache_length: int, slots: Sequence[int]) -> None:
-        """Keep these slots alone, and give each `cache_length` positions; one layer at a time exists twice."""
-        for tensors in (self.keys, self.values):
-            for layer, shorter in enumerate(tensors):
-                _, heads, length, head_dim = shorter.shape
-                tensors[layer] = shorter.new_zeros(len(slots), heads, cache_length, head_dim)
-                # Slot by slot: an index of them all would be a third copy.
-                for longer, slot in zip(tensors[layer], slots, strict=True):
-                    longer[:, :length] = shorter[slot]
 
 
 def head_layout(architecture: Architecture, number: int, order: Sequence[str], shard: Shard) -> HeadLayout:
@@ -123,24 +106,21 @@ def add_branch(x: Tensor, branch: Branch) -> Tensor:
 
 
 class FusedForward:
-    """The forward passes (`backends.CachedForward`) on decode weights.
-
-    sum_ranks: adds partial results over the ranks of a tensor-parallel group, in place.
-    """
+    """The forward passes (`backends.CachedForward`) on decode weights; `group` has the other shards of them."""
 
     preserves_free_slots = True  # a decode step neither reads nor writes slots that are not active
     fits_graph = True  # a CUDA graph can hold a decode step
     can_grow = True  # attention reads as many positions of the cache as a slot has tokens
 
-    def __init__(self, weights: DecodeWeights, sum_ranks: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, weights: DecodeWeights, group: RankGroup | None = None) -> None:
         self.weights, self.architecture = weights, weights.architecture
-        self.sum_ranks = sum_ranks
+        self.group, self.lockstep = group or RankGroup(1), weights.lockstep
         self.layouts = [
             head_layout(self.architecture, number, block.order, weights.shard)
             for number, block in enumerate(weights.blocks)
         ]
-        size = self.architecture.head.weight.element_size()  # also known before the weights are read
-        self.bytes_per_token = 2 * len(self.layouts) * self.layouts[0].num_kv_heads * self.layouts[0].head_dim * size
+        first, dtype = self.layouts[0], self.architecture.head.weight.dtype  # also known before the weights are read
+        self.cache_layout = CacheLayout(len(self.layouts), first.num_kv_heads, first.head_dim, dtype)
         self._rotary: dict[str, tuple[Tensor, Tensor]] = {}  # cos and sin of each kind of layers
 
     @property
@@ -171,10 +151,7 @@ class FusedForward:
                 self._rotary[kind] = rotary_table(rotary, cache_length, self._head, self.architecture.max_tokens)
 
     def new_cache(self, num_slots: int, cache_length: int) -> KeyValueCache:
-        shape = (num_slots, self.layouts[0].num_kv_heads, cache_length, self.layouts[0].head_dim)
-        # Zeros, not garbage: a masked score of NaN would stay NaN.
-        keys, values = ([self._head.new_zeros(shape) for _ in self.layouts] for _ in range(2))
-        return KeyValueCache(keys, values)
+        return self.cache_layout.new(num_slots, cache_length, self.device)
 
     def prefill(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache, *, slots: Tensor, source: Tensor) -> Tensor:
         """Compute prompts into the cache; return the logits (N, V) after each prompt's last token.
@@ -209,7 +186,7 @@ class FusedForward:
 
         Slots with `active` 0, (M,) int32, are not written, and their logits mean nothing.
         """
-        schedule = SplitKVSchedule.create(lengths, active, layout=self.layouts[0], cache_length=cache.keys[0].shape[2])
+        schedule = SplitKVSchedule.create(lengths, active, layout=self.layouts[0], cache_length=cache.length)
 
         def mix(layer: int, qkv: Tensor) -> Tensor:
             layout = self.layouts[layer]
@@ -280,13 +257,13 @@ class FusedForward:
 
     def _branch(self, x: Tensor, projection: Projection, norm: Norm | None) -> Branch:
         """Apply the last projection of attention or MLP, and its norm; the result is added to the residual."""
-        can_split = self.sum_ranks is None and norm is None and x.is_cuda
+        can_split = self.group.size == 1 and norm is None and x.is_cuda
         summands = split_matmul(x, projection.weight) if can_split else None
         if summands is not None:
             return Branch(summands, projection.bias)
         y = linear(x, projection)
-        if self.sum_ranks is not None:
-            self.sum_ranks(y)
+        if self.group.size > 1:
+            self.group.add(y)
         return Branch(y if norm is None else add_norm(y, None, norm_weights(norm), keep_sum=False, out=y))
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import free_bytes
-from pipeline.generation.fused_weights import BlockWeights, LayerGroup, SlicedWeights, streamed_tensors
-from pipeline.generation.scheduler import Lockstep, SideStream
+from pipeline.generation.device_work import Lockstep, SideStream
+from pipeline.generation.forwards.fused_weights import BlockWeights, LayerGroup, SlicedWeights, streamed_tensors
 from pipeline.models.decoders.architecture import Architecture
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class StreamedWeights(SlicedWeights):
 
     def __init__(self, architecture: Architecture, ranks: RankGroup) -> None:
         super().__init__(architecture, ranks.size)
-        self.ranks = ranks
+        self.ranks, self.lockstep = ranks, StreamingLockstep(self)
         self._buffers: GatherBuffers | None = None
 
     def refresh(self) -> None:
@@ -140,11 +140,12 @@ def check_streamed_weights_fit(weights: StreamedWeights, device: torch.device) -
 class StreamingLockstep(Lockstep):
     """The lockstep of ranks that gather their layers together: each makes as many passes as the one that needs most."""
 
-    def __init__(self, weights: StreamedWeights, device: torch.device) -> None:
-        self._weights, self._device = weights, device
+    def __init__(self, weights: StreamedWeights) -> None:
+        self._weights = weights
 
     def largest(self, *values: int) -> Sequence[int]:
-        return self._weights.ranks.largest(torch.tensor(values, dtype=torch.int64, device=self._device)).tolist()
+        device = self._weights.weight_of(self._weights.architecture.head).device
+        return self._weights.ranks.largest(torch.tensor(values, dtype=torch.int64, device=device)).tolist()
 
     def join_prefill(self) -> None:
         for _ in self._weights.iterate_layers():

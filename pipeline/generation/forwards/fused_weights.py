@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeline.generation.device_work import Lockstep
+from pipeline.generation.forwards.projections import WHOLE, Projection, Shard, WeightTensor, module_of, on_meta
 from pipeline.generation.options import GROUP_BYTES
-from pipeline.generation.projections import WHOLE, Projection, Shard, WeightTensor, module_of, on_meta
 from pipeline.models.decoders.architecture import Architecture, Block, linear_of, norm_kind
 from pipeline.models.partitions import gathered, is_partitioned
 from pipeline.tensor_ops import round_up
@@ -75,7 +76,9 @@ def read_together(parts: Sequence[Projection | Norm]) -> tuple[list[nn.Parameter
 
 
 class DecodeWeights:
-    """All tensors of the fused backend for one model."""
+    """All tensors of the fused backend for one model, trained or not: whole, or this rank's shard of them."""
+
+    lockstep: Lockstep | None = None  # the ranks with which a forward pass is a collective
 
     def __init__(self, architecture: Architecture, shard: Shard = WHOLE) -> None:
         self.architecture, self.shard = architecture, shard

@@ -13,7 +13,9 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pipeline.config_fields import declared
-from pipeline.generation.options import cache_bytes_per_token
+from pipeline.dist import RankGroup
+from pipeline.generation.device_work import Lockstep
+from pipeline.generation.forwards.kv_cache import CacheLayout
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.decoders.architecture import UnsupportedModel, rotary_types
 from pipeline.models.forward.hidden_states import masks_of_layers
@@ -68,17 +70,19 @@ class StaticCacheForward:
     preserves_free_slots = False  # a decode step writes a key to every slot, active or not
     can_grow = False  # attention reads all positions of the cache
     num_copied_bytes = 0  # the trained weights themselves are read
+    lockstep: Lockstep | None = None
 
     def __init__(self, model: nn.Module) -> None:
         check_static_cache_forward(model)
         self.model: Any = base_model(model)
+        self.group = RankGroup(1)
         self._parameters = list(self.model.parameters())
         self.device = self._parameters[0].device
         config = self.model.config.get_text_config()
         # Grouped products of experts copy their offsets to the host in fp32.
         self.fits_graph = not num_experts(config)
         self._scaling = LogitScaling.from_config(config, 1.0)
-        self.bytes_per_token = cache_bytes_per_token(config, self.model.dtype.itemsize)
+        self.cache_layout = CacheLayout.of(config, self.model.dtype)
 
     def refresh(self) -> None:
         """Do nothing: the trained weights themselves are read."""

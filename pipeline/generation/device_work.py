@@ -1,0 +1,98 @@
+"""Work of a device that runs behind the host: copies on their way, a second stream, passes that are collectives."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Devices that run behind the host: while responses wait, a poll is read one scheduler iteration after it was made, so
+# that the next prefill is prepared while decode steps still run.
+DEFERRED_POLL_DEVICES = frozenset({"cuda"})
+
+
+@cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream per process: torch keeps memory, and cuBLAS a workspace, for each stream ever used."""
+    return torch.cuda.Stream(device)
+
+
+class Lockstep:
+    """Agreement of ranks on their forward passes; this one is for ranks whose passes need no other rank.
+
+    `streaming.StreamingLockstep` is for ranks that gather weights in each forward pass.
+    """
+
+    def largest(self, *values: int) -> Sequence[int]:
+        """Return the largest of each value over the ranks in lockstep. A collective of these ranks."""
+        return values
+
+    def join_prefill(self) -> None:
+        """Take part in the collectives of a prefill that only other ranks have prompts for."""
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device. Its memory is pinned on the way: a pageable copy waits for all enqueued work."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+class HostCopy:
+    """A copy of a tensor to the host, enqueued behind all work so far."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if not values.is_cuda:
+            self._values = values.clone()
+            return
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def tolist(self) -> list[Any]:
+        """Wait for the copy, and return its numbers."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
+
+
+@dataclass(slots=True)
+class FinishedSlotsPoll:
+    """A copy of the active flags (M,) on its way to the host; `assigned`: slots that got a response since."""
+
+    active: HostCopy
+    assigned: set[int]
+
+    def free_slots(self) -> list[int]:
+        """Wait for the copy, and return the slots that were free then and have not been assigned since."""
+        return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.assigned]
+
+
+class SideStream:
+    """A second CUDA stream, for work that overlaps that of the current one; on a CPU everything runs in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = second_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def enqueuing(self) -> Iterator[None]:
+        """Enqueue the work inside on the side stream, behind all work of the current stream so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Let later work of the current stream wait for the side stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def overlapped_prefill_stream(device: torch.device) -> SideStream | None:
+    """Return a stream on which prefills overlap decode steps, where the host runs ahead of the device; else None."""
+    # Prefills are bound by arithmetic, decode steps by memory.
+    return SideStream(device) if device.type in DEFERRED_POLL_DEVICES else None

@@ -1,0 +1,1 @@
+"""Forward passes for generation over a KV cache, and the weights that they read."""

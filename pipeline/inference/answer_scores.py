@@ -1,0 +1,59 @@
+"""Score answers given as text with a reward model. B rows, S tokens of the longest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.data.templates import encode_conversation
+from pipeline.data.turns import Message, Turns
+from pipeline.inference.answers import load_chat_tokenizer
+from pipeline.models.loaded import on_devices
+from pipeline.models.loading import default_device
+from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
+from pipeline.models.source import ModelSource, num_positions
+from pipeline.models.tokenizers import choose_padding_token
+from pipeline.tensor_ops import lengths_to_mask, pad_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A reward model with its tokenizer."""
+
+    model: TokenValueModel
+    tokenizer: PreTrainedTokenizerBase
+    pad_id: int
+
+
+def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
+    """Load a reward model onto the devices that hold it. Raises InputError if `path` contains none."""
+    source = ModelSource(path)
+    source.check("--reward_model")
+    tokenizer = load_chat_tokenizer(source)
+    model = on_devices(load_reward_model(source, dtype=dtype), path)
+    return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
+
+
+def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:
+    """Encode prompt and answer for the reward model, with an end token only for a finished answer.
+
+    Ids beyond the model's positions are cut off on the left, as in training: the answer's end is scored.
+    """
+    ids = encode_conversation(judge.tokenizer, [*prompt, Message("assistant", text)], "last").ids
+    ids = ids if finished else ids[:-1]
+    return ids[-(num_positions(judge.model.config) or len(ids)) :]
+
+
+@torch.inference_mode()
+def score_rows(judge: Judge, rows: Sequence[Sequence[int]], *, batch_size: int) -> list[float]:
+    """Return the raw score of each row of ids, read at its last token."""
+    device = default_device()
+    scores: list[float] = []
+    for start in range(0, len(rows), batch_size):
+        batch = [torch.tensor(row, dtype=torch.int64) for row in rows[start : start + batch_size]]
+        lengths = torch.tensor([len(row) for row in batch]).to(device)  # (B,)
+        input_ids = pad_rows(batch, judge.pad_id).to(device)  # (B, S)
+        values = judge.model(input_ids, lengths_to_mask(lengths, input_ids.shape[1]))  # (B, S)
+        scores += last_token_scores(values, lengths).tolist()
+    return scores

@@ -1,0 +1,247 @@
+"""The draw of the next token of each slot, by the settings and with the random numbers of the slot's own response.
+
+All state is in device memory, so that a captured CUDA graph replays a draw without the host. M slots, each with at most
+one response of at most T tokens; V vocabulary, read in blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Logits that one program of the kernels reads. Chosen by hand.
+VOCABULARY_BLOCK = 2048
+GREEDY = -1  # the `stream` of a response without random numbers: the first token that is kept is drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The state of M slots: the responses that are being written, and the settings that each is drawn with.
+
+    tokens: (M,) int64, the last token drawn.
+    lengths: (M,) int32, tokens in the KV cache.
+    active: (M,) int32, 0 for a free slot.
+    position: (M,) int32, position of the next token in the response.
+    ended: (M,) int32, 1 = the last token is one that ends a response.
+    limit: (M,) int64, tokens of the response at most.
+    top_k: (M,) int64, most likely tokens that are kept; 0 = all.
+    random_key: (M,) int64, the 64 bits of `random_numbers.derive_key`.
+    prompt_id: (M,) int64, with `stream` and the position the counter of the random numbers.
+    stream: (M,) int64, epoch << 12 | sample index; GREEDY for none.
+    temperature: (M,) fp32, divides the logits.
+    top_p: (M,) fp32, probability of the nucleus; 1 = all tokens.
+    written: (M, T) int64, the tokens of the responses.
+    log_probs: (M, T) fp32, their log-probabilities at the temperature, over the whole vocabulary.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    active: Tensor
+    position: Tensor
+    ended: Tensor
+    limit: Tensor
+    top_k: Tensor
+    random_key: Tensor
+    prompt_id: Tensor
+    stream: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    written: Tensor
+    log_probs: Tensor
+
+    @classmethod
+    def empty(cls, num_slots: int, max_new_tokens: int, device: torch.device) -> "Slots":
+        """Return free slots for responses of `max_new_tokens` tokens at most."""
+
+        def columns(count: int, dtype: torch.dtype) -> list[Tensor]:
+            return [torch.zeros(num_slots, dtype=dtype, device=device) for _ in range(count)]
+
+        wide = [
+            torch.zeros(num_slots, max_new_tokens, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)
+        ]
+        token, settings, numbers = columns(1, torch.int64), columns(5, torch.int64), columns(2, torch.float32)
+        return cls(*token, *columns(4, torch.int32), *settings, *numbers, *wide)
+
+    def select(self, slots: Sequence[int]) -> "Slots":
+        """Return the state of these slots alone."""
+        index = torch.tensor(list(slots), device=self.tokens.device)
+        return Slots(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def start(self, index: Tensor, lengths: Tensor, settings: Tensor, numbers: Tensor) -> None:
+        """Let responses begin in the slots `index` (N,) int64, after prompts of `lengths` (N,) int32 tokens.
+
+        Args:
+            settings: (5, N) int64: limit, top_k, random key, prompt id and stream.
+            numbers: (2, N) fp32: temperature and top_p.
+        """
+        self.lengths[index] = lengths
+        self.position[index] = 0
+        self.active[index] = 1
+        columns = (self.limit, self.top_k, self.random_key, self.prompt_id, self.stream, self.temperature, self.top_p)
+        for column, values in zip(columns, (*settings, *numbers), strict=True):
+            column[index] = values
+
+
+@triton.jit
+def _uniforms(slots, random_key, prompt_id, stream, position, out, CELL: tl.constexpr):
+    """Compute the random number of a slot's next token, as `random_numbers.uniforms` does; 0 of a greedy response."""
+    slot = tl.load(slots + tl.program_id(0))
+    prompt, counter = tl.load(prompt_id + slot), tl.load(stream + slot)
+    low, high = (prompt & 0xFFFFFFFF).to(tl.uint32), (prompt >> 32).to(tl.uint32)
+    at = tl.load(position + slot).to(tl.uint32)
+    first, second, _, _ = tl.philox(tl.load(random_key + slot), low, high, at, counter.to(tl.uint32))
+    bits = ((first >> 6).to(tl.int64) << 26) | (second >> 6).to(tl.int64)
+    tl.store(out + tl.program_id(0), tl.where(counter < 0, 0.0, (bits.to(tl.float64) + 0.5) * CELL))
+
+
+@triton.jit
+def _kept_logits(logits, kept, row, number, c, temperature, top_k, top_p, width, num_known, TRUNCATES: tl.constexpr):
+    """Load what can be drawn of scaled logits, -inf for the rest; a row that is not truncated never reads `kept`."""
+    known = c < num_known
+    if TRUNCATES:
+        is_truncated = (top_k > 0) | (top_p < 1.0)
+        x = tl.load(logits + row * width + c, mask=known & (is_truncated == 0), other=float("-inf")).to(tl.float32)
+        cut = tl.load(kept + number.to(tl.int64) * width + c, mask=known & is_truncated, other=float("-inf"))
+        x = tl.where(is_truncated, cut, x / temperature)
+    else:
+        x = tl.load(logits + row * width + c, mask=known, other=float("-inf")).to(tl.float32) / temperature
+    return x
+
+
+@triton.jit
+def _store_statistics(x, highest, total):
+    top = tl.max(x, 0)
+    is_empty = top == float("-inf")
+    tl.store(highest, top)
+    # A block without a token that is kept: exp(-inf + inf) would be NaN.
+    tl.store(total, tl.where(is_empty, 0.0, tl.sum(tl.exp(x - tl.where(is_empty, 0.0, top)), 0)))
+
+
+@triton.jit
+def _block_statistics(
+    logits, kept, rows, slots, active, temperature, top_k, top_p, highest, total, kept_highest, kept_total,
+    width, num_known, num_blocks, BLOCK: tl.constexpr, TRUNCATES: tl.constexpr, KEEPS_ALL: tl.constexpr,
+):  # fmt: skip
+    """Store the highest scaled logit of a block and its sum of exponentials, of all and of the kept tokens."""
+    number, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + number)
+    if tl.load(active + slot) == 0:
+        return
+    row, scale = tl.load(rows + number).to(tl.int64), tl.load(temperature + slot)
+    c, place = block * BLOCK + tl.arange(0, BLOCK), number * num_blocks + block
+    x = tl.load(logits + row * width + c, mask=c < width, other=float("-inf")).to(tl.float32) / scale
+    _store_statistics(x, highest + place, total + place)
+    if not KEEPS_ALL:
+        k, p = tl.load(top_k + slot), tl.load(top_p + slot)
+        y = _kept_logits(logits, kept, row, number, c, scale, k, p, width, num_known, TRUNCATES)
+        _store_statistics(y, kept_highest + place, kept_total + place)
+
+
+@triton.jit
+def _draw(
+    logits, kept, rows, slots, uniforms, eos, highest, total, kept_highest, kept_total,
+    tokens, active, position, ended, limit, top_k, temperature, top_p, written, log_probs,
+    width, num_known, num_blocks, max_new,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_EOS: tl.constexpr, TRUNCATES: tl.constexpr,
+):  # fmt: skip
+    """Invert the cumulative distribution of what is kept of a row of logits, and move its slot on; a program per draw.
+
+    The log-probability is that of all logits at the temperature, which are not truncated.
+    """
+    number = tl.program_id(0)
+    slot = tl.load(slots + number)
+    if tl.load(active + slot) == 0:
+        return
+    row, at, scale = tl.load(rows + number).to(tl.int64), tl.load(position + slot), tl.load(temperature + slot)
+    b = tl.arange(0, BLOCKS)
+    inside = b < num_blocks
+    tops = tl.load(kept_highest + number * num_blocks + b, mask=inside, other=float("-inf"))
+    top = tl.max(tops, 0)
+    sums = tl.load(kept_total + number * num_blocks + b, mask=inside, other=0.0).to(tl.float64)
+    sums = sums * tl.exp(tops - top).to(tl.float64)
+    ends = tl.cumsum(sums, 0)
+    mass = tl.sum(sums, 0)
+    target = tl.load(uniforms + number) * mass
+    # The block whose end first lies beyond the target; rounding never exceeds the last block that has any mass.
+    chosen = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), tl.max(tl.where(sums > 0, b, 0), 0))
+    before = tl.sum(tl.where(b < chosen, sums, 0.0), 0)
+    c = tl.arange(0, BLOCK)
+    k, p = tl.load(top_k + slot), tl.load(top_p + slot)
+    x = _kept_logits(logits, kept, row, number, chosen * BLOCK + c, scale, k, p, width, num_known, TRUNCATES)
+    weight = tl.exp(x - top).to(tl.float64)
+    column = tl.sum((before + tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
+    token = (chosen * BLOCK + tl.minimum(column, tl.max(tl.where(weight > 0, c, 0), 0))).to(tl.int64)
+    all_tops = tl.load(highest + number * num_blocks + b, mask=inside, other=float("-inf"))
+    all_top = tl.max(all_tops, 0)
+    all_sums = tl.load(total + number * num_blocks + b, mask=inside, other=0.0) * tl.exp(all_tops - all_top)
+    logit = tl.load(logits + row * width + token).to(tl.float32) / scale
+    e = tl.arange(0, NUM_EOS)
+    is_end = tl.max((tl.load(eos + e) == token).to(tl.int32), 0)
+    place = slot.to(tl.int64) * max_new + at
+    tl.store(written + place, token)
+    tl.store(log_probs + place, logit - all_top - tl.log(tl.sum(all_sums, 0)))
+    tl.store(tokens + slot, token)
+    tl.store(ended + slot, is_end)
+    tl.store(position + slot, at + 1)
+    tl.store(active + slot, tl.where((is_end == 1) | (at + 1 >= tl.load(limit + slot)), 0, 1))
+
+
+def slot_uniforms(slots: Slots, index: Tensor) -> Tensor:
+    """Return the random numbers (N,) float64 of the next tokens of the slots `index` (N,) int64."""
+    out = torch.empty(len(index), dtype=torch.float64, device=index.device)
+    _uniforms[(len(index),)](
+        index, slots.random_key, slots.prompt_id, slots.stream, slots.position, out, CELL=2.0**-52
+    )  # fmt: skip
+    return out
+
+
+def draw_tokens(
+    logits: Tensor,
+    rows: Tensor,
+    index: Tensor,
+    slots: Slots,
+    *,
+    uniforms: Tensor,
+    eos: Tensor,
+    num_known: int,
+    kept: Tensor | None = None,
+) -> None:
+    """Draw a token for each of N slots and write it to the slot; slots that are not active stay as they are.
+
+    Args:
+        logits: (P, V), contiguous.
+        rows, index: (N,) int64, slot index[i] draws from row rows[i] of the logits.
+        uniforms: (N,) float64 in [0, 1), of the slots index[i].
+        eos: int64 ids, padded with -1 to a power of two.
+        num_known: only tokens below it are drawn.
+        kept: (N, V) fp32, scaled logits of the draws, -inf where a slot's top_k or top_p leaves a token out; None where
+            no slot has either. Rows of slots without either are not read.
+    """
+    width = logits.shape[1]
+    num_known = min(num_known, width)
+    num_blocks = triton.cdiv(width, VOCABULARY_BLOCK)
+    keeps_all = kept is None and num_known == width
+    statistics = [torch.empty(len(index), num_blocks, device=logits.device) for _ in range(2 if keeps_all else 4)]
+    truncated = logits if kept is None else kept
+    _block_statistics[(len(index), num_blocks)](
+        logits, truncated, rows, index, slots.active, slots.temperature, slots.top_k, slots.top_p,
+        *statistics[:2], *statistics[-2:], width, num_known, num_blocks,
+        BLOCK=VOCABULARY_BLOCK, TRUNCATES=kept is not None, KEEPS_ALL=keeps_all,
+    )  # fmt: skip
+    _draw[(len(index),)](
+        logits, truncated, rows, index, uniforms, eos, *statistics[:2], *statistics[-2:],
+        slots.tokens, slots.active, slots.position, slots.ended, slots.limit, slots.top_k, slots.temperature,
+        slots.top_p, slots.written, slots.log_probs, width, num_known, num_blocks, slots.written.shape[1],
+        BLOCK=VOCABULARY_BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), NUM_EOS=len(eos),
+        TRUNCATES=kept is not None,
+    )  # fmt: skip
+
+
+def padded_eos(eos_ids: frozenset[int], device: torch.device) -> Tensor:
+    """Return the EOS ids as int64, padded with -1 to a power of two for the kernel."""
+    ids = sorted(eos_ids)
+    width = triton.next_power_of_2(max(1, len(ids)))
+    return torch.tensor([*ids, *[-1] * (width - len(ids))], dtype=torch.int64, device=device)

@@ -1,0 +1,225 @@
+"""Requests with settings of their own in one session: on every backend as in a session alone; stops, withdrawals."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.decode_models import EOS, FUNCTIONS, PAD, llama, opt, poll_often, random_ids
+
+from pipeline.generation import device_work, generator
+from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.generator import Generator
+from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.session import Finished, Room, Session, SessionSource, Ticket, Tokens
+
+BACKENDS = ("eager", *FUNCTIONS)
+ENDS = frozenset({EOS, *range(20, 50)})
+ROOM = Room(num_slots=3, max_new_tokens=9, max_length=20)
+# Every kind of setting, each with a key of its own; more requests than slots, of unlike prompts and limits.
+REQUESTS = [
+    (3, Sampling(9), RandomKey(3, "rollout"), 0),
+    (5, Sampling(4, 0.6), RandomKey(4, "rollout"), 1),
+    (1, Sampling(7, top_k=3), RandomKey(3, "eval"), 0),
+    (5, Sampling(9, 0), RandomKey(3, "rollout"), 0),
+    (8, Sampling(1, 1.3, top_p=0.8), RandomKey(3, "rollout", 2), 5),
+    (2, Sampling(6, 2.0, top_p=0.9, top_k=40), RandomKey(9, "rollout"), 0),
+    (3, Sampling(8), RandomKey(3, "rollout"), 7),
+]
+
+
+@pytest.fixture(autouse=True)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll_often(monkeypatch)
+
+
+def decode(ids: Sequence[int]) -> str:
+    """A text in which every token is a word."""
+    return "".join(f"<{token}>" for token in ids)
+
+
+def source_of(backend: str, model: Any, ends: frozenset[int] = ENDS) -> SessionSource:
+    vocabulary = Vocabulary(ends, PAD, decode=decode)
+    return EagerGenerator(model, vocabulary) if backend == "eager" else Generator(FUNCTIONS[backend](model), vocabulary)
+
+
+def submitted(session: Session, requests: Sequence[tuple[int, Sampling, RandomKey, int]]) -> list[Ticket]:
+    """A ticket for each request; prompts of one length are one prompt."""
+    prompts = {length: Prompt(random_ids((length,), seed=length)[0], 70 + length) for length, *_ in requests}
+    return [session.submit(prompts[length], how, key, sample=sample) for length, how, key, sample in requests]
+
+
+def finished(session: Session) -> dict[int, Finished]:
+    """Advance to the end; every response by its number."""
+    found: dict[int, Finished] = {}
+    while not session.is_idle:
+        found |= {event.ticket.number: event for event in session.advance() if isinstance(event, Finished)}
+    return found
+
+
+def assert_equal(mine: Finished, theirs: Finished) -> None:
+    assert (mine.ids.tolist(), mine.reason) == (theirs.ids.tolist(), theirs.reason)
+    torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_request_is_answered_as_in_a_session_of_its_own(backend):
+    """By any backend as by the eager one alone: settings, limits, keys and samples stay with their request."""
+    model = llama()
+    session, alone = source_of(backend, model).session(ROOM), source_of("eager", model)
+    tickets = submitted(session, REQUESTS)
+    found = finished(session)
+    assert sorted(found) == [ticket.number for ticket in tickets] == list(range(len(REQUESTS)))
+    for number, request in enumerate(REQUESTS):
+        only = alone.session(ROOM)
+        submitted(only, [request])
+        assert_equal(found[number], finished(only)[0])
+        assert found[number].reason == "end" or len(found[number].ids) == request[1].max_new_tokens
+    assert {event.reason for event in found.values()} == {"end", "limit"}
+    assert len({len(event.ids) for event in found.values()}) > 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_requests_join_while_others_run_and_results_come_as_they_end(backend):
+    model = opt()
+    session, together = source_of(backend, model).session(ROOM), source_of(backend, model).session(ROOM)
+    submitted(together, REQUESTS)
+    expected, found, left = finished(together), {}, list(REQUESTS)
+    ended_at: dict[int, int] = {}
+    for turn in range(200):
+        if left and turn % 2 == 0:
+            submitted(session, [left.pop(0)])
+        for event in session.advance():
+            assert isinstance(event, Finished) and event.ticket.number not in found
+            found[event.ticket.number], ended_at[event.ticket.number] = event, turn
+        if session.is_idle and not left:
+            break
+    for number, event in expected.items():
+        assert_equal(found[number], event)
+    assert len(set(ended_at.values())) > 3, "not all at the end"
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_withdrawn_request_frees_its_slot_and_is_not_heard_of(backend, deferred, monkeypatch):
+    """One that runs, and one that waits; the others are as they were."""
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({"cpu"} if deferred else ()))
+    model = opt()
+    calm, session = (source_of(backend, model, frozenset()).session(ROOM) for _ in range(2))
+    submitted(calm, REQUESTS)
+    expected = finished(calm)
+    tickets = submitted(session, REQUESTS)
+    session.advance()
+    session.withdraw(tickets[0])  # it has nine tokens to go
+    session.withdraw(tickets[5])
+    found = finished(session)
+    assert sorted(found) == [1, 2, 3, 4, 6]
+    for number, event in found.items():
+        assert_equal(event, expected[number])
+    only = source_of(backend, model).session(ROOM)
+    only.withdraw(submitted(only, REQUESTS[:1])[0])
+    assert only.advance() == [] and only.is_idle
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(backend):
+    """Words over two tokens too; a request beside it with the same random numbers goes on."""
+    model = opt()
+    plain = source_of(backend, model, frozenset()).session(ROOM)
+    length, how, key, sample = REQUESTS[0]
+    submitted(plain, [REQUESTS[0]])
+    (whole,) = finished(plain).values()
+    ids = whole.ids.tolist()
+    at = next(n for n in range(3, 9) if ids.index(ids[n]) == n)
+    stop = (f"{ids[at - 1]}><{ids[at]}>", "never")
+    session = source_of(backend, model, frozenset()).session(ROOM)
+    prompt = Prompt(random_ids((length,), seed=length)[0], 70 + length)
+    stopped = session.submit(prompt, Sampling(9, stop=stop), key, sample=sample, streams=True)
+    session.submit(prompt, how, key, sample=sample)
+    session.submit(prompt, Sampling(at, stop=stop), key, sample=sample)  # its limit comes first
+    streamed, found = [], {}
+    while not session.is_idle:
+        for event in session.advance():
+            if isinstance(event, Tokens):
+                assert event.ticket is stopped and event.ids
+                streamed += event.ids
+            else:
+                found[event.ticket.number] = event
+    assert [found[n].reason for n in range(3)] == ["stop", "limit", "limit"]
+    assert found[0].ids.tolist() == streamed == ids[: at + 1] and len(found[0].log_probs) == at + 1
+    assert found[1].ids.tolist() == ids and found[2].ids.tolist() == ids[:at]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_streamed_while_the_response_is_written(backend):
+    session = source_of(backend, opt(), frozenset()).session(ROOM)
+    session.submit(Prompt([5, 6], 1), Sampling(9), RandomKey(1, "r"), streams=True)
+    session.submit(Prompt([5, 6], 1), Sampling(9), RandomKey(2, "r"))
+    events = []
+    while not session.is_idle:
+        events += session.advance()
+    pieces = [event.ids for event in events if isinstance(event, Tokens)]
+    (first,) = [event for event in events if isinstance(event, Finished) and event.ticket.number == 0]
+    assert len(pieces) >= 3 and sum(pieces, []) == first.ids.tolist()
+    assert all(event.ticket.number == 0 for event in events if isinstance(event, Tokens))
+
+
+def test_responses_that_start_again_are_reported_once(monkeypatch):
+    """Memory for two slots, then one: a streamed response loses its slot, and its tokens come once, in order."""
+    for module in ("generator", "slots"):
+        monkeypatch.setattr(f"pipeline.generation.{module}.CACHE_LENGTH_MULTIPLE", 1)
+    monkeypatch.setattr(generator, "FIRST_NEW_TOKENS", 1)
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 14)
+    source = source_of("fused", opt(), frozenset())
+    session = source.session(Room(2, 9, 12))
+    tickets = [
+        session.submit(Prompt(random_ids((3,), seed=n)[0], n), Sampling(9), RandomKey(1, "r"), streams=True)
+        for n in range(2)
+    ]
+    pieces: dict[int, list[int]] = {ticket.number: [] for ticket in tickets}
+    found = {}
+    while not session.is_idle:
+        for event in session.advance():
+            if isinstance(event, Tokens):
+                pieces[event.ticket.number] += event.ids
+            else:
+                found[event.ticket.number] = event.ids.tolist()
+    assert isinstance(source, Generator) and source._buffers is not None and source._buffers.num_slots == 1
+    assert pieces == found and all(len(ids) == 9 for ids in found.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_session_after_one_that_was_given_up_begins_anew(backend):
+    source = source_of(backend, opt())
+    given_up = source.session(ROOM)
+    submitted(given_up, REQUESTS)
+    given_up.advance()
+    with pytest.raises(GenerationStopped):
+        given_up.advance(stop=True)
+    calm, session = source_of(backend, opt()).session(ROOM), source.session(ROOM)
+    for each in (calm, session):
+        submitted(each, REQUESTS[:4])
+    expected, found = finished(calm), finished(session)
+    assert found.keys() == expected.keys()
+    for number, event in found.items():
+        assert_equal(event, expected[number])
+
+
+@pytest.mark.parametrize("backend", ["eager", "static"])
+@pytest.mark.parametrize(
+    ("ids", "sampling", "complaint"),
+    [
+        ([5], Sampling(10), "up to 10 new ones: the session has room for 1 to 9 new tokens"),
+        ([5] * 12, Sampling(9), "a request of 12 prompt tokens and up to 9 new ones"),
+        ([], Sampling(9), "a request of 0 prompt tokens"),
+        ([5], Sampling(0), "up to 0 new ones"),
+        ([5], Sampling(9, stop=("a",)), "no tokenizer to decode"),
+    ],
+)
+def test_a_request_without_room_is_refused(backend, ids, sampling, complaint):
+    vocabulary = Vocabulary(ENDS, PAD)
+    model = opt()
+    function = FUNCTIONS["static"](model)
+    source = EagerGenerator(model, vocabulary) if backend == "eager" else Generator(function, vocabulary)
+    with pytest.raises(ValueError, match=complaint):
+        source.session(ROOM).submit(Prompt(ids, 1), sampling, RandomKey(1, "r"))
