@@ -98,7 +98,7 @@ def step_3(inputs: Path) -> dict[str, Any]:
     hybrid = loop.ppo.hybrid
     streamed = tensors_of(loop.collect().responses)
     groups = groups_of(hybrid)
-    whole = HybridEngine(hybrid.engine, eos_ids=hybrid.eos_ids, pad_id=hybrid.pad_id, options=WHOLE)
+    whole = HybridEngine(hybrid.engine, hybrid.vocabulary, options=WHOLE)
     loop.ppo = replace(loop.ppo, hybrid=whole)
     return {"streamed": streamed, "groups": groups, "whole": tensors_of(loop.collect().responses)}
 
