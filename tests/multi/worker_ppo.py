@@ -58,7 +58,8 @@ def tensors_of(rows: Any) -> dict[str, torch.Tensor]:
 def rollout_findings(loop: PPOLoop, collected: Collected) -> dict[str, Any]:
     return {
         "responses": tensors_of(collected.responses),
-        "scores": {name: tensor for name, tensor in tensors_of(loop.scores).items() if tensor is not None},
+        "scores": {name: tensor for name, tensor in tensors_of(loop.scores).items() if tensor is not None}
+        | {"judged": loop.judged},
         "experience": collected.experience.tensors(""),
         "kl": collected.metrics["objective/kl"],
         "sampler_error": collected.metrics.get("policy/sampler_error"),
@@ -115,7 +116,12 @@ def plain_scores(inputs: Path) -> dict[str, Any]:
         scores.append(raw[-1])
     gradients = {f"model.{name}": p.grad for name, p in policy.named_parameters() if p.grad is not None}
     return {
-        "scores": {"log_probs": log_probs, "ref_log_probs": log_probs, "values": values, "scores": torch.stack(scores)},
+        "scores": {
+            "log_probs": log_probs,
+            "ref_log_probs": log_probs,
+            "values": values,
+            "judged": torch.stack(scores).unsqueeze(1),
+        },
         "gradients": gradients,
     }
 
