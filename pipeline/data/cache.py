@@ -20,6 +20,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts, Fate
+from pipeline.data.other_columns import load, move_out
 from pipeline.data.selection import DataOptions, mixed_sizes, ratios_of, select_records, uniform
 from pipeline.data.shards import SHARDS, ShardWriters, write_rows
 from pipeline.data.sources import fingerprint, parse_path
@@ -37,14 +38,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of every key: raise it when the same input gives other rows.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 # The words of keys for kinds of rows and shares whose caches earlier versions have built.
 EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", "blocks": "text"}
 
 
 @dataclass(frozen=True, slots=True)
 class StageData:
-    """Memory-mapped training and evaluation rows, and counts of what was dropped or repaired."""
+    """Memory-mapped training and evaluation rows, and counts of what was dropped or repaired.
+
+    Rows that have columns which no layout reads have them in a column more (`other_columns.EXTRA`), where these are
+    passed on; it is in a file of its own.
+    """
 
     train: "Dataset"
     eval: "Dataset"
@@ -82,10 +87,8 @@ def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") ->
         with held(FileLock(f"{folder}.lock")):
             if not folder.is_dir():
                 _build_folder(folder, options, tokenizer)
-    from datasets import Dataset
-
     counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
-    train, evaluation = (Dataset.from_file(str(folder / f"{split}.arrow")) for split in ("train", "eval"))
+    train, evaluation = (load(folder / f"{split}.arrow") for split in ("train", "eval"))
     return StageData(train, evaluation, counts)
 
 
@@ -183,6 +186,8 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
             selected = select_records(options, records, counts)
             num_train = write_train(selected.train)
             write("eval", "held out", selected.eval)
+        for split in ("train", "eval"):
+            move_out(partial / f"{split}.arrow")
         if not num_train and not options.held_out_only:
             kinds = "; ".join(counts.lines()) or "no row"
             raise InputError(f"stage {options.title}: no training row is left: {kinds}")
