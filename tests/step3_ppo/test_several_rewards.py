@@ -68,7 +68,7 @@ def test_a_run_learns_from_the_weighted_sum_of_a_reward_model_and_a_function(wor
     assert rollout.metrics["objective/scores"] == pytest.approx(sum(raw) / 4, rel=1e-5)
     loop.update(rollout)
     loop.evaluate()
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open(encoding="utf-8")]
     found = loop.course.evaluations[-1]["eval_objective/scores"]
     assert sum(sample["score"] for sample in samples) / 3 == pytest.approx(found, abs=1e-4)
 
