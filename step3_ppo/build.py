@@ -1,6 +1,7 @@
 """What stage 3's loop works on, built from the configuration, and restored from a checkpoint."""
 
 import logging
+from dataclasses import replace
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
@@ -44,7 +45,8 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     text = make_text(run, config, sources.tokenizer)
     models = make_models(run, config, sources)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
-    fingerprint = fingerprint_of(config, models, prompts, text, ranks=run.world.size)
+    reads_columns = any(one.reward.reads_columns for one in models.rewards)
+    fingerprint = replace(fingerprint_of(config, prompts, text, ranks=run.world.size), reads_columns=reads_columns)
     resumed = checkpoint.load(run, config.run.resumes_from, models.trained, fingerprint, force=config.run.force_resume)
     ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
     return ppo, resumed
@@ -108,7 +110,7 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
 
 
 def fingerprint_of(
-    config: PPOConfig, models: Models, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
+    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
 ) -> RunFingerprint:
     """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
     # The reference is the start of the actor.
@@ -118,5 +120,4 @@ def fingerprint_of(
         models={f"{role.name} model": config.start_of(role) for role in roles},
         data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
         ranks=ranks,
-        reads_columns=any(one.reward.reads_columns for one in models.rewards),
     )

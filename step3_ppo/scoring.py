@@ -4,7 +4,7 @@ n rows of a micro-batch, N of the rollout, T response tokens, R rewards. The upd
 so that the first ratio of a rollout is 1 to the last bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,14 +140,9 @@ def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temp
 
 def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> ScoredRows:
     """Return the rows of a micro-batch as rewards read them; `rows` has the prompts."""
-
-    def row_of(n: int) -> Mapping[str, Any]:
-        row: Mapping[str, Any] = rows[int(responses.row_index[n])]
-        return row
-
-    lengths = responses.prompt_lengths, responses.response_lengths
-    packed, tokenizer = batch.num_packed_tokens, models.tokenizer
-    return ScoredRows(responses.sequences, *lengths, responses.finished, packed, row_of, tokenizer)
+    lengths, places = (responses.prompt_lengths, responses.response_lengths), responses.row_index
+    texts = {"row_of": lambda n: rows[int(places[n])], "tokenizer": models.tokenizer}
+    return ScoredRows(responses.sequences, *lengths, responses.finished, batch.num_packed_tokens, **texts)
 
 
 def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, width: int) -> list[Tensor]:

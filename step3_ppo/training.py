@@ -59,7 +59,7 @@ def train(run: Run, config: PPOConfig) -> None:
                         responses = sample(ppo, state, course)  # 1. to the next prompts, the same on every rank
                         scores = score(ppo, responses, state, course)  # 2. log-probabilities, values
                         judged = judge(ppo, responses, ppo.prompts.train, state, course)  # 3. raw scores of the rewards
-                        rollout = reward(ppo, responses, scores, judged, state, course)  # 4. KL penalty, GAE, whitening
+                        rollout = reward(ppo, responses, scores, judged, state=state, course=course)  # 4. KL, GAE
 
                 update = step_objectives(ppo, rollout, state, course)  # 5. all that learn step, or none
                 if update is not None:
@@ -135,7 +135,9 @@ def judge(ppo: PPO, responses: Responses, rows: Any, state: State, course: Cours
     return judge_responses(ppo.models, responses, batches, rows=rows, between=between)
 
 
-def reward(ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, state: State, course: Course) -> Collected:
+def reward(
+    ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, *, state: State, course: Course
+) -> Collected:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
     rewarded = ppo.rewarded(responses, scores, judged, state)
     metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)

@@ -11,14 +11,15 @@ from datasets import Dataset
 from pipeline import dist
 from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
 from pipeline.configuration.stage import StageConfig
-from pipeline.data.other_columns import EXTRA, SUFFIX
+from pipeline.data.cache import COLUMNS_SUFFIX
+from pipeline.data.row_kinds import EXTRA
 from pipeline.files import digest, model_fingerprint
 from pipeline.run.earlier_runs import input_contents
 
 
 def data_fingerprint(rows: Dataset, *, columns: bool = False) -> str:
     """Return the SHA-256 of the memory-mapped files of a dataset: its rows in their order, or their other columns."""
-    files = [file["filename"] for file in rows.cache_files if file["filename"].endswith(SUFFIX) == columns]
+    files = [file["filename"] for file in rows.cache_files if file["filename"].endswith(COLUMNS_SUFFIX) == columns]
     return hashlib.sha256("".join(digest(Path(file)) for file in files).encode()).hexdigest()
 
 
@@ -47,12 +48,7 @@ class RunFingerprint:
 
 
 def run_fingerprint(
-    config: StageConfig,
-    *,
-    models: Mapping[str, str],
-    data: Mapping[str, Dataset],
-    ranks: int,
-    reads_columns: bool = False,
+    config: StageConfig, *, models: Mapping[str, str], data: Mapping[str, Dataset], ranks: int
 ) -> RunFingerprint:
     """Return the fingerprint of a run: start models are folders or hub ids; the keys are names for error messages.
 
@@ -68,5 +64,4 @@ def run_fingerprint(
         defaults=defaults_of(config),
         inputs=dist.on_main(lambda: input_contents(config)),
         columns={f"other columns of {name}": data_fingerprint(rows, columns=True) for name, rows in columns.items()},
-        reads_columns=reads_columns,
     )

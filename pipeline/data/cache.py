@@ -20,7 +20,8 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts, Fate
-from pipeline.data.other_columns import load, move_out
+from pipeline.data.readers import NO_COLUMNS
+from pipeline.data.row_kinds import EXTRA
 from pipeline.data.selection import DataOptions, mixed_sizes, ratios_of, select_records, uniform
 from pipeline.data.shards import SHARDS, ShardWriters, write_rows
 from pipeline.data.sources import fingerprint, parse_path
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 # Part of every key: raise it when the same input gives other rows.
 FORMAT_VERSION = 7
+COLUMNS_SUFFIX = ".columns.arrow"  # of the files of the column EXTRA
 # The words of keys for kinds of rows and shares whose caches earlier versions have built.
 EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", "blocks": "text"}
 
@@ -47,8 +49,7 @@ EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", 
 class StageData:
     """Memory-mapped training and evaluation rows, and counts of what was dropped or repaired.
 
-    Rows that have columns which no layout reads have them in a column more (`other_columns.EXTRA`), where these are
-    passed on; it is in a file of its own.
+    Where columns that no layout reads are passed on, rows have a column EXTRA, which is in a file of its own.
     """
 
     train: "Dataset"
@@ -90,6 +91,14 @@ def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") ->
     counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
     train, evaluation = (load(folder / f"{split}.arrow") for split in ("train", "eval"))
     return StageData(train, evaluation, counts)
+
+
+def load(file: Path) -> "Dataset":
+    """Return the memory-mapped rows of a file, with the column EXTRA where there is a file of it."""
+    from datasets import Dataset, concatenate_datasets
+
+    rows, others = Dataset.from_file(str(file)), file.with_suffix(COLUMNS_SUFFIX)
+    return concatenate_datasets([rows, Dataset.from_file(str(others))], axis=1) if others.is_file() else rows
 
 
 @contextmanager
@@ -200,6 +209,28 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
     except InputError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def move_out(file: Path) -> None:
+    """Move the column EXTRA of a file of rows, if it has one, to a file beside it; to none where it is empty in all.
+
+    Rewards alone read it: the rows' file, whose hash is in checkpoints, is the same with and without such columns.
+    """
+    import pyarrow as pa
+    from pyarrow import compute
+
+    with pa.memory_map(str(file)) as source:
+        rows = pa.ipc.open_stream(source).read_all()
+        if EXTRA not in rows.column_names:
+            return
+        tables = {file.with_suffix(".writing"): rows.drop_columns([EXTRA])}
+        if compute.any(compute.not_equal(rows[EXTRA], NO_COLUMNS)).as_py():
+            tables[file.with_suffix(COLUMNS_SUFFIX)] = rows.select([EXTRA])
+        for path, table in tables.items():
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                for batch in table.to_batches():
+                    writer.write_batch(batch)
+    file.with_suffix(".writing").rename(file)
 
 
 def write_mixture(files: Sequence[Path], sizes: Sequence[int], options: DataOptions) -> None:

@@ -12,8 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
-from pipeline.data.other_columns import NONE, to_json
-from pipeline.data.readers import Row, Split
+from pipeline.data.readers import NO_COLUMNS, Row, Split, to_json
 from pipeline.data.sources import split_of
 from pipeline.data.turns import (
     BadRowError,
@@ -69,7 +68,7 @@ class Record(Content):
     origin: Origin
     split: Split | None
     columns: tuple[str, ...] = ()
-    extra: str = NONE
+    extra: str = NO_COLUMNS
 
     @property
     def all_turns(self) -> Turns:
@@ -142,7 +141,7 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_c
         read.add("tools")
         content = dataclasses.replace(content, messages=(*parse_tools(values["tools"]), *content.messages))
     others = {name: values[name] for name in values.keys() - read if values[name] is not None}
-    extra, unread = to_json(others) if passes_columns else (NONE, set(others))
+    extra, unread = to_json(others) if passes_columns else (NO_COLUMNS, set(others))
     counts.note_columns(row.origin.path, passed=others.keys() - unread, unread=unread)
     _check_characters(content)
     if content.text is None:
@@ -156,8 +155,7 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_c
     fields = {field.name: getattr(content, field.name) for field in dataclasses.fields(Content)}
     columns = _same(_present(row.values))
     split = row.split or own_split
-    name = prompt_hash(hashed)
-    return Record(**fields, prompt_id=name, origin=row.origin, split=split, columns=columns, extra=extra)
+    return Record(**fields, prompt_id=prompt_hash(hashed), origin=row.origin, split=split, columns=columns, extra=extra)
 
 
 def _present(values: Values) -> tuple[str, ...]:

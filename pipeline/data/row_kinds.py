@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
-from pipeline.data.other_columns import EXTRA, NONE
+from pipeline.data.readers import NO_COLUMNS
 from pipeline.data.templates import (
     EncodedConversation,
     RefusedTurnsError,
@@ -34,6 +34,7 @@ LongRows = Literal["drop", "truncate_left"]
 # A pair whose response alone fills the limit keeps this share of the limit for the end of its prompt.
 MIN_PROMPT_SHARE = 0.25
 MAX_REASON = 100  # characters of a template's message: it may quote the row
+EXTRA = "extra"  # the field of a row for columns that no layout reads, as JSON
 SPECIAL_BROKEN = "text that spells a special token (broken up)"
 WideInt = Annotated[int, "64 bits"]  # the annotation of a column that 32 bits do not hold
 
@@ -86,7 +87,7 @@ class PromptRow:
     prompt_ids: list[int]
     prompt_id: WideInt
     messages: str
-    extra: str = NONE
+    extra: str = NO_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -97,4 +96,4 @@ class WeightedReward:
         scores = self.reward.score(rows)
         if scores.shape != rows.finished.shape:
             raise ValueError(f"reward {self.name}: scores of shape {[*scores.shape]} for {len(rows.finished)} rows")
-        return scores.to(rows.finished.device, torch.float32)
+        return scores.float().to(rows.finished.device)

@@ -74,7 +74,7 @@ class PPOLoop:
         responses = training.sample(self.ppo, self.state, self.course)
         self.scores = training.score(self.ppo, responses, self.state, self.course)
         self.judged = training.judge(self.ppo, responses, self.ppo.prompts.train, self.state, self.course)
-        return training.reward(self.ppo, responses, self.scores, self.judged, self.state, self.course)
+        return training.reward(self.ppo, responses, self.scores, self.judged, state=self.state, course=self.course)
 
     def update(self, rollout: Collected) -> None:
         """Take the steps that the rollout has left."""
