@@ -20,6 +20,7 @@ from pipeline.checkpoints.fingerprint import data_fingerprint
 from pipeline.configuration.groups import DataConfig
 from pipeline.data import cache, shards, sources
 from pipeline.data.cache import StageData
+from pipeline.data.readers import to_json
 from pipeline.data.selection import DataOptions
 from pipeline.training.inputs import prepare_data
 
@@ -125,6 +126,12 @@ def test_dates_and_decimals_have_a_form_and_other_values_are_not_passed(bpe_toke
     path = tmp_path / "rows.parquet"
     assert f"  rows: of {path}: columns that are passed to rewards: answer, day, price, took, when" in said
     assert f"  rows: of {path}: columns that are not read: nested, raw" in said
+
+
+def test_the_order_of_the_columns_changes_nothing():
+    assert (
+        to_json({"b": 1, "a": b"", "c": "x"}) == to_json({"c": "x", "a": b"", "b": 1}) == ('{"b": 1, "c": "x"}', {"a"})
+    )
 
 
 # --- which rows ---

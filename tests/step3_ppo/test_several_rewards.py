@@ -25,19 +25,21 @@ class TokensPerGuess:
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self.guesses: list[float] = []
 
     def score(self, rows: ScoredRows) -> Tensor:
         self.seen.append(len(rows.finished))
         guesses = [row.extra.get("guess", math.nan) for row in rows]
+        self.guesses += guesses
         return torch.tensor([len(row.ids) / guess for row, guess in zip(rows, guesses, strict=True)])
 
 
 def loop_of(world, folder, folders, guesses: list[float | None], **ppo) -> tuple[PPOLoop, TokensPerGuess]:
-    """The loop on four prompts, of which those with a guess have it in a column."""
+    """The loop on four prompts, of which those with a guess have it in a column; those held out guess 9, 10, 11."""
     loop = loop_on_random_prompts(world, folder, ppo_config(folders, **(COEFFICIENTS | ppo)))
     texts = [json.dumps({} if guess is None else {"guess": guess}) for guess in guesses]
-    train, held_out = (rows.add_column("extra", texts[: len(rows)]) for rows in
-                       (loop.ppo.prompts.train, loop.ppo.prompts.eval))  # fmt: skip
+    train = loop.ppo.prompts.train.add_column("extra", texts)
+    held_out = loop.ppo.prompts.eval.add_column("extra", [json.dumps({"guess": 9.0 + n}) for n in range(3)])
     loop.ppo = replace(loop.ppo, prompts=replace(loop.ppo.prompts, train=train, eval=held_out))
     second = TokensPerGuess()
     loop.ppo.models.rewards.append(WeightedReward("guess", second, weight=-0.5, mean=2.0, std=3.0))
@@ -68,6 +70,7 @@ def test_a_run_learns_from_the_weighted_sum_of_a_reward_model_and_a_function(wor
     assert rollout.metrics["objective/scores"] == pytest.approx(sum(raw) / 4, rel=1e-5)
     loop.update(rollout)
     loop.evaluate()
+    assert set(second.guesses[4:]) == {9.0, 10.0, 11.0}, "held-out responses go with the columns of their own prompts"
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open(encoding="utf-8")]
     found = loop.course.evaluations[-1]["eval_objective/scores"]
     assert sum(sample["score"] for sample in samples) / 3 == pytest.approx(found, abs=1e-4)

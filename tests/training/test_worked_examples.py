@@ -61,7 +61,7 @@ def judge(changed: Path, folder: Path, output: str, answers: list[str | None]) -
     prompts = [json.loads(line)["prompt"] for line in (folder / "test.jsonl").open()]
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
     write_lines(folder / "held_out.jsonl", rows)
-    write_lines(folder / "prompts.jsonl", [{**row, "prompt": f"{row['prompt']} Why?"} for row in rows])
+    write_lines(folder / "prompts.jsonl", [{"prompt": f"{prompt} Why?", "answer": "-"} for prompt in prompts])
     words = "--actor_model_name_or_path base --critic_model_name_or_path scorer --data_split none --dtype fp32"
     lengths = "--max_prompt_seq_len 48 --max_answer_seq_len 12 --max_steps 1 --per_device_train_batch_size 4"
     also = f"--data_path prompts.jsonl --eval_data_path held_out.jsonl --data_output_path cache --output_dir {output}"
