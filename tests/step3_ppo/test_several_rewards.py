@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -121,3 +122,16 @@ def test_a_stop_between_two_batches_of_the_judges_ends_scoring(world, trained_fo
     with pytest.raises(Interrupted):
         training.judge(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
     assert second.seen == []
+
+
+def test_each_pass_releases_the_frozen_weights_that_it_read(world, trained_folders, tmp_path, monkeypatch):
+    """At ZeRO stage 3 they are gathered for a pass: an update has the memory of none."""
+    loop, _ = loop_of(world, tmp_path, trained_folders, [1.0] * 4)
+    released = list[str]()
+    for name, engine in loop.ppo.models.frozen.items():
+        monkeypatch.setattr(engine, "release_gathered", partial(released.append, name))
+    responses = training.sample(loop.ppo, loop.state, loop.course)
+    training.score(loop.ppo, responses, loop.state, loop.course)
+    assert released == ["reference"]
+    training.judge(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
+    assert released == ["reference", "reward"]
