@@ -1,6 +1,7 @@
 """What stage 3's loop works on, built from the configuration, and restored from a checkpoint."""
 
 import logging
+from dataclasses import replace
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
@@ -45,7 +46,8 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     text = make_text(run, config, sources.tokenizer)
     models = make_models(run, config, sources)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
-    fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
+    reads_columns = any(one.reward.reads_columns for one in models.rewards)
+    fingerprint = replace(fingerprint_of(config, prompts, text, ranks=run.world.size), reads_columns=reads_columns)
     resumed = checkpoint.load(run, config.run.resumes_from, models.trained, fingerprint, force=config.run.force_resume)
     ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
     return ppo, resumed

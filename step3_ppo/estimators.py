@@ -9,6 +9,7 @@ Sources: Ziegler et al. 2019, arXiv 1909.08593; Schulman et al. 2016 (GAE), arXi
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -67,7 +68,7 @@ def next_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: 
 
 
 def normalise_scores(scores: Tensor, *, mean: float, std: float) -> Tensor:
-    """(scores - mean) / std with the reward model's constants, measured once in stage 2."""
+    """(scores - mean) / std with a reward's constants; those of the reward model were measured once in stage 2."""
     assert std > 0, std
     return (scores - mean) / std
 
@@ -83,19 +84,28 @@ def missing_eos(scores: Tensor, finished: Tensor, *, penalty: float) -> Tensor:
     return torch.where(finished, scores, scores - penalty)
 
 
+def weighted_sum(scores: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Scores of each reward, (B,) -> their sum with the weights, (B,): with one of weight 1 its very bits."""
+    first, *others = (weight * column for column, weight in zip(scores, weights, strict=True))
+    return sum(others, start=first)
+
+
 def shape_scores(
-    scores: Tensor,
+    scores: Sequence[Tensor],
+    weights: Sequence[float],
     finished: Tensor,
     *,
-    score_mean: float,
-    score_std: float,
     reward_clip: float | None,
     missing_eos_penalty: float,
 ) -> Tensor:
-    """Raw scores (B,) -> sequence rewards (B,): normalise, clip, then the penalty, so that the clip cannot hide it."""
-    _check_sequences(scores)
-    normalised = normalise_scores(scores, mean=score_mean, std=score_std)
-    return missing_eos(clip_scores(normalised, limit=reward_clip), finished, penalty=missing_eos_penalty)
+    """Normalised scores of each reward, (B,) -> sequence rewards (B,): clip each, sum, then the penalty, once.
+
+    So no reward outweighs its share of the sum, and the clip cannot hide the penalty.
+    """
+    clipped = [clip_scores(column, limit=reward_clip) for column in scores]
+    total = weighted_sum(clipped, weights)
+    _check_sequences(total)
+    return missing_eos(total, finished, penalty=missing_eos_penalty)
 
 
 def token_rewards(sequence_rewards: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:

@@ -2,14 +2,14 @@
 
     Rollout     a rank's responses as a generation backend returns them, ragged
     Responses   the same as padded rows, gathered: every rank has all rows
-    Scores      what the models say of them: log-probabilities, values, scores
-    Rewarded    rewards and advantages: the Experience, and what is logged of it
+    Scores      what the models say of them: log-probabilities, values
+    Rewarded    rewards and advantages, with what rewards say: the Experience, and what is logged of it
     Experience  what an optimizer step reads, besides the Responses
     Collected   Responses and Experience, cut into micro-batches
 
-All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response. Rows are
-padded on the right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is predicted at
-the position before.
+All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response, R rewards.
+Rows are padded on the right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is
+predicted at the position before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +21,18 @@ from torch import Tensor
 
 from pipeline import dist
 from pipeline.generation.rollouts import Rollout
+from pipeline.rewards.rows import WeightedReward
 from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, round_up, whiten
 from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, places
 from step3_ppo.config import PPOCoefficients
-from step3_ppo.estimators import estimate_advantages, kl_estimate, normalise_scores, shape_scores, token_rewards
+from step3_ppo.estimators import (
+    estimate_advantages,
+    kl_estimate,
+    normalise_scores,
+    shape_scores,
+    token_rewards,
+    weighted_sum,
+)
 
 
 class Rows:
@@ -122,14 +130,12 @@ class Scores:
     ref_log_probs: (N, T) fp32.
     entropy: (N, T) fp32; None with the sampler's log_probs.
     values: (N, T) fp32, on the normalised reward scale; None without a critic.
-    scores: (N,) fp32, the reward model's score of the sequence's last token.
     """
 
     log_probs: Tensor
     ref_log_probs: Tensor
     entropy: Tensor | None
     values: Tensor | None
-    scores: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +210,9 @@ class Rewarded:
 
     experience: tensors for the updates.
     valid: (N,) bool, True = the row counts and all its numbers are finite.
+    scores: (N,) fp32, raw scores, of several rewards their sum with the weights; NaN where one has none.
     sequence_rewards: (N,) fp32, rewards before the KL penalty.
-    clipped: (N,) bool, True = `reward_clip` cut the score.
+    clipped: (N,) bool, True = `reward_clip` cut the score of a reward.
     kl: (N, T) fp32, KL estimate k1.
     kl_k3: (N, T) fp32, KL estimate k3.
     advantage_mean: mean of the advantages before whitening.
@@ -214,6 +221,7 @@ class Rewarded:
 
     experience: Experience
     valid: Tensor
+    scores: Tensor
     sequence_rewards: Tensor
     clipped: Tensor
     kl: Tensor
@@ -223,31 +231,35 @@ class Rewarded:
 
 
 def reward_responses(
-    responses: Responses, scores: Scores, ppo: PPOCoefficients, *, kl_coef: float, score_mean: float, score_std: float
+    responses: Responses,
+    scores: Scores,
+    judged: Tensor,
+    ppo: PPOCoefficients,
+    *,
+    kl_coef: float,
+    rewards: Sequence[WeightedReward],
 ) -> Rewarded:
     """Compute rewards, advantages and returns of a whole rollout; every rank has all rows, so whitening sees all.
 
-    Rows with a number that is not finite are masked before anything is averaged.
+    Rows with a number that is not finite, be it of one reward, are masked before anything is averaged.
+
+    Args:
+        judged: (N, R) fp32 raw scores of `rewards`.
     """
-    numbers = [scores.scores, scores.log_probs, scores.ref_log_probs]
+    numbers = [judged, scores.log_probs, scores.ref_log_probs]
     numbers += [] if scores.values is None else [scores.values]
     finite = torch.stack([row.isfinite().reshape(len(row), -1).all(1) for row in numbers]).all(0)
     valid = responses.valid & finite
     mask = responses.response_mask & valid.unsqueeze(1)
     log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in numbers[1:])
     values = rest[0] if rest else None
-    raw = torch.where(valid, scores.scores, 0.0)
-    shaped = shape_scores(
-        raw,
-        responses.finished,
-        score_mean=score_mean,
-        score_std=score_std,
-        reward_clip=ppo.reward_clip,
-        missing_eos_penalty=ppo.missing_eos_penalty,
-    )
+    weights, raw = [one.weight for one in rewards], torch.where(valid.unsqueeze(1), judged, 0.0).unbind(1)
+    normalised = [normalise_scores(n, mean=one.mean, std=one.std) for n, one in zip(raw, rewards, strict=True)]
+    limits = {"reward_clip": ppo.reward_clip, "missing_eos_penalty": ppo.missing_eos_penalty}
+    shaped = shape_scores(normalised, weights, responses.finished, **limits)
     penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
-    rewards = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
-    advantages, returns = estimate_advantages(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
+    of_tokens = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
+    advantages, returns = estimate_advantages(of_tokens, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
     mean, variance = finish_moments(moments(advantages, mask))
     used = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
     return Rewarded(
@@ -255,8 +267,9 @@ def reward_responses(
             mask, log_probs, ref_log_probs, used, None if values is None else ValueTargets(values, returns)
         ),
         valid=valid,
+        scores=weighted_sum(judged.unbind(1), weights),
         sequence_rewards=shaped,
-        clipped=normalise_scores(raw, mean=score_mean, std=score_std).abs() > ppo.reward_clip,
+        clipped=torch.stack(normalised).abs().amax(0) > ppo.reward_clip,
         kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
         kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
         advantage_mean=mean.item(),

@@ -256,7 +256,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
     return found | {
         "objective/kl": mean_of(kl, valid),
         "objective/kl_k3": mean_of(kl_k3, valid),
-        "objective/scores": mean_of(scores.scores, valid),
+        "objective/scores": mean_of(rewarded.scores, valid),
         "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
         "objective/rlhf_reward": mean_of(rewarded.sequence_rewards - kl_coef * kl, valid),
         "advantages/mean": rewarded.advantage_mean if mask.any() else math.nan,
@@ -320,13 +320,7 @@ def evaluation_metrics(found: dict[str, float]) -> dict[str, float]:
 
 
 def append_samples(
-    path: Path,
-    *,
-    step: int,
-    responses: Responses,
-    scores: Scores,
-    rewarded: Rewarded,
-    tokenizer: PreTrainedTokenizerBase,
+    path: Path, *, step: int, responses: Responses, rewarded: Rewarded, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Add the responses of an evaluation on this rank to samples.jsonl."""
     lines = []
@@ -338,7 +332,7 @@ def append_samples(
             "step": step,
             "prompt": tokenizer.decode(responses.sequences[n, :start], skip_special_tokens=True),
             "response": tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True),
-            "score": finite(round(scores.scores[n].item(), 4)),
+            "score": finite(round(rewarded.scores[n].item(), 4)),
             "kl": round(rewarded.kl[n].sum().item(), 4) if rewarded.valid[n] else None,
             "tokens": length,
             "finished": bool(responses.finished[n]),

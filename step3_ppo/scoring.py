@@ -1,7 +1,7 @@
-"""Forward passes of the four models over sampled responses: log-probabilities, values, scores.
+"""Forward passes of the models over sampled responses, log-probabilities and values, and the scores of rewards.
 
-n rows of a micro-batch, N of the rollout, T response tokens. The updater uses the same pass of the policy, so that the
-first ratio of a rollout is 1 to the last bit.
+n rows of a micro-batch, N of the rollout, T response tokens, R rewards. The updater uses the same pass of the policy,
+so that the first ratio of a rollout is 1 to the last bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,23 +72,48 @@ def score_responses(
     batches: Sequence[MicroBatch],
     policy: tuple[Tensor, Tensor | None],
     *,
-    rows: Any,
     temperature: float,
     between: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Run reference, critic and reward model over all responses, each rank its own micro-batches. A collective.
+    """Run reference and critic over all responses, each rank its own micro-batches. A collective.
 
     Args:
         batches: this rank's micro-batches.
         policy: the log-probabilities and entropies of the policy, or those of the sampler and None.
         between: called before each of them; may raise.
     """
-    ref_log_probs, scores, *values = over_all(
-        responses, batches, lambda *part: score_batch(models, *part, rows=rows, temperature=temperature), between
+    ref_log_probs, *values = over_all(
+        responses, batches, lambda *part: score_batch(models, *part, temperature=temperature), between
     )
-    models.release_gathered("reference", "reward")  # the others may be updated next
+    models.release_gathered("reference")  # the others may be updated next
     log_probs, entropy = policy
-    return Scores(log_probs, ref_log_probs, entropy, values[0] if values else None, scores)
+    return Scores(log_probs, ref_log_probs, entropy, values[0] if values else None)
+
+
+@torch.no_grad()
+def judge_responses(
+    models: Models,
+    responses: Responses,
+    batches: Sequence[MicroBatch],
+    *,
+    rows: Any,
+    between: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """(N, R) raw scores of all rewards, each rank its own micro-batches. A collective.
+
+    Args:
+        batches: this rank's micro-batches.
+        rows: the data set of the prompts.
+        between: called before each of them; may raise.
+    """
+
+    def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
+        seen = scored_rows(models, part, batch, rows)
+        return tuple(one.score(seen) for one in models.rewards)
+
+    scores = over_all(responses, batches, compute, between)
+    models.release_gathered("reward")
+    return torch.stack(scores, 1)
 
 
 def over_all(
@@ -106,26 +131,18 @@ def over_all(
     return gather_scores(parts, places, width=responses.sampler_log_probs.shape[1])
 
 
-def score_batch(
-    models: Models, responses: Responses, batch: MicroBatch, *, rows: Any, temperature: float
-) -> tuple[Tensor, ...]:
-    """(n, T') reference log-probabilities, (n,) scores and, with a critic, (n, T') values of one micro-batch."""
+def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, ...]:
+    """(n, T') reference log-probabilities and, with a critic, (n, T') values of one micro-batch."""
     with models.reference_policy() as reference:
         ref_log_probs, _ = log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)
-    values = [] if models.critic is None else [values_of(models.critic, responses, batch)]
-    return ref_log_probs, models.reward.score(scored_rows(models, responses, batch, rows)), *values
+    return (ref_log_probs,) if models.critic is None else (ref_log_probs, values_of(models.critic, responses, batch))
 
 
 def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> ScoredRows:
     """Return the rows of a micro-batch as rewards read them; `rows` has the prompts."""
-
-    def prompt_of(n: int) -> str:
-        turns: str = rows[int(responses.row_index[n])]["messages"]
-        return turns
-
-    lengths = responses.prompt_lengths, responses.response_lengths
-    packed, tokenizer = batch.num_packed_tokens, models.tokenizer
-    return ScoredRows(responses.sequences, *lengths, responses.finished, packed, prompt_of, tokenizer)
+    lengths, places = (responses.prompt_lengths, responses.response_lengths), responses.row_index
+    texts = {"row_of": lambda n: rows[int(places[n])], "tokenizer": models.tokenizer}
+    return ScoredRows(responses.sequences, *lengths, responses.finished, batch.num_packed_tokens, **texts)
 
 
 def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, width: int) -> list[Tensor]:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.data.batching import SFTBatch
@@ -105,10 +107,10 @@ class PPO:
             should_stop=should_stop,
         )
 
-    def rewarded(self, responses: Responses, scores: Scores, state: State) -> Rewarded:
-        """Return rewards and advantages with the coefficients of the run."""
-        mean, std, kl_coef = self.models.score_mean, self.models.score_std, state.kl_coef
-        return reward_responses(responses, scores, self.config.ppo, kl_coef=kl_coef, score_mean=mean, score_std=std)
+    def rewarded(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Rewarded:
+        """Return rewards and advantages of raw scores (N, R), with the coefficients of the run."""
+        settings, rewards = self.config.ppo, self.models.rewards
+        return reward_responses(responses, scores, judged, settings, kl_coef=state.kl_coef, rewards=rewards)
 
     def objectives(self, state: State) -> list[Objective]:
         """Return what the next step trains: the critic alone in its warm-up."""

@@ -1,9 +1,10 @@
-"""Stage 3's loop: sample, score, reward, update both models, adapt the KL coefficient; from build to finish.
+"""Stage 3's loop: sample, score, judge, reward, update both models, adapt the KL coefficient; from build to finish.
 
 The functions below the loop are its steps, in order: each hands the settings of the run to the module that does it.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.heartbeat import beat
 from pipeline.models.flops import training_mfu
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.micro_batches import SCORING_TOKENS, micro_batches, places, scoring_batches
+from pipeline.training.micro_batches import SCORING_TOKENS, MicroBatch, micro_batches, places, scoring_batches
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.build import build, resume
 from step3_ppo.config import PPOConfig
@@ -25,7 +26,7 @@ from step3_ppo.experience import Collected, Responses, Scores
 from step3_ppo.metrics import METRICS, SHOWN
 from step3_ppo.models.saving import save_models
 from step3_ppo.rollout import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout
-from step3_ppo.scoring import policy_log_probs, score_responses
+from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
 from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
 
@@ -56,15 +57,16 @@ def train(run: Run, config: PPOConfig) -> None:
                 if rollout is None or state.update == 0:
                     with optimizer_states_on_host(ppo.idle_optimizers):
                         responses = sample(ppo, state, course)  # 1. to the next prompts, the same on every rank
-                        scores = score(ppo, responses, state, course)  # 2. log-probabilities, values, scores
-                        rollout = reward(ppo, responses, scores, state, course)  # 3. KL penalty, GAE, whitening
+                        scores = score(ppo, responses, state, course)  # 2. log-probabilities, values
+                        judged = judge(ppo, responses, ppo.prompts.train, state, course)  # 3. raw scores of the rewards
+                        rollout = reward(ppo, responses, scores, judged, state=state, course=course)  # 4. KL, GAE
 
-                update = step_objectives(ppo, rollout, state, course)  # 4. all that learn step, or none
+                update = step_objectives(ppo, rollout, state, course)  # 5. all that learn step, or none
                 if update is not None:
                     log_update(ppo, rollout, update, state, course)
                 state.update += 1
                 if state.update == len(rollout.cut.minibatches) or moved_too_far(ppo, update):
-                    adapt_kl(ppo, rollout, state)  # 5. the KL coefficient follows its target
+                    adapt_kl(ppo, rollout, state)  # 6. the KL coefficient follows its target
                     state.finish_rollout()
                     rollout = None
     course.finish(state, checkpoint_content(ppo, state, rollout), lambda: save(ppo, state))
@@ -105,7 +107,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
-    """Run the four models over the responses. A collective.
+    """Run policy, reference and critic over the responses. A collective.
 
     The policy's pass has the very shapes of the first epoch's updates; none is made where the sampler's
     log-probabilities serve.
@@ -120,12 +122,24 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
         size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
         policy = score_policy(ppo, responses, state, course, size)
         ppo.hybrid.note_update()  # it has an update's shapes
-    return score_others(ppo, responses, policy, ppo.prompts.train, state=state, course=course)
+    return score_others(ppo, responses, policy, state, course)
 
 
-def reward(ppo: PPO, responses: Responses, scores: Scores, state: State, course: Course) -> Collected:
+def judge(ppo: PPO, responses: Responses, rows: Any, state: State, course: Course) -> Tensor:
+    """Return (N, R) raw scores of the R rewards of the run for responses to `rows`; part of scoring. A collective.
+
+    Raises:
+        Interrupted: the run is to stop; nothing of the rollout is kept.
+    """
+    batches, between = scoring_parts(ppo, responses, state, course)
+    return judge_responses(ppo.models, responses, batches, rows=rows, between=between)
+
+
+def reward(
+    ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, *, state: State, course: Course
+) -> Collected:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
-    rewarded = ppo.rewarded(responses, scores, state)
+    rewarded = ppo.rewarded(responses, scores, judged, state)
     metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
     warn_of_rollout(metrics, step=state.step, dtype=weights_dtype(ppo.run))
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
@@ -249,15 +263,14 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
     with optimizer_states_on_host(ppo.idle_optimizers):
         responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
         policy = score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
-        scores = score_others(ppo, responses, policy, rows, state=state, course=course)
-        rewarded = ppo.rewarded(responses, scores, state)
+        scores = score_others(ppo, responses, policy, state, course)
+        judged = judge(ppo, responses, rows, state, course)
+        rewarded = ppo.rewarded(responses, scores, judged, state)
         metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
         course.recorder.write(state.step, evaluation_metrics(metrics))
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
-            append_samples(
-                path, step=state.step, responses=responses, scores=scores, rewarded=rewarded, tokenizer=tokenizer
-            )
+            append_samples(path, step=state.step, responses=responses, rewarded=rewarded, tokenizer=tokenizer)
         ppo.models.release_gathered()
     state.evaluated = state.step
 
@@ -286,21 +299,22 @@ def score_policy(
 
 
 def score_others(
-    ppo: PPO, responses: Responses, policy: tuple[Tensor, Tensor | None], rows: Any, *, state: State, course: Course
+    ppo: PPO, responses: Responses, policy: tuple[Tensor, Tensor | None], state: State, course: Course
 ) -> Scores:
-    """Run the other three models over the responses to `rows`. A collective; raises Interrupted."""
+    """Run reference and critic over the responses. A collective; raises Interrupted."""
+    batches, between = scoring_parts(ppo, responses, state, course)
+    temperature = ppo.config.sampling.temperature
+    return score_responses(ppo.models, responses, batches, policy, temperature=temperature, between=between)
+
+
+def scoring_parts(
+    ppo: PPO, responses: Responses, state: State, course: Course
+) -> tuple[list[MicroBatch], Callable[[], None]]:
+    """Return this rank's micro-batches of scoring, and what is called between two; their size is what is halved."""
     beat("score", state.step)
     lengths = responses.lengths(packs=ppo.models.pack_rows)
     tokens = course.halving.batch_size(state, "score", SCORING_TOKENS, smallest=max(lengths.whole))
-    return score_responses(
-        ppo.models,
-        responses,
-        scoring_batches(lengths, world=ppo.run.world, tokens=tokens),
-        policy,
-        rows=rows,
-        temperature=ppo.config.sampling.temperature,
-        between=partial(between_batches, state, course),
-    )
+    return scoring_batches(lengths, world=ppo.run.world, tokens=tokens), partial(between_batches, state, course)
 
 
 def between_batches(state: State, course: Course) -> None:

@@ -133,6 +133,7 @@ class Saver:
             "engines": {name: counters(engine) for name, engine in content.engines.items()},
             "settings": self.fingerprint.settings,
             "fingerprints": self.fingerprint.hashes,
+            "columns": self.fingerprint.columns,
             "sizes": self.fingerprint.sizes,
             "layout": self.fingerprint.rounding,
             "versions": {name: metadata.version(name) for name in PACKAGES},
@@ -265,9 +266,10 @@ def load(
         json.dumps([fingerprint.settings, fingerprint.rounding, fingerprint.defaults])
     )
     check_same_settings(folder, saved["settings"], settings, defaults=defaults, force=force)
-    check_same_fingerprints(
-        folder, saved["fingerprints"] | saved["sizes"], {**fingerprint.hashes, **fingerprint.sizes}, force=force
-    )
+    columns = saved.get("columns", {}) if fingerprint.reads_columns else {}
+    then = saved["fingerprints"] | saved["sizes"] | columns
+    now = {**fingerprint.hashes, **fingerprint.sizes, **{name: fingerprint.columns.get(name) for name in columns}}
+    check_same_fingerprints(folder, then, now, force=force)
     if (found := ", ".join(sorted(saved["engines"]))) != (expected := ", ".join(sorted(engines))):
         raise InputError(f"{folder}: found the state of {found}, expected that of {expected}: it is of another stage")
     log_differences(folder, saved, rounding, defaults)

@@ -11,13 +11,16 @@ from datasets import Dataset
 from pipeline import dist
 from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
 from pipeline.configuration.stage import StageConfig
+from pipeline.data.cache import COLUMNS_SUFFIX
+from pipeline.data.row_kinds import EXTRA
 from pipeline.files import digest, model_fingerprint
 from pipeline.run.earlier_runs import input_contents
 
 
-def data_fingerprint(rows: Dataset) -> str:
-    """Return the SHA-256 of the memory-mapped files of a dataset: its rows in their order."""
-    return hashlib.sha256("".join(digest(Path(file["filename"])) for file in rows.cache_files).encode()).hexdigest()
+def data_fingerprint(rows: Dataset, *, columns: bool = False) -> str:
+    """Return the SHA-256 of the memory-mapped files of a dataset: its rows in their order, or their other columns."""
+    files = [file["filename"] for file in rows.cache_files if file["filename"].endswith(COLUMNS_SUFFIX) == columns]
+    return hashlib.sha256("".join(digest(Path(file)) for file in files).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class RunFingerprint:
     rounding: flags that change numbers by rounding only; other values are logged.
     defaults: values assumed for flags that the checkpoint's version did not have.
     inputs: contents of the flags that name data and start models, for the mark of a finished run.
+    columns: hashes of columns that only rewards read, of the data sets that have any.
+    reads_columns: a reward of the run reads them: a checkpoint that has their hashes must have the same.
     """
 
     settings: Mapping[str, Any]
@@ -38,6 +43,8 @@ class RunFingerprint:
     rounding: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    reads_columns: bool = False
 
 
 def run_fingerprint(
@@ -47,6 +54,7 @@ def run_fingerprint(
 
     A collective.
     """
+    columns = {name: rows for name, rows in data.items() if EXTRA in rows.column_names}
     hashes = {name: model_fingerprint(name_or_path) for name, name_or_path in models.items()}
     return RunFingerprint(
         settings=values_by_rule(config, "same"),
@@ -55,4 +63,5 @@ def run_fingerprint(
         rounding=values_by_rule(config, "rounding"),
         defaults=defaults_of(config),
         inputs=dist.on_main(lambda: input_contents(config)),
+        columns={f"other columns of {name}": data_fingerprint(rows, columns=True) for name, rows in columns.items()},
     )

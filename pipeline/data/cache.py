@@ -20,6 +20,8 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
 from pipeline.data.counts import Counts, Fate
+from pipeline.data.readers import NO_COLUMNS
+from pipeline.data.row_kinds import EXTRA
 from pipeline.data.selection import DataOptions, mixed_sizes, ratios_of, select_records, uniform
 from pipeline.data.shards import SHARDS, ShardWriters, write_rows
 from pipeline.data.sources import fingerprint, parse_path
@@ -37,14 +39,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of every key: raise it when the same input gives other rows.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
+COLUMNS_SUFFIX = ".columns.arrow"  # of the files of the column EXTRA
 # The words of keys for kinds of rows and shares whose caches earlier versions have built.
 EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", "blocks": "text"}
 
 
 @dataclass(frozen=True, slots=True)
 class StageData:
-    """Memory-mapped training and evaluation rows, and counts of what was dropped or repaired."""
+    """Memory-mapped training and evaluation rows, and counts of what was dropped or repaired.
+
+    Where columns that no layout reads are passed on, rows have a column EXTRA, which is in a file of its own.
+    """
 
     train: "Dataset"
     eval: "Dataset"
@@ -82,11 +88,17 @@ def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") ->
         with held(FileLock(f"{folder}.lock")):
             if not folder.is_dir():
                 _build_folder(folder, options, tokenizer)
-    from datasets import Dataset
-
     counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
-    train, evaluation = (Dataset.from_file(str(folder / f"{split}.arrow")) for split in ("train", "eval"))
+    train, evaluation = (load(folder / f"{split}.arrow") for split in ("train", "eval"))
     return StageData(train, evaluation, counts)
+
+
+def load(file: Path) -> "Dataset":
+    """Return the memory-mapped rows of a file, with the column EXTRA where there is a file of it."""
+    from datasets import Dataset, concatenate_datasets
+
+    rows, others = Dataset.from_file(str(file)), file.with_suffix(COLUMNS_SUFFIX)
+    return concatenate_datasets([rows, Dataset.from_file(str(others))], axis=1) if others.is_file() else rows
 
 
 @contextmanager
@@ -183,6 +195,8 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
             selected = select_records(options, records, counts)
             num_train = write_train(selected.train)
             write("eval", "held out", selected.eval)
+        for split in ("train", "eval"):
+            move_out(partial / f"{split}.arrow")
         if not num_train and not options.held_out_only:
             kinds = "; ".join(counts.lines()) or "no row"
             raise InputError(f"stage {options.title}: no training row is left: {kinds}")
@@ -195,6 +209,28 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
     except InputError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def move_out(file: Path) -> None:
+    """Move the column EXTRA of a file of rows, if it has one, to a file beside it; to none where it is empty in all.
+
+    Rewards alone read it: the rows' file, whose hash is in checkpoints, is the same with and without such columns.
+    """
+    import pyarrow as pa
+    from pyarrow import compute
+
+    with pa.memory_map(str(file)) as source:
+        rows = pa.ipc.open_stream(source).read_all()
+        if EXTRA not in rows.column_names:
+            return
+        tables = {file.with_suffix(".writing"): rows.drop_columns([EXTRA])}
+        if compute.any(compute.not_equal(rows[EXTRA], NO_COLUMNS)).as_py():
+            tables[file.with_suffix(COLUMNS_SUFFIX)] = rows.select([EXTRA])
+        for path, table in tables.items():
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                for batch in table.to_batches():
+                    writer.write_batch(batch)
+    file.with_suffix(".writing").rename(file)
 
 
 def write_mixture(files: Sequence[Path], sizes: Sequence[int], options: DataOptions) -> None:

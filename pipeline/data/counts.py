@@ -1,7 +1,7 @@
 """Counts of rows: what happened to them by kind, each with its first example, and where those of a source went."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,7 +35,8 @@ class Counts:
 
     _kinds: kind of row -> fate, number of rows, place of the first one.
     sources: data path -> number of rows by fate.
-    unread: data path -> columns that no row's layout reads.
+    unread: data path -> columns that nothing reads.
+    passed: data path -> columns that no row's layout reads, and that are passed to rewards.
     lengths: number of tokens -> number of rows that were dropped because they have so many.
     factors: data path -> how often each of its rows is trained on in an epoch, where sources are mixed by ratios.
     """
@@ -43,6 +44,7 @@ class Counts:
     _kinds: dict[str, tuple[Fate, int, str]] = field(default_factory=dict)
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     unread: dict[str, set[str]] = field(default_factory=dict)
+    passed: dict[str, set[str]] = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
     factors: dict[str, float] = field(default_factory=dict)
 
@@ -63,6 +65,12 @@ class Counts:
         """Count `number` rows of a data path among those of `fate`, which needs no kind and no example."""
         self.sources.setdefault(path, Counter())[fate] += number
 
+    def note_columns(self, path: str, *, passed: Collection[str] = (), unread: Collection[str] = ()) -> None:
+        """Note columns of a data path that no layout reads."""
+        for columns, names in ((self.passed, passed), (self.unread, unread)):
+            if names:
+                columns.setdefault(path, set()).update(names)
+
     def merge(self, other: "Counts") -> None:
         """Add the counts of rows that come after these."""
         for kind, (fate, count, first) in other._kinds.items():
@@ -70,8 +78,8 @@ class Counts:
             self._kinds[kind] = (fate, before + count, earliest)
         for source, fates in other.sources.items():
             self.sources.setdefault(source, Counter()).update(fates)
-        for source, columns in other.unread.items():
-            self.unread.setdefault(source, set()).update(columns)
+        for source in (*other.unread, *other.passed):
+            self.note_columns(source, passed=other.passed.get(source, ()), unread=other.unread.get(source, ()))
         self.lengths.update(other.lengths)
 
     @property
@@ -92,17 +100,20 @@ class Counts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as a JSON object."""
-        unread = {source: sorted(columns) for source, columns in self.unread.items()}
-        counted = {"kinds": self._kinds, "sources": self.sources, "unread": unread, "lengths": self.lengths}
+        both = {"unread": self.unread, "passed": self.passed}
+        columns = {name: {path: sorted(found) for path, found in by_path.items()} for name, by_path in both.items()}
+        counted = {"kinds": self._kinds, "sources": self.sources, **columns, "lengths": self.lengths}
         return {**counted, "factors": self.factors}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Counts":
         """Return the counts whose `to_json` was written as `data`."""
+        unread, passed = ({path: set(columns) for path, columns in data[name].items()} for name in ("unread", "passed"))
         return cls(
             {kind: (fate, count, first) for kind, (fate, count, first) in data["kinds"].items()},
             {source: Counter(fates) for source, fates in data["sources"].items()},
-            {source: set(columns) for source, columns in data["unread"].items()},
+            unread,
+            passed,
             Counter({int(length): count for length, count in data["lengths"].items()}),
             data["factors"],
         )

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
-from pipeline.data.readers import Row, Split
+from pipeline.data.readers import NO_COLUMNS, Row, Split, to_json
 from pipeline.data.sources import split_of
 from pipeline.data.turns import (
     BadRowError,
@@ -57,14 +57,18 @@ class Content:
 class Record(Content):
     """A usable row: content that is checked, and where it comes from.
 
-    prompt_id: 63-bit hash of the prompt (of the text for a document). split: 'train' or 'test' if the source says so.
+    prompt_id: 63-bit hash of the prompt (of the text for a document).
+    origin: where the row is.
+    split: 'train' or 'test' if the source says so.
     columns: the source's columns that are not null in this row.
+    extra: those that the layout does not read, as a JSON object, where they are passed on.
     """
 
     prompt_id: int
     origin: Origin
     split: Split | None
     columns: tuple[str, ...] = ()
+    extra: str = NO_COLUMNS
 
     @property
     def all_turns(self) -> Turns:
@@ -91,17 +95,18 @@ class Format(NamedTuple):
 
 
 def read_records(
-    rows: Iterable[Row], counts: Counts, *, column_map: Mapping[str, str] | None = None
+    rows: Iterable[Row], counts: Counts, *, column_map: Mapping[str, str] | None = None, passes_columns: bool = False
 ) -> Iterator[Record]:
     """Yield the usable records of one source; the others are counted in `counts` by kind with the first example.
 
-    column_map: our column name -> the source's ({"prompt": "question"}). Raises InputError if the first row's columns
-    fit no format, a mapped column is missing there, or no usable record is left at the end.
+    column_map: our column name -> the source's ({"prompt": "question"}). passes_columns: records keep columns that no
+    layout reads. Raises InputError if the first row's columns fit no format, a mapped column is missing there, or no
+    usable record is left at the end.
     """
     num_records = num_dropped = 0
     for row in rows:
         try:
-            record = _record(row, column_map or {}, counts)
+            record = _record(row, column_map or {}, counts, passes_columns=passes_columns)
         except (BadRowError, UnknownColumnsError) as error:
             # A file whose first row has unknown columns is refused; a stray row among good ones is one more bad row.
             if not isinstance(error, BadRowError):
@@ -122,7 +127,7 @@ class UnknownColumnsError(ValueError):
     """Columns that fit no format; the message names them and what would be right."""
 
 
-def _record(row: Row, column_map: Mapping[str, str], counts: Counts) -> Record:
+def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_columns: bool) -> Record:
     values = _renamed(row, column_map)
     form = _format_of(values, row.origin)
     content = form.parse(values)
@@ -135,8 +140,9 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts) -> Record:
     if content.messages and "tools" in values:
         read.add("tools")
         content = dataclasses.replace(content, messages=(*parse_tools(values["tools"]), *content.messages))
-    if unread := {name for name in values.keys() - read if values[name] is not None}:
-        counts.unread.setdefault(row.origin.source or row.origin.file, set()).update(unread)
+    others = {name: values[name] for name in values.keys() - read if values[name] is not None}
+    extra, unread = to_json(others) if passes_columns else (NO_COLUMNS, set(others))
+    counts.note_columns(row.origin.path, passed=others.keys() - unread, unread=unread)
     _check_characters(content)
     if content.text is None:
         check_turns(content.messages)
@@ -149,7 +155,7 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts) -> Record:
     fields = {field.name: getattr(content, field.name) for field in dataclasses.fields(Content)}
     columns = _same(_present(row.values))
     split = row.split or own_split
-    return Record(**fields, prompt_id=prompt_hash(hashed), origin=row.origin, split=split, columns=columns)
+    return Record(**fields, prompt_id=prompt_hash(hashed), origin=row.origin, split=split, columns=columns, extra=extra)
 
 
 def _present(values: Values) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Read one data file (.jsonl, .json, .csv, .parquet, .txt, each also .gz) into numbered raw rows.
 
 Every error names the file, the line or row and the column, and says what would be right. The meaning of columns is in
-`formats.py`.
+`formats.py`; those that it has no meaning for go on as JSON.
 """
 
 import csv
@@ -10,9 +10,11 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -22,6 +24,7 @@ from pipeline.errors import InputError
 Values = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Values]]
 Split = Literal["train", "test"]
+NO_COLUMNS = "{}"  # what `to_json` makes of none
 PARQUET_ROWS = 1000  # rows of a batch, which is in memory as Python objects
 
 
@@ -171,6 +174,31 @@ def _read_text(stream: IO[bytes], path: Path) -> NumberedRows:
             block = []
     if block:
         yield first, {"text": "\n".join(block)}
+
+
+def to_json(columns: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """Return the columns of a row as a JSON object in the order of their names, and the names of those left out.
+
+    Dates and times become ISO 8601 text, decimals numbers, and durations numbers of seconds; a value that has no such
+    form (bytes, an image) leaves its column out.
+    """
+    texts, left_out = [], set()
+    for name in sorted(columns):
+        try:
+            texts.append(f"{json.dumps(name)}: {json.dumps(columns[name], default=_plain)}")
+        except (TypeError, ValueError, RecursionError):
+            left_out.add(name)
+    return f"{{{', '.join(texts)}}}", left_out
+
+
+def _plain(value: object) -> str | float:
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return float(value)
+    raise TypeError(type(value).__name__)
 
 
 READERS: dict[str, Callable[[IO[bytes], Path], NumberedRows]] = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pipeline.data.counts import Counts
 from pipeline.data.formats import Record
+from pipeline.data.readers import NO_COLUMNS
 from pipeline.data.templates import (
     EncodedConversation,
     RefusedTurnsError,
@@ -33,6 +34,7 @@ LongRows = Literal["drop", "truncate_left"]
 # A pair whose response alone fills the limit keeps this share of the limit for the end of its prompt.
 MIN_PROMPT_SHARE = 0.25
 MAX_REASON = 100  # characters of a template's message: it may quote the row
+EXTRA = "extra"  # the field of a row for columns that no layout reads, as JSON
 SPECIAL_BROKEN = "text that spells a special token (broken up)"
 WideInt = Annotated[int, "64 bits"]  # the annotation of a column that 32 bits do not hold
 
@@ -77,14 +79,15 @@ class PairRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A tokenised prompt up to and with the generation prompt; `messages` are its turns as JSON.
+    """A tokenised prompt up to and with the generation prompt; `messages` are its turns as JSON, for rewards.
 
-    A reward model with a tokenizer of its own renders them with its own template.
+    A reward model with a tokenizer of its own renders them with its own template. `extra`: the row's other columns.
     """
 
     prompt_ids: list[int]
     prompt_id: WideInt
     messages: str
+    extra: str = NO_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,7 @@ class RowMaker:
                 raise TooLongError("prompt longer than max_prompt_seq_len", len(ids))
             self.counts.add("cut", "start of the prompt", record.origin)
             ids = self._without_start(ids, limit)
-        return PromptRow(ids, record.prompt_id, turns_to_json(record.messages))
+        return PromptRow(ids, record.prompt_id, turns_to_json(record.messages), record.extra)
 
     def document(self, record: Record) -> DocumentRow:
         """Return a plain text. Raises InputError if the tokenizer has no EOS."""
@@ -257,6 +260,11 @@ class RowKind:
     one_per_prompt: bool = False
     length_flag: str = "max_seq_len"
     least_length: int = 8
+
+    @property
+    def passes_columns(self) -> bool:
+        """True where rows have the field EXTRA, which `PromptRow` shows: columns of records that no layout reads."""
+        return any(field.name == EXTRA for field in fields(self.row))
 
     def of_record(self, *, is_text: bool) -> "RowKind":
         """Return the kind that a record is tokenised to; is_text: the record is a plain document."""

@@ -188,7 +188,8 @@ def _kept_records(text: str, options: DataOptions, records: Spool, counts: Count
     rows = RowProgress(f"reading {path}").counted(read_rows(path))
     counts.sources.setdefault(path, Counter())  # in the order of the paths, whatever happens to their rows
     first = len(records)
-    for record in read_records(rows, counts, column_map=options.column_map):
+    passes = options.kind.passes_columns
+    for record in read_records(rows, counts, column_map=options.column_map, passes_columns=passes):
         if mixture == "ratio" or weight == 1.0 or uniform("weight", options.seed, record.prompt_id) < weight:
             records.append(record)
         else:

@@ -111,9 +111,9 @@ def to_line(record: Record) -> bytes:
     turns = [(turn.role, turn.content) for turn in record.messages]
     origin = (record.origin.file, record.origin.row, record.origin.source)
     texts = (record.chosen, record.rejected, record.text, record.margin)
-    return (encoded((turns, *texts, record.prompt_id, origin, record.split, record.columns)) + "\n").encode(
-        errors=SURROGATES
-    )
+    return (
+        encoded((turns, *texts, record.prompt_id, origin, record.split, record.columns, record.extra)) + "\n"
+    ).encode(errors=SURROGATES)
 
 
 def records_at(file: Path, starts: Iterable[int]) -> Iterator[Record]:
@@ -121,7 +121,8 @@ def records_at(file: Path, starts: Iterable[int]) -> Iterator[Record]:
     with file.open("rb") as stream:
         for start in starts:
             stream.seek(start)
-            turns, *texts, prompt_id, origin, split, columns = json.loads(stream.readline().decode(errors=SURROGATES))
+            line = json.loads(stream.readline().decode(errors=SURROGATES))
+            turns, *texts, prompt_id, origin, split, columns, extra = line
             yield Record(
                 tuple(Message(*turn) for turn in turns),
                 *texts,
@@ -129,4 +130,5 @@ def records_at(file: Path, starts: Iterable[int]) -> Iterator[Record]:
                 origin=Origin(*origin),
                 split=split,
                 columns=tuple(columns),
+                extra=extra,
             )

@@ -31,6 +31,7 @@ class RewardModel:
 
     open: Callable[[], AbstractContextManager[Any]]
     tokenizer: PreTrainedTokenizerBase | None
+    reads_columns = False
 
     def score(self, rows: ScoredRows) -> Tensor:
         """Return (n,) fp32 raw scores of the last real token; from text where the model has its own tokens."""

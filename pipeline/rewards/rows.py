@@ -1,9 +1,9 @@
-"""What a reward reads: sampled responses with their prompts, as tokens and as text."""
+"""What a reward reads, sampled responses with their prompts as tokens and as text, and what it counts among others."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -20,12 +20,14 @@ class ScoredRow:
     response: its text, without special tokens.
     ids: (S,) int64, tokens of prompt and response.
     finished: True = ended with an EOS.
+    extra: the prompt row's other columns, as JSON has them; {} where it has none.
     """
 
     messages: list[Message]
     response: str
     ids: Tensor
     finished: bool
+    extra: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class ScoredRows:
     response_lengths: (n,) int64; a response includes its EOS.
     finished: (n,) bool, True = ended with an EOS.
     num_packed_tokens: tokens of all rows where a pass packs them; None where it pads them.
-    prompt_of: place in this batch -> the prompt's turns as JSON.
+    row_of: place in this batch -> the prompt's row: `messages` and, where rows have other columns, `extra`, as JSON.
     tokenizer: tokenizer of the sequences.
     """
 
@@ -46,7 +48,7 @@ class ScoredRows:
     response_lengths: Tensor
     finished: Tensor
     num_packed_tokens: int | None
-    prompt_of: Callable[[int], str]
+    row_of: Callable[[int], Mapping[str, Any]]
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -58,12 +60,40 @@ class ScoredRows:
         for n, sequence in enumerate(self.sequences):
             start, length = int(self.prompt_lengths[n]), int(self.response_lengths[n])
             text = self.tokenizer.decode(sequence[start : start + length], skip_special_tokens=True)
-            turns = [Message(**turn) for turn in json.loads(self.prompt_of(n))]
-            yield ScoredRow(turns, str(text), sequence[: start + length], bool(self.finished[n]))
+            row = self.row_of(n)
+            turns, extra = [Message(**turn) for turn in json.loads(row["messages"])], json.loads(row.get("extra", "{}"))
+            yield ScoredRow(turns, str(text), sequence[: start + length], bool(self.finished[n]), extra)
 
 
 class Reward(Protocol):
-    """A reward of responses."""
+    """A reward of responses; reads_columns: its scores depend on `ScoredRow.extra`, so a resumed run must share it."""
+
+    reads_columns: bool
 
     def score(self, rows: ScoredRows) -> Tensor:
         """Return (n,) fp32, higher is better; NaN where a row has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedReward:
+    """A reward among those of a run: each is normalised by its own constants, clipped, and summed with its weight.
+
+    name: what messages call it.
+    reward: what scores responses.
+    weight: factor of its normalised score in the sum.
+    mean: mean of its raw scores.
+    std: standard deviation of its raw scores, above 0.
+    """
+
+    name: str
+    reward: Reward
+    weight: float
+    mean: float
+    std: float
+
+    def score(self, rows: ScoredRows) -> Tensor:
+        """Return (n,) fp32 raw scores on the rows' device. Raises ValueError for another number of scores."""
+        scores = self.reward.score(rows)
+        if scores.shape != rows.finished.shape:
+            raise ValueError(f"reward {self.name}: scores of shape {[*scores.shape]} for {len(rows.finished)} rows")
+        return scores.float().to(rows.finished.device)

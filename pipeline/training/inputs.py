@@ -40,7 +40,7 @@ def prepare_data(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", **chang
 
 
 def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int) -> list[str]:
-    """Return the lines about a data set's rows: all of them, then each kind, then each source of a mixture.
+    """Return the lines about a data set's rows: all, each kind, each source of a mixture, columns for rewards.
 
     num_sequences: number of sequences to train on, which is another than that of rows where texts fill blocks.
     """
@@ -52,6 +52,8 @@ def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int
         for path, fates in counts.sources.items():
             repeated = f" ({counts.factors[path]:.2f} times each)" if path in counts.factors else ""
             lines.append(f"  rows: of {path}: {_fates_line(fates, data_split, repeated)}")
+    for path, columns in counts.passed.items():
+        lines.append(f"  rows: of {path}: columns that are passed to rewards: {', '.join(sorted(columns))}")
     return lines
 
 

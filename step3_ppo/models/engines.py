@@ -18,7 +18,7 @@ from pipeline.models.lora import keep_start_adapter, start_model
 from pipeline.models.reward_model import load_reward_model, score_constants
 from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.rewards.reward_model import RewardModel, separate_tokenizer
-from pipeline.rewards.rows import Reward
+from pipeline.rewards.rows import WeightedReward
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.roles import Role, all_roles
@@ -34,17 +34,13 @@ class Models:
     trained: policy ("actor") and value model ("critic").
     frozen: "reference", where not the actor with the adapters that it began with, if any, is the reference; "reward",
         where not the critic with the adapters and the head that it began with is the reward model.
-    reward_tokenizer: None where the reward model reads the actor's own tokens.
-    score_mean: mean of the reward model's scores, which are normalised by it.
-    score_std: standard deviation of these scores.
+    rewards: what judges responses; the reward model is one.
     """
 
     tokenizer: Any
     trained: dict[str, TrainingEngine]
     frozen: dict[str, FrozenEngine]
-    reward_tokenizer: Any
-    score_mean: float
-    score_std: float
+    rewards: list[WeightedReward]
 
     @property
     def actor(self) -> TrainingEngine:
@@ -82,11 +78,6 @@ class Models:
         else:
             with start_model(self.actor.module.model):
                 yield self.actor
-
-    @property
-    def reward(self) -> Reward:
-        """The reward of a response."""
-        return RewardModel(self.reward_model, self.reward_tokenizer)
 
     @contextmanager
     def reward_model(self) -> Iterator[Any]:
@@ -129,14 +120,9 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     """Load and wrap the models that the run holds."""
     mean, std = score_constants(sources.starts["reward"].config) if config.ppo.normalise_scores else (0.0, 1.0)
-    models = Models(
-        tokenizer=sources.tokenizer,
-        trained={},
-        frozen={},
-        reward_tokenizer=sources.reward_tokenizer,
-        score_mean=mean,
-        score_std=std,
-    )
+    models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[])
+    reward_model = RewardModel(models.reward_model, sources.reward_tokenizer)
+    models.rewards.append(WeightedReward("reward model", reward_model, weight=1.0, mean=mean, std=std))
     for role in config.held_roles:
         source = sources.starts[role.name]
         if not role.is_trained:

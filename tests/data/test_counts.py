@@ -11,7 +11,7 @@ def counted() -> Counts:
     counts.add("cut", "truncated", Origin("b.csv", 2), num_tokens=70)
     counts.add("cut", "truncated", Origin("b.csv", 9), num_tokens=90)
     counts.settle("held out", "folder", 2)
-    counts.unread["a.jsonl"] = {"id", "label"}
+    counts.note_columns("a.jsonl", passed={"answer"}, unread={"id", "label"})
     return counts
 
 
@@ -32,8 +32,10 @@ def test_merged_counts_are_those_of_all_rows_in_order():
     whole, rest = counted(), Counts()
     rest.add("cut", "truncated", Origin("c.csv", 1, "folder"), num_tokens=70)
     rest.add("dropped", "no pair", Origin("c.csv", 2))
-    rest.unread["a.jsonl"] = {"score"}
+    rest.note_columns("a.jsonl", unread={"score"})
+    rest.note_columns("b.csv", passed={"tests"})
     whole.merge(rest)
     assert whole["truncated"] == 3 and whole["no pair"] == 1 and "first: b.csv:2" in whole.lines()[0]
     assert whole.sources["folder"] == {"held out": 2, "cut": 1}
     assert whole.lengths == {70: 2, 90: 1} and whole.unread == {"a.jsonl": {"id", "label", "score"}}
+    assert whole.passed == {"a.jsonl": {"answer"}, "b.csv": {"tests"}}

@@ -77,11 +77,11 @@ def test_other_processes_know_it(labelled, bpe_tokenizer, tmp_path, monkeypatch)
 
 
 def test_schemas_of_the_stages_are_those_of_their_caches():
-    """A checkpoint knows its rows by their bytes."""
+    """A checkpoint knows its rows by their bytes; `extra` is moved to a file of its own (test_other_columns.py)."""
     ids, number = pa.list_(pa.int32()), pa.int32()
     sequences = {"ids": ids, "trained": pa.list_(pa.bool_()), "num_trained": number, "num_tokens": number}
     pairs = {"chosen_ids": ids, "rejected_ids": ids, "prompt_length": number, "margin": pa.float32()}
     prompts = {"prompt_ids": ids, "prompt_id": pa.int64(), "messages": pa.large_string()}
     assert SEQUENCES.schema() == pa.schema(sequences.items())
     assert PAIRS.schema() == pa.schema({**pairs, "num_tokens": number}.items())
-    assert PROMPTS.schema() == pa.schema({**prompts, "num_tokens": number}.items())
+    assert PROMPTS.schema() == pa.schema({**prompts, "extra": pa.large_string(), "num_tokens": number}.items())

@@ -65,11 +65,11 @@ def test_records_are_read_back_as_they_were(tmp_path):
         {"prompt": "\u00fc \u4f60\u597d \U0001f600 \u2028 \\ \n", "chosen": "a\tb", "rejected": "", "margin": 0.1},
         {"messages": [{"role": role, "content": role} for role in ("system", "user", "assistant")], "split": "test"},
         {"text": "line\nline", "na\ud800me": 1},
-        {"prompt": "q", "completion": "c", "label": False},
+        {"prompt": "q", "completion": "c", "label": False, "tests": ["\ud800 \u2028", {"a": None}]},
         {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1 / 3},
     ]
     raw = (Row(row, Origin("f\udc80.jsonl", number, "f"), None) for number, row in enumerate(rows, 1))
-    records = list(read_records(raw, Counts()))
+    records = list(read_records(raw, Counts(), passes_columns=True))
     with Spool(tmp_path / "records.jsonl") as spool:
         for record in records:
             spool.append(record)

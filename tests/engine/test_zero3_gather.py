@@ -130,7 +130,7 @@ def test_models_let_go_by_name_or_all() -> None:
         return SimpleNamespace(release_gathered=lambda: gone.append(name))
 
     trained, frozen = {name: engine(name) for name in ("actor", "critic")}, {"reward": engine("reward")}
-    models = Models(None, trained, frozen, reward_tokenizer=None, score_mean=0.0, score_std=1.0)
+    models = Models(None, trained, frozen, rewards=[])
     models.release_gathered("reference", "reward")
     assert gone == ["reward"]
     models.release_gathered()

@@ -66,15 +66,7 @@ def spoil_gradient(package: str, name: str, *, times: int) -> None:
 
 def first_row(field: str, value: float) -> Callable[[Any], Any]:
     def spoil(scores: Any) -> Any:
-        getattr(scores, field)[0] = value
-        return scores
-
-    return spoil
-
-
-def all_rows(field: str) -> Callable[[Any], Any]:
-    def spoil(scores: Any) -> Any:
-        getattr(scores, field)[:] = math.nan
+        (getattr(scores, field) if field else scores)[0] = value
         return scores
 
     return spoil
@@ -97,11 +89,11 @@ SKIPS: dict[str, tuple[str, Callable[[int], None]]] = {
     "reward gradient": ("reward", lambda n: spoil_gradient("step2_reward.training", "value_model_engine", times=n)),
     "ppo policy loss": ("ppo", lambda n: patch("step3_ppo.objectives:policy_loss", in_tuple, times=n)),
     "ppo value loss": ("ppo", lambda n: patch("step3_ppo.objectives:value_loss", in_tuple, times=n)),
-    "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.training:score_responses", all_rows("scores"), times=n)),
+    "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.training:judge_responses", lambda x: x * math.nan, times=n)),
 }
 MASKS: dict[str, Callable[[int], None]] = {
-    "reward nan": lambda n: patch("step3_ppo.training:score_responses", first_row("scores", math.nan), times=n),
-    "reward inf": lambda n: patch("step3_ppo.training:score_responses", first_row("scores", math.inf), times=n),
+    "reward nan": lambda n: patch("step3_ppo.training:judge_responses", first_row("", math.nan), times=n),
+    "reward inf": lambda n: patch("step3_ppo.training:judge_responses", first_row("", math.inf), times=n),
     "values nan": lambda n: patch("step3_ppo.training:score_responses", first_row("values", math.nan), times=n),
 }
 QUICK = ("sft loss alone", "ppo all rewards")

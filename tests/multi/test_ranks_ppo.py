@@ -1,5 +1,6 @@
 """Step 3 gives the same rollouts, scores, losses and gradients for 1 and 2 ranks, all micro-batches and ZeRO stages."""
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from compare import TOLERANCE, apart, numbers_apart
 from group import Rank, running
 from support.marks import slow_but
-from support.tiny_run import make_folder, take_lines
+from support.tiny_run import make_folder, take_lines, write_lines
 
 # Of one rank: 2 rows of the 4 of an update. Two ranks have 1 row each then, or 2.
 SHAPES = [
@@ -39,6 +40,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     folder = tmp_path_factory.mktemp("ppo")
     make_folder(folder)
     take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
+    rows = map(json.loads, (folder / "few.jsonl").read_text().splitlines())
+    write_lines(folder / "guesses.jsonl", [{**row, "guess": 0.5 + n / 8} for n, row in enumerate(rows)])
+    held_out = map(json.loads, (folder / "test.jsonl").read_text().splitlines())
+    write_lines(folder / "test.jsonl", [{**row, "guess": 1.0} for row in list(held_out)])
     with running("worker_ppo", (1, 2), folder, folder) as groups:
         yield groups
 
@@ -122,6 +127,19 @@ def test_these_variants_change_something(found: Found, variant: str) -> None:
 def test_with_the_samplers_log_probs_trainer_and_sampler_are_compared(found: Found, stage: int) -> None:
     for mine in every_rank(found, f"z{stage} sampler"):
         assert len(mine["first_ratio_error"]) == 2 and all(0 < error < 1e-4 for error in mine["first_ratio_error"])
+
+
+@pytest.mark.parametrize("stage", slow_but([0], [0, 3]))
+def test_a_reward_model_and_a_function_judge_the_same_on_any_number_of_ranks(found: Found, stage: int) -> None:
+    reference = found[1][0]["z0 two rewards"]
+    for mine in every_rank(found, f"z{stage} two rewards"):
+        assert_equal_rollouts(mine, reference)
+        assert numbers_apart(list(mine["eval"].values()), list(reference["eval"].values())) < TOLERANCE
+        for rollout in mine["rollouts"]:
+            responses, judged = rollout["responses"], rollout["scores"]["judged"]
+            lengths = responses["prompt_lengths"] + responses["response_lengths"]
+            assert judged.shape == (8, 2) and len(set(rollout["guesses"])) == 8
+            torch.testing.assert_close(judged[:, 1], torch.tensor(rollout["guesses"]) * lengths)
 
 
 def test_last_rollout_of_an_epoch_masks_its_fillers(found: Found) -> None:

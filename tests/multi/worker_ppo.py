@@ -1,5 +1,6 @@
 """Step 3 over ranks: what tests/multi/test_ranks_ppo.py compares."""
 
+import json
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.rendezvous import num_ranks
+from pipeline.rewards.rows import ScoredRows, WeightedReward
 from step3_ppo import training
 from step3_ppo import updater as updater_module
 from step3_ppo.config import PPOConfig
@@ -58,7 +60,8 @@ def tensors_of(rows: Any) -> dict[str, torch.Tensor]:
 def rollout_findings(loop: PPOLoop, collected: Collected) -> dict[str, Any]:
     return {
         "responses": tensors_of(collected.responses),
-        "scores": {name: tensor for name, tensor in tensors_of(loop.scores).items() if tensor is not None},
+        "scores": {name: tensor for name, tensor in tensors_of(loop.scores).items() if tensor is not None}
+        | {"judged": loop.judged},
         "experience": collected.experience.tensors(""),
         "kl": collected.metrics["objective/kl"],
         "sampler_error": collected.metrics.get("policy/sampler_error"),
@@ -89,6 +92,31 @@ def rollouts(
     }
 
 
+class GuessedLength:
+    """A reward of plain Python, of a column of the prompt's row."""
+
+    reads_columns = True
+
+    def score(self, rows: ScoredRows) -> torch.Tensor:
+        return torch.tensor([float(row.extra["guess"] * len(row.ids)) for row in rows])
+
+
+def two_rewards(inputs: Path, stage: int) -> dict[str, Any]:
+    """Two rollouts that a reward model and a function judge; the guesses of their prompts, as the file has them."""
+    loop = setup(inputs, 2 // dist.world_size(), ("--data_path", inputs / "guesses.jsonl"), stage=stage)
+    loop.ppo.models.rewards.append(WeightedReward("guess", GuessedLength(), weight=-0.25, mean=30.0, std=20.0))
+    guesses = {row["prompt"]: row["guess"] for row in map(json.loads, (inputs / "guesses.jsonl").open())}
+    found = []
+    for _ in range(2):
+        collected = loop.collect()
+        rows = [loop.ppo.prompts.train[n] for n in collected.responses.row_index.tolist()]
+        prompts = [json.loads(row["messages"])[0]["content"] for row in rows]
+        found.append(rollout_findings(loop, collected) | {"guesses": [guesses[prompt] for prompt in prompts]})
+        loop.update(collected)
+    loop.evaluate()
+    return {"rollouts": found, "eval": loop.course.evaluations[0]}
+
+
 def plain_scores(inputs: Path) -> dict[str, Any]:
     """What transformers alone says about the first rollout, row by row without padding; the first policy gradient."""
     loop = setup(inputs, 2 // dist.world_size())
@@ -115,7 +143,12 @@ def plain_scores(inputs: Path) -> dict[str, Any]:
         scores.append(raw[-1])
     gradients = {f"model.{name}": p.grad for name, p in policy.named_parameters() if p.grad is not None}
     return {
-        "scores": {"log_probs": log_probs, "ref_log_probs": log_probs, "values": values, "scores": torch.stack(scores)},
+        "scores": {
+            "log_probs": log_probs,
+            "ref_log_probs": log_probs,
+            "values": values,
+            "judged": torch.stack(scores).unsqueeze(1),
+        },
         "gradients": gradients,
     }
 
@@ -276,6 +309,7 @@ def cases() -> dict[str, Any]:
         found[f"z{stage} saved lora"] = partial(saved, stage=stage, words=lora)
         found[f"z{stage} uneven"] = partial(uneven, stage=stage)
         found[f"z{stage} eval"] = partial(evaluated, stage=stage)
+        found[f"z{stage} two rewards"] = partial(two_rewards, stage=stage)
     for stage in range(4):
         found[f"z{stage} ptx"] = partial(ptx, micro=micro, stage=stage)
     whole = ("--stage3_param_persistence_threshold", 100_000)

@@ -24,13 +24,14 @@ def test_rows_have_the_text_and_the_tokens_of_their_response(tiny_folders):
         sequences[n, : len(start) + len(end)] = torch.tensor([*start, *end])
     looked_up: list[int] = []
 
-    def prompt_of(n: int) -> str:
+    def row_of(n: int) -> dict[str, str]:
         looked_up.append(n)
-        return json.dumps([{"role": "user", "content": PROMPTS[n]}])
+        row = {"messages": json.dumps([{"role": "user", "content": PROMPTS[n]}])}
+        return row | ({"extra": '{"answer": 4}'} if n else {})
 
     rows = ScoredRows(
         sequences, torch.tensor([len(row) for row in starts]), torch.tensor([len(row) for row in ends]),
-        finished=torch.tensor([False, True]), num_packed_tokens=None, prompt_of=prompt_of, tokenizer=tokenizer,
+        finished=torch.tensor([False, True]), num_packed_tokens=None, row_of=row_of, tokenizer=tokenizer,
     )  # fmt: skip
     assert rows.mask.sum(1).tolist() == [len(starts[n]) + len(ends[n]) for n in range(2)]
     assert looked_up == [], "nothing is looked up before a reward reads it"
@@ -39,3 +40,4 @@ def test_rows_have_the_text_and_the_tokens_of_their_response(tiny_folders):
     assert [row.response for row in (first, second)] == list(RESPONSES), "special tokens are no text"
     assert first.messages == [Message("user", PROMPTS[0])] and [first.finished, second.finished] == [False, True]
     assert second.ids.tolist() == [*starts[1], *ends[1]]
+    assert [first.extra, second.extra] == [{}, {"answer": 4}]

@@ -128,16 +128,17 @@ def test_with_learning_rate_0_the_ratio_stays_one(world, trained_folders, tmp_pa
 
 def test_at_the_start_there_is_no_kl_and_the_critic_is_on_the_rewards_scale(world, trained_folders, tmp_path):
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
-    assert (loop.ppo.models.score_mean, loop.ppo.models.score_std) == (MEAN, STD)
+    (judge,) = loop.ppo.models.rewards
+    assert (judge.weight, judge.mean, judge.std) == (1.0, MEAN, STD)
     collected = loop.collect()
     assert abs(collected.metrics["objective/kl"]) < 1e-6
     responses = collected.responses
     values = loop.ppo.models.critic(responses.sequences, responses.attention_mask).detach()
     last = responses.attention_mask.sum(1) - 1
-    raw = loop.scores.scores
+    raw = loop.judged[:, 0]
     torch.testing.assert_close(values[torch.arange(4), last], (raw - MEAN) / STD, rtol=1e-4, atol=1e-4)
     plain = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, normalise_scores=False))
-    assert (plain.ppo.models.critic.module.score_mean, plain.ppo.models.score_std) == (0.0, 1.0)
+    assert (plain.ppo.models.critic.module.score_mean, plain.ppo.models.rewards[0].std) == (0.0, 1.0)
 
 
 def test_an_update_phase_stops_where_the_policy_has_moved_too_far(world, trained_folders, tmp_path):

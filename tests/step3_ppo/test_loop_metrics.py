@@ -122,7 +122,8 @@ def spoiled_scores(monkeypatch, **parts: float) -> None:
 
 
 def test_metrics_of_masked_rewards_are_not_numbers(world, trained_folders, tmp_path, monkeypatch):
-    spoiled_scores(monkeypatch, scores=math.inf)
+    judge = training.judge_responses
+    monkeypatch.setattr(training, "judge_responses", lambda *a, **s: torch.full_like(judge(*a, **s), math.inf))
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, kl_target=5.0))
     rollout = loop.collect()
     assert rollout.metrics["rows_masked"] == 4

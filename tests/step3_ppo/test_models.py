@@ -61,7 +61,8 @@ def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
         made(world, tmp_path, config)
     config = copy.deepcopy(ppo_config(trained_folders)).replace(reward_model_name_or_path=str(folder))
     models = made(world, tmp_path, config)
-    assert models.reward_tokenizer is not None and (models.score_mean, models.score_std) == (0.0, 1.0)
+    (judge,) = models.rewards
+    assert judge.reward.tokenizer is not None and (judge.weight, judge.mean, judge.std) == (1.0, 0.0, 1.0)
     assert models.critic.module.score_mean == MEAN
 
 
@@ -128,9 +129,11 @@ def test_a_loaded_reward_model_scores_as_the_critic_before_training(world, train
         for key, parameter in models.critic.module.named_parameters():
             if "lora_B" in key:
                 parameter.data.fill_(0.5)
-        rows = ScoredRows(ids, *lengths, torch.ones(3, dtype=torch.bool), None, lambda n: "[]", models.tokenizer)
+        rows = ScoredRows(
+            ids, *lengths, torch.ones(3, dtype=torch.bool), None, lambda n: {"messages": "[]"}, models.tokenizer
+        )
         with torch.no_grad():
-            scores[name] = models.reward.score(rows)
+            scores[name] = models.rewards[0].score(rows)
             values = models.critic(ids, rows.mask, num_tokens=None, right_padded=True)
         assert not torch.allclose(last_token_scores(values, rows.mask.sum(1)), scores[name], atol=0.05), "it learned"
     torch.testing.assert_close(scores["loaded"], scores["served"], rtol=0.0, atol=1e-5)

@@ -6,14 +6,15 @@ import torch
 from support.ragged import B, T, ragged_mask, random_tokens, sequences
 
 from pipeline.tensor_ops import lengths_to_mask, moments
-from step3_ppo.estimators import SUM_BLOCK, explained_variance, gae, shape_scores, token_rewards
+from step3_ppo.estimators import SUM_BLOCK, explained_variance, gae, normalise_scores, shape_scores, token_rewards
 
 NAN = math.nan
 
 
 def shaped(scores: list[float], finished: list[bool], **changes) -> list[float]:
-    settings = {"score_mean": 2.0, "score_std": 4.0, "reward_clip": 5.0, "missing_eos_penalty": 1.0}
-    return shape_scores(torch.tensor(scores), torch.tensor(finished), **(settings | changes)).tolist()
+    settings = {"mean": 2.0, "std": 4.0, "reward_clip": 5.0, "missing_eos_penalty": 1.0} | changes
+    normalised = normalise_scores(torch.tensor(scores), mean=settings.pop("mean"), std=settings.pop("std"))
+    return shape_scores([normalised], [1.0], torch.tensor(finished), **settings).tolist()
 
 
 def test_scores_are_normalised_then_clipped_then_penalised():
@@ -33,7 +34,7 @@ def test_the_clip_can_be_off():
 
 def test_a_reward_model_without_spread_is_refused():
     with pytest.raises(AssertionError):
-        shaped([1.0], [True], score_std=0.0)
+        shaped([1.0], [True], std=0.0)
 
 
 def test_token_rewards_by_hand():

@@ -1,12 +1,15 @@
 """Rewards, advantages and the metrics of a rollout, worked by hand and by slow loops."""
 
+import copy
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from pipeline.rewards.rows import WeightedReward
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Responses, Scores, reward_responses
 from step3_ppo.rollout import evaluation_metrics, rollout_metrics
@@ -23,17 +26,28 @@ def rows_of(lengths: list[int], finished: list[bool], valid: list[bool] | None =
     )  # fmt: skip
 
 
-def scores_by_hand(log_probs, ref_log_probs, values, scores) -> Scores:
+class Outputs(NamedTuple):
+    """What the models and the rewards (judged: (N, R)) say of responses."""
+
+    scores: Scores
+    judged: torch.Tensor
+
+
+def scores_by_hand(log_probs, ref_log_probs, values, scores) -> Outputs:
     made = [torch.tensor(part, dtype=torch.float32) for part in (log_probs, ref_log_probs, values, scores)]
-    return Scores(
-        log_probs=made[0], ref_log_probs=made[1], entropy=torch.ones_like(made[0]), values=made[2], scores=made[3]
-    )
+    found = Scores(log_probs=made[0], ref_log_probs=made[1], entropy=torch.ones_like(made[0]), values=made[2])
+    return Outputs(found, made[3].reshape(len(made[0]), -1))
 
 
-def rewarded(responses: Responses, scores: Scores, *, mean: float = 0.0, std: float = 1.0, kl_coef=0.5, **ppo):
+def constants(weight: float, mean: float, std: float) -> WeightedReward:
+    return WeightedReward("by hand", reward=None, weight=weight, mean=mean, std=std)
+
+
+def rewarded(responses: Responses, outputs: Outputs, *, mean: float = 0.0, std: float = 1.0, rewards=None, **ppo):
     settings = {"gae_lambda": 1.0, "gamma": 1.0, "whiten_advantages": False} | ppo
+    kl_coef, rewards = settings.pop("kl_coef", 0.5), rewards or [constants(1.0, mean, std)]
     return reward_responses(
-        responses, scores, PPOCoefficients(**settings), kl_coef=kl_coef, score_mean=mean, score_std=std
+        responses, outputs.scores, outputs.judged, PPOCoefficients(**settings), kl_coef=kl_coef, rewards=rewards
     )
 
 
@@ -75,33 +89,34 @@ def test_a_kl_in_the_loss_is_not_in_the_reward():
     assert other.experience.targets.returns.item() == pytest.approx(1.0 - 0.5 * 0.2**2 / 2)
 
 
-def random_scores(lengths: list[int], seed: int = 0) -> Scores:
+def random_scores(lengths: list[int], seed: int = 0) -> Outputs:
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
     parts = [torch.where(mask, torch.randn(len(lengths), width, generator=generator), 0) for _ in range(4)]
-    return Scores(*parts, torch.randn(len(lengths), generator=generator))
+    return Outputs(Scores(*parts), torch.randn(len(lengths), 1, generator=generator))
 
 
 LENGTHS = [3, 1, 5, 2, 4]
 
 
-def chosen(scores: Scores, rows: torch.Tensor) -> Scores:
-    """Some rows of scores for LENGTHS, as wide as the longest of them."""
+def chosen(outputs: Outputs, rows: torch.Tensor) -> Outputs:
+    """Some rows of outputs for LENGTHS, as wide as the longest of them."""
     width = max(LENGTHS[n] for n in rows)
-    columns = (getattr(scores, field.name)[rows] for field in fields(Scores))
-    return Scores(*(column[:, :width] if column.dim() == 2 else column for column in columns))
+    columns = (getattr(outputs.scores, field.name)[rows, :width] for field in fields(Scores))
+    return Outputs(Scores(*columns), outputs.judged[rows])
 
 
 def test_experience_equals_a_slow_loop():
-    responses, scores = rows_of(LENGTHS, [True, False, True, True, False]), random_scores(LENGTHS)
+    responses, outputs = rows_of(LENGTHS, [True, False, True, True, False]), random_scores(LENGTHS)
+    scores = outputs.scores
     found = rewarded(
-        responses, scores, mean=0.3, std=1.7, kl_coef=0.2, gamma=0.9, gae_lambda=0.8, whiten_advantages=True,
+        responses, outputs, mean=0.3, std=1.7, kl_coef=0.2, gamma=0.9, gae_lambda=0.8, whiten_advantages=True,
         reward_clip=0.7, missing_eos_penalty=0.4,
     )  # fmt: skip
     advantages, returns = [], []
     for n, length in enumerate(LENGTHS):
-        shaped = float(np.clip((scores.scores[n].item() - 0.3) / 1.7, -0.7, 0.7)) - 0.4 * (not responses.finished[n])
+        shaped = float(np.clip((outputs.judged[n].item() - 0.3) / 1.7, -0.7, 0.7)) - 0.4 * (not responses.finished[n])
         kl = (scores.log_probs[n] - scores.ref_log_probs[n]).tolist()
         values = [*scores.values[n, :length].tolist(), 0.0]
         row: list[float] = []
@@ -135,12 +150,12 @@ def test_whitening_is_over_all_rows_and_their_tokens():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["scores", "log_probs", "ref_log_probs", "values"])
+@pytest.mark.parametrize("name", ["judged", "log_probs", "ref_log_probs", "values"])
 def test_a_row_with_a_number_that_is_not_finite_is_masked_before_whitening(name, bad):
     scores = random_scores(LENGTHS)
-    column = getattr(scores, name).clone()
-    column[2 if name == "scores" else (2, 1)] = bad
-    found = rewarded(rows_of(LENGTHS, [True] * 5), replace(scores, **{name: column}), whiten_advantages=True)
+    spoiled = copy.deepcopy(scores)
+    (spoiled.judged[2] if name == "judged" else getattr(spoiled.scores, name)[2, 1]).fill_(bad)
+    found = rewarded(rows_of(LENGTHS, [True] * 5), spoiled, whiten_advantages=True)
     kept = torch.tensor([0, 1, 3, 4])
     lengths = [LENGTHS[n] for n in kept]
     without = rewarded(rows_of(lengths, [True] * 4), chosen(scores, kept), whiten_advantages=True)
@@ -164,6 +179,61 @@ def test_a_row_that_only_fills_adds_nothing():
     assert not found.experience.response_mask[4].any()
 
 
+# --- several rewards ---
+
+SEVERAL = [constants(0.75, 1.0, 2.0), constants(-2.0, 10.0, 0.5), constants(0.25, -3.0, 4.0)]
+
+
+def test_several_rewards_equal_a_slow_loop_over_rows_and_rewards():
+    """Each raw score has its own constants and the clip, then its weight; the penalty is subtracted once."""
+    generator = torch.Generator().manual_seed(5)
+    judged = torch.stack([one.mean + 2 * one.std * torch.randn(5, generator=generator) for one in SEVERAL], 1)
+    finished = [True, False, True, False, True]
+    outputs = random_scores(LENGTHS)._replace(judged=judged)
+    found = rewarded(rows_of(LENGTHS, finished), outputs, rewards=SEVERAL, reward_clip=1.5, missing_eos_penalty=0.4)
+    expected, raw, cut = [], [], []
+    for n, row in enumerate(judged.tolist()):
+        total, unshaped, was_cut = 0.0, 0.0, False
+        for score, (weight, mean, std) in zip(
+            row, [(0.75, 1.0, 2.0), (-2.0, 10.0, 0.5), (0.25, -3.0, 4.0)], strict=True
+        ):
+            normalised = (score - mean) / std
+            was_cut = was_cut or normalised > 1.5 or normalised < -1.5
+            total += weight * min(max(normalised, -1.5), 1.5)
+            unshaped += weight * score
+        expected.append(total if finished[n] else total - 0.4)
+        raw.append(unshaped)
+        cut.append(was_cut)
+    assert any(cut) and not all(cut)
+    assert found.clipped.tolist() == cut
+    np.testing.assert_allclose(found.sequence_rewards, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.scores, raw, rtol=1e-5, atol=1e-5)
+    for n, length in enumerate(LENGTHS):  # lambda and gamma are 1: the first return is the sum of the row's rewards
+        kl = (outputs.scores.log_probs - outputs.scores.ref_log_probs)[n].sum().item()
+        returns = found.experience.targets.returns[n]
+        assert returns[0].item() == pytest.approx(expected[n] - 0.5 * kl, rel=1e-4, abs=1e-5)
+        assert (returns[length:] == 0).all()
+
+
+@pytest.mark.parametrize("reward", range(3))
+def test_a_row_without_a_score_of_one_reward_is_masked(reward):
+    outputs = random_scores(LENGTHS)._replace(judged=torch.ones(5, 3))
+    outputs.judged[3, reward] = math.nan
+    found = rewarded(rows_of(LENGTHS, [True] * 5), outputs, rewards=SEVERAL)
+    assert found.valid.tolist() == [True, True, True, False, True]
+    assert found.experience.advantages.isfinite().all() and not found.experience.response_mask[3].any()
+    assert found.scores.isnan().tolist() == [False, False, False, True, False], "samples.jsonl says null"
+
+
+def test_one_reward_of_weight_1_is_the_normalised_score_to_the_last_bit():
+    judged = torch.randn(1000, 1, generator=torch.Generator().manual_seed(1)) * 3
+    found = rewarded(
+        rows_of([1] * 1000, [True] * 1000), Outputs(random_scores([1] * 1000).scores, judged), mean=0.3, std=1.7
+    )
+    assert found.scores.equal(judged[:, 0])
+    assert found.sequence_rewards.equal(((judged[:, 0] - 0.3) / 1.7).clamp(-5.0, 5.0))
+
+
 # --- metrics of a rollout ---
 
 
@@ -176,7 +246,7 @@ def test_rollout_metrics_by_hand():
     )
     responses = rows_of([2, 1, 2], [True, False, True], [True, True, False])
     found = rewarded(responses, scores, kl_coef=0.5, missing_eos_penalty=1.0)
-    metrics = rollout_metrics(responses, scores, found, kl_coef=0.5)
+    metrics = rollout_metrics(responses, scores.scores, found, kl_coef=0.5)
     # KL per sequence: 0.5 - 1 = -0.5 and 1; mean 0.25. Shaped 3 and -1 - 1 = -2; minus half the KL: 3.25 and -2.5.
     assert metrics["objective/kl"] == pytest.approx(0.25)
     assert metrics["objective/rlhf_reward"] == pytest.approx((3.25 - 2.5) / 2)
@@ -200,15 +270,15 @@ def test_the_share_of_clipped_scores_by_hand():
     scores = scores_by_hand([[-1.0]] * 5, [[-1.0]] * 5, [[0.0]] * 5, [9.0, -9.0, 1.0, 7.0, 50.0])
     responses = rows_of([1] * 5, [False] * 5, [True, True, True, True, False])
     found = rewarded(responses, scores, mean=1.0, std=2.0, reward_clip=3.0)
-    metrics = evaluation_metrics(rollout_metrics(responses, scores, found, kl_coef=0.5))
+    metrics = evaluation_metrics(rollout_metrics(responses, scores.scores, found, kl_coef=0.5))
     assert metrics["eval_objective/score_clipfrac"] == 0.5
 
 
 def test_masked_rows_are_counted_and_left_out_of_the_metrics():
     scores = random_scores(LENGTHS)
-    bad = replace(scores, scores=torch.where(torch.arange(5) == 2, math.nan, scores.scores))
+    bad = scores._replace(judged=torch.where(torch.arange(5).unsqueeze(1) == 2, math.nan, scores.judged))
     responses = rows_of(LENGTHS, [True] * 5)
-    metrics = rollout_metrics(responses, bad, rewarded(responses, bad), kl_coef=0.5)
+    metrics = rollout_metrics(responses, bad.scores, rewarded(responses, bad), kl_coef=0.5)
     assert metrics["rows_masked"] == 1
-    assert metrics["objective/scores"] == pytest.approx(scores.scores[[0, 1, 3, 4]].mean().item(), rel=1e-5)
+    assert metrics["objective/scores"] == pytest.approx(scores.judged[[0, 1, 3, 4]].mean().item(), rel=1e-5)
     assert all(math.isfinite(value) for value in metrics.values())

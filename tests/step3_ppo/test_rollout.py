@@ -25,12 +25,14 @@ from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import TokenValueModel, load_reward_model
 from pipeline.models.source import ModelSource
+from pipeline.rewards.reward_model import RewardModel
+from pipeline.rewards.rows import WeightedReward
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Responses, Scores, reward_responses
 from step3_ppo.models.engines import Models
 from step3_ppo.rollout import Sampler, rollout_metrics
-from step3_ppo.scoring import policy_log_probs, score_responses
+from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
@@ -65,11 +67,12 @@ def make_models(folders, *, reward_tokenizer=None, actor: nn.Module | None = Non
         "tokenizer": PreTrainedTokenizerFast.from_pretrained(folders.actor),
         "trained": {"actor": frozen(CausalLM(actor)), "critic": frozen(critic)},
         "frozen": {name: model for name, model in models.items() if model is not None},
-        "reward_tokenizer": reward_tokenizer,
-        "score_mean": 0.5,
-        "score_std": 2.0,
+        "rewards": [],
     }
-    return Models(**(settings | changes))
+    made = Models(**(settings | changes))
+    reward = RewardModel(made.reward_model, reward_tokenizer)
+    made.rewards.append(WeightedReward("reward model", reward, weight=1.0, mean=0.5, std=2.0))
+    return made
 
 
 PROMPTS = random_rows(21, (5, 2, 8, 1))
@@ -159,12 +162,19 @@ def slow_scores(folders, responses: Responses, temperature: float) -> list[dict[
 
 
 def scored(models: Models, responses: Responses, batches: list[list[int]], **settings) -> Scores:
-    """The policy in one order and shape of batches, the three others in another."""
+    """The policy in one order and shape of batches, reference and critic in another."""
     lengths = responses.lengths()
     cut = [MicroBatch.of(rows, lengths) for rows in batches]
     others = [MicroBatch.of(rows[::-1], lengths) for rows in batches[::-1]]
     policy = policy_log_probs(models, responses, cut, temperature=settings["temperature"])
     return score_responses(models, responses, others, policy, **settings)
+
+
+def judged(models: Models, responses: Responses, batches: list[list[int]], rows=DATA) -> torch.Tensor:
+    """Raw scores (N, R), in batches of turned order."""
+    lengths = responses.lengths()
+    others = [MicroBatch.of(rows[::-1], lengths) for rows in batches[::-1]]
+    return judge_responses(models, responses, others, rows=rows)
 
 
 @torch.no_grad()
@@ -174,14 +184,15 @@ def scored(models: Models, responses: Responses, batches: list[list[int]], **set
 def test_scores_equal_transformers_row_by_row(folders, batches):
     models = make_models(folders)
     responses = sample(models.actor.module.model, [2, 0, 3, 1])
-    found = scored(models, responses, batches, rows=DATA, temperature=0.8)
+    found, scores = scored(models, responses, batches, temperature=0.8), judged(models, responses, batches)
+    assert scores.shape == (8, 1)
     for n, expected in enumerate(slow_scores(folders, responses, 0.8)):
         length = int(responses.response_lengths[n])
         for name in ("log_probs", "ref_log_probs", "entropy", "values"):
             row = getattr(found, name)[n].numpy()
             np.testing.assert_allclose(row[:length], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
             assert (row[length:] == 0).all()
-        assert found.scores[n].item() == pytest.approx(expected["scores"], rel=1e-3, abs=1e-4)
+        assert scores[n].item() == pytest.approx(expected["scores"], rel=1e-3, abs=1e-4)
     sampled_log_probs = torch.where(responses.response_mask, responses.sampler_log_probs - found.log_probs, 0)
     assert sampled_log_probs.abs().max() < 1e-3
 
@@ -190,7 +201,7 @@ def test_without_a_pass_of_the_policy_the_samplers_log_probs_serve(folders):
     models = make_models(folders)
     responses = sample(models.actor.module.model, [2, 0, 3, 1])
     batches = [MicroBatch.of(range(8), responses.lengths())]
-    settings = {"rows": DATA, "temperature": 0.8}
+    settings = {"temperature": 0.8}
     policy = policy_log_probs(models, responses, batches, temperature=0.8)
     expected = score_responses(models, responses, batches, policy, **settings)
     sampled = (responses.sampler_log_probs, None)
@@ -198,8 +209,9 @@ def test_without_a_pass_of_the_policy_the_samplers_log_probs_serve(folders):
         replace(models, trained={"critic": models.trained["critic"]}), responses, batches, sampled, **settings
     )
     assert found.entropy is None and found.log_probs.equal(responses.sampler_log_probs)
-    assert found.ref_log_probs.equal(expected.ref_log_probs) and found.scores.equal(expected.scores)
-    rewards = reward_responses(responses, found, PPOCoefficients(), kl_coef=0.1, score_mean=0.0, score_std=1.0)
+    assert found.ref_log_probs.equal(expected.ref_log_probs)
+    scores = judged(models, responses, [list(range(8))])
+    rewards = reward_responses(responses, found, scores, PPOCoefficients(), kl_coef=0.1, rewards=models.rewards)
     metrics = rollout_metrics(responses, found, rewards, kl_coef=0.1)
     assert "objective/kl" in metrics and not {"objective/entropy", "policy/sampler_error"} & set(metrics)
 
@@ -208,10 +220,10 @@ def test_the_critic_starts_as_the_normalised_score(folders):
     """Its value behind the last token, which PPO never reads, is the normalised score of the sequence."""
     models = make_models(folders)
     responses = sample(models.actor.module.model, [2, 0, 3, 1])
-    found = scored(models, responses, [list(range(8))], rows=DATA, temperature=0.8)
+    scores = judged(models, responses, [list(range(8))])[:, 0]
     values = models.critic(responses.sequences, responses.attention_mask)
     last = responses.attention_mask.sum(1) - 1
-    torch.testing.assert_close(values[torch.arange(8), last], (found.scores - 0.5) / 2, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values[torch.arange(8), last], (scores - 0.5) / 2, rtol=1e-4, atol=1e-4)
 
 
 def test_a_lora_actor_without_its_adapters_is_the_reference(folders):
@@ -224,8 +236,8 @@ def test_a_lora_actor_without_its_adapters_is_the_reference(folders):
     responses = sample(load_causal_lm(folders.actor, dtype=torch.float32), [2, 0, 3, 1])
     batches = [list(range(8))]
     base = frozen(CausalLM(load_causal_lm(folders.actor, dtype=torch.float32)))
-    expected = scored(make_models(folders, reference=base), responses, batches, rows=DATA, temperature=1.0)
-    found = scored(make_models(folders, actor=actor, reference=None), responses, batches, rows=DATA, temperature=1.0)
+    expected = scored(make_models(folders, reference=base), responses, batches, temperature=1.0)
+    found = scored(make_models(folders, actor=actor, reference=None), responses, batches, temperature=1.0)
     torch.testing.assert_close(found.ref_log_probs, expected.ref_log_probs, rtol=1e-4, atol=1e-4)
     assert (found.log_probs - expected.log_probs).abs().max() > 0.05
 
@@ -262,7 +274,7 @@ def test_a_reward_model_of_another_tokenizer_reads_the_text(folders, tmp_path):
     responses = text_responses(tokenizer, ["tea", "a longer prompt"], [" The fox.", " Paris is"], [True, False])
     rows = [{"messages": json.dumps([{"role": "user", "content": text}])} for text in ("How?", "Where?")]
     models = make_models(folders, reward_tokenizer=other)
-    found = scored(models, responses, [[0, 1]], rows=rows, temperature=1.0).scores
+    found = judged(models, responses, [[0, 1]], rows)[:, 0]
     texts = [(Message("user", "How?"), "The fox."), (Message("user", "Where?"), "Paris is")]
     ids = [encode_conversation(other, [question, Message("assistant", answer)]).ids for question, answer in texts]
     assert ids[0][-1] == ids[1][-1] == EOS
@@ -273,7 +285,7 @@ def test_a_reward_model_of_another_tokenizer_reads_the_text(folders, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     give_bounds(models.frozen["reward"].module.model)
     with plain_kernel() as kernel:
-        packed = scored(models, responses, [[0, 1]], rows=rows, temperature=1.0).scores
+        packed = judged(models, responses, [[0, 1]], rows)[:, 0]
     assert kernel.called, "its own rows pass without their padding"
     torch.testing.assert_close(packed, expected, rtol=1e-3, atol=1e-4)
 

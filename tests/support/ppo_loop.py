@@ -9,6 +9,7 @@ from datasets import Dataset
 from support.ppo_settings import make_run
 from support.ppo_updates import never_stopping
 from support.tiny_models import random_rows
+from torch import Tensor
 
 from pipeline.data.cache import StageData
 from pipeline.data.counts import Counts
@@ -60,18 +61,20 @@ class KeptMetrics:
 
 @dataclass
 class PPOLoop:
-    """Step 3's loop, driven by a test. scores: of the last rollout."""
+    """Step 3's loop, driven by a test. scores, judged: of the last rollout."""
 
     ppo: PPO
     state: State
     course: Any
     scores: Scores = field(init=False)
+    judged: Tensor = field(init=False)
 
     def collect(self) -> Collected:
         """Sample, score and reward a rollout."""
         responses = training.sample(self.ppo, self.state, self.course)
         self.scores = training.score(self.ppo, responses, self.state, self.course)
-        return training.reward(self.ppo, responses, self.scores, self.state, self.course)
+        self.judged = training.judge(self.ppo, responses, self.ppo.prompts.train, self.state, self.course)
+        return training.reward(self.ppo, responses, self.scores, self.judged, state=self.state, course=self.course)
 
     def update(self, rollout: Collected) -> None:
         """Take the steps that the rollout has left."""

@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md, applied to a copy of the project: a flag, a metric, a monitor, a family."""
+"""The worked examples of CONTRIBUTING.md, applied to a copy of the project: a flag, a metric, a monitor, and so on."""
 
 import json
 import math
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from support import forks
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import make_folder, read_metrics, write_lines
 from support.worked_examples import copied_project
 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with all examples."""
-    titles = ("A new flag", "A new metric", "A new monitor", "A new family")
+    titles = ("A new flag", "A new metric", "A new monitor", "A new reward", "A new family")
     return copied_project(tmp_path_factory.mktemp("copy"), *titles)
 
 
@@ -54,6 +54,32 @@ def test_the_new_flag_changes_training_as_its_row_says(changed: Path, tmp_path: 
     first, second = ([line["loss"] for line in lines if "loss" in line][0] for lines in (plain, focal))
     assert 0 < second < first
     assert plain[0]["eval_loss"] == focal[0]["eval_loss"] and plain[-1]["eval_loss"] != focal[-1]["eval_loss"]
+
+
+def judge(changed: Path, folder: Path, output: str, answers: list[str | None]) -> list[dict]:
+    """Train a step on prompts with these answers, with one of them held out for each, and return the first samples."""
+    prompts = [json.loads(line)["prompt"] for line in (folder / "test.jsonl").open()]
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    write_lines(folder / "held_out.jsonl", rows)
+    write_lines(folder / "prompts.jsonl", [{"prompt": f"{prompt} Why?", "answer": "-"} for prompt in prompts])
+    words = "--actor_model_name_or_path base --critic_model_name_or_path scorer --data_split none --dtype fp32"
+    lengths = "--max_prompt_seq_len 48 --max_answer_seq_len 12 --max_steps 1 --per_device_train_batch_size 4"
+    also = f"--data_path prompts.jsonl --eval_data_path held_out.jsonl --data_output_path cache --output_dir {output}"
+    run(changed, folder, "-m", "step3_ppo.main", *words.split(), *lengths.split(), *also.split())
+    samples = map(json.loads, (folder / output / "runs/ppo/samples.jsonl").open(encoding="utf-8"))
+    return [sample for sample in samples if sample["step"] == 0]
+
+
+def test_the_new_reward_adds_its_weight_to_the_score_of_a_right_answer(changed: Path, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    plain = judge(changed, folder, "plain", ["-"] * 8)
+    assert len(plain) == 8 and all(sample["response"].strip() != "-" for sample in plain)
+    answers = [sample["response"].strip() if n % 2 else "-" for n, sample in enumerate(plain)]
+    right = judge(changed, folder, "right", [*answers[:-1], None])
+    assert [sample["response"] for sample in right] == [sample["response"] for sample in plain]
+    gains = [after["score"] - before["score"] for before, after in zip(plain[:-1], right[:-1], strict=True)]
+    assert gains == pytest.approx([0.5 * (n % 2) for n in range(7)], abs=2e-4)
+    assert right[-1]["score"] is None, "without an answer there is no score"
 
 
 SAMPLE = """
