@@ -15,7 +15,7 @@ from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.generation.session import generate
 from pipeline.generation.sources import session_source
 from pipeline.models.loading import load_causal_lm
-from pipeline.models.tokenizers import eos_ids, load_tokenizer
+from pipeline.models.tokenizers import load_tokenizer
 
 MAX_NEW_TOKENS = 32
 NUM_SHOWN = 3
@@ -26,7 +26,7 @@ def answers(folder: Path, prompts: Sequence[str], *, template: Any, seed: int) -
     model = load_causal_lm(str(folder), dtype=torch.float32).eval()
     turns = [[Message("user", prompt)] for prompt in prompts]
     rollout = generate(
-        session_source(model, Vocabulary(eos_ids(template), template.pad_token_id)),
+        session_source(model, Vocabulary.of(template)),
         [Prompt(encode_prompt(template, turn), prompt_hash(turn)) for turn in turns],
         num_samples=1,
         num_slots=len(turns),

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.configuration.flags import (
@@ -19,10 +19,14 @@ from pipeline.configuration.flags import (
 from pipeline.configuration.names import Names, normalise
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError, nearest
+from pipeline.launching.hosts import ranks_by_host
+from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
+from pipeline.launching.target import Target, parse_target
 from pipeline.run.earlier_runs import automatic_words
-from rlhf.stages import SECTIONS, stages_of_method
+from rlhf.stages import SECTIONS, stages_of_method, word_of
 from rlhf.train_config import (
+    HOST_FLAGS,
     TrainConfig,
     contradictions,
     known_model,
@@ -31,6 +35,9 @@ from rlhf.train_config import (
     split_overrides,
     with_reward_model,
 )
+
+LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
+HOSTFILE = "HOSTFILE"  # word in the commands for a target of several hosts whose names are not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +244,67 @@ def as_override(line: str, section: str) -> str:
     if not line.startswith("--"):
         return f"{section}: {line}"
     return re.sub(r"(did you mean|here it is|or) --", rf"\1 --{section}.", f"--{section}.{line[2:]}")
+
+
+# --- how a plan is launched ---
+
+
+def command_of(planned: PlannedStage, config: TrainConfig) -> list[str]:
+    """Return the words of `bash launch/<deployment>.sh [launcher flags] STEP [stage flags]`."""
+    launcher = launcher_words(config)
+    script = path_from_here(launch_file(f"{config.deployment_type}.sh"))
+    return ["bash", script, *launcher, word_of(planned.stage), *planned.argv]
+
+
+def request_of(config: TrainConfig) -> LaunchRequest:
+    """Return what the launch script makes of the launcher's flags. Raises InputError."""
+    return parse_request(config.deployment_type, launcher_words(config))
+
+
+def launcher_words(config: TrainConfig) -> list[str]:
+    """Return the flags of the launcher as words; of several hosts also how they are reached."""
+    values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
+    words = [word for name, value in values if value for word in (f"--{name}", str(value))]
+    words += ["--check"] if config.check else []
+    if config.launcher == "none":
+        return ["--no_ssh", "--node_rank", str(config.node_rank), *words]
+    return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
+
+
+def ranks_of(plan: Plan) -> int:
+    """Return the number of ranks: the GPUs that `--target` describes, else those of this machine and its flags.
+
+    Raises:
+        InputError, EnvironmentFault: see `hosts.ranks_by_host`.
+    """
+    target = target_of(plan)
+    return target.num_gpus if target else sum(ranks_by_host(request_of(plan.config)))
+
+
+def target_of(plan: Plan) -> Target | None:
+    """Return the hardware of `--target`, the same for all stages; None for this machine. Raises InputError."""
+    described = plan.chosen[0].resolved.config.run.target
+    return parse_target(described) if described else None
+
+
+def on_target(plan: Plan) -> Plan:
+    """Return the plan with the launcher's flags for the hardware of `--target`, if it is given; name those it replaces.
+
+    Raises:
+        InputError: see `parse_target`.
+    """
+    if (target := target_of(plan)) is None:
+        return plan
+    several, described = target.hosts > 1, plan.chosen[0].resolved.config.run.target
+    kind = "multi_node" if several else "single_node" if target.gpus > 1 else "single_gpu"
+    changes = {name: getattr(TrainConfig(), name) for name in (("include", "exclude") if several else HOST_FLAGS)}
+    changes |= {"deployment_type": kind, "num_gpus": target.gpus if target.num_gpus > 1 else 0}
+    for name in sorted(plan.given & changes.keys()):
+        found, planned = getattr(plan.config, name), changes[name]
+        if found != planned:
+            how = f"planned with {planned}" if planned else "planned without it"
+            print(f"note: --{name.replace('_', '-')} {found} does not go with --target {described}: {how}")
+    if several and not plan.config.hostfile:
+        changes["hostfile"] = HOSTFILE
+        print(f"note: {HOSTFILE} stands for a file of {target.hosts} lines `name slots={target.gpus}`")
+    return replace(plan, config=plan.config.model_copy(update=changes))

@@ -21,7 +21,6 @@ from pipeline.engine.build import language_model_engine, start_engines
 from pipeline.engine.start_models import check_start_models
 from pipeline.errors import InputError
 from pipeline.models.forward.packed_attention import enable_packed_attention
-from pipeline.models.loading import base_model
 from pipeline.models.source import prepare_tokenizer
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
@@ -100,7 +99,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     units = pack_rows(rows.train["num_tokens"], data.max_seq_len) if data.packing else None
     engine = language_model_engine(run, source, config.model)
     if data.packing:
-        able = enable_packed_attention(base_model(engine.module.model), device=run.world.device)
+        able = enable_packed_attention(engine.module.model, device=run.world.device)
         kind = "by the variable-length flash kernel" if able else "under dense masks"
         log.info("packed rows: attention %s", kind)
     return assemble(run, config, tokenizer=tokenizer, data=rows, engine=engine, collate=collate, units=units)

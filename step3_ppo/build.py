@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
+from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
@@ -13,7 +13,6 @@ from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.models.flops import training_work
-from pipeline.models.tokenizers import eos_ids, num_token_ids
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
@@ -21,7 +20,6 @@ from pipeline.training.steps import rate_factor
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected
 from step3_ppo.models.engines import Models, make_models, make_sources
-from step3_ppo.models.roles import all_roles
 from step3_ppo.rollout import (
     Schedule,
     generation_options,
@@ -31,7 +29,7 @@ from step3_ppo.rollout import (
     make_text,
     sampling_line,
 )
-from step3_ppo.state import PPO, State
+from step3_ppo.state import PPO, State, fingerprint_of
 from step3_ppo.updater import Updater
 
 log = logging.getLogger(__name__)
@@ -85,9 +83,8 @@ def assemble(
 def make_hybrid(config: PPOConfig, models: Models) -> HybridEngine:
     """Make the engine that samples from the actor, and log what it samples with."""
     configured = models.actor.module.model.generation_config
-    ends = eos_ids(models.tokenizer, configured)
-    vocabulary = Vocabulary(ends, models.tokenizer.pad_token_id, num_token_ids(models.tokenizer))
-    log.info("%s", sampling_line(config, ends, configured.to_diff_dict()))
+    vocabulary = Vocabulary.of(models.tokenizer, configured)
+    log.info("%s", sampling_line(config, vocabulary.eos_ids, configured.to_diff_dict()))
     return HybridEngine(models.actor, vocabulary, options=generation_options(config))
 
 
@@ -108,17 +105,3 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
         cut=lambda responses: ppo.cut(responses, state),
     )
     return state, rollout
-
-
-def fingerprint_of(
-    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
-) -> RunFingerprint:
-    """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
-    # The reference is the start of the actor.
-    roles = [role for role in all_roles() if role.name != "reference"]
-    return run_fingerprint(
-        config,
-        models={f"{role.name} model": config.start_of(role) for role in roles},
-        data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
-        ranks=ranks,
-    )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.fingerprint import RunFingerprint
+from pipeline.checkpoints.fingerprint import RunFingerprint, run_fingerprint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
@@ -23,6 +23,7 @@ from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected, Cut, Responses, Rewarded, Scores, reward_responses
 from step3_ppo.models.engines import Models
+from step3_ppo.models.roles import all_roles
 from step3_ppo.objectives import Objective, PolicyObjective, ValueObjective
 from step3_ppo.rollout import Sampler, Schedule
 from step3_ppo.updater import Updater
@@ -153,4 +154,18 @@ def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> che
         engines=ppo.models.trained,
         fragments={"average": ppo.average.fragments()} if ppo.average is not None else {},
         tensors=kept.tensors() if kept else {},
+    )
+
+
+def fingerprint_of(
+    config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
+) -> RunFingerprint:
+    """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
+    # The reference is the start of the actor.
+    roles = [role for role in all_roles() if role.name != "reference"]
+    return run_fingerprint(
+        config,
+        models={f"{role.name} model": config.start_of(role) for role in roles},
+        data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
+        ranks=ranks,
     )

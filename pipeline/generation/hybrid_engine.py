@@ -11,34 +11,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from pipeline import dist
 from pipeline.cache_memory import keeps_cache
-from pipeline.config_fields import declared
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.files import GIB
-from pipeline.generation.backends import (
-    CachedForward,
-    check_copies_fit,
-    choose_backend,
-    memory_of,
-    whole_weights_fit,
-)
+from pipeline.generation.backends import memory_of
 from pipeline.generation.eager import EagerGenerator
-from pipeline.generation.forwards.static import StaticCacheForward
-from pipeline.generation.options import Backend, GenerationOptions, why_not_streamed
+from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Prompt, Rollout, Vocabulary
 from pipeline.generation.session import Room, Session, generate
-from pipeline.models.decoders.families import read_architecture
+from pipeline.generation.sources import WeightSource
 from pipeline.models.loading import base_model
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
 from pipeline.tensor_ops import pad_rows
 
 if TYPE_CHECKING:  # they import triton, which the eager backend does without
-    from pipeline.generation.forwards.fused import FusedForward
     from pipeline.generation.generator import Generator
 
 log = logging.getLogger(__name__)
@@ -52,43 +42,16 @@ class HybridEngine:
     ) -> None:
         options = options or GenerationOptions()
         self.engine, self.options, self.vocabulary = engine, options, vocabulary
-        size = options.tensor_parallel_size
-        if dist.world_size() % size:
-            raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
-        self.group = dist.RankGroup(size)
-        self._model: nn.Module = engine.module.model
-        self._device = next(engine.module.parameters()).device
-        self.backend: Backend
-        self.backend, fallbacks = choose_backend(self._model, options, self._device)
-        for fallback in fallbacks:
-            log.info("generation: fell back from %s", fallback)
-        log.info("generation: %s backend", self.backend)
-        self._check_tensor_parallelism()
+        self.source = WeightSource(engine.module.model, options, partitioned=engine.partitions_weights)
+        self.group, self.backend, self._device = self.source.group, self.source.backend, self.source.device
         self._check_swap_buffers()
-        if options.weights == "streamed" and (reason := self._why_not_streamed()):
-            raise InputError(f"--rollout_weights streamed: {reason}; else give auto")
-        self._streaming_ranks: dist.RankGroup | None = None  # the ranks that streamed weights are sharded over
         self._generator: Generator | None = None
         self._open = False
         self._held = self._needed = 0  # bytes: at the end of the last rollout, and that updates took above them
 
-    def _check_tensor_parallelism(self) -> None:
-        size = self.group.size
-        if size == 1:
-            return
-        config = base_model(self._model).config
-        heads = declared(config, "num_key_value_heads") or config.num_attention_heads
-        if self.backend != "fused":
-            raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {self.backend}")
-        if heads % size:
-            raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
-        if read_architecture(self._model).joins_head_norms:
-            raise InputError(f"--inference_tp_size {size}: {config.model_type} norms the heads of all ranks together")
-        log.info("generation: tensor parallel, over %d ranks", size)
-
     def _check_swap_buffers(self) -> None:
         """Raise InputError where a rollout gathers all weights from a disk at once, through fewer buffers."""
-        needed = sum(has_shards_on_disk(parameter) for parameter in self._model.parameters())
+        needed = sum(has_shards_on_disk(parameter) for parameter in self.source.model.parameters())
         if self.backend == "fused" or not needed:
             return
         if (found := self.engine.deepspeed.zero_offload_param().buffer_count) < needed:
@@ -96,14 +59,6 @@ class HybridEngine:
                 f"zero_optimization.offload_param.buffer_count: found {found}, the {self.backend} backend of"
                 f" generation needs {needed} or more: it gathers all weights for a rollout"
             )
-
-    def _why_not_streamed(self) -> str | None:
-        return why_not_streamed(
-            partitioned=self.engine.partitions_weights,
-            ranks=dist.world_size(),
-            tensor_parallel_size=self.group.size,
-            backend=self.backend,
-        )
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -158,54 +113,17 @@ class HybridEngine:
             return
         from pipeline.generation.generator import Generator
 
-        forward = self._build_forward()
+        forward = self.source.forward()
         forward.refresh()
         least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
         self._generator = Generator(forward, self.vocabulary, least=least)
         log.info("generation: copied weights take %.2f GiB besides the trained ones", forward.num_copied_bytes / GIB)
 
-    def _build_forward(self) -> "CachedForward":
-        """Return the forward passes of the fused or static backend, before their first `refresh`.
-
-        Raises:
-            InputError: copies of the weights do not fit in memory.
-        """
-        if self.backend == "static":
-            return StaticCacheForward(self._model)
-        from pipeline.generation.forwards.fused import FusedForward
-        from pipeline.generation.forwards.fused_weights import DecodeWeights
-        from pipeline.generation.forwards.projections import Shard
-        from pipeline.generation.forwards.streaming import StreamedWeights, check_streamed_weights_fit
-
-        architecture, group = read_architecture(self._model), self.group
-        if self._streaming_ranks is None:
-            weights = DecodeWeights(architecture, Shard(group.rank, group.size))
-            forward = FusedForward(weights, group)
-            if not self._must_stream(forward):
-                check_copies_fit(weights.num_bytes_to_copy, self._device)
-                return forward
-            self._streaming_ranks = dist.RankGroup(dist.world_size())
-        streamed = StreamedWeights(architecture, self._streaming_ranks)
-        check_streamed_weights_fit(streamed, self._device)
-        return FusedForward(streamed)
-
-    def _must_stream(self, whole: "FusedForward") -> bool:
-        """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
-        if self.options.weights != "auto" or self._why_not_streamed():
-            if self.options.weights == "streamed":
-                log.info("generation: weights are streamed, as --rollout_weights says")
-            return self.options.weights == "streamed"
-        bytes_per_slot = whole.cache_layout.bytes_per_token * self.options.max_sequence_length
-        fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self._device)
-        streams = dist.max_over_ranks(float(not fit), self._device) > 0
-        log.info("generation: weights are %s", "streamed: on some rank they do not fit" if streams else "whole")
-        return streams
-
     def session(self, room: Room) -> Session:
         """Open a session; the slots are those of this rank's tensor-parallel group."""
         if not self._open:
             raise RuntimeError("a session outside generation(): the weights may be partitioned")
-        source = self._generator or EagerGenerator(base_model(self._model), self.vocabulary)
+        source = self._generator or EagerGenerator(base_model(self.source.model), self.vocabulary)
         return source.session(room)
 
     def generate(self, prompts: Sequence[Prompt], *, num_samples: int, batch_size: int = 0, **request: Any) -> Rollout:

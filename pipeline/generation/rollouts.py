@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from pipeline.models.tokenizers import choose_padding_token, eos_ids, num_token_ids
 from pipeline.random_numbers import uniforms
 
 
@@ -29,6 +31,16 @@ class Vocabulary:
     pad_id: int
     num_tokens: int | None = None
     decode: Callable[[Sequence[int]], str] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> Self:
+        """Return that of a tokenizer, with the ends that a model's generation_config names too."""
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        ends = eos_ids(tokenizer, generation_config)
+        return cls(ends, choose_padding_token(tokenizer).pad_id, num_token_ids(tokenizer), decode)
 
 
 @dataclass(frozen=True, slots=True)

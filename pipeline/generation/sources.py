@@ -1,15 +1,117 @@
-"""Sessions on a model that is whole on its device, whether it is trained or only loaded."""
+"""What gives a model's weights to generation: views of its modules or copies, shards of them, streamed layers.
+
+For a model that is trained (`hybrid_engine.py`) as for one that is only loaded (`session_source`).
+"""
+
+import logging
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pipeline.generation.backends import CachedForward, check_copies_fit, choose_backend
+from pipeline import dist
+from pipeline.config_fields import declared
+from pipeline.errors import InputError
+from pipeline.generation.backends import CachedForward, check_copies_fit, choose_backend, whole_weights_fit
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.forwards.static import StaticCacheForward
-from pipeline.generation.options import GenerationOptions
+from pipeline.generation.options import Backend, GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.generation.session import SessionSource
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
+
+if TYPE_CHECKING:  # it imports triton, which the eager backend does without
+    from pipeline.generation.forwards.fused import FusedForward
+
+log = logging.getLogger(__name__)
+
+
+class WeightSource:
+    """The weights of a model for generation, on the ranks that share one copy of them, and the backend that reads them.
+
+    partitioned: ranks share the trained weights (ZeRO-3). Making one is a collective.
+
+    Raises:
+        InputError: the options ask for what this model, device or number of ranks does not have.
+    """
+
+    def __init__(self, model: nn.Module, options: GenerationOptions, *, partitioned: bool = False) -> None:
+        size = options.tensor_parallel_size
+        if dist.world_size() % size:
+            raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
+        self.model, self.options, self.partitioned, self.group = model, options, partitioned, dist.RankGroup(size)
+        self.device = next(model.parameters()).device
+        self.backend: Backend
+        self.backend, fallbacks = choose_backend(model, options, self.device)
+        for fallback in fallbacks:
+            log.info("generation: fell back from %s", fallback)
+        log.info("generation: %s backend", self.backend)
+        self._check_tensor_parallelism()
+        if options.weights == "streamed" and (reason := self._why_not_streamed()):
+            raise InputError(f"--rollout_weights streamed: {reason}; else give auto")
+
+    def _check_tensor_parallelism(self) -> None:
+        size = self.group.size
+        if size == 1:
+            return
+        config = base_model(self.model).config
+        heads = declared(config, "num_key_value_heads") or config.num_attention_heads
+        if self.backend != "fused":
+            raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {self.backend}")
+        if heads % size:
+            raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
+        if read_architecture(self.model).joins_head_norms:
+            raise InputError(f"--inference_tp_size {size}: {config.model_type} norms the heads of all ranks together")
+        log.info("generation: tensor parallel, over %d ranks", size)
+
+    def _why_not_streamed(self) -> str | None:
+        return why_not_streamed(
+            partitioned=self.partitioned,
+            ranks=dist.world_size(),
+            tensor_parallel_size=self.group.size,
+            backend=self.backend,
+        )
+
+    @cached_property
+    def _all_ranks(self) -> dist.RankGroup:
+        """The ranks that streamed weights are sharded over."""
+        return dist.RankGroup(dist.world_size())
+
+    def forward(self) -> CachedForward:
+        """Return the forward passes of the fused or static backend, before their first `refresh`.
+
+        Raises:
+            InputError: copies of the weights do not fit in memory.
+        """
+        if self.backend == "static":
+            return StaticCacheForward(self.model)
+        from pipeline.generation.forwards.fused import FusedForward
+        from pipeline.generation.forwards.fused_weights import DecodeWeights
+        from pipeline.generation.forwards.projections import Shard
+        from pipeline.generation.forwards.streaming import StreamedWeights, check_streamed_weights_fit
+
+        architecture, group = read_architecture(self.model), self.group
+        if "_all_ranks" not in vars(self):  # once streamed, always
+            whole = FusedForward(DecodeWeights(architecture, Shard(group.rank, group.size)), group)
+            if not self._must_stream(whole):
+                check_copies_fit(whole.weights.num_bytes_to_copy, self.device)
+                return whole
+        streamed = StreamedWeights(architecture, self._all_ranks)
+        check_streamed_weights_fit(streamed, self.device)
+        return FusedForward(streamed)
+
+    def _must_stream(self, whole: "FusedForward") -> bool:
+        """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
+        if self.options.weights != "auto" or self._why_not_streamed():
+            if self.options.weights == "streamed":
+                log.info("generation: weights are streamed, as --rollout_weights says")
+            return self.options.weights == "streamed"
+        bytes_per_slot = whole.cache_layout.bytes_per_token * self.options.max_sequence_length
+        fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self.device)
+        streams = dist.max_over_ranks(float(not fit), self.device) > 0
+        log.info("generation: weights are %s", "streamed: on some rank they do not fit" if streams else "whole")
+        return streams
 
 
 def session_source(model: nn.Module, vocabulary: Vocabulary) -> SessionSource:
@@ -17,26 +119,12 @@ def session_source(model: nn.Module, vocabulary: Vocabulary) -> SessionSource:
 
     A model whose layers are on several devices is sampled from by its own forward pass.
     """
-    devices = {parameter.device for parameter in model.parameters()}
-    backend, _ = choose_backend(model, GenerationOptions(), next(iter(devices)))
-    if backend == "eager" or len(devices) > 1:
+    on_one_device = len({parameter.device for parameter in model.parameters()}) == 1
+    source = WeightSource(model, GenerationOptions(backend="auto" if on_one_device else "eager"))
+    if source.backend == "eager":
         return EagerGenerator(base_model(model), vocabulary)
     from pipeline.generation.generator import Generator
 
-    forward: CachedForward = StaticCacheForward(model) if backend == "static" else whole_forward(model)
+    forward = source.forward()
     forward.refresh()
     return Generator(forward, vocabulary)
-
-
-def whole_forward(model: nn.Module) -> CachedForward:
-    """Return the forward passes of the fused backend on whole weights, before their first `refresh`.
-
-    Raises:
-        InputError: copies of the weights do not fit in memory.
-    """
-    from pipeline.generation.forwards.fused import FusedForward
-    from pipeline.generation.forwards.fused_weights import DecodeWeights
-
-    weights = DecodeWeights(read_architecture(model))
-    check_copies_fit(weights.num_bytes_to_copy, next(model.parameters()).device)
-    return FusedForward(weights)

@@ -28,7 +28,7 @@ from pipeline.models.loaded import on_devices
 from pipeline.models.loading import DTYPES, default_device, default_dtype, load_language_model
 from pipeline.models.partitions import whole_shape
 from pipeline.models.source import ModelSource, check_vocabulary, has_key_value_cache, num_positions
-from pipeline.models.tokenizers import choose_padding_token, eos_ids, load_tokenizer, num_token_ids
+from pipeline.models.tokenizers import load_tokenizer
 from pipeline.tensor_ops import pad_rows, round_up
 
 # Room for the tokens of a prompt and its answers is a multiple of this. Chosen by hand.
@@ -42,16 +42,14 @@ class ChatModel:
     path: folder or hub id of the model.
     model: the model.
     tokenizer: its tokenizer.
-    pad_id: id of the padding token.
-    end_ids: ids that end an answer.
+    vocabulary: ids that end an answer or pad it, and those that can be drawn.
     sessions: gives the source of its generation sessions, the same one each time.
     """
 
     path: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    pad_id: int
-    end_ids: frozenset[int]
+    vocabulary: Vocabulary
     sessions: Callable[[], SessionSource]
 
     @property
@@ -106,9 +104,8 @@ def as_chat_model(
 
     by: backend of generation that makes the source of its sessions, when the first answer is asked for.
     """
-    end_ids, pad_id = eos_ids(tokenizer, model.generation_config), choose_padding_token(tokenizer).pad_id
-    vocabulary = Vocabulary(end_ids, pad_id, num_token_ids(tokenizer))
-    return ChatModel(path, model, tokenizer, pad_id, end_ids, cache(lambda: by(model, vocabulary)))
+    vocabulary = Vocabulary.of(tokenizer, model.generation_config)
+    return ChatModel(path, model, tokenizer, vocabulary, cache(lambda: by(model, vocabulary)))
 
 
 def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -221,7 +218,7 @@ def answers_by_transformers(
     rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
     seq2seq = chat_model.model.config.is_encoder_decoder
     side: Literal["left", "right"] = "right" if seq2seq else "left"
-    input_ids = pad_rows(rows, chat_model.pad_id, side=side).to(device)  # (B, P)
+    input_ids = pad_rows(rows, chat_model.vocabulary.pad_id, side=side).to(device)  # (B, P)
     mask = pad_rows([torch.ones_like(row) for row in rows], 0, side=side).to(device)  # (B, P)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -261,11 +258,11 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
     if settings.temperature > 0:
         passed |= settings.model_dump(include={"temperature", "top_p", "top_k"})
     # Rows that pad a vocabulary belong to no token, and their logits are arbitrary.
-    unused = list(range(num_token_ids(chat_model.tokenizer), chat_model.num_embeddings))
+    unused = list(range(chat_model.vocabulary.num_tokens or 0, chat_model.num_embeddings))
     return GenerationConfig(
         do_sample=settings.temperature > 0,
-        pad_token_id=chat_model.pad_id,
-        eos_token_id=sorted(chat_model.end_ids),
+        pad_token_id=chat_model.vocabulary.pad_id,
+        eos_token_id=sorted(chat_model.vocabulary.eos_ids),
         suppress_tokens=unused or None,
         decoder_start_token_id=getattr(chat_model.model.config, "decoder_start_token_id", None),
         **passed,
@@ -274,7 +271,7 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
 
 def finished_answer(chat_model: ChatModel, ids: Sequence[int]) -> Answer:
     """Cut an answer out of a row of new ids (T,): up to its first end token, without padding."""
-    end = next((position for position, token in enumerate(ids) if token in chat_model.end_ids), None)
+    end = next((position for position, token in enumerate(ids) if token in chat_model.vocabulary.eos_ids), None)
     kept = tuple(ids if end is None else ids[: end + 1])
     return Answer(kept, decode(chat_model.tokenizer, ids[:end]).strip(), finished=end is not None)
 
@@ -309,7 +306,7 @@ class AnswerStreamer(BaseStreamer):
     def take(self, ids: Sequence[int]) -> None:
         """Take the next tokens."""
         for token in ids:
-            self.finished = self.finished or token in self._chat_model.end_ids
+            self.finished = self.finished or token in self._chat_model.vocabulary.eos_ids
             if not self.finished:
                 self.ids.append(token)
                 self._emit_growth(may_wait=True)

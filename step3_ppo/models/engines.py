@@ -132,7 +132,7 @@ def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
         if config.holds_start(role) and source.base is not None:
             keep_start_adapter(models.trained[role.name].module.model)
     for engine in models.named().values():
-        enable_packed_attention(base_model(engine.module.get_submodule("model")), device=run.world.device)
+        enable_packed_attention(engine.module.get_submodule("model"), device=run.world.device)
     log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
     return models
 

@@ -24,8 +24,8 @@ from transformers import (
 from pipeline.errors import InputError
 from pipeline.generation.backends import BACKENDS, choose_backend
 from pipeline.generation.forwards.static import StaticCacheForward
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
+from pipeline.generation.sources import WeightSource
 from pipeline.models.forward import packed_attention
 from pipeline.models.lora import add_lora, quantise_to_int8
 
@@ -210,8 +210,8 @@ def test_kernels_need_a_device_or_the_interpreter(monkeypatch, requested):
 
 
 def check_tensor_parallelism(model: Any, size: int, backend: str) -> None:
-    HybridEngine._check_tensor_parallelism(
-        SimpleNamespace(group=SimpleNamespace(size=size), _model=model, backend=backend)
+    WeightSource._check_tensor_parallelism(
+        SimpleNamespace(group=SimpleNamespace(size=size), model=model, backend=backend)
     )
 
 

@@ -39,12 +39,12 @@ from pipeline.generation.forwards.streaming import (
     check_streamed_weights_fit,
     view_of_bytes,
 )
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.scheduler import Lockstep
 from pipeline.generation.session import generate
 from pipeline.generation.slots import GenerationBuffers
+from pipeline.generation.sources import WeightSource
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora
 from step3_ppo.config import PPOConfig
@@ -305,9 +305,8 @@ def test_the_flag_becomes_an_option(weights):
 def reason(monkeypatch: pytest.MonkeyPatch, *, stage: int = 3, ranks: int = 2, size: int = 1, backend: str = "fused"):
     """Return why these ranks cannot stream weights."""
     monkeypatch.setattr("pipeline.dist.world_size", lambda: ranks)
-    engine = SimpleNamespace(partitions_weights=stage == 3)
     group = SimpleNamespace(size=size)
-    return HybridEngine._why_not_streamed(SimpleNamespace(engine=engine, group=group, backend=backend))
+    return WeightSource._why_not_streamed(SimpleNamespace(partitioned=stage == 3, group=group, backend=backend))
 
 
 def test_reasons_against_streamed_weights(monkeypatch):
@@ -323,17 +322,17 @@ def test_reasons_against_streamed_weights(monkeypatch):
 @pytest.mark.parametrize("weights", ["auto", "whole"])
 def test_weights_stay_whole_where_they_fit_or_must(weights, monkeypatch):
     """The device of this rank has no memory left."""
-    monkeypatch.setattr("pipeline.generation.hybrid_engine.whole_weights_fit", lambda *_: False)
+    monkeypatch.setattr("pipeline.generation.sources.whole_weights_fit", lambda *_: False)
     for reason, expected in ((None, weights == "auto"), ("something", False)):
         hybrid: Any = SimpleNamespace(
             options=GenerationOptions(weights=weights),
-            _device=DEVICE,
+            device=DEVICE,
             _why_not_streamed=lambda actual=reason: actual,
         )
         function = SimpleNamespace(
             cache_layout=SimpleNamespace(bytes_per_token=1), weights=SimpleNamespace(num_bytes_to_copy=1)
         )
-        assert HybridEngine._must_stream(hybrid, function) == expected
+        assert WeightSource._must_stream(hybrid, function) == expected
 
 
 @pytest.fixture(scope="module")

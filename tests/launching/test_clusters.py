@@ -16,8 +16,7 @@ import yaml
 from support.launch_stub import ROOT, write_program
 
 from pipeline.launching.hosts import chosen_hosts, ranks_by_host
-from rlhf.train import request_of
-from rlhf.train_plan import make_plan
+from rlhf.train_plan import make_plan, request_of
 
 PYTHON_STUB = """#!/bin/bash
 printf '%s\\0' "$@" >"$NOTES"

@@ -18,8 +18,7 @@ from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import parse_request
 from pipeline.preparation.stage_job import pid_file
 from rlhf.stages import NUMBERS, STAGES, stage_of, stages_of_method, word_of
-from rlhf.train import ranks_of
-from rlhf.train_plan import make_plan
+from rlhf.train_plan import make_plan, ranks_of
 
 MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main"}
 HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--data_output_path=x y"]

@@ -14,9 +14,8 @@ import torch
 from learning import rows
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, Turns, prompt_hash
-from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import generate
-from pipeline.generation.sources import session_source
 from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
 from pipeline.inference.answers import load_chat_model, resolve_dtype
 
@@ -52,7 +51,7 @@ def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dic
     model = load_chat_model(given.policy, dtype=resolve_dtype("auto"))
     encoded = [Prompt(encode_prompt(model.tokenizer, turns), prompt_hash(turns)) for turns in prompts]
     rollout = generate(
-        session_source(model.model, Vocabulary(model.end_ids, model.pad_id)), encoded, num_samples=given.num_samples,
+        model.sessions(), encoded, num_samples=given.num_samples,
         num_slots=AT_ONCE, sampling=Sampling(given.max_answer), key=RandomKey(0, "best of n"),
     )  # fmt: skip
     texts = model.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)

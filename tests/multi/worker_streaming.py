@@ -11,7 +11,7 @@ from worker_decode import FUSED, change_weights, engine_of, findings, stopped_by
 from worker_ppo import setup, tensors_of
 
 from pipeline.engine.engine import TrainingEngine
-from pipeline.generation import hybrid_engine, scheduler
+from pipeline.generation import scheduler, sources
 from pipeline.generation.forwards import fused_weights, streaming
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
@@ -84,7 +84,7 @@ def decided(inputs: Path) -> dict[str, Any]:
     engine = engine_of(MAKERS["opt"](), 3)
     results = {}
     for what, fit in {"does not fit": current_world().rank == 0, "fits": True}.items():
-        hybrid_engine.whole_weights_fit = lambda *_, fit=fit: fit
+        sources.whole_weights_fit = lambda *_, fit=fit: fit
         hybrid = hybrid_of(engine, FUSED)
         with hybrid.generation():
             results[what] = groups_of(hybrid)

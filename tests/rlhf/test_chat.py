@@ -93,7 +93,7 @@ def test_end_tokens_of_the_generation_config_are_honoured(endless, tmp_path, bpe
     chat_model = load_chat_model(endless, dtype=torch.float32)
     prompt = encode_prompt(chat_model.tokenizer, [Message("user", "hi")])
     letter_b = bpe_tokenizer.convert_tokens_to_ids("b")
-    assert letter_b not in chat_model.end_ids
+    assert letter_b not in chat_model.vocabulary.eos_ids
     model = AutoModelForCausalLM.from_pretrained(endless)
     model.generation_config.eos_token_id = [2, letter_b]
     model.save_pretrained(tmp_path)

@@ -6,9 +6,8 @@ from support.launch_stub import ROOT
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import load_yaml
 from pipeline.errors import InputError
-from rlhf.train import command_of
 from rlhf.train_config import SIZES, KnownModel, known_model
-from rlhf.train_plan import make_plan
+from rlhf.train_plan import command_of, make_plan
 
 PRESETS = ROOT / "launch" / "presets"
 KNOWN = load_yaml(str(ROOT / "launch" / "models.yaml")).values()

@@ -6,14 +6,14 @@ from support.ppo_updates import engine_of, make_experience, make_responses, make
 from support.tiny_models import EOS, PAD, random_rows
 
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
+from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 
 
 def test_sampling_uses_the_trained_weights_and_leaves_the_mode(world, opt):
     engine = engine_of(CausalLM(load_causal_lm(opt.actor, dtype=torch.float32)))
-    hybrid = HybridEngine(engine, eos_ids=frozenset({EOS}), pad_id=PAD)
+    hybrid = HybridEngine(engine, Vocabulary(frozenset({EOS}), PAD))
     settings = {"num_samples": 2, "sampling": Sampling(6), "key": RandomKey(1, "rollout")}
     prompts = [Prompt(row.tolist(), n) for n, row in enumerate(random_rows(3))]
     with pytest.raises(RuntimeError, match="outside generation"):
@@ -41,7 +41,7 @@ def test_training_goes_on_after_generation_was_broken_off(world, opt, zero_stage
     responses = make_responses()
     experience = make_experience(opt, responses)
     updater, fresh = (make_updater(world, opt, zero_stage=zero_stage) for _ in range(2))
-    hybrid = HybridEngine(updater.actor, eos_ids=frozenset({EOS}), pad_id=PAD)
+    hybrid = HybridEngine(updater.actor, Vocabulary(frozenset({EOS}), PAD))
     settings = {"num_samples": 2, "sampling": Sampling(6), "key": RandomKey(1, "rollout")}
     prompts = [Prompt(row.tolist(), n) for n, row in enumerate(random_rows(3))]
     with hybrid.generation():

@@ -9,14 +9,15 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from pipeline.config_fields import declared
 from pipeline.data.batching import SFTBatch, block_diagonal_mask
 from pipeline.errors import InputError
+from pipeline.models.loading import base_model
 from pipeline.models.source import ModelSource
 
 NAME = "packed_sdpa"
@@ -30,12 +31,13 @@ MODEL_TYPES = frozenset({"opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "
 MASKS_OF_PADDING = ("bloom", "openai-gpt", "reformer")
 
 
-def enable_packed_attention(model: PreTrainedModel, *, device: torch.device) -> bool:
+def enable_packed_attention(wrapped: nn.Module, *, device: torch.device) -> bool:
     """Let a transformers model take bounds as its mask if its attention and the device can; returns True if so.
 
     Needs one of MODEL_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Other models get the
     dense mask from `packed_mask`, and PPO's rows pass through them with their padding.
     """
+    model = base_model(wrapped)
     config = model.config
     heads = getattr(config, "num_attention_heads", 0) or 1
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
