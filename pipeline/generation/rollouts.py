@@ -145,17 +145,13 @@ class Rollout:
     responses: N int64 tensors (T_n,); a response includes its EOS.
     log_probs: N fp32 tensors (T_n,): log-probabilities of the sampled tokens at the sampling temperature under the
         untruncated distribution.
-    finished: (N,) bool, True = ended with an EOS; False = cut at max_new_tokens.
-    prompt_ids: (N,) int64, with sample_index the key of the row's random numbers.
-    sample_index: (N,) int64.
+    finished: (N,) bool, True = ended by itself; False = cut at max_new_tokens.
     """
 
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
     log_probs: list[torch.Tensor]
     finished: torch.Tensor
-    prompt_ids: torch.Tensor
-    sample_index: torch.Tensor
 
 
 class GenerationStopped(Exception):

@@ -219,14 +219,9 @@ def joined(tickets: Sequence[Ticket], responses: Sequence[Finished], device: tor
     rows = {id(ticket.prompt): torch.as_tensor(ticket.prompt.ids, dtype=torch.int64) for ticket in tickets}
     on_device = torch.cat(list(rows.values())).to(device).split([len(row) for row in rows.values()])
     prompts = dict(zip(rows, on_device, strict=True))
-    pairs = zip(tickets, responses, strict=True)
-    columns = [(ticket.prompt.prompt_id, ticket.sample, response.reason != "limit") for ticket, response in pairs]
-    prompt_ids, samples, finished = torch.tensor(columns, dtype=torch.int64, device=device).T
     return Rollout(
         prompts=[prompts[id(ticket.prompt)] for ticket in tickets],
         responses=[response.ids for response in responses],
         log_probs=[response.log_probs for response in responses],
-        finished=finished.bool(),
-        prompt_ids=prompt_ids,
-        sample_index=samples,
+        finished=torch.tensor([response.reason != "limit" for response in responses], device=device),
     )

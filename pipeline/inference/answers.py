@@ -170,8 +170,8 @@ def only_transformers(chat_model: ChatModel, settings: ReplySettings) -> bool:
     keep no keys and values.
     """
     config, num_beams = chat_model.model.config, getattr(settings, "num_beams", 1)
-    has_cache = config.is_encoder_decoder or has_key_value_cache(config)
-    return config.is_encoder_decoder or not has_cache or num_beams > 1 or settings.repetition_penalty != 1.0
+    other = num_beams > 1 or settings.repetition_penalty != 1.0
+    return other or config.is_encoder_decoder or not has_key_value_cache(config)
 
 
 def answers_by_session(

@@ -25,9 +25,10 @@ from support.decode_models import (
     rollouts,
     with_lora,
 )
+from transformers import GenerationConfig
 
 from pipeline.generation.forwards.static import StaticCacheForward
-from pipeline.generation.generator import FIRST_NEW_TOKENS
+from pipeline.generation.generator import FIRST_NEW_TOKENS, Generator
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
 from pipeline.generation.rollouts import (
     GenerationStopped,
@@ -40,6 +41,8 @@ from pipeline.generation.rollouts import (
 )
 from pipeline.generation.session import Room, Ticket, generate
 from pipeline.generation.slots import GenerationBuffers, slot_settings
+from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
+from pipeline.inference.answers import as_chat_model, generate_answers
 from pipeline.tensor_ops import pad_rows, round_up
 
 pytestmark = pytest.mark.gpu
@@ -273,3 +276,23 @@ def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
         counts += torch.bincount(buffers.slots.written[:, 0], minlength=width)
     exact = exact_probabilities(logits.float().cpu(), **({"temperature": 1.0, "top_p": 1.0, "top_k": 0} | settings))
     assert p_value(counts.cpu(), exact) > 1e-3
+
+
+def test_answers_come_from_the_fused_decode_step_and_are_those_of_transformers(bpe_tokenizer):
+    """Greedy ones as by transformers' own `generate`; sampled ones as each prompt alone has them."""
+    model = llama(hidden_size=128, vocab_size=len(bpe_tokenizer) + 9)
+    chat_model = as_chat_model("model", model, bpe_tokenizer)
+    assert isinstance(chat_model.sessions(), Generator)  # not the eager one
+    prompts, greedy = random_ids((3, 17, 1)), ReplySettings(max_new_tokens=24)
+    found = generate_answers(chat_model, prompts, greedy, seed=0)
+    for prompt, (answer,) in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt], device=DEVICE)
+        ends = {"eos_token_id": sorted(chat_model.vocabulary.eos_ids), "pad_token_id": PAD}
+        unused = list(range(len(bpe_tokenizer), len(bpe_tokenizer) + 9))
+        settings = GenerationConfig(do_sample=False, max_new_tokens=24, suppress_tokens=unused, **ends)
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        assert list(answer.ids) == expected[0, len(prompt) :].tolist()
+    hot = AnswerSettings(max_new_tokens=24, temperature=1.5, top_k=40, num_return_sequences=2)
+    together = generate_answers(chat_model, prompts, hot, seed=4)
+    assert together == [generate_answers(chat_model, [prompt], hot, seed=4)[0] for prompt in prompts]
+    assert len({answer.ids for answers in together for answer in answers}) == 6

@@ -24,8 +24,6 @@ def rollout_of(sizes: list[tuple[int, int]]) -> Rollout:
         responses=responses,
         log_probs=[-(n + torch.arange(length) / 10) for n, (_, length) in enumerate(sizes)],
         finished=torch.tensor([n % 2 == 0 for n in range(len(sizes))]),
-        prompt_ids=torch.arange(len(sizes)),
-        sample_index=torch.zeros(len(sizes), dtype=torch.int64),
     )
 
 

@@ -187,11 +187,10 @@ def generator_of(function: CachedForward, ends: Sequence[int] = (EOS,)) -> Gener
 
 
 def assert_same(mine: Rollout, theirs: Rollout, *, tolerance: float = 1e-5) -> None:
-    """Equal tokens, ends and keys; log-probabilities up to rounding."""
+    """Equal tokens and ends; log-probabilities up to rounding."""
     assert [row.tolist() for row in mine.responses] == [row.tolist() for row in theirs.responses]
     assert [row.tolist() for row in mine.prompts] == [row.tolist() for row in theirs.prompts]
-    for name in ("finished", "prompt_ids", "sample_index"):
-        assert getattr(mine, name).tolist() == getattr(theirs, name).tolist(), name
+    assert mine.finished.tolist() == theirs.finished.tolist()
     for ours, expected in zip(mine.log_probs, theirs.log_probs, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
 
