@@ -328,7 +328,7 @@ def attributes_read() -> set[str]:
 
 def dead_flags(leaves: set[str]) -> list[str]:
     # train.py hands these to the launcher by getattr.
-    return sorted(leaves - attributes_read() - set(train.LAUNCHER_FLAGS) - NOT_READ)
+    return sorted(leaves - attributes_read() - set(train_plan.LAUNCHER_FLAGS) - NOT_READ)
 
 
 def test_every_flag_is_read():
