@@ -14,7 +14,7 @@ from support.source_tree import ROOT, source_files, tree_of
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
-from rlhf import chat, compare, convert, export, merge, train
+from rlhf import chat, compare, convert, export, merge, train, train_plan
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import make_plan
 from step1_sft.config import SFTConfig
