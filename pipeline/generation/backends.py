@@ -175,5 +175,6 @@ def no_slot_fits(forward: CachedForward, cache_length: int) -> InputError:
     slot, free = forward.cache_layout.bytes_per_token * cache_length / GIB, free_bytes(forward.device) / GIB
     return InputError(
         f"--max_answer_seq_len: one slot of {cache_length} tokens takes {slot:.2f} GiB of KV cache, {free:.2f} "
-        f"GiB are free; shorten it, or lower the models' memory ({PARTITION_ACTOR}, --inference_tp_size)"
+        f"GiB are free; shorten it (answers: --max_new_tokens), or lower the models' memory ({PARTITION_ACTOR}, "
+        "--inference_tp_size)"
     )

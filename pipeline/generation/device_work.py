@@ -45,9 +45,9 @@ class HostCopy:
     def __init__(self, values: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
         if not values.is_cuda:
-            self._values = values.clone()
+            self._on_host = values.clone()
             return
-        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()
 
@@ -55,7 +55,7 @@ class HostCopy:
         """Wait for the copy, and return its numbers."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._values.tolist()
+        return self._on_host.tolist()
 
 
 @dataclass(slots=True)
