@@ -11,6 +11,7 @@ from pipeline.generation import device_work, generator
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling, Vocabulary
+from pipeline.generation.scheduler import ContinuousBatching
 from pipeline.generation.session import Finished, Room, Session, SessionSource, Ticket, Tokens
 
 BACKENDS = ("eager", *FUNCTIONS)
@@ -119,6 +120,43 @@ def test_a_withdrawn_request_frees_its_slot_and_is_not_heard_of(backend, deferre
     only = source_of(backend, model).session(ROOM)
     only.withdraw(submitted(only, REQUESTS[:1])[0])
     assert only.advance() == [] and only.is_idle
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_that_waits_starts_as_soon_as_another_is_withdrawn(backend):
+    """Otherwise it would wait for nine tokens."""
+    session = source_of(backend, opt(), frozenset()).session(Room(1, 9, 20))
+    first, second = submitted(session, [(3, Sampling(9), RandomKey(1, "r"), 0), (5, Sampling(1), RandomKey(2, "r"), 0)])
+    session.advance()
+    session.withdraw(first)
+    session.withdraw(first)  # which changes nothing
+    turns = 0
+    while not (events := session.advance()):
+        turns += 1
+        assert turns < 4
+    assert [event.ticket for event in events] == [second]
+    session.withdraw(second)  # it has ended
+
+
+def test_a_request_is_withdrawn_between_its_prefill_and_its_start(monkeypatch):
+    """Its prompt is in a slot, which its first token has not been drawn in."""
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({"cpu"}))
+    session, withdrawn, found = source_of("fused", opt()).session(ROOM), None, []
+    assert isinstance(session, ContinuousBatching)
+    submitted(session, REQUESTS)
+    while not session.is_idle:
+        found += [event.ticket.number for event in session.advance()]
+        if withdrawn is None and session.prefilled:
+            withdrawn = session.prefilled[0].tickets[0]
+            session.withdraw(withdrawn)
+        assert withdrawn not in session.running.values()
+    assert withdrawn is not None and sorted([*found, withdrawn.number]) == list(range(len(REQUESTS)))
+
+
+def test_a_prompts_random_numbers_are_those_of_its_ids():
+    ids = [Prompt.of(ids).prompt_id for ids in ([5, 6], [6, 5], [56], [5, 6, 0], [])]
+    assert len(set(ids)) == 5 and all(0 <= number < 2**63 for number in ids)
+    assert Prompt.of((5, 6)).prompt_id == ids[0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
-from pipeline.inference.answer_settings import ReplySettings
+from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
 from pipeline.inference.answers import AnswerStreamer, generate_answers, load_chat_model
 from pipeline.inference.chat_session import Conversation
 from rlhf import chat
@@ -123,11 +123,20 @@ def test_an_id_beyond_the_vocabulary_is_refused(rambling):
         generate_answers(load_chat_model(rambling, dtype=torch.float32), [[9999]], ReplySettings(), seed=0)
 
 
-def test_batches_give_the_answers_of_single_prompts(rambling):
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.5}, {"temperature": 0.9, "top_p": 0.8, "top_k": 50}])
+def test_batches_give_the_answers_of_single_prompts(rambling, sampled):
+    """Of equal prompts too, whose samples differ; another order, seed or number of samples changes no other answer."""
     chat_model = load_chat_model(rambling, dtype=torch.float32)
-    prompts, settings = [[9, 8, 7, 6, 5, 4], [30], [40, 41, 42]], ReplySettings(max_new_tokens=8)
-    together = generate_answers(chat_model, prompts, settings, seed=0)
-    assert together == [generate_answers(chat_model, [prompt], settings, seed=0)[0] for prompt in prompts]
+    prompts, several = [[9, 8, 7, 6, 5, 4], [30], [40, 41, 42], [30]], 2 if sampled else 1
+    settings = AnswerSettings(max_new_tokens=8, num_return_sequences=several, **sampled)
+    together = generate_answers(chat_model, prompts, settings, seed=3)
+    one = ReplySettings(max_new_tokens=8, **sampled)
+    for prompt, answers in zip(prompts, together, strict=True):
+        assert generate_answers(chat_model, [prompt], settings, seed=3) == [answers]
+        assert generate_answers(chat_model, [prompt], one, seed=3) == [answers[:1]]
+        assert len({answer.ids for answer in answers}) == several
+    assert together[1] == together[3] and len({answers[0].ids for answers in together}) == 3
+    assert (generate_answers(chat_model, prompts, settings, seed=4) != together) is bool(sampled)
 
 
 def test_streamed_pieces_join_to_the_text_and_split_no_character(speaking):
