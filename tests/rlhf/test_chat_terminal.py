@@ -3,7 +3,7 @@
 import os
 import pty
 import select
-import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,18 +14,29 @@ from support.scripted_model import SHOWN
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# The first terminal that the leader of a session opens is the one whose Ctrl-C it gets. A job in the background of a
+# shell inherits a SIGINT that is ignored.
+IN_TERMINAL = """
+import os, signal, sys
+os.close(os.open(os.ttyname(0), os.O_RDWR))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Terminal:
     """chat.py in a pseudo-terminal."""
 
     def __init__(self, *argv: str) -> None:
         self.seen = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(ROOT)
-            os.environ["TERM"] = "xterm"
-            # A job in the background of a shell inherits a SIGINT that is ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.execv(sys.executable, [sys.executable, "chat.py", *argv])
+        self.fd, inside = pty.openpty()
+        # Not pty.fork(): to copy a pytest worker that has run thousands of tests can take more memory than is free.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", IN_TERMINAL, sys.executable, "chat.py", *argv],
+            cwd=ROOT, env=os.environ | {"TERM": "xterm"}, start_new_session=True,
+            stdin=inside, stdout=inside, stderr=inside,
+        )  # fmt: skip
+        os.close(inside)
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
@@ -44,15 +55,13 @@ class Terminal:
         return before + text
 
     def exit_code(self) -> int:
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self.pid = 0
-        return code
+        return self.process.wait()
 
     def close(self) -> None:
         """No process is left, also where a test failed."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
 
 
 @pytest.fixture
