@@ -18,7 +18,7 @@ from pipeline.generation.rollouts import (
     draw,
     rollout_uniforms,
 )
-from pipeline.generation.session import Finished, Room, Session, Ticket, Tokens, ended, look_at
+from pipeline.generation.session import Finished, Reason, Room, Session, Ticket, Tokens, news
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
 
 # Finished rows leave the batch when they are at least this share of it: a copy of the KV cache against decode steps of
@@ -67,22 +67,21 @@ class Decoder:
 
 
 class Batch:
-    """The N requests that run, their settings and responses; columns of rows that have left the decoder stay."""
+    """The N requests of a batch, their settings and responses; columns of rows that have left the decoder stay."""
 
     def __init__(self, model: nn.Module, tickets: Sequence[Ticket], vocabulary: Vocabulary) -> None:
         device = next(model.parameters()).device
-        self.tickets, self.vocabulary = tickets, vocabulary
-        self.width = max(ticket.sampling.max_new_tokens for ticket in tickets)
+        self.vocabulary = vocabulary
+        shape = (len(tickets), max(ticket.sampling.max_new_tokens for ticket in tickets))
         self.truncation = Truncation.of(ticket.sampling for ticket in tickets)
         drawn_with = [ticket.sampling.drawn_with for ticket in tickets]
         self.temperature, self.top_p, top_k = torch.tensor(drawn_with, dtype=torch.float32, device=device).T
         self.top_k = top_k.long()
-        self.limits = torch.tensor([ticket.sampling.max_new_tokens for ticket in tickets], device=device)
-        self.uniforms = uniforms_of(tickets, self.width, device)
+        self.uniforms = uniforms_of(tickets, shape[1], device)
         self.eos = torch.tensor(sorted(vocabulary.eos_ids), dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(len(tickets), self.width, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(len(tickets), self.width, device=device)
-        self.has_ended = torch.zeros(len(tickets), dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(shape, device=device)
+        self.running = dict(enumerate(tickets))  # by their rows
         rows = [torch.as_tensor(ticket.prompt.ids, dtype=torch.int64, device=device) for ticket in tickets]
         self.decoder, self.position = Decoder(model, rows, vocabulary.pad_id), 0
 
@@ -96,39 +95,29 @@ class Batch:
         self.tokens[here, position] = tokens
         self.log_probs[here, position] = gather_log_probs(scaled, tokens)
         self.position += 1
-        had_ended, is_end = self.has_ended.clone(), torch.isin(tokens, self.eos)
-        self.has_ended[here] |= is_end | (self.limits[here] <= self.position)
-        events = self._report(had_ended.tolist(), dict(zip(here.tolist(), is_end.tolist(), strict=True)))
-        alive = ~self.has_ended[here]
-        if num_alive := int(alive.sum()):
-            if len(here) - num_alive >= COMPACT_ABOVE * len(here):
-                self.decoder.keep(alive)
-                tokens = tokens[alive]
+        rows = here.tolist()
+        events = self._report(dict(zip(rows, torch.isin(tokens, self.eos).tolist(), strict=True)))
+        alive = [row in self.running for row in rows]
+        if any(alive):
+            if alive.count(False) >= COMPACT_ABOVE * len(rows):
+                kept = torch.tensor(alive, device=tokens.device)
+                self.decoder.keep(kept)
+                tokens = tokens[kept]
             self.decoder.advance(tokens)
         return events
 
-    @property
-    def is_over(self) -> bool:
-        """True where every response has ended."""
-        return bool(self.has_ended.all())
-
-    def _report(self, had_ended: list[bool], is_end: dict[int, bool]) -> list[Tokens | Finished]:
+    def _report(self, is_end: dict[int, bool]) -> list[Tokens | Finished]:
+        """Return what is new of the rows that run, and leave those out from now on that have ended."""
         events: list[Tokens | Finished] = []
-        for row, has_ended in enumerate(self.has_ended.tolist()):
-            ticket, ids, log_probs = self.tickets[row], self.tokens[row], self.log_probs[row]
-            ids, log_probs = ids[: self.position], log_probs[: self.position]
-            if had_ended[row]:
-                continue
-            if ticket.is_withdrawn:
-                self.has_ended[row] = True
-            elif has_ended:
-                events += ended(ticket, ids, log_probs, is_end=is_end[row], vocabulary=self.vocabulary)
-            elif ticket.is_watched:
-                new, length = look_at(ticket, ids.tolist(), self.vocabulary)
+        for row, ticket in list(self.running.items()):
+            is_cut = self.position == ticket.sampling.max_new_tokens
+            reason: Reason | None = "end" if is_end[row] else "limit" if is_cut else None
+            if reason or ticket.is_watched or ticket.is_withdrawn:
+                ids, log_probs = self.tokens[row, : self.position], self.log_probs[row, : self.position]
+                new = news(ticket, ids, log_probs, reason, self.vocabulary)
                 events += new
-                if length is not None:
-                    self.has_ended[row] = True
-                    events.append(Finished(ticket, ids[:length], log_probs[:length], "stop"))
+                if ticket.is_withdrawn or (new and isinstance(new[-1], Finished)):
+                    del self.running[row]
         return events
 
 
@@ -161,7 +150,7 @@ class EagerSession(Session):
             tickets = [self.waiting.popleft() for _ in range(min(self.room.num_slots, len(self.waiting)))]
             self.batch = Batch(self.model, tickets, self.vocabulary)
         events = [] if self.batch is None else self.batch.step()
-        if self.batch is not None and self.batch.is_over:
+        if self.batch is not None and not self.batch.running:
             self.batch = None
         self.is_idle = self.batch is None and not self.waiting
         return events

@@ -51,7 +51,7 @@ class Generator:
             InputError: memory lacks for a single slot.
         """
         buffers = self._buffers_for(self.least.union(room))
-        return ContinuousBatching(buffers, room, group=self.group, lockstep=self.lockstep, stream=self.stream)
+        return ContinuousBatching(buffers, room, lockstep=self.lockstep, stream=self.stream)
 
     @torch.no_grad()
     def _buffers_for(self, room: Room) -> GenerationBuffers:

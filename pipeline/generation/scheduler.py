@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.dist import RankGroup
 from pipeline.generation import device_work
 from pipeline.generation.device_work import FinishedSlotsPoll, HostCopy, Lockstep, SideStream, to_device
 from pipeline.generation.options import MAX_PREFILL_TOKENS
 from pipeline.generation.rollouts import GenerationStopped, Truncation
-from pipeline.generation.session import Finished, Room, Session, Ticket, Tokens, ended, look_at
+from pipeline.generation.session import Finished, Room, Session, Ticket, Tokens, news
 from pipeline.generation.slots import GenerationBuffers, slot_settings
 from pipeline.tensor_ops import pad_rows
 
@@ -85,12 +84,12 @@ class ContinuousBatching(Session):
     """A session on slots: requests that wait get the slots of responses that have ended."""
 
     def __init__(
-        self, buffers: GenerationBuffers, room: Room, *, group: RankGroup, lockstep: Lockstep, stream: SideStream | None
+        self, buffers: GenerationBuffers, room: Room, *, lockstep: Lockstep, stream: SideStream | None
     ) -> None:
         super().__init__(room, buffers.vocabulary, buffers.forward.device)
         buffers.slots.active.zero_()  # of a session that was given up
-        self.buffers = buffers
-        self.forward, self.group, self.lockstep, self.stream = buffers.forward, group, lockstep, stream
+        self.buffers, self.forward, self.group = buffers, buffers.forward, buffers.forward.group
+        self.lockstep, self.stream = lockstep, stream
         self.running: dict[int, Ticket] = {}  # by their slots
         self.free = list(range(buffers.num_slots))
         self.num_steps = 0  # decode steps enqueued
@@ -181,7 +180,7 @@ class ContinuousBatching(Session):
             lengths, ends = harvest.counts.tolist()
             for n, ticket in enumerate(harvest.tickets):
                 ids, log_probs = harvest.written[n, : lengths[n]], harvest.log_probs[n, : lengths[n]]
-                events += ended(ticket, ids, log_probs, is_end=bool(ends[n]), vocabulary=self.vocabulary)
+                events += news(ticket, ids, log_probs, "end" if ends[n] else "limit", self.vocabulary)
         self.harvests.clear()
         return events
 
@@ -194,10 +193,9 @@ class ContinuousBatching(Session):
         index, state = to_device(torch.tensor(list(watched)), self.device), self.buffers.slots
         written, log_probs, counts = state.written[index], state.log_probs[index], state.position[index].tolist()
         for n, (slot, ticket) in enumerate(watched.items()):
-            new, length = look_at(ticket, written[n, : counts[n]].tolist(), self.vocabulary)
+            new = news(ticket, written[n, : counts[n]], log_probs[n, : counts[n]], None, self.vocabulary)
             events += new
-            if length is not None:
-                events.append(Finished(ticket, written[n, :length], log_probs[n, :length], "stop"))
+            if new and isinstance(new[-1], Finished):
                 self._stop_slots([slot])
         return events
 

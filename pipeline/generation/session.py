@@ -20,6 +20,8 @@ import torch
 
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, Vocabulary
 
+Reason = Literal["end", "stop", "limit"]
+
 
 @dataclass(slots=True, eq=False)
 class Ticket:
@@ -71,7 +73,7 @@ class Finished:
     ticket: Ticket
     ids: torch.Tensor
     log_probs: torch.Tensor
-    reason: Literal["end", "stop", "limit"]
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,39 +153,39 @@ class SessionSource(Protocol):
     def session(self, room: Room) -> Session: ...
 
 
-def look_at(ticket: Ticket, ids: list[int], vocabulary: Vocabulary) -> tuple[list[Tokens | Finished], int | None]:
-    """Look at the tokens of a watched response: what to report of them, and its length where a stop text ends it."""
-    first = len(ticket.seen)
-    if len(ids) <= first:  # also of a response that had to start again
-        return [], None
-    length = stopped_length(ticket, ids, vocabulary)
-    ticket.seen = ids[:length]
-    new = ticket.seen[first:]
-    return ([Tokens(ticket, new)] if ticket.streams and new else []), length
+def news(
+    ticket: Ticket, ids: torch.Tensor, log_probs: torch.Tensor, reason: Reason | None, vocabulary: Vocabulary
+) -> list[Tokens | Finished]:
+    """Return what is new of a response (T,); last, if it has ended, that: for `reason`, or by a stop text before.
+
+    reason: None while it runs. A withdrawn request has no news.
+    """
+    if ticket.is_withdrawn:
+        return []
+    events: list[Tokens | Finished] = []
+    # A response that had to start again may have fewer tokens than have been looked at.
+    if ticket.is_watched and len(ids) > (first := len(ticket.seen)):
+        length = stopped_length(ticket, ids.tolist(), vocabulary)
+        if length is not None:
+            ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
+        ticket.seen = ids.tolist()
+        events = [Tokens(ticket, ticket.seen[first:])] if ticket.streams else []
+    return [*events, Finished(ticket, ids, log_probs, reason)] if reason else events
 
 
 def stopped_length(ticket: Ticket, ids: list[int], vocabulary: Vocabulary) -> int | None:
     """Return the number of tokens after which the text first contains a stop text; None where it contains none."""
     stop, decode = ticket.sampling.stop, vocabulary.decode
-    if not stop or decode is None or not any(text in decode(ids) for text in stop):
+    if not stop or decode is None:
         return None
-    lengths = range(len(ticket.seen) + 1, len(ids))
-    return next((n for n in lengths if any(text in decode(ids[:n]) for text in stop)), len(ids))
 
+    def contains_stop(length: int) -> bool:
+        text = decode(ids[:length])
+        return any(one in text for one in stop)
 
-def ended(
-    ticket: Ticket, ids: torch.Tensor, log_probs: torch.Tensor, *, is_end: bool, vocabulary: Vocabulary
-) -> list[Tokens | Finished]:
-    """Return what is to report of a response (T,) that has ended, by an EOS or at its limit; [] if it is withdrawn."""
-    if ticket.is_withdrawn:
-        return []
-    reason: Literal["end", "stop", "limit"] = "end" if is_end else "limit"
-    events: list[Tokens | Finished] = []
-    if ticket.is_watched:
-        events, length = look_at(ticket, ids.tolist(), vocabulary)
-        if length is not None:
-            ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
-    return [*events, Finished(ticket, ids, log_probs, reason)]
+    if not contains_stop(len(ids)):
+        return None
+    return next((n for n in range(len(ticket.seen) + 1, len(ids)) if contains_stop(n)), len(ids))
 
 
 def generate(
@@ -205,13 +207,31 @@ def generate(
     room = Room(min(num_slots, len(prompts) * num_samples), sampling.max_new_tokens, longest)
     session = source.session(room)
     tickets = [session.submit(prompt, sampling, key, sample=n) for prompt in prompts for n in range(num_samples)]
+    return joined(tickets, finish(session, should_stop=should_stop), session.device)
+
+
+def finish(
+    session: Session,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    emit: Callable[[list[int]], None] = lambda ids: None,
+) -> list[Finished]:
+    """Advance until the last request has ended; return the responses in the order of submission.
+
+    emit: called with the new tokens of a request that streams.
+
+    Raises:
+        GenerationStopped: `should_stop` answered True between two steps, on any rank that generates with this one.
+    """
     responses: dict[int, Finished] = {}
     while True:
         for event in session.advance(stop=should_stop()):
             if isinstance(event, Finished):
                 responses[event.ticket.number] = event
+            else:
+                emit(event.ids)
         if session.is_idle:
-            return joined(tickets, [responses[ticket.number] for ticket in tickets], session.device)
+            return [responses[number] for number in sorted(responses)]
 
 
 def joined(tickets: Sequence[Ticket], responses: Sequence[Finished], device: torch.device) -> Rollout:

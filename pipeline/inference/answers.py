@@ -21,7 +21,7 @@ from pipeline.data.templates import encode_prompt, set_template
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import Finished, Room, SessionSource
+from pipeline.generation.session import Room, SessionSource, finish
 from pipeline.generation.sources import session_source
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.loaded import on_devices
@@ -191,16 +191,11 @@ def answers_by_session(
     for prompt in (Prompt.of(ids) for ids in prompts):
         for n in range(num_samples):
             session.submit(prompt, sampling, RandomKey(seed, "answer"), sample=n, streams=streamer is not None)
-    found: dict[int, list[int]] = {}
-    while not session.is_idle:
-        for event in session.advance():
-            if isinstance(event, Finished):
-                found[event.ticket.number] = event.ids.tolist()
-            elif streamer is not None:
-                streamer.take(event.ids)
-    if streamer is not None:
-        streamer.end()
-    return [found[number] for number in sorted(found)]
+    if streamer is None:
+        return [response.ids.tolist() for response in finish(session)]
+    responses = finish(session, emit=streamer.take)
+    streamer.end()
+    return [response.ids.tolist() for response in responses]
 
 
 @torch.no_grad()  # not inference mode: its tensors could not be trained on afterwards
