@@ -6,7 +6,7 @@ PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom reference plans clean
+.PHONY: demo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom reference plans stale clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -83,6 +83,10 @@ reference: $(VENV)/installed
 
 plans: $(VENV)/installed
 	$(PYTHON) docs/make_plans.py
+
+# What has changed since the figures of each page were measured.
+stale:
+	@$(BASE_PYTHON) docs/stale.py
 
 $(VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info[:2]; name = "%s is Python %d.%d" % (sys.executable, *v); \

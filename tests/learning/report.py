@@ -172,25 +172,29 @@ def rows_of(runs: Sequence[Run], scales: Scales) -> tuple[list[str], list[list[s
 def differences(runs: Sequence[Run]) -> str:
     """Return the table of how far each ablation's gold is from that of the runs as they are, and whether it is noise.
 
-    In standard deviations of SFT's answers. The error is of the answers: a run's mean over its n answers has their
-    variance over n, a row's mean that of its runs over their number.
+    In standard deviations of SFT's answers. The error of answers: a run's mean over its n answers has their variance
+    over n, a row's mean that of its runs over their number. The error of seeds: a row's mean has the variance of its
+    runs' means over their number.
     """
     spread = scales_of(runs)["gold"][1]
     groups = defaultdict[str, list[tuple[float, float]]](list)
     for run in runs:
         center, deviation = estimates.mean_and_spread([line["gold"] / spread for line in run.after])
         groups[run.name].append((center, deviation**2 / len(run.after)))
-    found = {
-        name: (sum(a for a, _ in seeds) / len(seeds), sum(b for _, b in seeds) / len(seeds) ** 2)
-        for name, seeds in groups.items()
-    }
-    center, variance = found.pop(AS_IT_IS)
+    found = {}
+    for name, seeds in groups.items():
+        value, deviation = estimates.mean_and_spread([mean for mean, _ in seeds])
+        found[name] = value, sum(own for _, own in seeds) / len(seeds) ** 2, deviation**2 / len(seeds)
+    center, *variances = found.pop(AS_IT_IS)
     rows = []
-    for name, (value, own) in found.items():
-        apart, error = value - center, math.sqrt(own + variance)
-        verdict = "within noise" if abs(apart) < 2 * error else "beyond noise"
-        rows.append([name, len(groups[name]), f"{apart:+.2f} +- {error:.2f}", verdict])
-    return table(["run", "seeds", f"gold above '{AS_IT_IS}'", "by two standard errors"], rows)
+    for name, (value, *own) in found.items():
+        apart = value - center
+        of_answers, of_seeds = (math.sqrt(a + b) for a, b in zip(own, variances, strict=True))
+        # A single seed has no error of seeds (NaN): nothing is beyond it.
+        verdict = "beyond noise" if abs(apart) >= 2 * of_answers and abs(apart) >= 2 * of_seeds else "within noise"
+        rows.append([name, len(groups[name]), f"{apart:+.2f} +- {of_answers:.2f}", f"+- {of_seeds:.2f}", verdict])
+    names = [f"gold above '{AS_IT_IS}', error of answers", "error of seeds", "by two errors, of either kind"]
+    return table(["run", "seeds", *names], rows)
 
 
 def answers(run: Run) -> str:

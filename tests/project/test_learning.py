@@ -48,19 +48,26 @@ def test_the_halves_share_no_prompt():
     assert 450 < halves.count("gold") < 550 and halves == [rows.half(f"prompt {n}") for n in range(1000)]
 
 
-def test_an_ablation_is_beyond_noise_at_two_standard_errors():
-    """Two runs as they are, answers 0 and 2: variance 2 / 2 each, of their mean 1/2; SFT's answers spread by 1."""
+def test_an_ablation_is_beyond_noise_at_two_errors_of_both_kinds():
+    """Two runs of each; two answers that are 2 apart have a variance of 2, their mean 1, that of two runs 1/2."""
 
     def run(name: str, seed: int, *golds: float) -> report.Run:
         before, after = ([{"gold": gold, "proxy": 0.0} for gold in scores] for scores in ((-1.0, 0.0, 1.0), golds))
         return report.Run(name, "proxy-2", seed, {0: before, 9: after})
 
-    lines = report.differences(
-        [run("Far", 1, 5.0, 5.0), run("as it is", 1, 0.0, 2.0), run("as it is", 2, 0.0, 2.0), run("near", 1, 2.0, 4.0)]
-    ).splitlines()
-    spread = (4 * 2 / 11) ** 0.5  # of the twelve first answers
-    assert lines[2] == f"| Far | 1 | {4 / spread:+.2f} +- {0.5**0.5 / spread:.2f} | beyond noise |"
-    assert lines[3] == f"| near | 1 | {2 / spread:+.2f} +- {1.5**0.5 / spread:.2f} | within noise |"
+    runs = [run("as it is", seed, 0.0, 2.0) for seed in (1, 2)]  # means 1 and 1: seeds do not spread
+    runs += [run("far", 1, 5.0, 5.0), run("far", 2, 6.0, 6.0)]  # 4.5 above; variance of the seeds 1/2, over 2: 1/4
+    runs += [run("spread", 1, 1.0, 1.0), run("spread", 2, 11.0, 11.0)]  # 5 above; 50 / 2 = 25: the seeds' error is 5
+    runs += [run("near", 1, 2.2, 4.2), run("near", 2, 2.2, 4.2)]  # 2.2 above; 1/2 + 1/2: the answers' error is 1
+    runs += [run("near 2", 1, 1.5, 3.5), run("near 2", 2, 1.5, 3.5)]  # 1.5 above
+    lines = report.differences(runs).splitlines()[2:]
+    spread = (2 * 10 / 29) ** 0.5  # of the thirty first answers
+    expected = [("far", 4.5, 0.5, 0.25, "beyond"), ("spread", 5.0, 0.5, 25.0, "within"),
+                ("near", 2.2, 1.0, 0.0, "beyond"), ("near 2", 1.5, 1.0, 0.0, "within")]  # fmt: skip
+    assert lines == [
+        f"| {name} | 2 | {apart / spread:+.2f} +- {(a**0.5) / spread:.2f} | +- {(b**0.5) / spread:.2f} | {word} noise |"
+        for name, apart, a, b, word in expected
+    ]
 
 
 def test_separators_within_a_text_end_no_line(tmp_path):

@@ -4,11 +4,11 @@ import re
 import threading
 
 import pytest
+from bench.gpu_room import Room
 from bench.plan_runs import (
     NEXT,
     RUNS,
     PlannedRun,
-    Room,
     main,
     peaks_in,
     read_peaks,
@@ -36,9 +36,9 @@ MISSED = {
 }
 # What is planned now is nearer: plans took weights that LoRA copies for larger than they are, norms of queries and keys
 # for too small for the kernel of norms, and did not know two rules.
-PLANNED_AGAIN = "PPO, Mistral-7B LoRA 32 and Pythia-410M, ZeRO-2, 96 rows of 192 + 832"  # by these rules, then made
+BY_NEW_RULES = "PPO, Mistral-7B LoRA 32 and Pythia-410M, ZeRO-2, 96 rows of 192 + 832"  # by these rules, then made
 WITH_LORA = {run.name for run in RUNS if "--actor_lora_dim" in run.words and run.name in MEASURED}
-MENDED = (WITH_LORA - {PLANNED_AGAIN}) | {
+MENDED = (WITH_LORA - {BY_NEW_RULES}) | {
     "SFT, Qwen3-0.6B, ZeRO-2, 12 rows of 384",
     "SFT, OLMo-2-1B, ZeRO-3, checkpointing, 20 rows of 640",
     "reward, Mistral-7B int8 LoRA 16, ZeRO-0, 2 pairs of 704",
@@ -89,6 +89,17 @@ def test_the_larger_of_a_gib_and_a_twentieth_is_near():
         ["train", "105.0", "100.1", "+4.9", "yes |"],
     ]
     assert sum("| train | 3.2 | not run |" in line for line in table(planned, measured)) == len(RUNS) - 1
+
+
+def test_a_phase_that_was_planned_again_says_what_its_first_plan_was():
+    run = RUNS[0]
+    planned = {other.name: {"train": 1.0} for other in RUNS}
+    planned[run.name] = {"train": 25.0, "train_at_first": 27.1}
+    assert table(planned, {run.name: {"train": 25.0}})[2].endswith(
+        "| train | 25.0 | 25.0 | +0.0 | planned again; at first 27.1: NO |"
+    )
+    at_first = [name for figures in PLANNED.values() for name in figures if name.endswith("_at_first")]
+    assert sorted(at_first) == ["score_at_first", *["train_at_first"] * 3]
 
 
 def test_a_run_waits_for_memory_of_its_gpus():
