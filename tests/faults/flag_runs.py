@@ -29,6 +29,7 @@ from pipeline.configuration.flag_table import flag_table
 from pipeline.engine.memory import ModelMemory
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
+from rlhf.convert import ConvertConfig
 from rlhf.export import ExportConfig
 from rlhf.merge import MergeConfig
 from rlhf.train_config import TrainConfig
@@ -46,6 +47,7 @@ CONFIGS: dict[str, type[BaseModel]] = {
     "train": TrainConfig,
     "export": ExportConfig,
     "merge": MergeConfig,
+    "convert": ConvertConfig,
 }
 SITE = ROOT / "tests" / "faults" / "site"
 TIMEOUT_S = 400.0
@@ -67,7 +69,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "chat": {"model": "@other", **ANSWERS},
     "prompt_eval": ANSWERS,
 }
-OF_A_MODEL = ("learning_rate", "lora_", "zero_stage", "weight_decay")  # of the actor in stage 3
+OF_A_MODEL = ("learning_rate", "lora_", "model_name_or_path", "zero_stage", "weight_decay")  # of the actor in stage 3
 
 
 # --- the flag that is ignored ---
@@ -253,6 +255,11 @@ def watch_calls(spy: str, calls: list[str], patch: pytest.MonkeyPatch) -> None:
     patch.setattr(owner, name, watched)
 
 
+def models(out: Path) -> list[Path]:
+    """Return the configurations of the models that a run has saved."""
+    return [file.parent / "config.json" for file in sorted((out / "model").rglob("model.safetensors"))]
+
+
 def weights(out: Path) -> list[str]:
     files = [path for path in sorted((out / "model").rglob("*.safetensors")) if "checkpoints" not in path.parts]
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
@@ -273,7 +280,7 @@ LOOKS: dict[str, Callable[..., Any]] = {
     "weights": lambda out, ending, calls: weights(out),
     "metrics": lambda out, ending, calls: metrics(out),
     "files": lambda out, ending, calls: files(out),
-    "dtype": lambda out, ending, calls: json.loads((out / "model" / "config.json").read_text())["dtype"],
+    "dtype": lambda out, ending, calls: [json.loads(file.read_text())["dtype"] for file in models(out)],
     "printed": lambda out, ending, calls: ending.stderr,
     "answer": lambda out, ending, calls: ending.stdout,
     "calls": lambda out, ending, calls: calls,

@@ -1,9 +1,12 @@
 """The test of every flag that fails when the flag is ignored; test_flag_coverage.py ignores each and sees it fail.
 
-Keys are `<command>.<flag>`. One key stands for all commands that share the field (pipeline/configuration/groups.py).
+Keys are `<command>.<flag>`: each command has its own, also for a flag that it shares with others (shared_flags.py).
 """
 
 from typing import Any, Literal, NamedTuple
+
+from shared_flags import ONE_PLACE as ONE_PLACE
+from shared_flags import REFUSED, STAGES, shared_tests, shared_twins
 
 Look = Literal["weights", "metrics", "files", "dtype", "printed", "answer", "calls"]
 
@@ -26,8 +29,8 @@ EMA = {"enable_ema": "true"}
 ADAPTIVE = {"kl_target": 0.01, "max_steps": 2}
 TEXT = {"unsupervised_data_path": "@text.jsonl"}
 CLIPPED = {"ppo_epochs": 3, "max_steps": 3}
-GENERATE = "transformers:OPTForCausalLM.generate"
 OPT = "transformers.models.opt.modeling_opt"
+FORWARD = f"{OPT}:OPTDecoder.forward"
 FETCH = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module"
 PAIR = {"model": None, "model_name_or_path_baseline": "@base", "model_name_or_path_finetune": "@base"}
 HOT = {"temperature": 2.0, "seed": 1}
@@ -65,7 +68,7 @@ TWINS: dict[str, Twin] = {
     "sft.num_train_epochs": Twin(2, "metrics", both={"max_steps": 0}),
     "sft.num_warmup_steps": Twin(2, both=WARM),
     "sft.only_optimize_lora": Twin("false", both=LORA),
-    "sft.overwrite": Twin("true", "calls", both={"twice": True}, spy="transformers:OPTModel.forward"),
+    "sft.overwrite": Twin("true", "calls", both={"twice": True}, spy=FORWARD),
     "sft.packing": Twin("true", both={"data_path": "@train.jsonl"}),
     "sft.per_device_train_batch_size": Twin(2),
     "sft.run_dir": Twin("@elsewhere", "files"),
@@ -124,7 +127,7 @@ TWINS: dict[str, Twin] = {
     "reward_eval.data_path": Twin("@more.jsonl", "answer", both={"data_path": "@train.jsonl", "eval_fraction": 0.5}),
     "reward_eval.eval_fraction": Twin(0.5, "answer"),
     "reward_eval.max_seq_len": Twin(SHORT, "answer"),
-    "reward_eval.batch_size": Twin(1, "calls", spy="transformers:OPTModel.forward"),
+    "reward_eval.batch_size": Twin(1, "calls", spy=FORWARD),
     "reward_eval.data_seed": Twin(7, "answer", both={"eval_fraction": 0.5}),
     "reward_eval.eval_data_path": Twin("@test.jsonl", "answer"),
     "reward_eval.column_map": Twin("chosen=rejected,rejected=chosen", "answer"),
@@ -132,7 +135,7 @@ TWINS: dict[str, Twin] = {
     "chat.model": Twin("@base", "answer", both={"model": "@other"}),
     "chat.system": Twin("Be brief.", "answer"),
     "chat.prompt": Twin("Who are you?", "answer", both={"prompt": "Hello."}),
-    "chat.dtype": Twin("bf16", "calls", spy=GENERATE),
+    "chat.dtype": Twin("bf16", "calls", spy=FORWARD),
     "chat.max_new_tokens": Twin(2, "answer"),
     "chat.temperature": Twin(2.0, "answer", both={"seed": 1}),
     "chat.top_p": Twin(0.1, "answer", both=HOT),
@@ -145,9 +148,14 @@ TWINS: dict[str, Twin] = {
     "prompt_eval.prompts": Twin("@test.jsonl", "answer"),
     "prompt_eval.language": Twin("Japanese", "answer"),
     "prompt_eval.output": Twin("@report", "files"),
-    "prompt_eval.batch_size": Twin(1, "calls", spy=GENERATE),
+    "prompt_eval.batch_size": Twin(1, "calls", spy=FORWARD),
     "prompt_eval.seed": Twin(5, "answer", both={"temperature": 2.0}),
-    "prompt_eval.dtype": Twin("bf16", "calls", spy=GENERATE),
+    "prompt_eval.dtype": Twin("bf16", "calls", spy=FORWARD),
+    "prompt_eval.max_new_tokens": Twin(2, "answer", both={"max_new_tokens": 12}),
+    "prompt_eval.temperature": Twin(2.0, "answer"),
+    "prompt_eval.top_p": Twin(0.1, "answer", both={"temperature": 2.0}),
+    "prompt_eval.top_k": Twin(1, "answer", both={"temperature": 2.0}),
+    "prompt_eval.repetition_penalty": Twin(9.0, "answer"),
     "prompt_eval.num_beams": Twin(3, "answer"),
     "prompt_eval.num_return_sequences": Twin(2, "answer", both={"temperature": 2.0}),
     "sft.deterministic": Twin("true", "calls", spy="torch:use_deterministic_algorithms"),
@@ -156,6 +164,7 @@ TWINS: dict[str, Twin] = {
     "sft.target": Twin("1xH100-80GB", "files"),
     "sft.zero3_gather": Twin("layers", "calls", both={"zero_stage": 3}, spy=FETCH),
 }  # fmt: skip
+TWINS |= shared_twins(TWINS)
 
 # Test -> flags that it fails without.
 TESTS: dict[str, str] = {
@@ -218,6 +227,8 @@ TESTS: dict[str, str] = {
         "sft.quantization",
     "multi/test_ranks_decode.py::test_inference_tp_size_changes_no_rollout_of_step_3": "ppo.inference_tp_size",
     "multi/test_ranks_streaming.py::test_rollout_weights_changes_no_rollout_of_step_3": "ppo.rollout_weights",
+    "rlhf/test_convert.py::test_an_actor_gives_the_same_logits[opt-full]": "convert.folders convert.tokenizer",
+    "rlhf/test_convert.py::test_an_output_that_exists_is_left_as_it_is": "convert.overwrite",
     "rlhf/test_merge.py::test_against_a_base_that_was_not_quantised_only_rounding_differs": "merge.quantization",
     "rlhf/test_merge.py::test_merged_weights_are_the_original_ones_plus_the_product": "merge.dtype merge.folders",
     "rlhf/test_merge.py::test_the_printed_difference_is_that_of_the_two_functions": "merge.sentences",
@@ -233,7 +244,7 @@ TESTS: dict[str, str] = {
     "step1_sft/test_eval_answers.py::test_a_run_logs_the_metric_of_all_held_out_rows[causal-1]":
         "sft.eval_max_new_tokens",
 }  # fmt: skip
-NAMED = {key: test for test, keys in TESTS.items() for key in keys.split()}
+NAMED = {key: test for test, keys in (TESTS | shared_tests()).items() for key in keys.split()}
 
 # Flags of which a CPU shows the DeepSpeed JSON alone; tests/gpu/test_cuda_flags.py compares what stays on the device.
 MEMORY = "pipeline.training.recorder:model_memory"
@@ -249,4 +260,17 @@ WITHOUT_EFFECT: dict[str, str] = {
     "sft.dropout": "0 is its only value",
     "sft.local_rank": "launchers pass it; the environment's LOCAL_RANK is used",
     "sft.deepspeed": "launchers pass it; DeepSpeed is always used",
+} | {
+    f"{stage}.{name}": f"one place reads it for all stages; see `sft.{name}`" for stage in STAGES for name in ONE_PLACE
+}
+WITHOUT_EFFECT |= REFUSED | {
+    f"{stage}.{prefix}{name}": reason
+    for stage, prefix, name, reason in (
+        ("reward", "", "dropout", "0 is its only value"),
+        ("ppo", "actor_", "dropout", "0 is its only value"),
+        ("ppo", "critic_", "dropout", "0 is its only value"),
+        ("ppo", "actor_", "lora_dropout", "stage 3 refuses any but 0"),
+        ("ppo", "critic_", "lora_dropout", "stage 3 refuses any but 0"),
+        *((stage, "", name, WITHOUT_EFFECT[f"sft.{name}"]) for stage in STAGES for name in ("local_rank", "deepspeed")),
+    )
 }

@@ -12,23 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_runs import CONFIGS, check_twins, make_flag_inputs, owner_of, plain_run, record, seen_to_fail
-from flag_tests import NAMED, TWINS, WITHOUT_EFFECT
+from flag_runs import CONFIGS, check_twins, make_flag_inputs, plain_run, record, seen_to_fail
+from flag_tests import NAMED, ONE_PLACE, TWINS, WITHOUT_EFFECT
 from support.source_tree import ROOT
 
 from pipeline.configuration.flag_table import flag_table
 
 
-def test_every_flag_has_a_test() -> None:
-    """By fields: commands that share one share the test."""
+def test_every_flag_of_every_command_has_a_test() -> None:
     keys = [*TWINS, *NAMED, *WITHOUT_EFFECT]
-    covered = {owner_of(key) for key in keys}
-    declared = {owner_of(f"{command}.{name}") for command, config in CONFIGS.items() for name in flag_table(config)}
-    assert declared - covered == set(), "a flag without a test"
-    assert len(keys) == len(covered), "a flag in two tables"
+    declared = {f"{command}.{name}" for command, config in CONFIGS.items() for name in flag_table(config)}
+    assert declared - set(keys) == set(), "a flag without a test"
+    assert set(keys) - declared == set(), "a test of a flag that is not there"
+    assert len(keys) == len(set(keys)), "a flag in two tables"
     for test in set(NAMED.values()):
         file, _, function = test.partition("[")[0].partition("::")
         assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+
+
+def test_flags_that_one_place_reads_for_all_are_named_in_no_stage() -> None:
+    sources = [file for name in ("step1_sft", "step2_reward", "step3_ppo") for file in (ROOT / name).rglob("*.py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sources)
+    assert [name for name in ONE_PLACE if re.search(rf"\b{name}\b", text)] == []
 
 
 @pytest.fixture(scope="module")

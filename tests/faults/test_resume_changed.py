@@ -5,6 +5,8 @@ Row 30 of the fault list in docs/reliability.md.
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,25 +19,45 @@ STEPS = 2
 SAME = ("--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant", "--eval_interval", "0")
 
 
+EACH_STAGE = pytest.mark.parametrize(
+    "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("reward", "ppo"))]
+)
+
+
+def story_of(stage: str, folder: Path, steps: int, *changes: object) -> Story:
+    return Story(stage, folder, steps=steps, more=(*(SAME if stage != "ppo" else ("--eval_interval", 0)), *changes))
+
+
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The inputs, and a run of two steps in `run/`."""
-    folder = make_folder(tmp_path_factory.mktemp("changed"))
-    assert run(Story("sft", folder, steps=STEPS, more=SAME), "run") == 0
-    return folder
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Of a stage, made once: the inputs, and a run of two steps in `run/`."""
+
+    @cache
+    def begin(stage: str) -> Path:
+        folder = make_folder(tmp_path_factory.mktemp("changed"))
+        assert run(story_of(stage, folder, STEPS), "run") == 0
+        return folder
+
+    return begin
 
 
 @pytest.fixture
-def folder(begun: Path, tmp_path: Path) -> Path:
-    shutil.copytree(begun, tmp_path / "all")
+def stage() -> str:
+    """The stage of the tests that are of one alone."""
+    return "sft"
+
+
+@pytest.fixture
+def folder(begun: Callable[[str], Path], stage: str, tmp_path: Path) -> Path:
+    shutil.copytree(begun(stage), tmp_path / "all")
     return tmp_path / "all"
 
 
-def go_on(folder: Path, *changes: object) -> tuple[int, str]:
+def go_on(folder: Path, *changes: object, stage: str = "sft") -> tuple[int, str]:
     """(exit code, what it printed) of a run with two steps more."""
-    story = Story("sft", folder, steps=2 * STEPS, more=(*SAME, *changes))
-    (folder / "run.sft.log").unlink(missing_ok=True)
-    return run(story, "run"), (folder / "run.sft.log").read_text()
+    log = folder / f"run.{stage}.log"
+    log.unlink(missing_ok=True)
+    return run(story_of(stage, folder, 2 * STEPS, *changes), "run"), log.read_text()
 
 
 @pytest.mark.parametrize("changes", [(), ("--keep_checkpoints", 1, "--save_in_background", "true")], ids=str)
@@ -73,14 +95,16 @@ def test_what_decides_what_is_learnt_is_refused(folder, changes):
     assert "--force_resume goes on nevertheless" in said and "Traceback" not in said
 
 
-def test_changed_data_is_refused_unless_forced(folder):
+@EACH_STAGE
+def test_changed_data_is_refused_unless_forced(folder, stage):
     rows = (folder / "train.jsonl").read_text().splitlines()
-    row = json.loads(rows[0]) | {"chosen": "It was something else."}
+    row = json.loads(rows[0]) | {"prompt": "Describe something else.", "chosen": "It was something else."}
     (folder / "train.jsonl").write_text("\n".join([json.dumps(row), *rows[1:]]) + "\n")
-    code, said = go_on(folder)
-    assert code == 2 and "error: training rows: found content " in said
-    code, said = go_on(folder, "--force_resume", "true")
-    assert code == 0 and "resumed nevertheless: training rows: found content " in said
+    code, said = go_on(folder, stage=stage)
+    kind = "prompts" if stage == "ppo" else "training rows"
+    assert code == 2 and f"error: {kind}: found content " in said
+    code, said = go_on(folder, "--force_resume", "true", stage=stage)
+    assert code == 0 and f"resumed nevertheless: {kind}: found content " in said
 
 
 def test_another_start_model_is_refused(folder):
@@ -109,17 +133,19 @@ def test_an_end_that_was_cut_off_repeats_nothing(folder):
     assert (run_dir / "metrics.jsonl").read_text() == before and (run_dir / "done.json").is_file()
 
 
-def test_an_older_step_is_resumed_by_name(folder):
+@EACH_STAGE
+def test_an_older_step_is_resumed_by_name(folder, stage):
     """What was newer is kept beside, and not taken for this course of the run; the next start goes on with this one."""
-    story = Story("sft", folder, steps=STEPS, more=SAME)
-    checkpoints = folder / "run" / "runs" / "sft" / "checkpoints"
+    story = story_of(stage, folder, STEPS)
+    run_dir = folder / "run" / "runs" / stage
+    checkpoints = run_dir / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-1", "step-2"]
     assert run(story, "run", "--resume", checkpoints / "step-1") == 0
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names[1:] == ["step-1", "step-2"] and names[0].startswith("set-aside-")
-    steps = [line["step"] for line in metrics(folder / "run" / "runs" / "sft") if "skipped_updates" in line]
+    steps = [line["step"] for line in metrics(run_dir) if "skipped_updates" in line]
     assert steps == [1, 2]
-    code, said = go_on(folder)
+    code, said = go_on(folder, stage=stage)
     assert code == 0 and "/step-2 " in said
 
 

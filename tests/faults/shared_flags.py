@@ -1,0 +1,75 @@
+"""Flags that stages share, each tried in every stage and for every role that has it."""
+
+from typing import Any
+
+STAGES = ("reward", "ppo")  # beside stage 1, of which flag_tests.py has the twins
+
+# Seen in built engines and DeepSpeed JSONs: the case of tests/training/test_stage_flags.py, and its flags.
+ENGINES = "training/test_stage_flags.py::test_the_engine_of_a_role_has_its_own_flags"
+ROLE_JSON = "training/test_stage_flags.py::test_the_json_of_a_role_has_its_own_flags"
+ALL_JSON = "training/test_stage_flags.py::test_the_jsons_of_all_that_is_trained_have_the_flags_of_all"
+OPTIMIZERS = "training/test_stage_flags.py::test_the_optimizers_of_all_that_is_trained_have_the_flags_of_all"
+ONLY_LORA = "training/test_stage_flags.py::test_only_adapters_learn_unless_the_flag_says_otherwise"
+OF_A_ROLE: dict[str, str] = {
+    f"{ENGINES}[weights-{{0}}]":
+        "learning_rate weight_decay gradient_checkpointing attn_implementation model_name_or_path",
+    f"{ENGINES}[adapters-{{0}}]": "lora_dim lora_alpha lora_module_name lora_learning_rate quantization",
+    f"{ROLE_JSON}[ZeRO-2-{{0}}]": "zero_stage offload_optimizer",
+    f"{ROLE_JSON}[ZeRO-3-{{0}}]": "offload_weights",
+}  # fmt: skip
+OF_A_STAGE: dict[str, str] = {
+    f"{ALL_JSON}[ZeRO-2-{{0}}]":
+        "reduce_bucket_size allgather_bucket_size overlap_comm communication_data_type offload pin_memory "
+        "max_grad_norm wall_clock_breakdown deepspeed_monitor per_device_train_batch_size gradient_accumulation_steps",
+    f"{ALL_JSON}[ZeRO-3-{{0}}]":
+        "stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance sub_group_size "
+        "offload_parameters",
+    f"{ALL_JSON}[fp16-{{0}}]": "initial_scale_power loss_scale_window hysteresis min_loss_scale",
+    f"{ALL_JSON}[fp16 with a fixed scale-{{0}}]": "loss_scale",
+    f"{ALL_JSON}[rows of a step-{{0}}]": "train_batch_size",
+    f"{OPTIMIZERS}[{{0}}]": "adam_beta1 adam_beta2 adam_eps lr_scheduler_type num_warmup_steps min_learning_rate_ratio",
+    f"{ONLY_LORA}[false-{{0}}]": "only_optimize_lora",
+}  # fmt: skip
+ROLES = {"reward-model": "reward.", "ppo-actor": "ppo.actor_", "ppo-critic": "ppo.critic_"}
+
+# The twins of stage 1 that are made in the others too, where they are not refused.
+TWINS = """
+    column_map data_path data_seed data_split dtype eval_data_path eval_fraction eval_interval eval_iters max_steps
+    mixture monitors num_train_epochs overwrite run_dir save_adapter_only save_dtype save_steps keep_checkpoints seed
+    template per_device_eval_batch_size data_output_path output_dir deterministic dry_run explain target zero3_gather
+""".split()
+REFUSED = {"reward.save_adapter_only": "a reward model is always saved whole"}
+
+# Flags that one place reads for all stages, none of whose packages names them: stage 1's test is that of all.
+ONE_PLACE = """
+    optimizer_states deepspeed_config max_bad_steps save_in_background print_steps process_group_timeout_s
+    rank_timeout_s auto_fit auto_batch debug
+""".split()
+# Read by what restores a stage's checkpoint.
+RESUMED: dict[str, str] = {
+    "faults/test_resume_changed.py::test_changed_data_is_refused_unless_forced[{0}]": "force_resume",
+    "faults/test_resume_changed.py::test_an_older_step_is_resumed_by_name[{0}]": "resume",
+}
+
+
+def shared_tests() -> dict[str, str]:
+    """Return test -> flags that it fails without, as flag_tests.py has them."""
+    found: dict[str, list[str]] = {}
+    for case, prefix in ROLES.items():
+        for test, names in OF_A_ROLE.items():
+            found[test.format(case)] = [f"{prefix}{name}" for name in names.split()]
+    for stage in STAGES:
+        for test, names in (OF_A_STAGE | RESUMED).items():
+            found[test.format(stage)] = [f"{stage}.{name}" for name in names.split()]
+    found[f"{ENGINES}[adapters-reward-model]"].append("reward.lora_dropout")  # stage 3 has no dropout, and refuses it
+    return {test: " ".join(keys) for test, keys in found.items()}
+
+
+def shared_twins(first: dict[str, Any]) -> dict[str, Any]:
+    """Return the twins of the other stages, which are those of stage 1."""
+    return {
+        f"{stage}.{name}": first[f"sft.{name}"]
+        for stage in STAGES
+        for name in TWINS
+        if f"{stage}.{name}" not in REFUSED
+    }
