@@ -63,20 +63,22 @@ class Sums:
 
 
 class Objective(Protocol):
-    """A trained model and its loss; to be made anew for each step.
+    """A trained model and a loss of it, one of several perhaps; to be made anew for each step.
 
     role: of the model: the prefix of its metrics.
     engine: the model.
+    work: matrix operations of its passes.
     sums: names of what `loss` adds up over this rank's tokens; one that is not finite drops the step.
     maxima: names of what it takes the maximum of.
-    text: text whose gradients are added after those of the rollout; None without.
+    text: text whose gradients are added after those of the rollout; None without. At most one of a model has any.
     """
 
     role: str
     engine: TrainingEngine
+    work: TrainingWork
     sums: tuple[str, ...]
-    maxima: tuple[str, ...]
-    text: Step[SFTBatch] | None
+    maxima: tuple[str, ...] = ()
+    text: Step[SFTBatch] | None = None
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the loss, summed over the response tokens of a micro-batch."""
@@ -88,11 +90,13 @@ class Objective(Protocol):
         """Return the metrics of the step, of its totals over all ranks."""
 
     def flops(self, size: StepSize) -> float:
-        """Return the matrix operations of the step on all ranks."""
+        """Return the matrix operations of the step on all ranks; those on responses, where there is no text."""
+        lengths = {"num_tokens": size.num_tokens, "num_squares": size.num_squares}
+        return self.work.flops(**lengths, num_head_tokens=size.num_response_tokens)
 
 
 @dataclass(slots=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """The clipped policy loss of PPO, with the KL in it if so asked, and the ptx loss of text.
 
     engine: policy.
@@ -100,12 +104,12 @@ class PolicyObjective:
     ppo: coefficients of PPO.
     kl_coef: KL coefficient of the rollout.
     temperature: sampling temperature, by which logits are divided.
-    text: text of the ptx loss.
     unsup_coef: factor of the ptx loss.
     world: ranks and device.
     role: prefix of its metrics.
     sums: over response tokens, but for ptx: over those of text.
     maxima: over response tokens.
+    text: text of the ptx loss.
     """
 
     engine: TrainingEngine
@@ -113,12 +117,12 @@ class PolicyObjective:
     ppo: PPOCoefficients
     kl_coef: float
     temperature: float
-    text: Step[SFTBatch] | None
     unsup_coef: float
     world: dist.World
     role: str = "actor"
     sums: tuple[str, ...] = ("policy", "ratio", "clipped", "approx_kl", "entropy", "ptx")
     maxima: tuple[str, ...] = ("ratio", "log_ratio")
+    text: Step[SFTBatch] | None = None
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the policy loss, summed over the response tokens of a micro-batch."""
@@ -191,7 +195,7 @@ class PolicyObjective:
 
 
 @dataclass(slots=True)
-class ValueObjective:
+class ValueObjective(Objective):
     """The clipped value loss of PPO.
 
     engine: value model.
@@ -199,8 +203,6 @@ class ValueObjective:
     value_clip: clip range of the new value around the old one; 0: no clip.
     role: prefix of its metrics.
     sums: over response tokens.
-    maxima: none.
-    text: none.
     """
 
     engine: TrainingEngine
@@ -208,8 +210,6 @@ class ValueObjective:
     value_clip: float
     role: str = "critic"
     sums: tuple[str, ...] = ("value", "value_clipped")
-    maxima: tuple[str, ...] = ()
-    text: Step[SFTBatch] | None = None
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the value loss, summed over the response tokens of a micro-batch."""
@@ -221,16 +221,9 @@ class ValueObjective:
         sums.add(value=loss, value_clipped=clipped)
         return loss
 
-    def text_backward(self, sums: Sums) -> None:
-        """A value model has no text."""
-
     def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
         """Return the metrics of the value model."""
         return {
             "loss/value": totals["value"] / num_tokens,
             "value/clipfrac": totals["value_clipped"] / num_tokens,
         }
-
-    def flops(self, size: StepSize) -> float:
-        """Return the matrix operations on responses."""
-        return self.work.flops(num_tokens=size.num_tokens, num_squares=size.num_squares)

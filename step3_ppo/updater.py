@@ -104,7 +104,9 @@ class Updater:
             Interrupted: the run is to stop; the gradients are dropped.
         """
         scale = self.world.size / num_tokens
-        engines = [objective.engine for objective in objectives]
+        # Of each engine the objective whose gradients are its last: the one with text, else the last in the list.
+        closing = {one.engine: one for one in sorted(objectives, key=lambda one: one.text is not None)}
+        engines = list(dict.fromkeys(objective.engine for objective in objectives))
         sums = Sums(responses.sequences.device, objectives)
         for number, (batch, rows, part) in enumerate(cut(responses, batches)):
             stopping.within_step(engines)
@@ -112,7 +114,8 @@ class Updater:
             last = number + 1 == len(batches)
             for objective in objectives:
                 loss = objective.loss(batch, part, known, sums)
-                objective.engine.backward(loss * scale, last=last and objective.text is None)
+                closes = objective.text is None and closing[objective.engine] is objective
+                objective.engine.backward(loss * scale, last=last and closes)
         for objective in objectives:
             objective.text_backward(sums)
         totals = sums.over_ranks()
