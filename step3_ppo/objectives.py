@@ -1,8 +1,8 @@
 """The objectives of PPO: a trained model with its loss on a micro-batch. One optimizer step is a list of them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Sums:
         return dict(zip([*self.sums, *(f"{name}_max" for name in self.maxima)], totals, strict=True))
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """A trained model and a loss of it, one of several perhaps; to be made anew for each step.
 
     role: of the model: the prefix of its metrics.
@@ -80,19 +80,23 @@ class Objective(Protocol):
     maxima: tuple[str, ...] = ()
     text: Step[SFTBatch] | None = None
 
+    @abstractmethod
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the loss, summed over the response tokens of a micro-batch."""
 
     def text_backward(self, sums: Sums) -> None:
         """Add the gradients of `text`, which close the accumulation."""
+        assert self.text is None, "an objective with text adds its gradients itself"
 
+    @abstractmethod
     def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
         """Return the metrics of the step, of its totals over all ranks."""
 
     def flops(self, size: StepSize) -> float:
         """Return the matrix operations of the step on all ranks; those on responses, where there is no text."""
-        lengths = {"num_tokens": size.num_tokens, "num_squares": size.num_squares}
-        return self.work.flops(**lengths, num_head_tokens=size.num_response_tokens)
+        return self.work.flops(
+            num_tokens=size.num_tokens, num_squares=size.num_squares, num_head_tokens=size.num_response_tokens
+        )
 
 
 @dataclass(slots=True)
@@ -185,9 +189,7 @@ class PolicyObjective(Objective):
 
     def flops(self, size: StepSize) -> float:
         """Return the matrix operations on responses and text."""
-        flops = self.work.flops(
-            num_tokens=size.num_tokens, num_squares=size.num_squares, num_head_tokens=size.num_response_tokens
-        )
+        flops = Objective.flops(self, size)  # the class is made again for its slots, which `super()` does not know
         if self.text is None:
             return flops
         text = {"num_tokens": self.text.num_tokens, "num_squares": self.text.num_squares}
