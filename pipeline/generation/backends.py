@@ -80,9 +80,7 @@ def choose_backend(
         InputError: a backend was requested by name that cannot be used.
     """
     fallbacks: list[str] = []
-    for backend in BACKENDS:
-        if options.backend not in ("auto", backend):
-            continue
+    for backend in BACKENDS if options.backend == "auto" else (options.backend,):
         try:
             _check_support(backend, model, options, device)
             return backend, fallbacks

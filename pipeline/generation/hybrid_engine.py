@@ -4,7 +4,6 @@ For the rollouts and the evaluation of stage 3. Nothing outside this object know
 ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA graphs.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,6 @@ from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
-from pipeline.files import GIB
 from pipeline.generation.backends import OF_MODULES, memory_of
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Prompt, Rollout, Vocabulary
@@ -28,8 +26,6 @@ from pipeline.tensor_ops import pad_rows
 
 if TYPE_CHECKING:  # it imports triton, which the eager backend does without
     from pipeline.generation.generator import Generator
-
-log = logging.getLogger(__name__)
 
 
 class HybridEngine:
@@ -111,8 +107,6 @@ class HybridEngine:
             return
         least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
         self._generator = self.source.generator(self.vocabulary, least)
-        copied = self._generator.forward.num_copied_bytes
-        log.info("generation: copied weights take %.2f GiB besides the trained ones", copied / GIB)
 
     def session(self, room: Room) -> Session:
         """Open a session; the slots are those of this rank's tensor-parallel group."""

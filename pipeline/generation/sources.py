@@ -12,9 +12,10 @@ from torch import nn
 from pipeline import dist
 from pipeline.config_fields import declared
 from pipeline.errors import InputError
+from pipeline.files import GIB
 from pipeline.generation.backends import OF_MODULES, CachedForward, check_copies_fit, choose_backend, whole_weights_fit
 from pipeline.generation.forwards.static import StaticCacheForward
-from pipeline.generation.options import Backend, GenerationOptions, why_not_streamed
+from pipeline.generation.options import GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.generation.session import NO_ROOM, Room, SessionSource
 from pipeline.models.decoders.families import read_architecture
@@ -42,7 +43,6 @@ class WeightSource:
             raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
         self.model, self.options, self.partitioned, self.group = model, options, partitioned, dist.RankGroup(size)
         self.device = next(model.parameters()).device
-        self.backend: Backend
         self.backend, fallbacks = choose_backend(model, options, self.device)
         for fallback in fallbacks:
             log.info("generation: fell back from %s", fallback)
@@ -88,6 +88,7 @@ class WeightSource:
 
         forward = self.forward()
         forward.refresh()
+        log.info("generation: copied weights take %.2f GiB besides the model's own", forward.num_copied_bytes / GIB)
         return Generator(forward, vocabulary, least=least)
 
     def forward(self) -> CachedForward:
