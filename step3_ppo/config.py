@@ -13,7 +13,7 @@ from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, Mo
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, counted
-from pipeline.generation.options import why_not_streamed
+from pipeline.generation.options import BackendChoice, why_not_streamed
 from pipeline.models.paths import read_adapter_config
 from step3_ppo.models.roles import Role, all_roles, frozen_roles, trained_roles
 
@@ -65,7 +65,7 @@ class SamplingConfig(Group):
     temperature: float = flag(1.0, "Divides the logits of sampling and of every log-probability", gt=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
-    generation_engine: Literal["auto", "fused", "static", "eager"] = flag(
+    generation_engine: BackendChoice = flag(
         "auto",
         "Generation backend; auto: the fastest that knows the model and the device",
         on_resume="rounding",

@@ -1,8 +1,8 @@
 """The objectives of PPO: a trained model with its loss on a micro-batch. One optimizer step is a list of them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,37 +62,45 @@ class Sums:
         return dict(zip([*self.sums, *(f"{name}_max" for name in self.maxima)], totals, strict=True))
 
 
-class Objective(Protocol):
-    """A trained model and its loss; to be made anew for each step.
+class Objective(ABC):
+    """A trained model and a loss of it, one of several perhaps; to be made anew for each step.
 
     role: of the model: the prefix of its metrics.
     engine: the model.
+    work: matrix operations of its passes.
     sums: names of what `loss` adds up over this rank's tokens; one that is not finite drops the step.
     maxima: names of what it takes the maximum of.
-    text: text whose gradients are added after those of the rollout; None without.
+    text: text whose gradients are added after those of the rollout; None without. At most one of a model has any.
     """
 
     role: str
     engine: TrainingEngine
+    work: TrainingWork
     sums: tuple[str, ...]
-    maxima: tuple[str, ...]
-    text: Step[SFTBatch] | None
+    maxima: tuple[str, ...] = ()
+    text: Step[SFTBatch] | None = None
 
+    @abstractmethod
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the loss, summed over the response tokens of a micro-batch."""
 
     def text_backward(self, sums: Sums) -> None:
         """Add the gradients of `text`, which close the accumulation."""
+        assert self.text is None, "an objective with text adds its gradients itself"
 
+    @abstractmethod
     def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
         """Return the metrics of the step, of its totals over all ranks."""
 
     def flops(self, size: StepSize) -> float:
-        """Return the matrix operations of the step on all ranks."""
+        """Return the matrix operations of the step on all ranks; those on responses, where there is no text."""
+        return self.work.flops(
+            num_tokens=size.num_tokens, num_squares=size.num_squares, num_head_tokens=size.num_response_tokens
+        )
 
 
 @dataclass(slots=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """The clipped policy loss of PPO, with the KL in it if so asked, and the ptx loss of text.
 
     engine: policy.
@@ -100,12 +108,12 @@ class PolicyObjective:
     ppo: coefficients of PPO.
     kl_coef: KL coefficient of the rollout.
     temperature: sampling temperature, by which logits are divided.
-    text: text of the ptx loss.
     unsup_coef: factor of the ptx loss.
     world: ranks and device.
     role: prefix of its metrics.
     sums: over response tokens, but for ptx: over those of text.
     maxima: over response tokens.
+    text: text of the ptx loss.
     """
 
     engine: TrainingEngine
@@ -113,12 +121,12 @@ class PolicyObjective:
     ppo: PPOCoefficients
     kl_coef: float
     temperature: float
-    text: Step[SFTBatch] | None
     unsup_coef: float
     world: dist.World
     role: str = "actor"
     sums: tuple[str, ...] = ("policy", "ratio", "clipped", "approx_kl", "entropy", "ptx")
     maxima: tuple[str, ...] = ("ratio", "log_ratio")
+    text: Step[SFTBatch] | None = None
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the policy loss, summed over the response tokens of a micro-batch."""
@@ -181,9 +189,7 @@ class PolicyObjective:
 
     def flops(self, size: StepSize) -> float:
         """Return the matrix operations on responses and text."""
-        flops = self.work.flops(
-            num_tokens=size.num_tokens, num_squares=size.num_squares, num_head_tokens=size.num_response_tokens
-        )
+        flops = Objective.flops(self, size)  # the class is made again for its slots, which `super()` does not know
         if self.text is None:
             return flops
         text = {"num_tokens": self.text.num_tokens, "num_squares": self.text.num_squares}
@@ -191,7 +197,7 @@ class PolicyObjective:
 
 
 @dataclass(slots=True)
-class ValueObjective:
+class ValueObjective(Objective):
     """The clipped value loss of PPO.
 
     engine: value model.
@@ -199,8 +205,6 @@ class ValueObjective:
     value_clip: clip range of the new value around the old one; 0: no clip.
     role: prefix of its metrics.
     sums: over response tokens.
-    maxima: none.
-    text: none.
     """
 
     engine: TrainingEngine
@@ -208,8 +212,6 @@ class ValueObjective:
     value_clip: float
     role: str = "critic"
     sums: tuple[str, ...] = ("value", "value_clipped")
-    maxima: tuple[str, ...] = ()
-    text: Step[SFTBatch] | None = None
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the value loss, summed over the response tokens of a micro-batch."""
@@ -221,16 +223,9 @@ class ValueObjective:
         sums.add(value=loss, value_clipped=clipped)
         return loss
 
-    def text_backward(self, sums: Sums) -> None:
-        """A value model has no text."""
-
     def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
         """Return the metrics of the value model."""
         return {
             "loss/value": totals["value"] / num_tokens,
             "value/clipfrac": totals["value_clipped"] / num_tokens,
         }
-
-    def flops(self, size: StepSize) -> float:
-        """Return the matrix operations on responses."""
-        return self.work.flops(num_tokens=size.num_tokens, num_squares=size.num_squares)

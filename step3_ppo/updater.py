@@ -104,19 +104,20 @@ class Updater:
             Interrupted: the run is to stop; the gradients are dropped.
         """
         scale = self.world.size / num_tokens
-        engines = [objective.engine for objective in objectives]
+        # Each engine with the objective whose gradients are its last: the one with text, else the last in the list.
+        engines = {one.engine: one for one in objectives} | {one.engine: one for one in objectives if one.text}
         sums = Sums(responses.sequences.device, objectives)
         for number, (batch, rows, part) in enumerate(cut(responses, batches)):
             stopping.within_step(engines)
             known = experience.select(rows).narrowed(batch.width)
-            last = number + 1 == len(batches)
             for objective in objectives:
                 loss = objective.loss(batch, part, known, sums)
-                objective.engine.backward(loss * scale, last=last and objective.text is None)
+                last = number + 1 == len(batches) and objective.text is None and engines[objective.engine] is objective
+                objective.engine.backward(loss * scale, last=last)
         for objective in objectives:
             objective.text_backward(sums)
         totals = sums.over_ranks()
-        stepped = step_together(engines, rate_factor, loss=sum(totals[name] for name in sums.sums))
+        stepped = step_together(list(engines), rate_factor, loss=sum(totals[name] for name in sums.sums))
         metrics: dict[str, float] = {}
         for objective in objectives:
             metrics |= objective.metrics(totals, num_tokens) | {

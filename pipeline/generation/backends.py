@@ -7,7 +7,8 @@ Imports neither triton nor the fused backend, which eager generation does withou
 
 import logging
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,22 @@ from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.device_work import Lockstep
+from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.forwards.kv_cache import CacheLayout
 from pipeline.generation.forwards.static import check_static_cache_forward
 from pipeline.generation.options import PARTITION_ACTOR, Backend, GenerationOptions
+from pipeline.generation.rollouts import Vocabulary
+from pipeline.generation.session import SessionSource
 from pipeline.models.decoders.architecture import UnsupportedModel
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import is_lora, quantization_of
 
-BACKENDS: tuple[Backend, ...] = ("fused", "static", "eager")
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+# Those that sample from a model's modules as they are: any model, on any device, without buffers; and what makes their
+# source of sessions.
+OF_MODULES: dict[Backend, Callable[[nn.Module, Vocabulary], SessionSource]] = {
+    "eager": EagerGenerator,
+}
 # Slots that must fit next to whole weights; where fewer fit, the weights are streamed. Chosen by hand.
 MIN_SLOTS_WITH_WHOLE_WEIGHTS = 8
 
@@ -71,9 +80,7 @@ def choose_backend(
         InputError: a backend was requested by name that cannot be used.
     """
     fallbacks: list[str] = []
-    for backend in BACKENDS:
-        if options.backend not in ("auto", backend):
-            continue
+    for backend in BACKENDS if options.backend == "auto" else (options.backend,):
         try:
             _check_support(backend, model, options, device)
             return backend, fallbacks
@@ -95,7 +102,7 @@ def _check_machine(options: GenerationOptions, device: torch.device) -> None:
 
 def _check_support(backend: Backend, model: nn.Module, options: GenerationOptions, device: torch.device | None) -> None:
     """Raise UnsupportedModel where the backend cannot be used."""
-    if backend == "eager":
+    if backend in OF_MODULES:
         return
     if device is not None:
         _check_machine(options, device)

@@ -4,7 +4,6 @@ For the rollouts and the evaluation of stage 3. Nothing outside this object know
 ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA graphs.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,22 +15,17 @@ from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
-from pipeline.files import GIB
-from pipeline.generation.backends import memory_of
-from pipeline.generation.eager import EagerGenerator
+from pipeline.generation.backends import OF_MODULES, memory_of
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Prompt, Rollout, Vocabulary
 from pipeline.generation.session import Room, Session, generate
 from pipeline.generation.sources import WeightSource
-from pipeline.models.loading import base_model
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
 from pipeline.tensor_ops import pad_rows
 
-if TYPE_CHECKING:  # they import triton, which the eager backend does without
+if TYPE_CHECKING:  # it imports triton, which the eager backend does without
     from pipeline.generation.generator import Generator
-
-log = logging.getLogger(__name__)
 
 
 class HybridEngine:
@@ -65,7 +59,7 @@ class HybridEngine:
         """Make the trained weights available to `generate`: gathered, merged, refreshed. A collective."""
         # The fused backend copies weights layer by layer; the others need whole modules.
         with self.engine.generation(gather=self.backend != "fused"):
-            if self.backend != "eager":
+            if self.backend not in OF_MODULES:
                 self._refresh()
             self._open = True
             try:
@@ -76,7 +70,7 @@ class HybridEngine:
                 raise
             finally:
                 self._open = False
-            if self.backend != "eager" and (self.options.release_cache or self._update_lacks_memory()):
+            if self.backend not in OF_MODULES and (self.options.release_cache or self._update_lacks_memory()):
                 self._generator = None
             if self._device.type == "cuda":
                 self._held = torch.cuda.memory_allocated(self._device)
@@ -111,20 +105,14 @@ class HybridEngine:
         if self._generator is not None:
             self._generator.forward.refresh()
             return
-        from pipeline.generation.generator import Generator
-
-        forward = self.source.forward()
-        forward.refresh()
         least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
-        self._generator = Generator(forward, self.vocabulary, least=least)
-        log.info("generation: copied weights take %.2f GiB besides the trained ones", forward.num_copied_bytes / GIB)
+        self._generator = self.source.generator(self.vocabulary, least)
 
     def session(self, room: Room) -> Session:
         """Open a session; the slots are those of this rank's tensor-parallel group."""
         if not self._open:
             raise RuntimeError("a session outside generation(): the weights may be partitioned")
-        source = self._generator or EagerGenerator(base_model(self.source.model), self.vocabulary)
-        return source.session(room)
+        return (self._generator or self.source.of_modules(self.vocabulary)).session(room)
 
     def generate(self, prompts: Sequence[Prompt], *, num_samples: int, batch_size: int = 0, **request: Any) -> Rollout:
         """Sample responses with `session.generate`, `batch_size` prompts at a time (0: all); only in `generation()`."""

@@ -7,7 +7,8 @@ which backend supports a given model is decided in backends.py.
 from dataclasses import dataclass
 from typing import Literal
 
-Backend = Literal["fused", "static", "eager"]
+Backend = Literal["fused", "static", "eager"]  # the fastest first
+BackendChoice = Literal["auto", Backend]
 PARTITION_ACTOR = "--actor_zero_stage 3"  # the flag under which ranks share the actor's weights
 # The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
 CACHE_LENGTH_MULTIPLE = 64
@@ -32,7 +33,7 @@ class GenerationOptions:
     min_slots: the least number of slots of a rank.
     """
 
-    backend: Literal["auto", "fused", "static", "eager"] = "auto"
+    backend: BackendChoice = "auto"
     merge_lora: bool = True
     max_sequence_length: int = 0
     release_cache: bool = False

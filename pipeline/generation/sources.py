@@ -12,17 +12,18 @@ from torch import nn
 from pipeline import dist
 from pipeline.config_fields import declared
 from pipeline.errors import InputError
-from pipeline.generation.backends import CachedForward, check_copies_fit, choose_backend, whole_weights_fit
-from pipeline.generation.eager import EagerGenerator
+from pipeline.files import GIB
+from pipeline.generation.backends import OF_MODULES, CachedForward, check_copies_fit, choose_backend, whole_weights_fit
 from pipeline.generation.forwards.static import StaticCacheForward
-from pipeline.generation.options import Backend, GenerationOptions, why_not_streamed
+from pipeline.generation.options import GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Vocabulary
-from pipeline.generation.session import SessionSource
+from pipeline.generation.session import NO_ROOM, Room, SessionSource
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
 
-if TYPE_CHECKING:  # it imports triton, which the eager backend does without
+if TYPE_CHECKING:  # they import triton, which the eager backend does without
     from pipeline.generation.forwards.fused import FusedForward
+    from pipeline.generation.generator import Generator
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ class WeightSource:
             raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
         self.model, self.options, self.partitioned, self.group = model, options, partitioned, dist.RankGroup(size)
         self.device = next(model.parameters()).device
-        self.backend: Backend
         self.backend, fallbacks = choose_backend(model, options, self.device)
         for fallback in fallbacks:
             log.info("generation: fell back from %s", fallback)
@@ -77,6 +77,19 @@ class WeightSource:
     def _all_ranks(self) -> dist.RankGroup:
         """The ranks that streamed weights are sharded over."""
         return dist.RankGroup(dist.world_size())
+
+    def of_modules(self, vocabulary: Vocabulary) -> SessionSource:
+        """Return the sessions of a backend that samples from the modules as they are (`OF_MODULES`)."""
+        return OF_MODULES[self.backend](base_model(self.model), vocabulary)
+
+    def generator(self, vocabulary: Vocabulary, least: Room = NO_ROOM) -> "Generator":
+        """Return the sessions of another backend, on the weights as they are now; raises as `forward` does."""
+        from pipeline.generation.generator import Generator
+
+        forward = self.forward()
+        forward.refresh()
+        log.info("generation: copied weights take %.2f GiB besides the model's own", forward.num_copied_bytes / GIB)
+        return Generator(forward, vocabulary, least=least)
 
     def forward(self) -> CachedForward:
         """Return the forward passes of the fused or static backend, before their first `refresh`.
@@ -121,10 +134,4 @@ def session_source(model: nn.Module, vocabulary: Vocabulary) -> SessionSource:
     """
     on_one_device = len({parameter.device for parameter in model.parameters()}) == 1
     source = WeightSource(model, GenerationOptions(backend="auto" if on_one_device else "eager"))
-    if source.backend == "eager":
-        return EagerGenerator(base_model(model), vocabulary)
-    from pipeline.generation.generator import Generator
-
-    forward = source.forward()
-    forward.refresh()
-    return Generator(forward, vocabulary)
+    return source.of_modules(vocabulary) if source.backend in OF_MODULES else source.generator(vocabulary)

@@ -120,6 +120,29 @@ def test_a_clipped_step_equals_torch_adamw(world, opt):
     assert metrics["actor/learning_rate"] == pytest.approx(0.25e-2)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("text", [None, text_step()], ids=["alone", "with text"])
+def test_two_losses_of_one_model_take_one_step(world, opt, text, zero_stage):
+    """The policy's twice: their gradients add up, and text closes the accumulation although its objective is first."""
+    responses = make_responses()
+    experience = make_experience(opt, responses)
+    models, kinds = make_updater(world, opt, zero_stage=zero_stage), {"kl_coef": 0.3, "train_actor": True}
+    first, value = models.objectives(**kinds, text=text)
+    second, _ = models.objectives(**kinds, text=None)
+    models.objectives = lambda **_: [first, second, value]
+    metrics, stepped = update(models, responses, experience)
+    actor, _ = plain_models(opt)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=0.1, weight_decay=0.0)
+    with_text, without = (slow_update(opt, responses, experience, text=each)[0] for each in (text, None))
+    for name in without:
+        actor.get_parameter(name).grad = with_text[name] + without[name]
+    optimizer.step()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in actor.parameters() if p.grad is not None))
+    assert stepped and metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
+    for name, parameter in models.actor.module.model.named_parameters():
+        torch.testing.assert_close(parameter, actor.get_parameter(name), rtol=1e-4, atol=1e-6)
+
+
 def test_critic_warm_up_leaves_the_actor_as_it_is(world, opt):
     responses = make_responses()
     experience = make_experience(opt, responses)

@@ -8,16 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import forks
-from support.tiny_run import make_folder, read_metrics, write_lines
+from support.tiny_run import SCORE_MEAN, SCORE_STD, make_folder, read_metrics, write_lines
 from support.worked_examples import copied_project
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with all examples."""
-    titles = ("A new flag", "A new metric", "A new monitor", "A new reward", "A new family")
-    return copied_project(tmp_path_factory.mktemp("copy"), *titles)
+    kinds = "flag", "metric", "monitor", "reward", "estimator", "objective", "generation backend", "family"
+    return copied_project(tmp_path_factory.mktemp("copy"), *(f"A new {kind}" for kind in kinds))
 
 
 def run(changed: Path, folder: Path, *words: str, **variables: str) -> str:
@@ -107,3 +109,92 @@ print(known.preset, len(mine))
 
 def test_the_fused_backend_samples_the_new_family_as_transformers_does(changed: Path, tmp_path: Path) -> None:
     assert run(changed, tmp_path, "-c", SAMPLE, TRITON_INTERPRET="1").split() == ["30b", "2"]
+
+
+# The rollout and the one step of a run of PPO, three responses to each of four prompts, for each backend and flag.
+PPO = """
+import json, sys
+from types import SimpleNamespace
+from flag_tests import TWINS
+from support.in_process import group_of_one
+from support.ppo_loop import loop_on_random_prompts
+from support.ppo_settings import ppo_config
+
+with group_of_one() as world:
+    for backend, name in json.loads(sys.argv[1]):
+        changed = {name: TWINS[f"ppo.{name}"].value} if name else {}
+        models = SimpleNamespace(actor="base", reward="scorer")
+        config = ppo_config(models, whiten_advantages=False, kl_coef=0.0, **changed)
+        sampled = {"num_samples_per_prompt": 3, "top_k": 40, "top_p": 0.9, "generation_engine": backend}
+        optimizer = config.optimizer.replace(gradient_accumulation_steps=6)
+        config = config.model_copy(update={"sampling": config.sampling.replace(**sampled), "optimizer": optimizer})
+        loop = loop_on_random_prompts(world, None, config)
+        del loop.ppo.models.rewards[1:]  # the new reward: these prompts have no answers
+        rollout = loop.collect()
+        loop.update(rollout)
+        ((_, metrics),) = loop.course.steps
+        found = {name.split("/")[1]: tensor.tolist() for name, tensor in rollout.tensors().items()}
+        found |= {"backend": loop.ppo.hybrid.backend, "judged": loop.judged.squeeze(1).tolist(), "metrics": metrics}
+        print(json.dumps(found | changed))
+"""
+
+
+@pytest.fixture(scope="module")
+def ppo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("ppo"))
+
+
+@pytest.fixture(scope="module")
+def ppo_runs(changed: Path, ppo_folder: Path) -> list[dict]:
+    """Runs as before, with the new estimator, with the new objective and with the new backend; all start alike."""
+    runs = [("eager", ""), ("eager", "advantage_estimator"), ("eager", "imitation_coef"), ("plain", "")]
+    return [json.loads(line) for line in run(changed, ppo_folder, "-c", PPO, json.dumps(runs)).splitlines()]
+
+
+def test_the_new_estimator_compares_the_responses_to_one_prompt(ppo_runs: list[dict]) -> None:
+    before, after, *_ = ppo_runs
+    ends = zip(after["judged"], after["finished"], strict=True)
+    rewards = [min(max((score - SCORE_MEAN) / SCORE_STD, -5.0), 5.0) - (0.0 if ended else 1.0) for score, ended in ends]
+    total = 0.0
+    for n, length in enumerate(after["response_lengths"]):
+        prompt = after["row_index"][n]
+        others = [rewards[m] for m in range(12) if m != n and after["row_index"][m] == prompt]
+        assert len(others) == 2
+        advantage, row = rewards[n] - sum(others) / 2, after["advantages"][n]
+        assert row[:length] == pytest.approx([advantage] * length, abs=1e-5) and not any(row[length:])
+        total += advantage * length
+    # Nothing has moved: each ratio is 1.
+    assert after["metrics"]["loss/policy"] == pytest.approx(-total / sum(after["response_lengths"]), abs=1e-5)
+    assert after["sequences"] == before["sequences"] and after["returns"] == before["returns"]
+    assert after["metrics"]["actor/grad_norm"] != pytest.approx(before["metrics"]["actor/grad_norm"], rel=0.01)
+
+
+def test_the_gradient_of_the_new_objective_is_added_to_the_policys(ppo_runs: list[dict], ppo_folder: Path) -> None:
+    before, _, after, _ = ppo_runs
+    assert after["advantages"] == before["advantages"]
+    num_tokens = sum(after["response_lengths"])
+    for one in (before, after):
+        model = AutoModelForCausalLM.from_pretrained(ppo_folder / "base").eval()
+        policy, imitation = torch.zeros(()), torch.zeros(())
+        for n, (start, length) in enumerate(zip(one["prompt_lengths"], one["response_lengths"], strict=True)):
+            ids = torch.tensor([one["sequences"][n][: start + length]])
+            logs = (model(input_ids=ids).logits[0] / 0.8).log_softmax(-1)
+            for t in range(length):
+                log_prob, advantage = logs[start + t - 1, ids[0, start + t]], one["advantages"][n][t]
+                policy = policy - advantage * log_prob
+                imitation = imitation - (log_prob if advantage > 0 else 0.0)
+        ((policy + one.get("imitation_coef", 0.0) * imitation) / num_tokens).backward()
+        squares = [p.grad.square().sum().item() for p in model.parameters() if p.grad is not None]
+        assert one["metrics"]["actor/grad_norm"] == pytest.approx(math.sqrt(sum(squares)), rel=1e-3)
+    assert after["metrics"]["loss/imitation"] == pytest.approx(imitation.item() / num_tokens, rel=1e-4)
+    assert "loss/imitation" not in before["metrics"]
+
+
+def test_the_new_backend_samples_what_the_eager_one_does(ppo_runs: list[dict]) -> None:
+    eager, *_, plain = ppo_runs
+    assert (eager["backend"], plain["backend"]) == ("eager", "plain")
+    for name in ("sequences", "response_lengths", "finished"):
+        assert plain[name] == eager[name], name
+    assert {True, False} == set(plain["finished"]) and len(set(map(tuple, plain["sequences"]))) > 4
+    for mine, theirs in zip(plain["sampler_log_probs"], eager["sampler_log_probs"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
