@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.decode_models import PAD, llama, poll_often, random_ids
+import torch
+from support.decode_models import DEVICE, PAD, fused, llama, opt, poll_often, random_ids
 
-from pipeline.generation import scheduler
+from pipeline.generation import generator, scheduler
 from pipeline.generation.device_work import Lockstep
+from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
@@ -79,3 +81,44 @@ def test_ranks_in_lockstep_decode_as_many_steps_where_one_watches_its_tokens(mon
     assert [len(found[rank][0].ids) for rank in range(2)] == [8, 8]
     first, second = steps.values()
     assert first == second and sum(first) == 7
+
+
+def test_the_first_token_of_each_response_to_one_prompt_has_settings_of_its_own():
+    """One row of logits, from which slots draw by one rule each: all of it, or the likeliest token alone."""
+    model = opt()
+    source = Generator(StaticCacheForward(model), Vocabulary(frozenset(), PAD))
+    session, prompt = source.session(Room(10, 1, 4)), Prompt([5, 6, 7], 1)
+    narrow = (Sampling(1, 9.0, top_p=1e-6), Sampling(1, 9.0, top_k=1), Sampling(1, 0))
+    for n in range(10):
+        session.submit(prompt, narrow[n % 3] if n else Sampling(1, 9.0), RandomKey(4, "r"), sample=n)
+    first, *others = (response.ids.item() for response in finish(session))
+    likeliest = model(torch.tensor([prompt.ids], device=DEVICE)).logits[0, -1].argmax().item()
+    assert others == [likeliest] * 9 and first != likeliest
+
+
+def test_a_response_keeps_its_settings_where_it_is_moved_to_another_slot(monkeypatch):
+    """Memory for two slots, then for one: the longer response, of the second slot, goes on in the first."""
+    for module in ("generator", "slots"):
+        monkeypatch.setattr(f"pipeline.generation.{module}.CACHE_LENGTH_MULTIPLE", 1)
+    monkeypatch.setattr(generator, "FIRST_NEW_TOKENS", 1)
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 14)
+    poll_often(monkeypatch)
+    model, vocabulary = opt(), Vocabulary(frozenset(), PAD)
+    requests = [(1, Sampling(9, 2.0)), (3, Sampling(8, 0.7, top_p=0.8, top_k=5))]
+    kept, found = list[list[int]](), list[list[Finished]]()
+    grow = GenerationBuffers.grow
+
+    def noted(buffers: GenerationBuffers, cache_length: int, slots: Sequence[int]) -> None:
+        kept.append(list(slots))
+        grow(buffers, cache_length, slots)
+
+    monkeypatch.setattr(GenerationBuffers, "grow", noted)
+    for source in (Generator(fused(model), vocabulary), EagerGenerator(model, vocabulary)):
+        session = source.session(Room(2, 9, 12))
+        for length, sampling in requests:
+            session.submit(Prompt(random_ids((length,), seed=length)[0], length), sampling, RandomKey(2, "r"))
+        found.append(finish(session))
+    assert kept[-1] == [1]
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.ids.tolist() == theirs.ids.tolist()
+        torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=0.0, atol=1e-5)
