@@ -14,7 +14,8 @@ from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import Finished, Room, Session, finish
+from pipeline.generation.scheduler import ContinuousBatching
+from pipeline.generation.session import Finished, Room, Session, Tokens, finish
 from pipeline.generation.slots import GenerationBuffers
 
 
@@ -122,3 +123,32 @@ def test_a_response_keeps_its_settings_where_it_is_moved_to_another_slot(monkeyp
     for mine, theirs in zip(*found, strict=True):
         assert mine.ids.tolist() == theirs.ids.tolist()
         torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=0.0, atol=1e-5)
+
+
+def static_session(room: Room, ends: Sequence[int] = ()) -> ContinuousBatching:
+    return Generator(StaticCacheForward(opt()), Vocabulary(frozenset(ends), PAD, decode=decode)).session(room)
+
+
+def test_a_request_that_is_withdrawn_after_its_last_step_is_not_heard_of(monkeypatch):
+    """Its response has left its slot, and would be reported next."""
+    poll_often(monkeypatch)
+    session = static_session(Room(2, 6, 12))
+    short = session.submit(Prompt([5, 6], 1), Sampling(2), RandomKey(1, "r"))
+    other = session.submit(Prompt([7], 2), Sampling(6), RandomKey(1, "r"))
+    events: list[Tokens | Finished] = []
+    while not session.harvests:
+        events += session.advance()
+    assert events == [] and [ticket for harvest in session.harvests for ticket in harvest.tickets] == [short]
+    session.withdraw(short)
+    assert [event.ticket for event in finish(session)] == [other]
+
+
+def test_a_slot_is_free_as_soon_as_a_stop_text_has_ended_its_response(monkeypatch):
+    """Not when the response would have come to its limit."""
+    poll_often(monkeypatch)
+    session = static_session(Room(1, 30, 40))
+    session.submit(Prompt([5, 6], 1), Sampling(30, stop=("<",)), RandomKey(1, "r"))
+    session.submit(Prompt([7], 2), Sampling(1), RandomKey(1, "r"))
+    stopped, next_one = finish(session)
+    assert (len(stopped.ids), stopped.reason, next_one.reason) == (1, "stop", "limit")
+    assert session.num_steps < 10
