@@ -103,7 +103,8 @@ def test_a_restored_rollout_trains_as_the_sampled_one(world, trained_folders, tm
     collected = kept.collect()
     kept.update(collected)
     restored.update(restored.restored(collected))
-    assert equal_weights(weights(kept.ppo.models.actor), weights(restored.ppo.models.actor))
+    for name, engine in kept.ppo.models.trained.items():
+        assert equal_weights(weights(engine), weights(restored.ppo.models.trained[name])), name
     assert kept.state == restored.state
     evaluations = []
     for loop in (kept, restored):

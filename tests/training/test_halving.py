@@ -249,6 +249,17 @@ def test_ranks_start_again_without_the_buffers(monkeypatch):
     assert halved_before() == error.value.halved
 
 
+def test_an_error_before_a_turn_reads_a_batch_size_halves_none():
+    """Not that of the turn before."""
+    state, run = Counters(), SimpleNamespace(world=SimpleNamespace(size=1))
+    halving = Halving(run, [])  # type: ignore[arg-type]
+    with halving.when_out_of_memory(state):
+        halving.batch_size(state, "train", 4)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"), halving.when_out_of_memory(state):
+        raise torch.OutOfMemoryError(CUDA)
+    assert state.halved == {}
+
+
 def test_a_job_that_was_started_again_has_what_was_halved_last(monkeypatch):
     """Not what the checkpoint says that its last job began from."""
     state = Counters(halved={"train": [4, 2], "score": [900, 450]})
