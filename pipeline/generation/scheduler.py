@@ -8,7 +8,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -126,12 +126,14 @@ class ContinuousBatching(Session):
         min_share = MIN_PREFILL_SHARE if stream is None else MIN_PREFILL_SHARE_OVERLAPPED
         enough = len(free) >= min(min_share * num_slots, len(self.waiting))
         batches = self._assign_slots(free) if enough else []
+        starting = [ticket for tickets, _ in batches for ticket in tickets]
         if stream is None:
-            self._set_final_step([ticket for tickets, _ in batches for ticket in tickets])
+            self._set_final_step(starting)
         steps_left = 0 if len(free) == num_slots else self.final_step - self.num_steps
-        truncation = Truncation.of(ticket.sampling for tickets, _ in batches for ticket in tickets)
-        stop, num_prefills, steps_left, waiting, largest_k, has_nucleus = self.lockstep.largest(
-            stop_requested, len(batches), steps_left, bool(self.waiting), truncation.largest_k, truncation.has_nucleus
+        truncation = Truncation.of(ticket.sampling for ticket in starting)
+        is_watched = any(ticket.is_watched for ticket in (*self.running.values(), *starting))
+        stop, num_prefills, steps_left, waiting, watched, largest_k, has_nucleus = self.lockstep.largest(
+            stop_requested, len(batches), steps_left, bool(self.waiting), is_watched, *astuple(truncation)
         )
         if stop:
             raise GenerationStopped
@@ -146,7 +148,7 @@ class ContinuousBatching(Session):
             self.free = list(range(num_slots))
             return self._results()
         more = bool(waiting or self.prefilled)
-        steps = min(steps_left, self._poll_interval(more=more))
+        steps = min(steps_left, self._poll_interval(more=more, watched=bool(watched)))
         self._grow_cache(steps)
         self.buffers.decode(steps)
         self.num_steps += steps
@@ -157,10 +159,10 @@ class ContinuousBatching(Session):
         self._harvest([slot for slot in self.free if slot in self.running])
         return events
 
-    def _poll_interval(self, *, more: bool) -> int:
+    def _poll_interval(self, *, more: bool, watched: bool) -> int:
         while_waiting = POLL_INTERVAL_WHILE_WAITING if self.stream is None else POLL_INTERVAL_OVERLAPPED
         interval = while_waiting if more else POLL_INTERVAL
-        return min(interval, POLL_INTERVAL_WATCHED) if any(t.is_watched for t in self.running.values()) else interval
+        return min(interval, POLL_INTERVAL_WATCHED) if watched else interval
 
     # --- what has ended ---
 

@@ -210,7 +210,7 @@ class Others(Lockstep):
         if len(values) == 1:
             return list(values)
         self.turns += 1
-        theirs = (self.stops, 2 if self.turns == 1 else 0, 2 if self.turns < 6 else 0, False, 0, False)
+        theirs = (self.stops, 2 if self.turns == 1 else 0, 2 if self.turns < 6 else 0, False, False, 0, False)
         return [max(pair) for pair in zip(values, theirs, strict=True)]
 
     def join_prefill(self) -> None:

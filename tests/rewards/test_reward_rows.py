@@ -1,11 +1,14 @@
 """The rows that rewards read: text and tokens of each response, by hand."""
 
 import json
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.data.templates import set_template
 from pipeline.data.turns import Message
+from pipeline.rewards.reward_model import RewardModel, conversation_ids
 from pipeline.rewards.rows import ScoredRows
 
 PROMPTS = ("How?", "Where is it?")
@@ -41,3 +44,29 @@ def test_rows_have_the_text_and_the_tokens_of_their_response(tiny_folders):
     assert first.messages == [Message("user", PROMPTS[0])] and [first.finished, second.finished] == [False, True]
     assert second.ids.tolist() == [*starts[1], *ends[1]]
     assert [first.extra, second.extra] == [{}, {"answer": 4}]
+
+
+def test_a_reward_model_of_other_tokens_packs_its_own_tokens(bpe_tokenizer, tiny_folders):
+    """Not as many as the policy's sequences have."""
+    sequences, ones = torch.full((2, 7), 5), torch.ones(2, dtype=torch.int64)
+    rows = ScoredRows(
+        sequences, ones, torch.tensor([3, 6]), torch.tensor([False, True]), num_packed_tokens=11,
+        row_of=lambda n: {"messages": json.dumps([{"role": "user", "content": PROMPTS[n]}])}, tokenizer=bpe_tokenizer,
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_folders["opt"])
+    set_template(tokenizer, "auto")
+    seen: list[tuple[list[list[int]], int]] = []
+
+    @contextmanager
+    def opened():
+        def model(ids, mask, *, num_tokens, right_padded):
+            assert right_padded
+            seen.append(([row[real].tolist() for row, real in zip(ids, mask, strict=True)], num_tokens))
+            return ids.float()
+
+        yield model
+
+    scores = RewardModel(opened, tokenizer).score(rows)
+    expected = conversation_ids(tokenizer, rows)
+    assert seen == [(expected, sum(map(len, expected)))] and len(expected[0]) != len(expected[1])
+    assert scores.tolist() == [float(ids[-1]) for ids in expected]

@@ -113,6 +113,16 @@ def test_ids_of_a_padded_vocabulary_are_never_sampled(rambling):
     assert answer.ids and max(answer.ids) < 400
 
 
+@pytest.mark.parametrize("narrow", [{"top_p": 1e-6}, {"top_k": 1}])
+def test_of_a_nucleus_of_one_token_that_one_is_answered(rambling, narrow):
+    """Each setting by itself, at a temperature at which other tokens are drawn."""
+    chat_model = load_chat_model(rambling, dtype=torch.float32)
+    hot, greedy = {"temperature": 5.0, "max_new_tokens": 6}, ReplySettings(temperature=0.0, max_new_tokens=6)
+    given = [greedy, ReplySettings(**hot, **narrow), ReplySettings(**hot)]
+    likeliest, answer, other = (generate_answers(chat_model, [[5, 6, 7]], each, seed=0)[0][0] for each in given)
+    assert answer.ids == likeliest.ids != other.ids
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(bpe_folder, tmp_path):
     with pytest.raises(InputError, match="ids up to 378, but the model's vocabulary has 300"):
         load_chat_model(random_model(bpe_folder, tmp_path, vocab_size=300), dtype=torch.float32)

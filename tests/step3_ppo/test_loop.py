@@ -18,6 +18,7 @@ from support.tiny_models import NUM_TOKENS
 from pipeline.errors import DivergedError
 from step3_ppo import training
 from step3_ppo.config import PPOCoefficients
+from step3_ppo.experience import Collected
 from step3_ppo.models import engines as models
 from step3_ppo.training import moved_too_far
 from step3_ppo.updater import StepSize, Update
@@ -102,7 +103,8 @@ def test_a_restored_rollout_trains_as_the_sampled_one(world, trained_folders, tm
     collected = kept.collect()
     kept.update(collected)
     restored.update(restored.restored(collected))
-    assert equal_weights(weights(kept.ppo.models.actor), weights(restored.ppo.models.actor))
+    for name, engine in kept.ppo.models.trained.items():
+        assert equal_weights(weights(engine), weights(restored.ppo.models.trained[name])), name
     assert kept.state == restored.state
     evaluations = []
     for loop in (kept, restored):
@@ -164,6 +166,23 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, tr
     loop.state.update = 0
     loop.iterate()
     assert (loop.state.step, loop.state.skipped_updates, loop.state.bad_in_a_row) == (4, 2, 0)
+
+
+def test_the_average_does_not_move_in_a_step_that_was_skipped(world, trained_folders, tmp_path):
+    """After other steps: the first average is the actor itself, towards which it could not move."""
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, enable_ema=True, ema_decay=0.5))
+    loop.iterate()
+
+    def averages() -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in loop.ppo.average.averages.items()}
+
+    def step(rollout: Collected) -> bool:
+        return training.step_objectives(loop.ppo, rollout, loop.state, loop.course).stepped
+
+    before, rollout = averages(), loop.collect()
+    spoiled = rollout.experience.map(lambda tensor: tensor if tensor.dtype == torch.bool else tensor * math.nan)
+    assert not step(replace(rollout, experience=spoiled)) and equal_weights(averages(), before)
+    assert step(rollout) and not equal_weights(averages(), before)
 
 
 def test_the_first_steps_may_be_the_critics_alone(world, trained_folders, tmp_path):

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.ppo_settings import make_run, ppo_config
 from support.ppo_updates import (
     MEAN,
 )
 from support.tiny_models import NUM_TOKENS, save_tiny
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import parse
@@ -118,8 +119,22 @@ def test_a_flag_of_the_reward_model_is_of_no_other_model(world, trained_folders,
     }  # fmt: skip
 
 
-def test_a_loaded_reward_model_scores_as_the_critic_before_training(world, trained_folders, tmp_path):
-    config = ppo_config(trained_folders)
+def adapter_of(reward: str, folder) -> str:
+    """A folder of stage 2 with an adapter of a reward model alone, and a head of its own."""
+    model = AutoModelForSequenceClassification.from_pretrained(reward)
+    peft = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(model, peft).save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(reward).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("starts_as_adapter", [False, True])
+def test_a_loaded_reward_model_scores_as_the_critic_before_training(
+    world, trained_folders, tmp_path, starts_as_adapter
+):
+    reward = adapter_of(trained_folders.reward, tmp_path / "adapter") if starts_as_adapter else trained_folders.reward
+    config = ppo_config(SimpleNamespace(actor=trained_folders.actor, reward=reward))
     config = config.replace(critic=config.critic.replace(**LORA).model_dump())
     ids = torch.randint(4, NUM_TOKENS, (3, 9), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([4, 2, 3]), torch.tensor([5, 4, 2])
@@ -127,7 +142,7 @@ def test_a_loaded_reward_model_scores_as_the_critic_before_training(world, train
     for name, changes in {"served": {}, "loaded": {"reward_model_zero_stage": "3"}}.items():
         models = made(world, tmp_path, config.replace(**changes))
         for key, parameter in models.critic.module.named_parameters():
-            if "lora_B" in key:
+            if "lora_B" in key and parameter.requires_grad:
                 parameter.data.fill_(0.5)
         rows = ScoredRows(
             ids, *lengths, torch.ones(3, dtype=torch.bool), None, lambda n: {"messages": "[]"}, models.tokenizer

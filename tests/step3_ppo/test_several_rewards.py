@@ -85,6 +85,18 @@ def test_a_row_that_a_reward_cannot_judge_is_masked(world, trained_folders, tmp_
     assert rollout.experience.response_mask.any(1).tolist() == [n != place for n in range(4)]
 
 
+def test_a_masked_row_is_no_part_of_the_mean_that_is_trained_on(world, trained_folders, tmp_path):
+    """The ratio is 1: the loss is minus the mean advantage of the other rows' tokens."""
+    settings = {"accumulation": 2, "whiten_advantages": False}
+    loop, _ = loop_of(world, tmp_path, trained_folders, [1.0, None, 4.0, 8.0], **settings)
+    rollout = loop.collect()
+    mask, responses = rollout.experience.response_mask, rollout.responses
+    assert mask.sum() < responses.response_mask.sum()
+    update = training.step_objectives(loop.ppo, rollout, loop.state, loop.course)
+    assert update.size.num_trained == mask.sum() and update.size.num_response_tokens == responses.response_mask.sum()
+    assert update.metrics["loss/policy"] == pytest.approx(-rollout.experience.advantages[mask].mean().item(), rel=1e-4)
+
+
 def test_scores_of_another_number_than_the_rows_are_refused(world, trained_folders, tmp_path):
     loop, second = loop_of(world, tmp_path, trained_folders, [1.0] * 4)
     second.score = lambda rows: torch.zeros(1)

@@ -15,11 +15,12 @@ from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 from transformers import OPTForCausalLM
 
+from pipeline.configuration.groups import OptimizerConfig
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.out_of_memory import HALVED, BatchTooLarge, batches_in_words, halved_as_text, halved_before
-from pipeline.training.halving import Halving
+from pipeline.training.halving import Halving, take_halved
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters
 from step1_sft.main import main as sft_main
@@ -246,6 +247,32 @@ def test_ranks_start_again_without_the_buffers(monkeypatch):
     assert batches_in_words(error.value.halved) == "the KV cache given back after each rollout"
     monkeypatch.setenv(HALVED, halved_as_text(error.value.halved))
     assert halved_before() == error.value.halved
+
+
+def test_an_error_before_a_turn_reads_a_batch_size_halves_none():
+    """Not that of the turn before."""
+    state, run = Counters(), SimpleNamespace(world=SimpleNamespace(size=1))
+    halving = Halving(run, [])  # type: ignore[arg-type]
+    with halving.when_out_of_memory(state):
+        halving.batch_size(state, "train", 4)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"), halving.when_out_of_memory(state):
+        raise torch.OutOfMemoryError(CUDA)
+    assert state.halved == {}
+
+
+def test_a_job_that_was_started_again_has_what_was_halved_last(monkeypatch):
+    """Not what the checkpoint says that its last job began from."""
+    state = Counters(halved={"train": [4, 2], "score": [900, 450]})
+    monkeypatch.setenv(HALVED, halved_as_text({"train": [4, 1], "score": [900, 450]}))
+    take_halved(state, OptimizerConfig(per_device_train_batch_size=4))
+    assert state.halved == {"train": [4, 1], "score": [900, 450]} and state.batch_size("train", 4) == 1
+
+
+def test_text_of_the_ptx_loss_is_cut_as_small_as_the_rollout(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv(HALVED, halved_as_text({"train": [4, 2]}))
+    with out_of_memory(2, of=CausalLM, times=99) as failed:
+        assert run("ppo", folder, tmp_path, 4, 2, max_steps=1, unsupervised_data_path=folder / "text.jsonl") == 0
+    assert failed == [] and len(metrics(tmp_path, "ppo", "loss/ptx")) == 1
 
 
 @pytest.mark.parametrize(("stage", "of"), [("sft", CausalLM), pytest.param("reward", TokenValueModel, marks=SLOW)])
