@@ -4,7 +4,6 @@ For the rollouts and the evaluation of stage 3. Nothing outside this object know
 ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA graphs.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,6 @@ from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
-from pipeline.files import GIB
 from pipeline.generation.backends import memory_of
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.options import GenerationOptions
@@ -28,10 +26,8 @@ from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
 from pipeline.tensor_ops import pad_rows
 
-if TYPE_CHECKING:  # they import triton, which the eager backend does without
+if TYPE_CHECKING:  # it imports triton, which the eager backend does without
     from pipeline.generation.generator import Generator
-
-log = logging.getLogger(__name__)
 
 
 class HybridEngine:
@@ -65,8 +61,11 @@ class HybridEngine:
         """Make the trained weights available to `generate`: gathered, merged, refreshed. A collective."""
         # The fused backend copies weights layer by layer; the others need whole modules.
         with self.engine.generation(gather=self.backend != "fused"):
-            if self.backend != "eager":
-                self._refresh()
+            if self._generator is not None:
+                self._generator.forward.refresh()
+            elif self.backend != "eager":
+                least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
+                self._generator = self.source.generator(self.vocabulary, least=least)
             self._open = True
             try:
                 yield
@@ -105,19 +104,6 @@ class HybridEngine:
                 "again for the next rollout"
             )
         return lacks
-
-    def _refresh(self) -> None:
-        """Let the generator read the weights as they are now, and build it the first time."""
-        if self._generator is not None:
-            self._generator.forward.refresh()
-            return
-        from pipeline.generation.generator import Generator
-
-        forward = self.source.forward()
-        forward.refresh()
-        least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
-        self._generator = Generator(forward, self.vocabulary, least=least)
-        log.info("generation: copied weights take %.2f GiB besides the trained ones", forward.num_copied_bytes / GIB)
 
     def session(self, room: Room) -> Session:
         """Open a session; the slots are those of this rank's tensor-parallel group."""

@@ -4,25 +4,25 @@ For a model that is trained (`hybrid_engine.py`) as for one that is only loaded 
 """
 
 import logging
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from pipeline import dist
-from pipeline.config_fields import declared
 from pipeline.errors import InputError
+from pipeline.files import GIB
 from pipeline.generation.backends import CachedForward, check_copies_fit, choose_backend, whole_weights_fit
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.options import Backend, GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Vocabulary
-from pipeline.generation.session import SessionSource
+from pipeline.generation.session import NO_ROOM, Room, SessionSource
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
 
-if TYPE_CHECKING:  # it imports triton, which the eager backend does without
+if TYPE_CHECKING:  # they import triton, which the eager backend does without
     from pipeline.generation.forwards.fused import FusedForward
+    from pipeline.generation.generator import Generator
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class WeightSource:
         if dist.world_size() % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
         self.model, self.options, self.partitioned, self.group = model, options, partitioned, dist.RankGroup(size)
+        self._all_ranks: dist.RankGroup | None = None  # those that streamed weights are sharded over
         self.device = next(model.parameters()).device
         self.backend: Backend
         self.backend, fallbacks = choose_backend(model, options, self.device)
@@ -55,14 +56,14 @@ class WeightSource:
         size = self.group.size
         if size == 1:
             return
-        config = base_model(self.model).config
-        heads = declared(config, "num_key_value_heads") or config.num_attention_heads
         if self.backend != "fused":
             raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {self.backend}")
-        if heads % size:
+        architecture = read_architecture(self.model)
+        if (heads := architecture.num_kv_heads) % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
-        if read_architecture(self.model).joins_head_norms:
-            raise InputError(f"--inference_tp_size {size}: {config.model_type} norms the heads of all ranks together")
+        if architecture.joins_head_norms:
+            kind = base_model(self.model).config.model_type
+            raise InputError(f"--inference_tp_size {size}: {kind} norms the heads of all ranks together")
         log.info("generation: tensor parallel, over %d ranks", size)
 
     def _why_not_streamed(self) -> str | None:
@@ -73,17 +74,20 @@ class WeightSource:
             backend=self.backend,
         )
 
-    @cached_property
-    def _all_ranks(self) -> dist.RankGroup:
-        """The ranks that streamed weights are sharded over."""
-        return dist.RankGroup(dist.world_size())
-
-    def forward(self) -> CachedForward:
-        """Return the forward passes of the fused or static backend, before their first `refresh`.
+    def generator(self, vocabulary: Vocabulary, *, least: Room = NO_ROOM) -> "Generator":
+        """Return the generator of the fused or static backend, on the weights as they are now.
 
         Raises:
             InputError: copies of the weights do not fit in memory.
         """
+        from pipeline.generation.generator import Generator
+
+        forward = self._forward()
+        forward.refresh()
+        log.info("generation: copied weights take %.2f GiB besides the model's own", forward.num_copied_bytes / GIB)
+        return Generator(forward, vocabulary, least=least)
+
+    def _forward(self) -> CachedForward:
         if self.backend == "static":
             return StaticCacheForward(self.model)
         from pipeline.generation.forwards.fused import FusedForward
@@ -92,11 +96,12 @@ class WeightSource:
         from pipeline.generation.forwards.streaming import StreamedWeights, check_streamed_weights_fit
 
         architecture, group = read_architecture(self.model), self.group
-        if "_all_ranks" not in vars(self):  # once streamed, always
+        if self._all_ranks is None:  # once streamed, always
             whole = FusedForward(DecodeWeights(architecture, Shard(group.rank, group.size)), group)
             if not self._must_stream(whole):
                 check_copies_fit(whole.weights.num_bytes_to_copy, self.device)
                 return whole
+            self._all_ranks = dist.RankGroup(dist.world_size())
         streamed = StreamedWeights(architecture, self._all_ranks)
         check_streamed_weights_fit(streamed, self.device)
         return FusedForward(streamed)
@@ -123,8 +128,4 @@ def session_source(model: nn.Module, vocabulary: Vocabulary) -> SessionSource:
     source = WeightSource(model, GenerationOptions(backend="auto" if on_one_device else "eager"))
     if source.backend == "eager":
         return EagerGenerator(base_model(model), vocabulary)
-    from pipeline.generation.generator import Generator
-
-    forward = source.forward()
-    forward.refresh()
-    return Generator(forward, vocabulary)
+    return source.generator(vocabulary)
