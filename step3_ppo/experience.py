@@ -197,10 +197,9 @@ def pack_responses(
     )
 
 
-def gather_responses(parts: Sequence[Responses]) -> Responses:
-    """Gather all rows of all ranks in the rollout's order, on every rank. A collective."""
-    joined = [torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Responses)]
-    everywhere = Responses(*(dist.gather_rows(tensor) for tensor in joined))
+def gather_responses(mine: Responses) -> Responses:
+    """Gather the rows of all ranks in the rollout's order, on every rank. A collective."""
+    everywhere = mine.map(dist.gather_rows)
     return everywhere.select(everywhere.order.argsort()).trimmed()
 
 

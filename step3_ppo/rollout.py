@@ -204,7 +204,7 @@ class Sampler:
             # All ranks of the group hold the same responses; each contributes its part of them.
             index = torch.arange(len(mine.order), device=mine.order.device)
             mine = mine.select(index.chunk(group.size)[group.rank])
-        return gather_responses([mine])
+        return gather_responses(mine)
 
     def _places(self, num_prompts: int) -> list[int | None]:
         """The places among the rollout's prompts that this rank's group samples, batch by batch; None is padding."""
