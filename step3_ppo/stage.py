@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
-from step3_ppo.config import PPOConfig, own_flags
+from step3_ppo.config import LENGTH_FLAGS, PPOConfig, own_flags
 from step3_ppo.models.roles import frozen_roles, trained_roles
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
     from pipeline.models.reward_model import check_head
     from pipeline.models.source import ModelSource, check_decoder, check_positions
 
-    lengths = "--max_prompt_seq_len + --max_answer_seq_len"
-    longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
     models: list[StartModel] = []
     for role in trained_roles():
         settings, prefix = config.flags_of(role), f"{role.flags}_"
@@ -51,7 +49,10 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         start = ModelSource(base_of_output.get(path, path))
         fits: list[Callable[[], None]] = [
             partial(check_decoder, start, flag),
-            *(partial(check, start, longest, lengths) for check in (check_positions, check_rotary_length)),
+            *(
+                partial(check, start, config.max_sequence_length, LENGTH_FLAGS)
+                for check in (check_positions, check_rotary_length)
+            ),
             partial(check_settings, start, settings, prefix),
         ]
         if not role.has_values:
