@@ -31,7 +31,15 @@ if TYPE_CHECKING:  # it imports triton, which the eager backend does without
 
 
 class HybridEngine:
-    """A source of sessions (`session.py`) on the model that `engine` trains, inside `generation()` only."""
+    """A source of sessions (`session.py`) on the model that `engine` trains, inside `generation()` only.
+
+    engine: the actor under DeepSpeed.
+    options: the flags of generation.
+    vocabulary: ids that end a response or pad it, and those that can be drawn.
+    source: the weights, and the backend that reads them.
+    group: the ranks that share one copy of the weights.
+    backend: name of the backend.
+    """
 
     def __init__(
         self, engine: TrainingEngine, vocabulary: Vocabulary, *, options: GenerationOptions | None = None
@@ -43,7 +51,8 @@ class HybridEngine:
         self._check_swap_buffers()
         self._generator: Generator | None = None
         self._open = False
-        self._held = self._needed = 0  # bytes: at the end of the last rollout, and that updates took above them
+        # Bytes that were allocated when the last rollout ended, and the most that an update took above them.
+        self._rollout_bytes = self._update_bytes = 0
 
     def _check_swap_buffers(self) -> None:
         """Raise InputError where a rollout gathers all weights from a disk at once, through fewer buffers."""
@@ -78,7 +87,7 @@ class HybridEngine:
             if self.backend != "eager" and (self.options.release_cache or self._update_lacks_memory()):
                 self._generator = None
             if self._device.type == "cuda":
-                self._held = torch.cuda.memory_allocated(self._device)
+                self._rollout_bytes = torch.cuda.memory_allocated(self._device)
 
     @property
     def holds_buffers(self) -> bool:
@@ -92,11 +101,12 @@ class HybridEngine:
     def note_update(self) -> None:
         """Measure what an update took above what was held when its rollout ended; called after passes of it."""
         if self._device.type == "cuda":
-            self._needed = max(self._needed, torch.cuda.max_memory_allocated(self._device) - self._held)
+            taken = torch.cuda.max_memory_allocated(self._device) - self._rollout_bytes
+            self._update_bytes = max(self._update_bytes, taken)
 
     def _update_lacks_memory(self) -> bool:
         """Tell whether some rank's device has too little free for an update beside the KV cache. A collective."""
-        lacks = not keeps_cache(*memory_of(self._device), taken=self._needed)
+        lacks = not keeps_cache(*memory_of(self._device), taken=self._update_bytes)
         lacks = dist.max_over_ranks(float(lacks), self._device) > 0
         if lacks:
             warn_once(

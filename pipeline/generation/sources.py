@@ -30,7 +30,14 @@ log = logging.getLogger(__name__)
 class WeightSource:
     """The weights of a model for generation, on the ranks that share one copy of them, and the backend that reads them.
 
-    partitioned: ranks share the trained weights (ZeRO-3). Making one is a collective.
+    Making one is a collective.
+
+    model: the language model, with or without adapters.
+    options: the flags of generation.
+    partitioned: ranks share the trained weights (ZeRO-3).
+    group: the ranks of a tensor-parallel group; one rank without tensor parallelism.
+    device: device of the weights.
+    backend: name of the backend.
 
     Raises:
         InputError: the options ask for what this model, device or number of ranks does not have.

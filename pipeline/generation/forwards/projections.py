@@ -111,7 +111,7 @@ class Projection:
     """Linear layers joined along their outputs; tensor parallelism cuts outputs (dim 0) or inputs (dim 1)."""
 
     def __init__(self, layers: Sequence[Any], dim: int, shard: Shard) -> None:
-        layers = undivided(layers) if shard.size == 1 else layers
+        layers = whole_layers(layers) if shard.size == 1 else layers
         self.modules = list(dict.fromkeys(module_of(layer) for layer in layers))
         bases = [linear_of(module) for module in self.modules]
         copied = shard.size > 1 or any(is_partitioned(base.weight) for base in bases)
@@ -121,7 +121,7 @@ class Projection:
         # A bound method would be a cycle that keeps the copies alive until the next garbage collection.
         sources, spec = partial(weight_shards, layers, dim, shard), torch.cat([whole_weight(one) for one in layers])
         self._weight = WeightTensor(sources, spec, copied=copied or (adapted and not quantised), num_shards=shard.size)
-        self._scale = made_of(partial(scale_shards, layers, dim, shard)) if quantised else None
+        self._scale = joined_tensor(partial(scale_shards, layers, dim, shard)) if quantised else None
         self.adapters = Adapters(layers, dim, shard) if quantised and adapted else None  # None: they are in the weight
         self._bias: WeightTensor | None = None
         if bases[0].bias is not None:
@@ -154,8 +154,8 @@ class Adapters:
 
     def __init__(self, layers: Sequence[Any], dim: int, shard: Shard) -> None:
         self.scaling: float = next(one for one in map(module_of, layers) if has_adapter(one)).scaling["default"]
-        self._down = made_of(partial(lora_down_shards, layers, dim, shard))
-        self._up = made_of(partial(lora_up_shards, layers, dim, shard, self.scaling), copied=True)
+        self._down = joined_tensor(partial(lora_down_shards, layers, dim, shard))
+        self._up = joined_tensor(partial(lora_up_shards, layers, dim, shard, self.scaling), copied=True)
         self.tensors = [self._down, self._up]
 
     @property
@@ -173,18 +173,18 @@ def has_adapter(module: Any) -> bool:
     return hasattr(module, "lora_A")
 
 
-def made_of(sources: Callable[[], list[Tensor]], *, copied: bool = False) -> WeightTensor:
-    """Return the tensor joined of `sources()`, which are whole, and of this rank."""
+def joined_tensor(sources: Callable[[], list[Tensor]], *, copied: bool = False) -> WeightTensor:
+    """Return one tensor joined of what `sources()` returns: whole tensors, or already this rank's shards of them."""
     return WeightTensor(sources, torch.cat([part.to("meta") for part in sources()]), copied=copied)
 
 
 def module_of(layer: Any) -> Any:
-    """Return the module of a linear layer that may be a part of one."""
+    """Return the module of a linear layer, or of the linear layer that it is some rows (`Rows`) of."""
     return layer.layer if isinstance(layer, Rows) else layer
 
 
-def undivided(layers: Sequence[Any]) -> Sequence[Any]:
-    """Return the one layer that all of `layers` are the parts of, in order; else `layers`."""
+def whole_layers(layers: Sequence[Any]) -> Sequence[Any]:
+    """Return [layer] where `layers` are all parts of one linear layer, in order, which needs no copy; else `layers`."""
     first = layers[0]
     if not isinstance(first, Rows) or first.groups > 1:
         return layers
