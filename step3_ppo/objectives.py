@@ -14,7 +14,7 @@ from pipeline.models.flops import TrainingWork
 from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.config import PPOCoefficients
-from step3_ppo.experience import Experience, Responses, ValueTargets
+from step3_ppo.experience import Experience, Responses
 from step3_ppo.losses import kl_loss, policy_loss, value_loss
 from step3_ppo.scoring import log_probs_of, values_of
 
@@ -202,7 +202,7 @@ class ValueObjective:
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the value loss, summed over the response tokens of a micro-batch."""
-        targets: ValueTargets | None = known.targets
+        targets = known.targets
         assert targets is not None, "a rollout without values"
         values = values_of(self.engine, part, batch)
         clip = self.value_clip or None

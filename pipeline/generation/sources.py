@@ -34,10 +34,12 @@ class WeightSource:
 
     model: the language model, with or without adapters.
     options: the flags of generation.
-    partitioned: ranks share the trained weights (ZeRO-3).
     group: the ranks of a tensor-parallel group; one rank without tensor parallelism.
     device: device of the weights.
     backend: name of the backend.
+
+    Args:
+        partitioned: ranks share the trained weights (ZeRO-3).
 
     Raises:
         InputError: the options ask for what this model, device or number of ranks does not have.
@@ -47,7 +49,7 @@ class WeightSource:
         size = options.tensor_parallel_size
         if dist.world_size() % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
-        self.model, self.options, self.partitioned, self.group = model, options, partitioned, dist.RankGroup(size)
+        self.model, self.options, self.group = model, options, dist.RankGroup(size)
         self._all_ranks: dist.RankGroup | None = None  # those that streamed weights are sharded over
         self.device = next(model.parameters()).device
         self.backend: Backend
@@ -56,8 +58,11 @@ class WeightSource:
             log.info("generation: fell back from %s", fallback)
         log.info("generation: %s backend", self.backend)
         self._check_tensor_parallelism()
-        if options.weights == "streamed" and (reason := self._why_not_streamed()):
-            raise InputError(f"--rollout_weights streamed: {reason}; else give auto")
+        self._why_whole = why_not_streamed(
+            partitioned=partitioned, ranks=dist.world_size(), tensor_parallel_size=size, backend=self.backend
+        )
+        if options.weights == "streamed" and self._why_whole:
+            raise InputError(f"--rollout_weights streamed: {self._why_whole}; else give auto")
 
     def _check_tensor_parallelism(self) -> None:
         size = self.group.size
@@ -72,14 +77,6 @@ class WeightSource:
             kind = base_model(self.model).config.model_type
             raise InputError(f"--inference_tp_size {size}: {kind} norms the heads of all ranks together")
         log.info("generation: tensor parallel, over %d ranks", size)
-
-    def _why_not_streamed(self) -> str | None:
-        return why_not_streamed(
-            partitioned=self.partitioned,
-            ranks=dist.world_size(),
-            tensor_parallel_size=self.group.size,
-            backend=self.backend,
-        )
 
     def generator(self, vocabulary: Vocabulary, *, least: Room = NO_ROOM) -> "Generator":
         """Return the generator of the fused or static backend, on the weights as they are now.
@@ -115,10 +112,11 @@ class WeightSource:
 
     def _must_stream(self, whole: "FusedForward") -> bool:
         """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
-        if self.options.weights != "auto" or self._why_not_streamed():
-            if self.options.weights == "streamed":
-                log.info("generation: weights are streamed, as --rollout_weights says")
-            return self.options.weights == "streamed"
+        if self.options.weights == "streamed":
+            log.info("generation: weights are streamed, as --rollout_weights says")
+            return True
+        if self.options.weights == "whole" or self._why_whole:
+            return False
         bytes_per_slot = whole.cache_layout.bytes_per_token * self.options.max_sequence_length
         fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self.device)
         streams = dist.max_over_ranks(float(not fit), self.device) > 0
