@@ -95,8 +95,8 @@ def shape_scores(
 ) -> Tensor:
     """Normalised scores of each reward, (B,) -> sequence rewards (B,): clip each, sum, then the penalty, once.
 
-    Each is clipped to [-reward_clip, reward_clip], so that none outweighs its share of the sum, and the clip cannot hide
-    the penalty.
+    Each is clipped to [-reward_clip, reward_clip]: none outweighs its share of the sum, and the clip cannot hide the
+    penalty.
     """
     clipped = [column.clamp(-reward_clip, reward_clip) for column in scores]
     total = weighted_sum(clipped, weights)
