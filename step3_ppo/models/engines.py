@@ -30,11 +30,12 @@ log = logging.getLogger(__name__)
 class Models:
     """The engines of stage 3, by the names of their roles.
 
-    tokenizer: tokenizer of what learns.
+    tokenizer: tokenizer of the models that learn.
     trained: policy ("actor") and value model ("critic").
-    frozen: "reference", where not the actor with the adapters that it began with, if any, is the reference; "reward",
-        where not the critic with the adapters and the head that it began with is the reward model.
-    rewards: what judges responses; the reward model is one.
+    frozen: "reference" and "reward", each only where it is loaded beside its trained twin. Otherwise the actor is the
+        reference policy when its adapters are switched back to those that training began with, and the critic, with
+        the head that it began with, the reward model.
+    rewards: what gives responses their raw scores; the reward model is one.
     """
 
     tokenizer: Any
@@ -94,8 +95,8 @@ class Models:
 class Sources:
     """The models that stage 3 starts from, and the tokenizers of its run.
 
-    starts: the start of each role, held by a model of its own or not.
-    tokenizer: tokenizer of what learns.
+    starts: role -> files of the model that it starts from, also where no engine of its own is made.
+    tokenizer: tokenizer of the models that learn.
     reward_tokenizer: None where the reward model reads the actor's own tokens.
     """
 
