@@ -63,7 +63,7 @@ def evaluate_answers(
     A collective: every rank has equally many batches. {} where nothing is held out.
     """
     model = base_model(engine.module.model)
-    chat_model = as_chat_model("", model, tokenizer, by=EagerGenerator)  # no copy of weights that are trained
+    chat_model = as_chat_model("", model, tokenizer, make_source=EagerGenerator)  # no copy of weights that are trained
     by_layer = engine.weights is not None and not engine.weights.once
     own_config, model.generation_config = model.generation_config, GenerationConfig()  # its settings would be taken
     pairs = []

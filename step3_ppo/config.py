@@ -17,6 +17,8 @@ from pipeline.generation.options import BackendChoice, why_not_streamed
 from pipeline.models.paths import read_adapter_config
 from step3_ppo.models.roles import Role, all_roles, frozen_roles, trained_roles
 
+LENGTH_FLAGS = "--max_prompt_seq_len + --max_answer_seq_len"  # the flags of `PPOConfig.max_sequence_length`
+
 
 class PromptDataConfig(DataConfig):
     """Data"""
@@ -167,6 +169,11 @@ class PPOConfig(StageConfig):
     optimizer: OptimizerConfig = OptimizerConfig(adam_eps=1e-5, min_learning_rate_ratio=0.1)
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output")
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return self.data.max_prompt_seq_len + self.sampling.max_answer_seq_len
 
     @property
     def reward_path(self) -> str:

@@ -73,11 +73,6 @@ def normalise_scores(scores: Tensor, *, mean: float, std: float) -> Tensor:
     return (scores - mean) / std
 
 
-def clip_scores(scores: Tensor, *, limit: float | None) -> Tensor:
-    """Scores confined to [-limit, limit]; None leaves them as they are."""
-    return scores if limit is None else scores.clamp(-limit, limit)
-
-
 def missing_eos(scores: Tensor, finished: Tensor, *, penalty: float) -> Tensor:
     """Subtract `penalty` from the responses that were cut off: `finished` (B,) is True where one ended with EOS."""
     assert finished.dtype == torch.bool and finished.shape == scores.shape, (finished.dtype, finished.shape)
@@ -95,14 +90,15 @@ def shape_scores(
     weights: Sequence[float],
     finished: Tensor,
     *,
-    reward_clip: float | None,
+    reward_clip: float,
     missing_eos_penalty: float,
 ) -> Tensor:
     """Normalised scores of each reward, (B,) -> sequence rewards (B,): clip each, sum, then the penalty, once.
 
-    So no reward outweighs its share of the sum, and the clip cannot hide the penalty.
+    Each is clipped to [-reward_clip, reward_clip]: none outweighs its share of the sum, and the clip cannot hide the
+    penalty.
     """
-    clipped = [clip_scores(column, limit=reward_clip) for column in scores]
+    clipped = [column.clamp(-reward_clip, reward_clip) for column in scores]
     total = weighted_sum(clipped, weights)
     _check_sequences(total)
     return missing_eos(total, finished, penalty=missing_eos_penalty)

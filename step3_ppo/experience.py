@@ -36,7 +36,7 @@ from step3_ppo.estimators import (
 
 
 class Rows:
-    """Frozen dataclasses whose tensors all have one row a sequence; some are of other such dataclasses, or None."""
+    """The base of frozen dataclasses of tensors with a row for each sequence; a field may be None or other `Rows`."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return `change(tensor)` of each tensor."""
@@ -197,10 +197,9 @@ def pack_responses(
     )
 
 
-def gather_responses(parts: Sequence[Responses]) -> Responses:
-    """Gather all rows of all ranks in the rollout's order, on every rank. A collective."""
-    joined = [torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Responses)]
-    everywhere = Responses(*(dist.gather_rows(tensor) for tensor in joined))
+def gather_responses(mine: Responses) -> Responses:
+    """Gather the rows of all ranks in the rollout's order, on every rank. A collective."""
+    everywhere = mine.map(dist.gather_rows)
     return everywhere.select(everywhere.order.argsort()).trimmed()
 
 
@@ -210,7 +209,7 @@ class Rewarded:
 
     experience: tensors for the updates.
     valid: (N,) bool, True = the row counts and all its numbers are finite.
-    scores: (N,) fp32, raw scores, of several rewards their sum with the weights; NaN where one has none.
+    scores: (N,) fp32, raw scores, of several rewards their weighted sum; NaN where a reward gives no score.
     sequence_rewards: (N,) fp32, rewards before the KL penalty.
     clipped: (N,) bool, True = `reward_clip` cut the score of a reward.
     kl: (N, T) fp32, KL estimate k1.
@@ -246,25 +245,25 @@ def reward_responses(
     Args:
         judged: (N, R) fp32 raw scores of `rewards`.
     """
-    numbers = [judged, scores.log_probs, scores.ref_log_probs]
-    numbers += [] if scores.values is None else [scores.values]
-    finite = torch.stack([row.isfinite().reshape(len(row), -1).all(1) for row in numbers]).all(0)
+    columns = [judged, scores.log_probs, scores.ref_log_probs]
+    columns += [] if scores.values is None else [scores.values]
+    finite = torch.stack([column.isfinite().reshape(len(column), -1).all(1) for column in columns]).all(0)
     valid = responses.valid & finite
     mask = responses.response_mask & valid.unsqueeze(1)
-    log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in numbers[1:])
+    log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns[1:])
     values = rest[0] if rest else None
     weights, raw = [one.weight for one in rewards], torch.where(valid.unsqueeze(1), judged, 0.0).unbind(1)
     normalised = [normalise_scores(n, mean=one.mean, std=one.std) for n, one in zip(raw, rewards, strict=True)]
     limits = {"reward_clip": ppo.reward_clip, "missing_eos_penalty": ppo.missing_eos_penalty}
     shaped = shape_scores(normalised, weights, responses.finished, **limits)
     penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
-    of_tokens = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
-    advantages, returns = estimate_advantages(of_tokens, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
+    per_token = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
+    advantages, returns = estimate_advantages(per_token, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
     mean, variance = finish_moments(moments(advantages, mask))
-    used = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
+    trained = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
     return Rewarded(
         experience=Experience(
-            mask, log_probs, ref_log_probs, used, None if values is None else ValueTargets(values, returns)
+            mask, log_probs, ref_log_probs, trained, None if values is None else ValueTargets(values, returns)
         ),
         valid=valid,
         scores=weighted_sum(judged.unbind(1), weights),

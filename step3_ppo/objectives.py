@@ -1,7 +1,6 @@
 """The objectives of PPO: a trained model with its loss on a micro-batch. One optimizer step is a list of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from pipeline.models.flops import TrainingWork
 from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.config import PPOCoefficients
-from step3_ppo.experience import Experience, Responses, ValueTargets
+from step3_ppo.experience import Experience, Responses
 from step3_ppo.losses import kl_loss, policy_loss, value_loss
 from step3_ppo.scoring import log_probs_of, values_of
 
@@ -41,18 +40,20 @@ class StepSize:
 class Sums:
     """Sums and maxima over the micro-batches of one update: on the device until they are reduced over ranks, once."""
 
-    def __init__(self, device: torch.device, objectives: Sequence["Objective"]) -> None:
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.sums = {name: zero for objective in objectives for name in objective.sums}
-        self.maxima = {name: zero for objective in objectives for name in objective.maxima}
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
 
-    def add(self, **sums: Tensor) -> None:
-        for name, value in sums.items():
-            self.sums[name] = self.sums[name] + value.detach().double()
+    def add(self, **terms: Tensor) -> None:
+        """Add scalars to the sums of their names; a sum that is not finite drops the step."""
+        for name, term in terms.items():
+            self.sums[name] = self.sums.get(name, 0.0) + term.detach().double()
 
-    def raise_to(self, **maxima: Tensor) -> None:
-        for name, value in maxima.items():
-            self.maxima[name] = torch.maximum(self.maxima[name], value.detach().double())
+    def raise_to(self, **values: Tensor) -> None:
+        """Raise the maxima of these names to scalars that are larger."""
+        for name, value in values.items():
+            value = value.detach().double()
+            self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
 
     def over_ranks(self) -> dict[str, float]:
         """The sums under their names, the maxima as `<name>_max`. A collective, and the update's one wait for them."""
@@ -63,26 +64,23 @@ class Sums:
 
 
 class Objective(ABC):
-    """A trained model and a loss of it, one of several perhaps; to be made anew for each step.
+    """A trained model and a loss of it, one of several perhaps; an object serves one optimizer step.
 
-    role: of the model: the prefix of its metrics.
-    engine: the model.
-    work: matrix operations of its passes.
-    sums: names of what `loss` adds up over this rank's tokens; one that is not finite drops the step.
-    maxima: names of what it takes the maximum of.
-    text: text whose gradients are added after those of the rollout; None without. At most one of a model has any.
+    role: role of the model, the prefix of its metrics.
+    engine: the model with its optimizer.
+    work: counts the matrix operations of its forward and backward passes.
+    text: plain text whose gradients are added after those of the rollout; None: there is none. At most one objective
+        of a model has any.
     """
 
     role: str
     engine: TrainingEngine
     work: TrainingWork
-    sums: tuple[str, ...]
-    maxima: tuple[str, ...] = ()
     text: Step[SFTBatch] | None = None
 
     @abstractmethod
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
-        """Return the loss, summed over the response tokens of a micro-batch."""
+        """Return the loss, summed over the response tokens of a micro-batch; `sums` get what `metrics` reads."""
 
     def text_backward(self, sums: Sums) -> None:
         """Add the gradients of `text`, which close the accumulation."""
@@ -103,17 +101,15 @@ class Objective(ABC):
 class PolicyObjective(Objective):
     """The clipped policy loss of PPO, with the KL in it if so asked, and the ptx loss of text.
 
-    engine: policy.
-    work: matrix operations of its passes.
+    engine: the policy with its optimizer.
+    work: counts the matrix operations of its forward and backward passes.
     ppo: coefficients of PPO.
     kl_coef: KL coefficient of the rollout.
     temperature: sampling temperature, by which logits are divided.
     unsup_coef: factor of the ptx loss.
     world: ranks and device.
     role: prefix of its metrics.
-    sums: over response tokens, but for ptx: over those of text.
-    maxima: over response tokens.
-    text: text of the ptx loss.
+    text: plain text of this step for the ptx loss; None without one.
     """
 
     engine: TrainingEngine
@@ -124,8 +120,6 @@ class PolicyObjective(Objective):
     unsup_coef: float
     world: dist.World
     role: str = "actor"
-    sums: tuple[str, ...] = ("policy", "ratio", "clipped", "approx_kl", "entropy", "ptx")
-    maxima: tuple[str, ...] = ("ratio", "log_ratio")
     text: Step[SFTBatch] | None = None
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
@@ -200,22 +194,20 @@ class PolicyObjective(Objective):
 class ValueObjective(Objective):
     """The clipped value loss of PPO.
 
-    engine: value model.
-    work: matrix operations of its passes.
+    engine: the value model with its optimizer.
+    work: counts the matrix operations of its forward and backward passes.
     value_clip: clip range of the new value around the old one; 0: no clip.
     role: prefix of its metrics.
-    sums: over response tokens.
     """
 
     engine: TrainingEngine
     work: TrainingWork
     value_clip: float
     role: str = "critic"
-    sums: tuple[str, ...] = ("value", "value_clipped")
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the value loss, summed over the response tokens of a micro-batch."""
-        targets: ValueTargets | None = known.targets
+        targets = known.targets
         assert targets is not None, "a rollout without values"
         values = values_of(self.engine, part, batch)
         clip = self.value_clip or None

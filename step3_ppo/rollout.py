@@ -60,7 +60,7 @@ def make_text(run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -
         eval_fraction=0.0,
         data_output_path=config.data.data_output_path,
     )
-    length = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
+    length = config.max_sequence_length
     built = prepare_data(source, tokenizer, rows="blocks", shares=(), title="text", max_seq_len=length)
     return StepLoader(
         built.train,
@@ -136,7 +136,7 @@ def generation_options(config: PPOConfig) -> GenerationOptions:
     return GenerationOptions(
         backend=sampling.generation_engine,
         merge_lora=sampling.merge_lora_for_generation,
-        max_sequence_length=config.data.max_prompt_seq_len + sampling.max_answer_seq_len,
+        max_sequence_length=config.max_sequence_length,
         # Optimizer states that come back for the update need the memory that the cache had.
         release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         tensor_parallel_size=sampling.inference_tp_size,
@@ -204,7 +204,7 @@ class Sampler:
             # All ranks of the group hold the same responses; each contributes its part of them.
             index = torch.arange(len(mine.order), device=mine.order.device)
             mine = mine.select(index.chunk(group.size)[group.rank])
-        return gather_responses([mine])
+        return gather_responses(mine)
 
     def _places(self, num_prompts: int) -> list[int | None]:
         """The places among the rollout's prompts that this rank's group samples, batch by batch; None is padding."""

@@ -59,7 +59,8 @@ def policy_log_probs(
     """
 
     def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
-        return log_probs_of(models.actor, part, batch, temperature=temperature, with_entropy=True)  # type: ignore
+        # Entropies are asked for, so that there are some.
+        return log_probs_of(models.actor, part, batch, temperature=temperature, with_entropy=True)  # type: ignore[return-value]
 
     log_probs, entropy = over_all(responses, batches, compute, between)
     return log_probs, entropy

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
-from step3_ppo.config import PPOConfig, own_flags
-from step3_ppo.models.roles import frozen_roles, trained_roles
+from step3_ppo.config import LENGTH_FLAGS, PPOConfig, own_flags
+from step3_ppo.models.roles import all_roles, trained_roles
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.offline import OfflineCheckpoint
@@ -42,38 +42,31 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
     from pipeline.models.reward_model import check_head
     from pipeline.models.source import ModelSource, check_decoder, check_positions
 
-    lengths = "--max_prompt_seq_len + --max_answer_seq_len"
-    longest = config.data.max_prompt_seq_len + config.sampling.max_answer_seq_len
     models: list[StartModel] = []
-    for role in trained_roles():
-        settings, prefix = config.flags_of(role), f"{role.flags}_"
-        flag, path = f"--{prefix}model_name_or_path", settings.model_name_or_path
-        start = ModelSource(base_of_output.get(path, path))
-        fits: list[Callable[[], None]] = [
-            partial(check_decoder, start, flag),
-            *(partial(check, start, longest, lengths) for check in (check_positions, check_rotary_length)),
-            partial(check_settings, start, settings, prefix),
-        ]
-        if not role.has_values:
-            fits.append(partial(check_cache, start, flag))
-        else:
-            fits.insert(0, partial(check_critic_tokens, start, models[0].source, flag))
-            fits += [] if path in base_of_output else [partial(check_head, start)]
-        kind = check_reward_model if role.has_values else check_language_model
-        packages = package_checks(settings, config.optimizer, config.deepspeed, prefix)
-        models.append(StartModel(flag, path, start, kind, packages, fits))
-    for role in frozen_roles():
-        if not role.path or not (own_flags(config, role) or config.reward_model_name_or_path):
+    for role in all_roles():
+        # A frozen model without flags of its own starts from the files of a trained one.
+        has_own_start = role.path and (own_flags(config, role) or config.reward_model_name_or_path)
+        if not role.is_trained and not has_own_start:
             continue
-        path, flag, settings = config.start_of(role), f"--{role.prefix}name_or_path", config.flags_of(role)
+        path, settings, prefix = config.start_of(role), config.flags_of(role), role.prefix or f"{role.flags}_"
+        flag = f"--{prefix}{'model_' * role.is_trained}name_or_path"
         start = ModelSource(base_of_output.get(path, path))
-        fits = [
-            partial(check_decoder, start, flag),
-            partial(check_settings, start, settings, role.prefix, learns=False),
-        ]
-        fits += [] if path in base_of_output else [partial(check_head, start)]
-        packages = weight_checks(settings, role.prefix)
-        models.append(StartModel(flag, path, start, check_reward_model, packages, fits))
+        fits: list[Callable[[], None]] = [partial(check_decoder, start, flag)]
+        if role.is_trained:
+            checks = (check_positions, check_rotary_length)
+            fits += [partial(check, start, config.max_sequence_length, LENGTH_FLAGS) for check in checks]
+        fits.append(partial(check_settings, start, settings, prefix, learns=role.is_trained))
+        if role.has_values:
+            fits += [] if path in base_of_output else [partial(check_head, start)]
+        else:
+            fits.append(partial(check_cache, start, flag))
+        if role.is_trained and models:
+            fits.insert(0, partial(check_critic_tokens, start, models[0].source, flag))
+        packages = weight_checks(settings, prefix)
+        if role.is_trained:
+            packages = package_checks(settings, config.optimizer, config.deepspeed, prefix)
+        kind = check_reward_model if role.has_values else check_language_model
+        models.append(StartModel(flag, path, start, kind, packages, fits))
     return models
 
 

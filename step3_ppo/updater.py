@@ -58,20 +58,16 @@ class Updater:
     seed: int
 
     def minibatches(self, lengths: Lengths, size: int, *, rollout: int) -> Iterator[list[MicroBatch]]:
-        """Yield this rank's micro-batches of every optimizer step of a rollout, all its epochs."""
-        for epoch in range(self.num_epochs):
-            yield from self.minibatches_of_epoch(lengths, size, rollout=rollout, epoch=epoch)
-
-    def minibatches_of_epoch(self, lengths: Lengths, size: int, *, rollout: int, epoch: int) -> list[list[MicroBatch]]:
-        """Cut one epoch over the rollout's rows into this rank's micro-batches of each step.
+        """Yield this rank's micro-batches of every optimizer step on rollout number `rollout`, epoch by epoch.
 
         A micro-batch has at most as many tokens as `size` of its step's longest rows. The first epoch deals the rows to
         steps in their order, later ones shuffle them before.
         """
-        rows = list(range(len(lengths)))
-        if epoch:
-            rows = permutation(len(lengths), seed=self.seed, purpose=f"minibatch/{rollout}", epoch=epoch).tolist()
-        return micro_batches(rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=size)
+        for epoch in range(self.num_epochs):
+            rows = list(range(len(lengths)))
+            if epoch:
+                rows = permutation(len(lengths), seed=self.seed, purpose=f"minibatch/{rollout}", epoch=epoch).tolist()
+            yield from micro_batches(rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=size)
 
     def step_size(self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]) -> StepSize:
         """Measure a step over all ranks. A collective."""
@@ -106,7 +102,7 @@ class Updater:
         scale = self.world.size / num_tokens
         # Each engine with the objective whose gradients are its last: the one with text, else the last in the list.
         engines = {one.engine: one for one in objectives} | {one.engine: one for one in objectives if one.text}
-        sums = Sums(responses.sequences.device, objectives)
+        sums = Sums()
         for number, (batch, rows, part) in enumerate(cut(responses, batches)):
             stopping.within_step(engines)
             known = experience.select(rows).narrowed(batch.width)

@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 class CachedForward(Protocol):
     """The forward passes of a model for generation: prefill and decode steps over a KV cache.
 
+    cache_layout: keys and values of a token on this rank.
+    preserves_free_slots: a decode step writes nothing to slots that are not active, which a prefill may fill meanwhile.
+    fits_graph: a CUDA graph can hold a decode step.
     can_grow: its caches have a method `grow(cache_length, slots)`, and their length changes no result.
     group: the ranks that compute each pass together, and have the same responses.
     lockstep: the ranks whose passes are collectives although each has responses of its own; None where they run freely.

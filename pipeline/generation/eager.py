@@ -18,7 +18,7 @@ from pipeline.generation.rollouts import (
     draw,
     rollout_uniforms,
 )
-from pipeline.generation.session import Finished, Reason, Room, Session, Ticket, Tokens, news
+from pipeline.generation.session import Finished, Reason, Room, Session, Ticket, Tokens, new_events
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
 
 # Finished rows leave the batch when they are at least this share of it: a copy of the KV cache against decode steps of
@@ -27,7 +27,15 @@ COMPACT_ABOVE = 0.25
 
 
 class Decoder:
-    """The batch of rows still being generated: their KV cache, masks, positions and next logits."""
+    """The rows that are still being generated, n of the N of a batch.
+
+    model: a causal language model of transformers.
+    mask: (n, P + t) bool, True = real token; the prompts are padded on the left.
+    rows: (n,) int64, places of these rows among the N.
+    cache: KV cache of transformers.
+    logits: (n, V) fp32, logits of the next tokens.
+    positions: (n,) int64, position ids of the next tokens.
+    """
 
     def __init__(self, model: nn.Module, prompts: list[torch.Tensor], pad_id: int) -> None:
         self.model = model
@@ -67,7 +75,20 @@ class Decoder:
 
 
 class Batch:
-    """The N requests of a batch, their settings and responses; columns of rows that have left the decoder stay."""
+    """The N requests of a batch with their settings and responses; rows that have left the decoder stay in the tensors.
+
+    vocabulary: ids that end a response or pad it, and those that can be drawn.
+    truncation: what some of the rows need.
+    temperature, top_p: (N,) fp32, settings of each row.
+    top_k: (N,) int64.
+    uniforms: (N, T) float64, random numbers of all positions.
+    eos: int64 ids that end a response.
+    tokens: (N, T) int64, tokens drawn.
+    log_probs: (N, T) fp32, their log-probabilities.
+    running: row -> its request, of responses that have not ended.
+    decoder: forward passes of the rows that run, and of a few that have ended.
+    position: tokens drawn so far.
+    """
 
     def __init__(self, model: nn.Module, tickets: Sequence[Ticket], vocabulary: Vocabulary) -> None:
         device = next(model.parameters()).device
@@ -81,7 +102,7 @@ class Batch:
         self.eos = torch.tensor(sorted(vocabulary.eos_ids), dtype=torch.int64, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(shape, device=device)
-        self.running = dict(enumerate(tickets))  # by their rows
+        self.running = dict(enumerate(tickets))
         rows = [torch.as_tensor(ticket.prompt.ids, dtype=torch.int64, device=device) for ticket in tickets]
         self.decoder, self.position = Decoder(model, rows, vocabulary.pad_id), 0
 
@@ -89,8 +110,8 @@ class Batch:
         """Draw the next token of each row, and compute the logits of the one after it; report what is new."""
         here, position = self.decoder.rows, self.position
         scaled = self.decoder.logits / self.temperature[here].unsqueeze(1)
-        known = self.truncation.apply(scaled[:, : self.vocabulary.num_tokens], self.top_p[here], self.top_k[here])
-        tokens = draw(known, self.uniforms[here, position])
+        kept = self.truncation.apply(scaled[:, : self.vocabulary.num_tokens], self.top_p[here], self.top_k[here])
+        tokens = draw(kept, self.uniforms[here, position])
         # Rows that have ended but not left the batch are written behind their ends.
         self.tokens[here, position] = tokens
         self.log_probs[here, position] = gather_log_probs(scaled, tokens)
@@ -114,7 +135,7 @@ class Batch:
             reason: Reason | None = "end" if is_end[row] else "limit" if is_cut else None
             if reason or ticket.is_watched or ticket.is_withdrawn:
                 ids, log_probs = self.tokens[row, : self.position], self.log_probs[row, : self.position]
-                new = news(ticket, ids, log_probs, reason, self.vocabulary)
+                new = new_events(ticket, ids, log_probs, reason, self.vocabulary)
                 events += new
                 if ticket.is_withdrawn or (new and isinstance(new[-1], Finished)):
                     del self.running[row]

@@ -29,7 +29,15 @@ if TYPE_CHECKING:  # it imports triton, which the eager backend does without
 
 
 class HybridEngine:
-    """A source of sessions (`session.py`) on the model that `engine` trains, inside `generation()` only."""
+    """A source of sessions (`session.py`) on the model that `engine` trains, inside `generation()` only.
+
+    engine: the actor under DeepSpeed.
+    options: the flags of generation.
+    vocabulary: ids that end a response or pad it, and those that can be drawn.
+    source: the weights, and the backend that reads them.
+    group: the ranks that share one copy of the weights.
+    backend: name of the backend.
+    """
 
     def __init__(
         self, engine: TrainingEngine, vocabulary: Vocabulary, *, options: GenerationOptions | None = None
@@ -41,7 +49,8 @@ class HybridEngine:
         self._check_swap_buffers()
         self._generator: Generator | None = None
         self._open = False
-        self._held = self._needed = 0  # bytes: at the end of the last rollout, and that updates took above them
+        # Bytes that were allocated when the last rollout ended, and the most that an update took above them.
+        self._rollout_bytes = self._update_bytes = 0
 
     def _check_swap_buffers(self) -> None:
         """Raise InputError where a rollout gathers all weights from a disk at once, through fewer buffers."""
@@ -59,8 +68,11 @@ class HybridEngine:
         """Make the trained weights available to `generate`: gathered, merged, refreshed. A collective."""
         # The fused backend copies weights layer by layer; the others need whole modules.
         with self.engine.generation(gather=self.backend != "fused"):
-            if self.backend not in OF_MODULES:
-                self._refresh()
+            if self._generator is not None:
+                self._generator.forward.refresh()
+            elif self.backend not in OF_MODULES:
+                least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
+                self._generator = self.source.generator(self.vocabulary, least=least)
             self._open = True
             try:
                 yield
@@ -73,7 +85,7 @@ class HybridEngine:
             if self.backend not in OF_MODULES and (self.options.release_cache or self._update_lacks_memory()):
                 self._generator = None
             if self._device.type == "cuda":
-                self._held = torch.cuda.memory_allocated(self._device)
+                self._rollout_bytes = torch.cuda.memory_allocated(self._device)
 
     @property
     def holds_buffers(self) -> bool:
@@ -87,11 +99,12 @@ class HybridEngine:
     def note_update(self) -> None:
         """Measure what an update took above what was held when its rollout ended; called after passes of it."""
         if self._device.type == "cuda":
-            self._needed = max(self._needed, torch.cuda.max_memory_allocated(self._device) - self._held)
+            taken = torch.cuda.max_memory_allocated(self._device) - self._rollout_bytes
+            self._update_bytes = max(self._update_bytes, taken)
 
     def _update_lacks_memory(self) -> bool:
         """Tell whether some rank's device has too little free for an update beside the KV cache. A collective."""
-        lacks = not keeps_cache(*memory_of(self._device), taken=self._needed)
+        lacks = not keeps_cache(*memory_of(self._device), taken=self._update_bytes)
         lacks = dist.max_over_ranks(float(lacks), self._device) > 0
         if lacks:
             warn_once(
@@ -99,14 +112,6 @@ class HybridEngine:
                 "again for the next rollout"
             )
         return lacks
-
-    def _refresh(self) -> None:
-        """Let the generator read the weights as they are now, and build it the first time."""
-        if self._generator is not None:
-            self._generator.forward.refresh()
-            return
-        least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
-        self._generator = self.source.generator(self.vocabulary, least)
 
     def session(self, room: Room) -> Session:
         """Open a session; the slots are those of this rank's tensor-parallel group."""

@@ -17,24 +17,26 @@ from pipeline.generation import device_work
 from pipeline.generation.device_work import FinishedSlotsPoll, HostCopy, Lockstep, SideStream, to_device
 from pipeline.generation.options import MAX_PREFILL_TOKENS
 from pipeline.generation.rollouts import GenerationStopped, Truncation
-from pipeline.generation.session import Finished, Room, Session, Ticket, Tokens, news
+from pipeline.generation.session import Finished, Room, Session, Ticket, Tokens, new_events
 from pipeline.generation.slots import GenerationBuffers, slot_settings
 from pipeline.tensor_ops import pad_rows
 
-# Decode steps between two polls of finished slots, when no response waits for a slot. A poll makes the host wait for
+# Decode steps between two polls of finished slots when no response waits for a slot. A poll makes the host wait for
 # the device; without it, steps are decoded after the last response has ended. Chosen by hand.
 POLL_INTERVAL = 16
-# The same while responses wait for a slot: a longer interval leaves slots empty. On an H200 a token takes 52.4 us with
-# 4 and 51.9 us with 2 (docs/experiments.md, "Continuous batching").
+# Decode steps between two polls while responses wait for a slot, where a longer interval would leave slots empty: on an
+# H200 a token takes 52.4 us with 4 and 51.9 us with 2 (docs/experiments.md, "Continuous batching").
 POLL_INTERVAL_WHILE_WAITING = 4
-# The same where prefills overlap decode steps, and a scheduler iteration costs less: 51.0 us a token with 2 (ibid.).
+# Decode steps between two polls while responses wait, where prefills overlap decode steps and a scheduler iteration
+# costs less: a token takes 51.0 us with 2 (ibid.).
 POLL_INTERVAL_OVERLAPPED = 2
 # Minimum prefill batch, as a share of the slots: a prefill of few prompts is slow, waiting for more leaves slots empty.
 # Measured as 8 of 64 slots (ibid.).
 MIN_PREFILL_SHARE = 1 / 8
-# The same where prefills overlap decode steps, measured as 4 of 64 slots (ibid.).
+# Minimum prefill batch where prefills overlap decode steps, measured as 4 of 64 slots (ibid.).
 MIN_PREFILL_SHARE_OVERLAPPED = 1 / 16
-# The same while the host looks at tokens as they are drawn: those of a stream come so many at a time.
+# Decode steps between two polls at most, while the host looks at the tokens of a response (one that streams, or has
+# stop texts): a stream gets so many tokens at a time. Chosen by hand.
 POLL_INTERVAL_WATCHED = 4
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,22 @@ class Harvest:
 
 
 class ContinuousBatching(Session):
-    """A session on slots: requests that wait get the slots of responses that have ended."""
+    """A session on slots: requests that wait get the slots of responses that have ended.
+
+    buffers: KV cache, state of the slots and CUDA graph.
+    forward: the forward passes of the model.
+    group: the ranks that compute each pass together.
+    lockstep: agreement with ranks whose passes are collectives.
+    stream: side stream of prefills that overlap decode steps; None: none does.
+    running: slot -> its request, of responses that the host does not know to have ended.
+    free: slots without a response, as far as the host knows.
+    num_steps: decode steps enqueued so far.
+    final_step: the value of `num_steps` at which every response that has a slot now has ended.
+    polls: copies of the active flags on their way to the host, oldest first.
+    prefilled: prefills that overlapped the last decode steps; their responses start before the next steps.
+    offsets: busy slot -> its tokens in the KV cache less `num_steps`, which is constant while it decodes.
+    harvests: responses that have ended and are on their way to the host.
+    """
 
     def __init__(
         self, buffers: GenerationBuffers, room: Room, *, lockstep: Lockstep, stream: SideStream | None
@@ -90,13 +107,12 @@ class ContinuousBatching(Session):
         buffers.slots.active.zero_()  # of a session that was given up
         self.buffers, self.forward, self.group = buffers, buffers.forward, buffers.forward.group
         self.lockstep, self.stream = lockstep, stream
-        self.running: dict[int, Ticket] = {}  # by their slots
+        self.running: dict[int, Ticket] = {}
         self.free = list(range(buffers.num_slots))
-        self.num_steps = 0  # decode steps enqueued
-        self.final_step = 0  # after so many steps all responses that have a slot now have ended
+        self.num_steps = self.final_step = 0
         self.polls: deque[FinishedSlotsPoll] = deque()
-        self.prefilled: list[PrefilledBatch] = []  # overlapped with the last steps; they start before the next
-        self.offsets: dict[int, int] = {}  # of each busy slot: its tokens now, less `num_steps`
+        self.prefilled: list[PrefilledBatch] = []
+        self.offsets: dict[int, int] = {}
         self.harvests: list[Harvest] = []
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -176,13 +192,13 @@ class ContinuousBatching(Session):
         self.harvests.append(Harvest(tickets, state.written[index], state.log_probs[index], counts))
 
     def _results(self) -> list[Tokens | Finished]:
-        """Wait for the copies of responses that have ended, whose decode steps are over, and report them."""
+        """Wait for the copies of responses that have ended, and report them."""
         events: list[Tokens | Finished] = []
         for harvest in self.harvests:
             lengths, ends = harvest.counts.tolist()
             for n, ticket in enumerate(harvest.tickets):
                 ids, log_probs = harvest.written[n, : lengths[n]], harvest.log_probs[n, : lengths[n]]
-                events += news(ticket, ids, log_probs, "end" if ends[n] else "limit", self.vocabulary)
+                events += new_events(ticket, ids, log_probs, "end" if ends[n] else "limit", self.vocabulary)
         self.harvests.clear()
         return events
 
@@ -195,7 +211,7 @@ class ContinuousBatching(Session):
         index, state = to_device(torch.tensor(list(watched)), self.device), self.buffers.slots
         written, log_probs, counts = state.written[index], state.log_probs[index], state.position[index].tolist()
         for n, (slot, ticket) in enumerate(watched.items()):
-            new = news(ticket, written[n, : counts[n]], log_probs[n, : counts[n]], None, self.vocabulary)
+            new = new_events(ticket, written[n, : counts[n]], log_probs[n, : counts[n]], None, self.vocabulary)
             events += new
             if new and isinstance(new[-1], Finished):
                 self._stop_slots([slot])
@@ -204,7 +220,7 @@ class ContinuousBatching(Session):
     def _grow_cache(self, steps: int) -> None:
         """Make the KV cache long enough for `steps` more tokens of each slot that the host does not know to be free."""
         length = self.num_steps + steps + max(self.offsets.values(), default=0)
-        if length <= self.buffers.cache_length or self.buffers.cache_length == self.buffers.max_length:
+        if length <= self.buffers.cache_length or self.buffers.cache_length == self.buffers.room.max_length:
             return
         if self.stream is not None:
             self.stream.synchronize()
@@ -271,7 +287,7 @@ class ContinuousBatching(Session):
         return batches
 
     def _set_final_step(self, tickets: Sequence[Ticket]) -> None:
-        """Set when all will have ended with these, which start now; their first token needs no decode step."""
+        """Move `final_step` for requests that start now; the first token of each comes of its prefill."""
         limits = [ticket.sampling.max_new_tokens for ticket in tickets]
         self.final_step = max(self.final_step, self.num_steps + max(limits, default=1) - 1)
 
@@ -314,8 +330,8 @@ class ContinuousBatching(Session):
     def _start(self, batch: PrefilledBatch) -> None:
         """Draw the first tokens of responses and activate their slots for the next decode step."""
         self.buffers.slots.start(batch.slot_index, batch.lengths, batch.settings, batch.numbers)
-        known = (len(ticket.prompt.ids) - self.num_steps for ticket in batch.tickets)
-        self.offsets.update(zip(batch.slots, known, strict=True))
+        offsets = (len(ticket.prompt.ids) - self.num_steps for ticket in batch.tickets)
+        self.offsets.update(zip(batch.slots, offsets, strict=True))
         self.running.update(zip(batch.slots, batch.tickets, strict=True))
         self.buffers.draw(batch.logits, batch.source, batch.slot_index)
         self._stop_slots([s for s, ticket in zip(batch.slots, batch.tickets, strict=True) if ticket.is_withdrawn])

@@ -78,9 +78,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room of a session. A request may have fewer tokens; more responses wait for those before them.
+    """The largest batch and the longest sequences of a session. Requests beyond `num_slots` wait for their turn.
 
-    num_slots: responses at a time.
+    num_slots: responses that are sampled at a time.
     max_new_tokens: tokens of the longest response.
     max_length: tokens of the longest prompt and its response together.
     """
@@ -100,8 +100,10 @@ NO_ROOM = Room(0, 0, 0)
 class Session(ABC):
     """Requests and their responses; for the ranks of a tensor-parallel group or in lockstep each call is a collective.
 
-    device: where prompts and responses are.
-    waiting: requests that have not started.
+    room: what requests must fit into.
+    vocabulary: ids that end a response or pad it, those that can be drawn, and how ids become text.
+    device: device of the responses' tensors.
+    waiting: requests that have not started, first come first served.
     is_idle: True = nothing runs and nothing waits, on any rank in lockstep.
     """
 
@@ -118,10 +120,10 @@ class Session(ABC):
         Raises:
             ValueError: it is longer than the room, or has stop texts where there is no text.
         """
-        new, known, room = sampling.max_new_tokens, len(prompt.ids), self.room
-        if not 1 <= new <= room.max_new_tokens or not 1 <= known <= room.max_length - new:
+        num_new, num_prompt, room = sampling.max_new_tokens, len(prompt.ids), self.room
+        if not 1 <= num_new <= room.max_new_tokens or not 1 <= num_prompt <= room.max_length - num_new:
             raise ValueError(
-                f"a request of {known} prompt tokens and up to {new} new ones: the session has room for 1 to "
+                f"a request of {num_prompt} prompt tokens and up to {num_new} new ones: the session has room for 1 to "
                 f"{room.max_new_tokens} new tokens, and {room.max_length} in all"
             )
         if sampling.stop and self.vocabulary.decode is None:
@@ -153,12 +155,17 @@ class SessionSource(Protocol):
     def session(self, room: Room) -> Session: ...
 
 
-def news(
+def new_events(
     ticket: Ticket, ids: torch.Tensor, log_probs: torch.Tensor, reason: Reason | None, vocabulary: Vocabulary
 ) -> list[Tokens | Finished]:
-    """Return what is new of a response (T,); last, if it has ended, that: for `reason`, or by a stop text before.
+    """Return the events of a request whose response has these tokens by now; none for a withdrawn request.
 
-    reason: None while it runs. A withdrawn request has no news.
+    `Tokens`, if it streams, come first. `Finished` follows where the response has ended: for `reason`, or before by a
+    stop text, which it is cut after.
+
+    Args:
+        ids, log_probs: (T,) each, all tokens so far.
+        reason: why the device ended it; None while it runs.
     """
     if ticket.is_withdrawn:
         return []
@@ -207,7 +214,7 @@ def generate(
     room = Room(min(num_slots, len(prompts) * num_samples), sampling.max_new_tokens, longest)
     session = source.session(room)
     tickets = [session.submit(prompt, sampling, key, sample=n) for prompt in prompts for n in range(num_samples)]
-    return joined(tickets, finish(session, should_stop=should_stop), session.device)
+    return rollout_of(tickets, finish(session, should_stop=should_stop), session.device)
 
 
 def finish(
@@ -234,8 +241,8 @@ def finish(
             return [responses[number] for number in sorted(responses)]
 
 
-def joined(tickets: Sequence[Ticket], responses: Sequence[Finished], device: torch.device) -> Rollout:
-    """Return the responses to the tickets as a rollout."""
+def rollout_of(tickets: Sequence[Ticket], responses: Sequence[Finished], device: torch.device) -> Rollout:
+    """Return finished responses, in the order of their tickets, as a rollout."""
     rows = {id(ticket.prompt): torch.as_tensor(ticket.prompt.ids, dtype=torch.int64) for ticket in tickets}
     on_device = torch.cat(list(rows.values())).to(device).split([len(row) for row in rows.values()])
     prompts = dict(zip(rows, on_device, strict=True))

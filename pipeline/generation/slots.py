@@ -22,8 +22,15 @@ from pipeline.tensor_ops import round_up
 class GenerationBuffers:
     """KV cache, state of the slots and CUDA graph for sessions of this room; reused by all that it covers.
 
-    cache_length: positions of a slot now; `grow` may make `room.max_length` of it.
-    max_cached_tokens: what the device has memory for, in all slots together; at least room.max_length.
+    forward: the forward passes of the model.
+    room: the largest session that they serve.
+    vocabulary: ids that end a response, and those that can be drawn.
+    cache_length: positions of a slot now; `grow` may add some, up to `room.max_length`.
+    max_cached_tokens: tokens that the device has memory for, in all slots together; at least `room.max_length`.
+    num_slots: slots now, at most those of the room.
+    cache: the KV cache, of the type that `forward` makes.
+    slots: state of the slots.
+    truncation: what some response since the first session has needed; draws apply it.
     """
 
     def __init__(
@@ -31,7 +38,7 @@ class GenerationBuffers:
     ) -> None:
         device = forward.device
         self.room, self.max_cached_tokens, self.vocabulary = room, max_cached_tokens, vocabulary
-        self.cache_length, self.max_length, self.forward = cache_length, room.max_length, forward
+        self.cache_length, self.forward = cache_length, forward
         self.num_slots = num_slots = min(room.num_slots, self.slots_that_fit(cache_length))
         self._has_lost_slots = False
         self._eos = padded_eos(vocabulary.eos_ids, device)
@@ -54,12 +61,12 @@ class GenerationBuffers:
         return self.max_cached_tokens // cache_length
 
     def length_to_grow_to(self, length: int) -> int:
-        """Return how many positions slots get where `length` are needed: half more than now, and at most max_length.
+        """Return how many positions slots get where `length` are needed: half more than now, at most `room.max_length`.
 
-        Not half more where that would cost slots, and `length` alone does not.
+        Where half more would cost slots and `length` would not, as many as cost none.
         """
         needed, ample = (
-            min(round_up(positions, CACHE_LENGTH_MULTIPLE), self.max_length)
+            min(round_up(positions, CACHE_LENGTH_MULTIPLE), self.room.max_length)
             for positions in (length, self.cache_length * 3 // 2)
         )
         for_all_slots = self.max_cached_tokens // self.num_slots // CACHE_LENGTH_MULTIPLE * CACHE_LENGTH_MULTIPLE
@@ -81,7 +88,7 @@ class GenerationBuffers:
         """Draw from now on as slots need it that have these settings too. Work on other streams must be over."""
         if self.truncation | truncation != self.truncation:
             self.truncation |= truncation
-            self._graph = None  # it draws without
+            self._graph = None  # it was captured without
 
     def draw(self, logits: Tensor, rows: Tensor, index: Tensor, uniforms: Tensor | None = None) -> None:
         """Draw the next token of the slots `index` (N,) int64 from the rows (N,) int64 of logits (P, V).

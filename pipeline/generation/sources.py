@@ -4,13 +4,11 @@ For a model that is trained (`hybrid_engine.py`) as for one that is only loaded 
 """
 
 import logging
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from pipeline import dist
-from pipeline.config_fields import declared
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import OF_MODULES, CachedForward, check_copies_fit, choose_backend, whole_weights_fit
@@ -31,7 +29,16 @@ log = logging.getLogger(__name__)
 class WeightSource:
     """The weights of a model for generation, on the ranks that share one copy of them, and the backend that reads them.
 
-    partitioned: ranks share the trained weights (ZeRO-3). Making one is a collective.
+    Making one is a collective.
+
+    model: the language model, with or without adapters.
+    options: the flags of generation.
+    group: the ranks of a tensor-parallel group; one rank without tensor parallelism.
+    device: device of the weights.
+    backend: name of the backend.
+
+    Args:
+        partitioned: ranks share the trained weights (ZeRO-3).
 
     Raises:
         InputError: the options ask for what this model, device or number of ranks does not have.
@@ -41,62 +48,52 @@ class WeightSource:
         size = options.tensor_parallel_size
         if dist.world_size() % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
-        self.model, self.options, self.partitioned, self.group = model, options, partitioned, dist.RankGroup(size)
+        self.model, self.options, self.group = model, options, dist.RankGroup(size)
+        self._all_ranks: dist.RankGroup | None = None  # those that streamed weights are sharded over
         self.device = next(model.parameters()).device
         self.backend, fallbacks = choose_backend(model, options, self.device)
         for fallback in fallbacks:
             log.info("generation: fell back from %s", fallback)
         log.info("generation: %s backend", self.backend)
         self._check_tensor_parallelism()
-        if options.weights == "streamed" and (reason := self._why_not_streamed()):
-            raise InputError(f"--rollout_weights streamed: {reason}; else give auto")
+        self._why_whole = why_not_streamed(
+            partitioned=partitioned, ranks=dist.world_size(), tensor_parallel_size=size, backend=self.backend
+        )
+        if options.weights == "streamed" and self._why_whole:
+            raise InputError(f"--rollout_weights streamed: {self._why_whole}; else give auto")
 
     def _check_tensor_parallelism(self) -> None:
         size = self.group.size
         if size == 1:
             return
-        config = base_model(self.model).config
-        heads = declared(config, "num_key_value_heads") or config.num_attention_heads
         if self.backend != "fused":
             raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {self.backend}")
-        if heads % size:
+        architecture = read_architecture(self.model)
+        if (heads := architecture.num_kv_heads) % size:
             raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
-        if read_architecture(self.model).joins_head_norms:
-            raise InputError(f"--inference_tp_size {size}: {config.model_type} norms the heads of all ranks together")
+        if architecture.joins_head_norms:
+            kind = base_model(self.model).config.model_type
+            raise InputError(f"--inference_tp_size {size}: {kind} norms the heads of all ranks together")
         log.info("generation: tensor parallel, over %d ranks", size)
-
-    def _why_not_streamed(self) -> str | None:
-        return why_not_streamed(
-            partitioned=self.partitioned,
-            ranks=dist.world_size(),
-            tensor_parallel_size=self.group.size,
-            backend=self.backend,
-        )
-
-    @cached_property
-    def _all_ranks(self) -> dist.RankGroup:
-        """The ranks that streamed weights are sharded over."""
-        return dist.RankGroup(dist.world_size())
 
     def of_modules(self, vocabulary: Vocabulary) -> SessionSource:
         """Return the sessions of a backend that samples from the modules as they are (`OF_MODULES`)."""
         return OF_MODULES[self.backend](base_model(self.model), vocabulary)
 
-    def generator(self, vocabulary: Vocabulary, least: Room = NO_ROOM) -> "Generator":
-        """Return the sessions of another backend, on the weights as they are now; raises as `forward` does."""
-        from pipeline.generation.generator import Generator
-
-        forward = self.forward()
-        forward.refresh()
-        log.info("generation: copied weights take %.2f GiB besides the model's own", forward.num_copied_bytes / GIB)
-        return Generator(forward, vocabulary, least=least)
-
-    def forward(self) -> CachedForward:
-        """Return the forward passes of the fused or static backend, before their first `refresh`.
+    def generator(self, vocabulary: Vocabulary, *, least: Room = NO_ROOM) -> "Generator":
+        """Return the generator of a backend with a KV cache in slots, on the weights as they are now.
 
         Raises:
             InputError: copies of the weights do not fit in memory.
         """
+        from pipeline.generation.generator import Generator
+
+        forward = self._forward()
+        forward.refresh()
+        log.info("generation: copied weights take %.2f GiB besides the model's own", forward.num_copied_bytes / GIB)
+        return Generator(forward, vocabulary, least=least)
+
+    def _forward(self) -> CachedForward:
         if self.backend == "static":
             return StaticCacheForward(self.model)
         from pipeline.generation.forwards.fused import FusedForward
@@ -105,21 +102,23 @@ class WeightSource:
         from pipeline.generation.forwards.streaming import StreamedWeights, check_streamed_weights_fit
 
         architecture, group = read_architecture(self.model), self.group
-        if "_all_ranks" not in vars(self):  # once streamed, always
+        if self._all_ranks is None:  # once streamed, always
             whole = FusedForward(DecodeWeights(architecture, Shard(group.rank, group.size)), group)
             if not self._must_stream(whole):
                 check_copies_fit(whole.weights.num_bytes_to_copy, self.device)
                 return whole
+            self._all_ranks = dist.RankGroup(dist.world_size())
         streamed = StreamedWeights(architecture, self._all_ranks)
         check_streamed_weights_fit(streamed, self.device)
         return FusedForward(streamed)
 
     def _must_stream(self, whole: "FusedForward") -> bool:
         """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
-        if self.options.weights != "auto" or self._why_not_streamed():
-            if self.options.weights == "streamed":
-                log.info("generation: weights are streamed, as --rollout_weights says")
-            return self.options.weights == "streamed"
+        if self.options.weights == "streamed":
+            log.info("generation: weights are streamed, as --rollout_weights says")
+            return True
+        if self.options.weights == "whole" or self._why_whole:
+            return False
         bytes_per_slot = whole.cache_layout.bytes_per_token * self.options.max_sequence_length
         fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self.device)
         streams = dist.max_over_ranks(float(not fit), self.device) > 0

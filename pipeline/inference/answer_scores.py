@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.data.templates import encode_conversation
-from pipeline.data.turns import Message, Turns
+from pipeline.data.turns import Turns
 from pipeline.inference.answers import load_chat_tokenizer
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
 from pipeline.models.source import ModelSource, num_positions
 from pipeline.models.tokenizers import choose_padding_token
+from pipeline.rewards.reward_model import scored_ids
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 
@@ -36,13 +36,8 @@ def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
 
 
 def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:
-    """Encode prompt and answer for the reward model, with an end token only for a finished answer.
-
-    Ids beyond the model's positions are cut off on the left, as in training: the answer's end is scored.
-    """
-    ids = encode_conversation(judge.tokenizer, [*prompt, Message("assistant", text)], "last").ids
-    ids = ids if finished else ids[:-1]
-    return ids[-(num_positions(judge.model.config) or len(ids)) :]
+    """Encode prompt and answer for the reward model, as a text of a rollout is."""
+    return scored_ids(judge.tokenizer, prompt, text, finished, num_positions=num_positions(judge.model.config))
 
 
 @torch.inference_mode()

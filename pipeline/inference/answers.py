@@ -66,7 +66,12 @@ class ChatModel:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer. ids: as sampled, with the end token if there is one; finished: True if the model ended it."""
+    """An answer of a model.
+
+    ids: as sampled, with the end token if there is one.
+    text: the decoded ids without special tokens, stripped.
+    finished: True = the model ended it; False = cut at max_new_tokens.
+    """
 
     ids: tuple[int, ...]
     text: str
@@ -98,14 +103,14 @@ def as_chat_model(
     path: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    by: Callable[[PreTrainedModel, Vocabulary], SessionSource] = session_source,
+    make_source: Callable[[PreTrainedModel, Vocabulary], SessionSource] = session_source,
 ) -> ChatModel:
     """Return a model that ends its answers at each id that its tokenizer, template or generation_config names.
 
-    by: backend of generation that makes the source of its sessions, when the first answer is asked for.
+    make_source: makes the source of its sessions, when the first answer is asked for.
     """
     vocabulary = Vocabulary.of(tokenizer, model.generation_config)
-    return ChatModel(path, model, tokenizer, vocabulary, cache(lambda: by(model, vocabulary)))
+    return ChatModel(path, model, tokenizer, vocabulary, cache(lambda: make_source(model, vocabulary)))
 
 
 def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -159,8 +164,8 @@ def generate_answers(
     else:
         rows = answers_by_session(chat_model, prompts, settings, seed, streamer)
     answers = [finished_answer(chat_model, ids) for ids in rows]
-    each = len(answers) // len(prompts)
-    return [answers[start : start + each] for start in range(0, len(answers), each)]
+    num_each = len(answers) // len(prompts)
+    return [answers[start : start + num_each] for start in range(0, len(answers), num_each)]
 
 
 def only_transformers(chat_model: ChatModel, settings: ReplySettings) -> bool:

@@ -1,7 +1,7 @@
 """A reward model: its raw score of a response's last token, also where it has tokens and a template of its own."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.data.templates import encode_conversation, end_token_ids, set_template
+from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message
 from pipeline.engine.start_models import same_tokens
 from pipeline.models.reward_model import last_token_scores
@@ -25,19 +25,23 @@ log = logging.getLogger(__name__)
 class RewardModel:
     """A reward by a model with a scalar head.
 
-    open: opens the engine, one of its own or a trained one as it was before training.
-    tokenizer: None where it reads the tokens of the sequences.
+    open: opens the engine: one that is only read, or a trained one with the weights that training began with.
+    tokenizer: its tokenizer where it reads text; None where it reads the tokens of the sequences.
+    num_positions: tokens that it reads of a text at most, the last ones; None: all.
     """
 
     open: Callable[[], AbstractContextManager[Any]]
     tokenizer: PreTrainedTokenizerBase | None
+    num_positions: int | None = None
     reads_columns = False
 
     def score(self, rows: ScoredRows) -> Tensor:
         """Return (n,) fp32 raw scores of the last real token; from text where the model has its own tokens."""
         sequences, mask, num_packed = rows.sequences, rows.mask, rows.num_packed_tokens
         if self.tokenizer is not None:
-            encoded = [torch.tensor(ids, device=sequences.device) for ids in conversation_ids(self.tokenizer, rows)]
+            texts = [(row.messages, row.response.strip(), row.finished) for row in rows]
+            ids = [scored_ids(self.tokenizer, *text, num_positions=self.num_positions) for text in texts]
+            encoded = [torch.tensor(one, device=sequences.device) for one in ids]
             lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
             sequences = pad_rows(encoded, self.tokenizer.pad_token_id or 0)
             mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), sum(map(len, encoded))
@@ -45,16 +49,21 @@ class RewardModel:
             return last_token_scores(model(sequences, mask, num_tokens=num_packed, right_padded=True), mask.sum(1))
 
 
-def conversation_ids(tokenizer: PreTrainedTokenizerBase, rows: ScoredRows) -> list[list[int]]:
-    """Return the conversations in the tokens and template of `tokenizer`; without an end where there was none."""
-    found, ends = [], end_token_ids(tokenizer)
-    for row in rows:
-        turns = [*row.messages, Message("assistant", row.response.strip())]
-        ids = list(encode_conversation(tokenizer, turns, "last").ids)
-        while not row.finished and ids and ids[-1] in ends:
-            ids.pop()
-        found.append(ids)
-    return found
+def scored_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[Message],
+    response: str,
+    finished: bool,
+    *,
+    num_positions: int | None,
+) -> list[int]:
+    """Encode prompt and response for a reward model, with an end token only for a finished response.
+
+    Ids beyond the model's positions are cut off on the left, as in training: the response's end is scored.
+    """
+    ids = encode_conversation(tokenizer, [*prompt, Message("assistant", response)], "last").ids
+    ids = ids if finished else ids[:-1]
+    return ids[-(num_positions or len(ids)) :]
 
 
 def separate_tokenizer(

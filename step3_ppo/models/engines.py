@@ -16,11 +16,11 @@ from pipeline.models.forward.packed_attention import enable_packed_attention, us
 from pipeline.models.loading import base_model, load_language_model
 from pipeline.models.lora import keep_start_adapter, start_model
 from pipeline.models.reward_model import load_reward_model, score_constants
-from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.models.source import ModelSource, check_positions, num_positions, prepare_tokenizer
 from pipeline.rewards.reward_model import RewardModel, separate_tokenizer
 from pipeline.rewards.rows import WeightedReward
 from pipeline.run.run import Run
-from step3_ppo.config import PPOConfig
+from step3_ppo.config import LENGTH_FLAGS, PPOConfig
 from step3_ppo.models.roles import Role, all_roles
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,12 @@ log = logging.getLogger(__name__)
 class Models:
     """The engines of stage 3, by the names of their roles.
 
-    tokenizer: tokenizer of what learns.
+    tokenizer: tokenizer of the models that learn.
     trained: policy ("actor") and value model ("critic").
-    frozen: "reference", where not the actor with the adapters that it began with, if any, is the reference; "reward",
-        where not the critic with the adapters and the head that it began with is the reward model.
-    rewards: what judges responses; the reward model is one.
+    frozen: "reference" and "reward", each only where it is loaded beside its trained twin. Otherwise the actor is the
+        reference policy when its adapters are switched back to those that training began with, and the critic, with
+        the head that it began with, the reward model.
+    rewards: what gives responses their raw scores; the reward model is one.
     """
 
     tokenizer: Any
@@ -94,8 +95,8 @@ class Models:
 class Sources:
     """The models that stage 3 starts from, and the tokenizers of its run.
 
-    starts: the start of each role, held by a model of its own or not.
-    tokenizer: tokenizer of what learns.
+    starts: role -> files of the model that it starts from, also where no engine of its own is made.
+    tokenizer: tokenizer of the models that learn.
     reward_tokenizer: None where the reward model reads the actor's own tokens.
     """
 
@@ -108,20 +109,25 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
     """Load the tokenizers and look at all models' files: what cannot work is refused before any weight is read.
 
     Raises:
-        InputError: a critic whose tokenizer is not the actor's, or lengths beyond the models' positions.
+        InputError: a critic whose tokenizer is not the actor's, or lengths beyond the positions of a model that reads
+            the actor's tokens.
     """
     models = run.stage.start_models(config, {})
     checked = dict(zip([model.path for model in models], check_start_models(models), strict=True))
     starts = {role.name: checked[config.start_of(role)] for role in all_roles()}
     tokenizer = prepare_tokenizer(starts["actor"], config.data.template)
-    return Sources(starts, tokenizer, separate_tokenizer(starts["reward"], tokenizer, config.data.template))
+    reward_tokenizer = separate_tokenizer(starts["reward"], tokenizer, config.data.template)
+    if reward_tokenizer is None:
+        check_positions(starts["reward"], config.max_sequence_length, LENGTH_FLAGS)
+    return Sources(starts, tokenizer, reward_tokenizer)
 
 
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     """Load and wrap the models that the run holds."""
-    mean, std = score_constants(sources.starts["reward"].config) if config.ppo.normalise_scores else (0.0, 1.0)
+    start = sources.starts["reward"].config
+    mean, std = score_constants(start) if config.ppo.normalise_scores else (0.0, 1.0)
     models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[])
-    reward_model = RewardModel(models.reward_model, sources.reward_tokenizer)
+    reward_model = RewardModel(models.reward_model, sources.reward_tokenizer, num_positions(start))
     models.rewards.append(WeightedReward("reward model", reward_model, weight=1.0, mean=mean, std=std))
     for role in config.held_roles:
         source = sources.starts[role.name]

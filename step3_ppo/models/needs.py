@@ -78,7 +78,7 @@ def prefill(config: PPOConfig, buffers: Rollout) -> Pass:
 def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass]:
     """Return the largest passes of a rollout without gradients; the policy's, if any, has the shape of updates."""
     answer = config.sampling.max_answer_seq_len
-    length = round_up(config.data.max_prompt_seq_len + answer, LENGTH_UNIT)
+    length = round_up(config.max_sequence_length, LENGTH_UNIT)
     micro = config.optimizer.per_device_train_batch_size
     rows = min(num_responses, max(1, SCORING_TOKENS // length))
     passes, times = list[Pass](), -(-num_responses // rows)
@@ -96,7 +96,7 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
 def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pass]:
     """Return the passes of an optimizer step: what learns on a micro-batch, and the actor on text."""
     answer, optimizer = config.sampling.max_answer_seq_len, config.optimizer
-    length = round_up(config.data.max_prompt_seq_len + answer, LENGTH_UNIT)
+    length = round_up(config.max_sequence_length, LENGTH_UNIT)
     rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
     times = num_responses * config.ppo.ppo_epochs // rows
     passes = [Pass("actor", rows, length, rows * answer, trains=True, accumulates=accumulates, times=times)]
@@ -180,12 +180,11 @@ def batch_lines(config: PPOConfig, schedule: Schedule, ranks: int) -> list[str]:
     sampling = config.sampling
     prompts, samples = sampling.per_device_generation_batch_size, sampling.num_samples_per_prompt
     responses = counted(schedule.prompts_per_rollout * samples, "response")
-    length = config.data.max_prompt_seq_len + sampling.max_answer_seq_len
     batches = counted(sampling.generation_batches, "generation batch")
     return [
         f"{counted(prompts, 'prompt')} x {counted(samples, 'sample')} x {batches} x {counted(ranks, 'rank')} = "
         f"{responses} a rollout",
-        step_arithmetic(config.optimizer, ranks, f"responses of up to {length} tokens"),
+        step_arithmetic(config.optimizer, ranks, f"responses of up to {config.max_sequence_length} tokens"),
         f"{responses} x {counted(config.ppo.ppo_epochs, 'epoch')} / {counted(schedule.rows_per_step, 'row')} = "
         f"{counted(schedule.steps_per_rollout, 'optimizer step')} a rollout",
     ]

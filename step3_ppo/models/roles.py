@@ -7,13 +7,13 @@ from dataclasses import dataclass
 class Role:
     """A model of stage 3; PPOConfig says its flags and its start.
 
-    name: in metrics, logs, file names of checkpoints, and the folder below --output_dir.
-    title: in plans, DeepSpeed JSONs and fingerprints.
-    flags: the field of PPOConfig that has its ModelConfig: a model that is only read has those of its trained twin.
-    prefix: of the flags that are its own, beside those; empty: it has none.
-    path: the attribute of PPOConfig that names its start; empty: the start of its flags.
-    card: heading of the card of its folder; empty where it is only read.
-    has_values: it has a scalar head.
+    name: its name in metrics, logs and files of checkpoints, and its folder below --output_dir.
+    title: its name in plans, DeepSpeed JSONs and fingerprints.
+    flags: the field of PPOConfig that holds its ModelConfig; a model that is only read has that of its trained twin.
+    prefix: prefix of the flags that are its alone, besides those of its ModelConfig; empty: it has none.
+    path: the attribute of PPOConfig that names the model it starts from; empty: the path in its ModelConfig.
+    card: heading of the model card in its folder; empty where it is only read.
+    has_values: True = it has a scalar head.
     """
 
     name: str

@@ -194,7 +194,7 @@ def test_the_rule_of_the_cache_is_asked_with_what_is_measured(monkeypatch, stays
         "pipeline.generation.hybrid_engine.keeps_cache", lambda *given, taken: calls.append((*given, taken)) or stays
     )
     hybrid = hybrid_of(engine_of(opt(), 0))
-    for hybrid._needed in (0, 5):
+    for hybrid._update_bytes in (0, 5):
         rollout(hybrid)
         assert hybrid.holds_buffers == stays
     assert calls == [(7, 9, 0), (7, 9, 5)]

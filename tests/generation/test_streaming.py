@@ -39,7 +39,7 @@ from pipeline.generation.forwards.streaming import (
     check_streamed_weights_fit,
     view_of_bytes,
 )
-from pipeline.generation.options import GenerationOptions
+from pipeline.generation.options import GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling
 from pipeline.generation.scheduler import Lockstep
 from pipeline.generation.session import generate
@@ -302,21 +302,17 @@ def test_the_flag_becomes_an_option(weights):
     assert generation_options(PPOConfig.model_validate(config.model_dump() | {"sampling": {}})).weights == "auto"
 
 
-def reason(monkeypatch: pytest.MonkeyPatch, *, stage: int = 3, ranks: int = 2, size: int = 1, backend: str = "fused"):
+def reason(*, stage: int = 3, ranks: int = 2, size: int = 1, backend: str = "fused") -> str | None:
     """Return why these ranks cannot stream weights."""
-    monkeypatch.setattr("pipeline.dist.world_size", lambda: ranks)
-    group = SimpleNamespace(size=size)
-    return WeightSource._why_not_streamed(SimpleNamespace(partitioned=stage == 3, group=group, backend=backend))
+    return why_not_streamed(partitioned=stage == 3, ranks=ranks, tensor_parallel_size=size, backend=backend)
 
 
-def test_reasons_against_streamed_weights(monkeypatch):
-    assert reason(monkeypatch) is None
-    assert reason(monkeypatch, stage=2) == "needs --actor_zero_stage 3"
-    assert reason(monkeypatch, ranks=1).startswith("found 1 rank, wanted several")
-    assert reason(monkeypatch, size=2) == "found --inference_tp_size 2, wanted 1"
-    assert (
-        reason(monkeypatch, backend="static") == "found the static backend, wanted the fused one (--generation_engine)"
-    )
+def test_reasons_against_streamed_weights():
+    assert reason() is None
+    assert reason(stage=2) == "needs --actor_zero_stage 3"
+    assert reason(ranks=1).startswith("found 1 rank, wanted several")
+    assert reason(size=2) == "found --inference_tp_size 2, wanted 1"
+    assert reason(backend="static") == "found the static backend, wanted the fused one (--generation_engine)"
 
 
 @pytest.mark.parametrize("weights", ["auto", "whole"])
@@ -327,7 +323,7 @@ def test_weights_stay_whole_where_they_fit_or_must(weights, monkeypatch):
         hybrid: Any = SimpleNamespace(
             options=GenerationOptions(weights=weights),
             device=DEVICE,
-            _why_not_streamed=lambda actual=reason: actual,
+            _why_whole=reason,
         )
         function = SimpleNamespace(
             cache_layout=SimpleNamespace(bytes_per_token=1), weights=SimpleNamespace(num_bytes_to_copy=1)

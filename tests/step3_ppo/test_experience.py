@@ -1,11 +1,14 @@
 """Rows of responses: masks, indices between positions and response tokens, packing and gathering."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 from support.tiny_models import EOS, PAD
 from torch import Tensor
 
+from pipeline import dist
 from pipeline.generation.rollouts import Rollout
 from step3_ppo.experience import Experience, Responses, ValueTargets, gather_responses, pack_responses
 from step3_ppo.scoring import gather_scores
@@ -92,9 +95,11 @@ def test_selected_rows_keep_everything_together():
     assert chosen.sequences.equal(responses.sequences[[2, 0]])
 
 
-def test_gathered_rows_stand_in_the_rollouts_order():
+def test_gathered_rows_stand_in_the_rollouts_order(monkeypatch):
     first, second = packed(order=[3, 0, 5, 1]), packed(order=[4, 2, 6, 7])
-    together = gather_responses([first, second])
+    others = iter([getattr(second, field.name) for field in fields(second)])
+    monkeypatch.setattr(dist, "gather_rows", lambda rows: torch.cat([rows, next(others)]))  # those of a second rank
+    together = gather_responses(first)
     assert together.order.tolist() == list(range(8))
     assert together.row_index.tolist() == [41, 43, 41, 40, 40, 42, 42, 43]
     assert together.sequences.shape[1] == 11

@@ -20,6 +20,7 @@ from pipeline.configuration.flags import parse
 from pipeline.engine import start_models
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
 from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.models.lora import STORED_INT8
 from pipeline.models.reward_model import last_token_scores
@@ -208,3 +209,47 @@ def test_lengths_beyond_the_positions_are_refused(world, trained_folders, tmp_pa
     config = config.replace(data=config.data.replace(max_prompt_seq_len=60).model_dump())
     with pytest.raises(InputError, match="max_answer_seq_len 68: the model .* has 64 positions"):
         made(world, tmp_path, config)
+
+
+def reward_with_positions(trained_folders, bpe_folder, folder, positions: int) -> str:
+    """A reward model of the actor's tokens and template with so many learned positions."""
+    save_tiny("opt", bpe_folder, folder, reward=True, max_position_embeddings=positions)
+    PreTrainedTokenizerFast.from_pretrained(trained_folders.actor).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_reward_model_of_the_actors_tokens_has_positions_for_whole_sequences(
+    world, trained_folders, tmp_path, bpe_folder
+):
+    """Prompts have 16 tokens at most, responses 8."""
+    for positions in (24, 23):
+        folder = reward_with_positions(trained_folders, bpe_folder, tmp_path / str(positions), positions)
+        config = ppo_config(trained_folders).replace(reward_model_name_or_path=folder)
+        run = make_run(world, tmp_path, config)
+        if positions == 24:
+            assert make_sources(run, config).reward_tokenizer is None
+    with pytest.raises(InputError, match=r"--max_prompt_seq_len \+ --max_answer_seq_len 24: the model .* 23 positions"):
+        make_sources(run, config)
+
+
+@torch.no_grad()
+def test_text_beyond_the_positions_of_a_reward_model_of_other_tokens_is_cut_on_its_left(
+    world, trained_folders, tmp_path, bpe_folder
+):
+    """Its tokens may be more than the actor's: the end of the response is scored, as `rlhf compare` does."""
+    folder = reward_with_positions(trained_folders, bpe_folder, tmp_path / "reward", 12)
+    other_tokenizer(trained_folders.actor, tmp_path / "reward")
+    config = ppo_config(trained_folders).replace(reward_model_name_or_path=folder)
+    models = made(world, tmp_path, config)
+    reward = models.rewards[0].reward
+    assert reward.tokenizer is not None
+    ids = torch.tensor([models.tokenizer("The quick brown fox jumps over", add_special_tokens=False)["input_ids"]])
+    row = {"messages": json.dumps([{"role": "user", "content": "Where is it, and how does it get there?"}])}
+    lengths = torch.tensor([0]), torch.tensor([ids.shape[1]])
+    rows = ScoredRows(ids, *lengths, torch.tensor([False]), None, lambda n: row, models.tokenizer)
+    score = reward.score(rows)
+    judge = load_judge(folder, dtype=torch.float32)
+    (read,) = rows
+    cut = encode_answer(judge, read.messages, read.response.strip(), finished=False)
+    assert len(cut) == 12
+    torch.testing.assert_close(score, torch.tensor(score_rows(judge, [cut], batch_size=1)), rtol=1e-5, atol=1e-6)

@@ -29,7 +29,7 @@ def test_the_clip_acts_on_normalised_scores():
 
 
 def test_the_clip_can_be_off():
-    assert shaped([402.0], [True], reward_clip=None) == [100]
+    assert shaped([402.0], [True], reward_clip=math.inf) == [100]
 
 
 def test_a_reward_model_without_spread_is_refused():

@@ -111,7 +111,7 @@ class Projection:
     """Linear layers joined along their outputs; tensor parallelism cuts outputs (dim 0) or inputs (dim 1)."""
 
     def __init__(self, layers: Sequence[Any], dim: int, shard: Shard) -> None:
-        layers = undivided(layers) if shard.size == 1 else layers
+        layers = whole_layers(layers) if shard.size == 1 else layers
         self.modules = list(dict.fromkeys(module_of(layer) for layer in layers))
         bases = [linear_of(module) for module in self.modules]
         copied = shard.size > 1 or any(is_partitioned(base.weight) for base in bases)
@@ -119,17 +119,17 @@ class Projection:
         if quantised and not copied:
             make_adjacent([base.weight for base in bases])
         # A bound method would be a cycle that keeps the copies alive until the next garbage collection.
-        sources, spec = partial(weight_shards, layers, dim, shard), joined_spec([whole_weight(one) for one in layers])
+        sources, spec = partial(weight_shards, layers, dim, shard), torch.cat([whole_weight(one) for one in layers])
         self._weight = WeightTensor(sources, spec, copied=copied or (adapted and not quantised), num_shards=shard.size)
-        self._scale = made_of(partial(scale_shards, layers, dim, shard)) if quantised else None
-        self._adapters = Adapters(layers, dim, shard) if quantised and adapted else None
+        self._scale = joined_tensor(partial(scale_shards, layers, dim, shard)) if quantised else None
+        self.adapters = Adapters(layers, dim, shard) if quantised and adapted else None  # None: they are in the weight
         self._bias: WeightTensor | None = None
         if bases[0].bias is not None:
             sources, num_shards = partial(bias_shards, layers, dim, shard), shard.size if dim == 0 else 1
-            spec = joined_spec([whole_bias(one) for one in layers])
+            spec = torch.cat([rows_of(one, on_meta(linear_of(module_of(one)).bias)) for one in layers])
             self._bias = WeightTensor(sources, spec, copied=copied, num_shards=num_shards)
         self.tensors = [one for one in (self._weight, self._scale, self._bias) if one is not None]
-        self.tensors += self._adapters.tensors if self._adapters else []
+        self.tensors += self.adapters.tensors if self.adapters else []
 
     @property
     def weight(self) -> Tensor:
@@ -140,11 +140,6 @@ class Projection:
     def scale(self) -> Tensor | None:
         """Return the fp32 scales of int8 codes, (outputs, 1)."""
         return None if self._scale is None else self._scale.tensor
-
-    @property
-    def adapters(self) -> "Adapters | None":
-        """Return the adapters that are not in the weight."""
-        return self._adapters
 
     @property
     def bias(self) -> Tensor | None:
@@ -159,8 +154,8 @@ class Adapters:
 
     def __init__(self, layers: Sequence[Any], dim: int, shard: Shard) -> None:
         self.scaling: float = next(one for one in map(module_of, layers) if has_adapter(one)).scaling["default"]
-        self._down = made_of(partial(lora_down_shards, layers, dim, shard))
-        self._up = made_of(partial(lora_up_shards, layers, dim, shard, self.scaling), copied=True)
+        self._down = joined_tensor(partial(lora_down_shards, layers, dim, shard))
+        self._up = joined_tensor(partial(lora_up_shards, layers, dim, shard, self.scaling), copied=True)
         self.tensors = [self._down, self._up]
 
     @property
@@ -178,18 +173,18 @@ def has_adapter(module: Any) -> bool:
     return hasattr(module, "lora_A")
 
 
-def made_of(sources: Callable[[], list[Tensor]], *, copied: bool = False) -> WeightTensor:
-    """Return the tensor joined of `sources()`, which are whole, and of this rank."""
-    return WeightTensor(sources, joined_spec([part.to("meta") for part in sources()]), copied=copied)
+def joined_tensor(sources: Callable[[], list[Tensor]], *, copied: bool = False) -> WeightTensor:
+    """Return one tensor joined of what `sources()` returns: whole tensors, or already this rank's shards of them."""
+    return WeightTensor(sources, torch.cat([part.to("meta") for part in sources()]), copied=copied)
 
 
 def module_of(layer: Any) -> Any:
-    """Return the module of a linear layer that may be a part of one."""
+    """Return the module of a linear layer, or of the linear layer that it is some rows (`Rows`) of."""
     return layer.layer if isinstance(layer, Rows) else layer
 
 
-def undivided(layers: Sequence[Any]) -> Sequence[Any]:
-    """Return the one layer that all of `layers` are the parts of, in order; else `layers`."""
+def whole_layers(layers: Sequence[Any]) -> Sequence[Any]:
+    """Return [layer] where `layers` are all parts of one linear layer, in order, which needs no copy; else `layers`."""
     first = layers[0]
     if not isinstance(first, Rows) or first.groups > 1:
         return layers
@@ -212,19 +207,9 @@ def whole_weight(layer: Any) -> Tensor:
     return by_outputs(layer, on_meta(linear_of(module_of(layer)).weight))
 
 
-def whole_bias(layer: Any) -> Tensor:
-    """Return a layer's whole bias (outputs,) on the meta device."""
-    return rows_of(layer, on_meta(linear_of(module_of(layer)).bias))
-
-
 def on_meta(parameter: Any) -> Tensor:
     """Return a whole parameter on the meta device."""
     return torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
-
-
-def joined_spec(parts: Sequence[Tensor]) -> Tensor:
-    """Return meta tensors joined along their first dimension."""
-    return torch.cat(list(parts))
 
 
 def weight_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]:
@@ -268,8 +253,7 @@ def lora_up_shards(layers: Sequence[Any], dim: int, shard: Shard, scaling: float
 
 def bias_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]:
     """Return this rank's shard of each layer's bias; where outputs are summed over ranks, 0 on all but the first."""
-    whole = [(layer, linear_of(module_of(layer)).bias) for layer in layers]
-    biases = [rows_of(layer, bias) for layer, bias in whole]
+    biases = [rows_of(layer, linear_of(module_of(layer)).bias) for layer in layers]
     if dim == 0:
         return [shard.cut(bias, 0) for bias in biases]
     return [bias if shard.rank == 0 else torch.zeros_like(bias) for bias in biases]
