@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.templates import set_template
 from pipeline.data.turns import Message
-from pipeline.rewards.reward_model import RewardModel, conversation_ids
+from pipeline.rewards.reward_model import RewardModel, scored_ids
 from pipeline.rewards.rows import ScoredRows
 
 PROMPTS = ("How?", "Where is it?")
@@ -67,6 +67,8 @@ def test_a_reward_model_of_other_tokens_packs_its_own_tokens(bpe_tokenizer, tiny
         yield model
 
     scores = RewardModel(opened, tokenizer).score(rows)
-    expected = conversation_ids(tokenizer, rows)
+    expected = [
+        scored_ids(tokenizer, row.messages, row.response.strip(), row.finished, num_positions=None) for row in rows
+    ]
     assert seen == [(expected, sum(map(len, expected)))] and len(expected[0]) != len(expected[1])
     assert scores.tolist() == [float(ids[-1]) for ids in expected]

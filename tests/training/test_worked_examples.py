@@ -148,7 +148,8 @@ def ppo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ppo_runs(changed: Path, ppo_folder: Path) -> list[dict]:
     """Runs as before, with the new estimator, with the new objective and with the new backend; all start alike."""
     runs = [("eager", ""), ("eager", "advantage_estimator"), ("eager", "imitation_coef"), ("plain", "")]
-    return [json.loads(line) for line in run(changed, ppo_folder, "-c", PPO, json.dumps(runs), DS_ACCELERATOR="cpu").splitlines()]
+    printed = run(changed, ppo_folder, "-c", PPO, json.dumps(runs), DS_ACCELERATOR="cpu")
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 def test_the_new_estimator_compares_the_responses_to_one_prompt(ppo_runs: list[dict]) -> None:
