@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -23,7 +23,7 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from pipeline import dist
-from pipeline.errors import InputError
+from pipeline.errors import InputError, RunError, counted
 from pipeline.hub import commits_read, split_revision
 from pipeline.models.lora import (
     check_quantization,
@@ -35,6 +35,7 @@ from pipeline.models.lora import (
 )
 from pipeline.models.paths import check_language_model, reading_error
 from pipeline.models.source import ModelSource, attention_for, check_decoder, check_stored_quantization
+from pipeline.models.weight_files import ADAPTER_WEIGHTS
 from pipeline.out_of_memory import is_out_of_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -111,10 +112,34 @@ def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
             config.task_type = None  # a reward model that starts from the adapter of a language model
         with warnings.catch_warnings():  # of GPT-2's layers, which are stored transposed, but not once quantised
             warnings.filterwarnings("ignore", "fan_in_fan_out")
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
             wrapped: Any = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merged)
+        check_adapter_names(wrapped, path, folder)
         return merge_adapter(wrapped) if merged else wrapped
+    except RunError:
+        raise
     except Exception as error:
+        if isinstance(error, KeyError) and "base_model." in str(error):  # of a module that is saved whole
+            raise InputError(f"{path}: 1 weight is not in its {ADAPTER_WEIGHTS}: {error}") from error
         raise reading_error(path, "cannot load the adapter", error) from error
+
+
+def check_adapter_names(wrapped: PeftModel, path: str, folder: str) -> None:
+    """Raise InputError if the file of an adapter lacks weights, which peft leaves random, or holds others.
+
+    peft's first loading does not tell: the weights are set once more.
+    """
+    found = set_peft_model_state_dict(wrapped, load_peft_weights(folder, device="cpu"))
+    weights = dict(wrapped.named_parameters(remove_duplicate=False))  # some kinds share one between their layers
+    absent = set(found.missing_keys)
+    held = {id(weight) for name, weight in weights.items() if name not in absent}
+    missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in held]
+    for names, where in ((missing, "not in its"), (found.unexpected_keys, "of another model in its")):
+        if names:
+            raise InputError(
+                f"{path}: {counted(len(names), 'weight')} {'is' if len(names) == 1 else 'are'} {where} "
+                f"{ADAPTER_WEIGHTS}, the first is {names[0]}; fetch the adapter again, or train it anew"
+            )
 
 
 @contextmanager
