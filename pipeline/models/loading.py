@@ -4,6 +4,7 @@ Configuration and files are checked first (`source.py`). Reward heads are in `re
 """
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,9 +36,10 @@ from pipeline.models.lora import (
 )
 from pipeline.models.paths import check_language_model, reading_error
 from pipeline.models.source import ModelSource, attention_for, check_decoder, check_stored_quantization
-from pipeline.models.weight_files import ADAPTER_WEIGHTS
+from pipeline.models.weight_files import ADAPTER_WEIGHTS, warn_once
 from pipeline.out_of_memory import is_out_of_memory
 
+LAYER = re.compile(r"\.\d+\.")  # in the name of a layer's weight
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -230,6 +232,10 @@ def read_weights(auto_class: Any, path: str, config: PretrainedConfig, may_lack:
         raise reading_error(path, "cannot load the model", error) from error
     if missing := sorted(set(info["missing_keys"]) - may_lack):
         raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
+    if others := sorted(name for name in info["unexpected_keys"] if LAYER.search(name)):  # a head may go
+        warn_once(
+            f"{path}: {len(others)} weights of layers that its config.json does not have are left out: {others[0]}, ..."
+        )
     return model
 
 

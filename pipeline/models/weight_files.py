@@ -185,7 +185,8 @@ def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pi
             raise InputError(f"{at_flag(flag)}{folder} holds no weights (no {WEIGHTS}){extra}")
         warn_once(f"{folder}: no safetensors; {PICKLED} is read with weights_only")
         return
-    shapes = {name: shape for file in files for name, shape in read_shapes(file).items()}
+    has_codes = bool(config.get("quantization_config"))
+    shapes = {name: shape for file in files for name, shape in read_shapes(file, has_codes=has_codes).items()}
     inner = config.get("text_config")
     sizes = [source.get("vocab_size") for source in (config, inner if isinstance(inner, Mapping) else {})]
     vocab_size = next((size for size in sizes if isinstance(size, int)), None)
@@ -214,12 +215,32 @@ def weight_files(folder: Path, flag: str = "") -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor by the header of a safetensors file. Raises InputError for a broken file."""
+def read_shapes(file: Path, *, has_codes: bool = False) -> dict[str, list[int]]:
+    """Return the shape of each tensor by the header of a safetensors file.
+
+    Args:
+        has_codes: True allows weights that are no floating-point numbers. Masks and positions, which files of older
+            versions hold, are not called weights.
+
+    Raises:
+        InputError: a broken file, or weights of a type that would be cast to other values.
+    """
     try:
-        with safetensors.safe_open(file, framework="numpy") as opened:
+        with file.open("rb"), safetensors.safe_open(file, framework="numpy") as opened:
             names = opened.keys()
-            return {name: opened.get_slice(name).get_shape() for name in names}
+            parts = {name: opened.get_slice(name) for name in names}
+            shapes = {name: part.get_shape() for name, part in parts.items()}
+            types = {name: part.get_dtype() for name, part in parts.items()}
     except (OSError, safetensors.SafetensorError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise InputError(f"{file}: cannot be read: {error.strerror}") from None
         size = file.stat().st_size
         raise InputError(f"{file}: cut short or no safetensors file ({size} bytes: {error}); fetch it again") from None
+    for name, kind in types.items():
+        is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shapes[name]) == 1)
+        if is_weight and not has_codes and not kind.startswith(("F", "BF")):
+            raise InputError(
+                f"{file}: {name} is stored as {kind}, not as floating-point numbers, and nothing says what its numbers "
+                "mean; take a checkpoint in 16 or 32 bits"
+            )
+    return shapes

@@ -98,10 +98,22 @@ def lora(change: Callable[[dict[str, Any]], object]) -> Break:
     return make_adapter
 
 
+def stored_as(dtype: torch.dtype) -> Break:
+    """One weight in another type."""
+
+    def change(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        weights[FIRST_NORM] = weights[FIRST_NORM].to(dtype)
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return change
+
+
 def template(content: Any) -> Break:
     return tokenizer(chat_template=content)
 
 
+FIRST_NORM = "model.decoder.layers.0.final_layer_norm.weight"
 Q_OF_LAYER_1 = "base_model.model.model.decoder.layers.1.self_attn.q_proj.lora_"
 INDEX = "model.safetensors.index.json"
 HEADER = (8).to_bytes(8, "little") + b"{[[[[[[[" + b"0" * 64
@@ -148,6 +160,9 @@ BROKEN: dict[str, Broken] = {
     "shard-elsewhere": Broken(
         all_of(without(WEIGHTS), text(INDEX, '{"weight_map": {"a": "../base/model.safetensors"}}')), "are missing"
     ),
+    "int8-weights": Broken(stored_as(torch.int8), f"{FIRST_NORM} is stored as I8, not as floating-point numbers"),
+    "bool-weights": Broken(stored_as(torch.bool), f"{FIRST_NORM} is stored as BOOL, not as floating-point numbers"),
+    "complex-weights": Broken(stored_as(torch.complex64), f"{FIRST_NORM} is stored as C64, not as floating-point"),
     "half-index": Broken(all_of(without(WEIGHTS), text(INDEX, '{"weight')), "cannot be read as an index of weights"),
     "no-tokenizer": Broken(without("tokenizer.json", "tokenizer_config.json"), "holds no tokenizer (no tokenizer"),
     "half-tokenizer": Broken(cut("tokenizer.json", 0.5), "no tokenizer that transformers can load"),

@@ -1,14 +1,21 @@
 """Broken model folders, wrong paths, and tokenizers that are not the model's: one line, before rows are tokenised."""
 
+import errno
 import importlib.util
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from broken_models import BROKEN, MISSING, WEIGHTS, Broken, config, make, tokenizer
 from input_calls import Ending, call, make_inputs, stage_words, stopped_at_the_models
 from safetensors.torch import load_file, save_file
+
+from pipeline.models.loading import load_causal_lm
+from pipeline.models.reward_model import load_reward_model
+from pipeline.models.source import ModelSource
 
 FLAG = {"sft": "model_name_or_path", "reward": "model_name_or_path", "chat": "path", "prompt_eval": "models"}
 
@@ -49,6 +56,39 @@ def test_a_broken_model_folder(
             ending = call(command, words)
     line = refusal(ending)
     assert str(path) in line and broken.says.format(path=path) in line
+
+
+def test_layers_beyond_those_of_the_configuration_are_told_of(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An odd folder, and right: the first layers of a model are a start that people take."""
+    path = shutil.copytree(folder / "base", tmp_path / "short")
+    config(num_hidden_layers=1)(path)
+    assert load_causal_lm(str(path), dtype=torch.float32).config.num_hidden_layers == 1
+    (line,) = caplog.messages
+    says = f"{path}: 16 weights of layers that its config.json does not have are left out: model.decoder.layers.1."
+    assert line.startswith(says)
+    caplog.clear()
+    load_causal_lm(str(folder / "base"), dtype=torch.float32)
+    load_reward_model(ModelSource(str(folder / "base")), dtype=torch.float32, new_head=True)
+    assert not caplog.messages
+
+
+def test_weights_that_may_not_be_read_are_not_called_cut_short(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(folder / "base", tmp_path / "closed")
+    opened = Path.open
+
+    def refuse(file: Path, *mode: str, **words: Any) -> Any:  # root may read all
+        if file == path / WEIGHTS:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(file, *mode, **words)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with stopped_at_the_models(monkeypatch):
+        ending = call("sft", stage_words("sft", folder, tmp_path / "out", model_name_or_path=path))
+    assert refusal(ending) == f"error: {path / WEIGHTS}: cannot be read: Permission denied"
 
 
 # Fault 24: what is looked for, where, and the nearest one that exists.
