@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.config_fields import MAX_LORA_ALPHA
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import CONFIG_FILES, has_config
 from pipeline.hub import HUB_ID, is_reachable, split_revision
@@ -82,12 +83,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any] | None:
-    """Read adapter_config.json; None for a folder without an adapter. Raises InputError if it names no base model."""
+    """Read adapter_config.json; None for a folder without an adapter.
+
+    Raises InputError if it names no base model, or scales its weights beyond what stays finite.
+    """
     file = folder / CONFIG_FILES[1]
-    config = _read_object(file)
-    if config is not None and not isinstance(config.get("base_model_name_or_path"), str):
+    if (config := _read_object(file)) is None:
+        return None
+    if not isinstance(config.get("base_model_name_or_path"), str):
         raise InputError(f"{file}: base_model_name_or_path is missing; it names the model that the adapter belongs to")
-    if config and config.get("revision") and may_be_hub_id(config["base_model_name_or_path"]):
+    patterns = config.get("alpha_pattern")
+    for alpha in (config.get("lora_alpha", 1), *(patterns.values() if isinstance(patterns, dict) else ())):
+        if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_LORA_ALPHA:
+            raise InputError(f"{file}: lora_alpha: found {alpha}, wanted a number of at most {MAX_LORA_ALPHA:,}")
+    if config.get("revision") and may_be_hub_id(config["base_model_name_or_path"]):
         config["base_model_name_or_path"] += f"@{config['revision']}"
     return config
 

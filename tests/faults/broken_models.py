@@ -172,6 +172,13 @@ BROKEN: dict[str, Broken] = {
     ),
     "adapter-without-weights": Broken(adapter(base_model_name_or_path="x"), "an adapter without adapter_model"),
     "adapter-without-base": Broken(adapter(), "base_model_name_or_path is missing"),
+    "adapter-that-scales": Broken(
+        adapter(base_model_name_or_path="x", lora_alpha=1e38), "lora_alpha: found 1e+38, wanted a number of at most 1,0"
+    ),
+    "adapter-that-scales-a-layer": Broken(
+        adapter(base_model_name_or_path="x", lora_alpha=1, alpha_pattern={"q_proj": float("nan")}),
+        "lora_alpha: found nan",
+    ),
     "half-adapter": Broken(
         all_of(adapter(), text("adapter_config.json", '{"peft')), "adapter_config.json: cannot be read as JSON"
     ),
