@@ -6,7 +6,6 @@ Imports no torch, for programs that must start quickly. Headers of weights are r
 import contextlib
 import difflib
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +62,11 @@ def check_reward_config(config: Mapping[str, Any], where: str) -> None:
     num_labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     if num_labels != 1:
         raise InputError(f"{where}: its head has {num_labels} labels, a reward model has 1; give the output of stage 2")
-    for name, is_valid in (("score_mean", math.isfinite), ("score_std", lambda std: 0 < std < math.inf)):
+    largest = 1e12  # of fp32, which squares a score
+    for name, is_valid in (
+        ("score_mean", lambda mean: abs(mean) <= largest),
+        ("score_std", lambda std: 1 / largest <= std <= largest),
+    ):
         value = config.get(name, 1.0)
         if not isinstance(value, int | float) or not is_valid(value):
             raise InputError(
@@ -142,6 +145,10 @@ def reading_error(path: str, what: str, error: Exception) -> RunError:
     """Describe in one line why transformers did not read a model or tokenizer: a fault of network or files."""
     if type(error).__name__ == "UnpicklingError":
         return InputError(f"{path}: {what}: its .bin file holds more than tensors and is refused (weights_only)")
+    if "weights_only" in str(error):  # torch goes on with how to switch that off
+        return InputError(
+            f"{path}: {what}: its .bin file is TorchScript or an old archive, and is refused (weights_only)"
+        )
     if "ignore_mismatched_sizes" in str(error):
         return InputError(f"{path}: {what}: the shapes in its files are not those of config.json")
     reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__

@@ -195,6 +195,8 @@ SCORERS = {
     "two labels": (config(id2label=MISSING, label2id=MISSING), "its head has 2 labels, a reward model has 1"),
     "three labels": (config(id2label={"0": "a", "1": "b", "2": "c"}), "its head has 3 labels"),
     "std 0": (config(score_std=0), "config.json: score_std 0 cannot normalise scores; run stage 2 again"),
+    "std of nearly 0": (config(score_std=1e-300), "config.json: score_std 1e-300 cannot normalise scores"),
+    "mean beyond fp32": (config(score_mean=-1e300), "config.json: score_mean -1e+300 cannot normalise scores"),
     "std NaN": (config(score_std=float("nan")), "config.json: score_std nan cannot"),
     "std as a word": (config(score_std="1"), "config.json: score_std 1 cannot"),
     "mean inf": (config(score_mean=float("inf")), "config.json: score_mean inf cannot"),

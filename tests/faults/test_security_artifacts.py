@@ -57,6 +57,11 @@ def pickled(*files: str, instead_of: str = WEIGHTS) -> Plant:
     return plant
 
 
+def scripted(folder: Path, marker: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), str(folder / "pytorch_model.bin"))
+
+
 def raw_pickle(file: str) -> Plant:
     return lambda folder, marker: (folder / file).write_bytes(pickle.dumps(Trap(marker)))
 
@@ -137,6 +142,7 @@ ARTIFACTS: dict[str, Artifact] = {
     "weights in .bin, step 1": Artifact(pickled("pytorch_model.bin"), "sft", MODEL, 2, "holds more than tensors"),
     "weights in .bin, step 2": Artifact(pickled("pytorch_model.bin"), "reward", MODEL, 2, "holds more than tensors"),
     "weights in .bin, chat": Artifact(pickled("pytorch_model.bin"), "chat", "path", 2, "holds more than tensors"),
+    "weights in .bin, TorchScript": Artifact(scripted, "sft", MODEL, 2, "is TorchScript or an old archive"),
     "weights in shards of .bin": Artifact(
         after(pickled("pytorch_model-1.bin"), change(text("pytorch_model.bin.index.json", INDEX))),
         "sft", MODEL, 2, "cannot load the model",

@@ -205,15 +205,22 @@ def test_an_adapter_that_lacks_a_weight_is_not_filled_with_random_numbers(
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [
+        (1e15, ": its base with it gives NaN or infinity in bfloat16"),
+        (float("nan"), f"/{ADAPTER_WEIGHTS}: base_model."),
+    ],
+)
 def test_an_adapter_whose_outputs_are_not_finite_is_not_merged(
-    adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    factor: float, says: str, adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its weights are, and its differences were printed as nan."""
+    """Differences were printed as nan where its weights are finite; else a learning rate was blamed."""
     folder = shutil.copytree(adapter, tmp_path / "large")
-    weights = {key: value * 1e15 for key, value in load_file(folder / ADAPTER_WEIGHTS).items()}
+    weights = {key: value * factor for key, value in load_file(folder / ADAPTER_WEIGHTS).items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     assert main([str(folder), f"{tmp_path}/merged"]) == EXIT_INPUT
-    assert f"{folder}: its base with it gives NaN or infinity in bfloat16" in capsys.readouterr().err
+    assert f"{folder}{says}" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
 
 
