@@ -93,10 +93,7 @@ def run(argv: list[str], prog: str) -> None:
         load(source, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences
     )
     if not all(logits.isfinite().all() for logits in trained):
-        kind = str(dtype).removeprefix("torch.")
-        raise InputError(
-            f"{path}: its base with it gives NaN or infinity in {kind}; train it anew, or give --dtype bf16"
-        )
+        raise InputError(f"{path}: its base with it gives NaN or infinity; train it anew, or give another --dtype")
     write_merged(source, output, tokenizer, dtype=dtype, scores=scores)
     merged = logits_of(
         load(ModelSource(output), dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences

@@ -170,8 +170,7 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
             errors.append(f"--{word or name}: {problem}")
         else:
             if name in given:
-                before = redacted(shown_value(given[name]))
-                notes.append(f"--{name}: given more than once: the last counts, {before} does not")
+                notes.append(f"--{name}: given more than once; the last replaces {redacted(shown_value(given[name]))}")
             is_list = flag is not None and flag.is_list
             ended = flag.switches if flag and is_list else ()
             given = {key: value for key, value in given.items() if key not in ended}

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from pipeline import dist
-from pipeline.errors import InputError, RunError, counted
+from pipeline.errors import InputError, RunError
 from pipeline.hub import commits_read, split_revision
 from pipeline.models.lora import (
     check_quantization,
@@ -122,7 +122,7 @@ def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
         raise
     except Exception as error:
         if isinstance(error, KeyError) and "base_model." in str(error):  # of a module that is saved whole
-            raise InputError(f"{path}: 1 weight is not in its {ADAPTER_WEIGHTS}: {error}") from error
+            raise InputError(f"{path}: 1 weights are not in its {ADAPTER_WEIGHTS}, the first is {error}") from error
         raise reading_error(path, "cannot load the adapter", error) from error
 
 
@@ -136,12 +136,9 @@ def check_adapter_names(wrapped: PeftModel, path: str, folder: str) -> None:
     absent = set(found.missing_keys)
     held = {id(weight) for name, weight in weights.items() if name not in absent}
     missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in held]
-    for names, where in ((missing, "not in its"), (found.unexpected_keys, "of another model in its")):
+    for names, fault in ((missing, "are not in"), (found.unexpected_keys, "of another model are in")):
         if names:
-            raise InputError(
-                f"{path}: {counted(len(names), 'weight')} {'is' if len(names) == 1 else 'are'} {where} "
-                f"{ADAPTER_WEIGHTS}, the first is {names[0]}; fetch the adapter again, or train it anew"
-            )
+            raise InputError(f"{path}: {len(names)} weights {fault} its {ADAPTER_WEIGHTS}, the first is {names[0]}")
 
 
 @contextmanager

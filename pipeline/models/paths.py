@@ -17,6 +17,7 @@ from pipeline.files import CONFIG_FILES, has_config
 from pipeline.hub import HUB_ID, is_reachable, split_revision
 
 SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models
+MOST = 1e12  # of the constants of scores: what it divides or shifts can still be squared in fp32
 MAX_REASON = 300  # characters of a library's error that are quoted
 
 
@@ -62,11 +63,7 @@ def check_reward_config(config: Mapping[str, Any], where: str) -> None:
     num_labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     if num_labels != 1:
         raise InputError(f"{where}: its head has {num_labels} labels, a reward model has 1; give the output of stage 2")
-    largest = 1e12  # of fp32, which squares a score
-    for name, is_valid in (
-        ("score_mean", lambda mean: abs(mean) <= largest),
-        ("score_std", lambda std: 1 / largest <= std <= largest),
-    ):
+    for name, is_valid in (("score_mean", lambda x: abs(x) <= MOST), ("score_std", lambda x: 1 / MOST <= x <= MOST)):
         value = config.get(name, 1.0)
         if not isinstance(value, int | float) or not is_valid(value):
             raise InputError(

@@ -14,7 +14,7 @@ import safetensors
 
 from pipeline.config_fields import declared
 from pipeline.errors import InputError
-from pipeline.files import CONFIG_FILES
+from pipeline.files import CONFIG_FILES, warn_of_links
 from pipeline.marks import OURS
 from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config
 
@@ -67,6 +67,7 @@ def check_model_files(path: str, flag: str = "", *, pickles: bool = True) -> Non
     """
     check_model_path(path, flag)
     folder = Path(path).expanduser()
+    warn_of_links(folder)
     if (adapter := read_adapter_config(folder)) is not None:
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise InputError(f"{at_flag(flag)}{path}: an adapter without {ADAPTER_WEIGHTS}; no pickle is read here")
@@ -139,6 +140,10 @@ def check_text_model(path: str, config: "PretrainedConfig", raw: Mapping[str, An
     if "chunked_attention" in (declared(config, "layer_types") or ()):
         raise InputError(
             f"{path}: layers of {kind} attend within chunks (config.json: attention_chunk_size); take another model"
+        )
+    if declared(config.get_text_config(), "use_bidirectional_attention") in (True, "all"):
+        raise InputError(
+            f"{path}: a token of {kind} sees later ones (config.json: use_bidirectional_attention); take another model"
         )
     classes: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder:

@@ -184,11 +184,13 @@ BROKEN: dict[str, Broken] = {
     ),
     "adapter-lacks-a-matrix": Broken(
         lora(lambda weights: weights.pop(Q_OF_LAYER_1 + "A.weight")),
-        f"1 weight is not in its adapter_model.safetensors, the first is {Q_OF_LAYER_1}A.default.weight", at_load=True,
+        f"1 weights are not in its adapter_model.safetensors, the first is {Q_OF_LAYER_1}A.default.weight",
+        at_load=True,
     ),
     "adapter-of-more-layers": Broken(
         lora(lambda weights: weights.update({Q_OF_LAYER_1.replace("1", "7") + "A.weight": torch.ones(2, 32)})),
-        f"1 weight is of another model in its adapter_model.safetensors, the first is {Q_OF_LAYER_1[:20]}", at_load=True
+        f"1 weights of another model are in its adapter_model.safetensors, the first is {Q_OF_LAYER_1[:20]}",
+        at_load=True,
     ),
     "adapter-of-another-rank": Broken(
         lora(lambda weights: weights.update({Q_OF_LAYER_1 + "B.weight": torch.ones(32, 3)})),

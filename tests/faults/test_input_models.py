@@ -91,6 +91,18 @@ def test_weights_that_may_not_be_read_are_not_called_cut_short(
     assert refusal(ending) == f"error: {path / WEIGHTS}: cannot be read: Permission denied"
 
 
+def test_a_link_that_leads_out_of_a_models_folder_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tokenizer.model` is copied into the saved model."""
+    path = shutil.copytree(folder / "base", tmp_path / "linked")
+    (tmp_path / "secret").write_text("key")
+    (path / "tokenizer.model").symlink_to(tmp_path / "secret")
+    with stopped_at_the_models(monkeypatch):
+        ending = call("sft", stage_words("sft", folder, tmp_path / "out", model_name_or_path=path))
+    assert f"{path}/tokenizer.model: a link that leads out of its folder, to {tmp_path}/secret" in ending.stderr
+
+
 # Fault 24: what is looked for, where, and the nearest one that exists.
 PATHS = {
     "{folder}/bse": "no such folder; did you mean {folder}/base?",

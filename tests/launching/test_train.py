@@ -111,8 +111,8 @@ def test_a_note_names_what_a_repeated_flag_replaces_but_not_what_is_stronger_by_
     words += ["--reward.seed=4", "--seed", "5", "--reward.seed", "6", "--reward.output_dir", "mine"]
     words += ["--enable_wandb", "true", "--reward.enable_tensorboard", "false"]
     (reward,) = make_plan(words, prog="python train.py").chosen
-    assert capsys.readouterr().err == "note: --step: given more than once: the last counts, 1 does not\n"
-    assert reward.resolved.notes == ("--seed: given more than once: the last counts, 4 does not",)
+    assert capsys.readouterr().err == "note: --step: given more than once; the last replaces 1\n"
+    assert reward.resolved.notes == ("--seed: given more than once; the last replaces 4",)
     run = reward.resolved.config.run
     assert (run.seed, run.output_dir, run.monitors) == (6, "mine", ["wandb"])
 
