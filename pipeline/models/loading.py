@@ -131,7 +131,7 @@ def check_adapter_names(wrapped: PeftModel, path: str, folder: str) -> None:
 
     peft's first loading does not tell: the weights are set once more.
     """
-    found = set_peft_model_state_dict(wrapped, load_peft_weights(folder, device="cpu"))
+    found: Any = set_peft_model_state_dict(wrapped, load_peft_weights(folder, device="cpu"))
     weights = dict(wrapped.named_parameters(remove_duplicate=False))  # some kinds share one between their layers
     absent = set(found.missing_keys)
     held = {id(weight) for name, weight in weights.items() if name not in absent}
