@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+MAX_LORA_ALPHA = 1_000_000  # far above any that was trained with: published ones are below 1,000
 # Fields that parts of transformers, or other programs, obey in models of any class.
 MISREAD = (
     "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "kv_sharing_modes", "layer_types",

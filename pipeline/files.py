@@ -3,6 +3,7 @@
 A file or folder is written under a temporary name, flushed to disk and renamed, so that it is whole or missing.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -173,6 +174,20 @@ def model_fingerprint(name_or_path: str) -> str:
             file.seek(max(0, path.stat().st_size - EDGE_BYTES))
             total.update(file.read(EDGE_BYTES))
     return total.hexdigest()
+
+
+@functools.cache
+def warn_of_links(folder: Path) -> None:
+    """Warn once of links below a folder that lead out of it: what they name is read, and may be copied into outputs.
+
+    Those of a hub's cache lead from a snapshot to its blobs, beside the snapshots.
+    """
+    top = Path(os.path.realpath(folder))
+    own = (top, top.parent.parent / "blobs")
+    for link in sorted(path for path in folder.rglob("*") if path.is_symlink()):
+        target = Path(os.path.realpath(link))
+        if not any(target.is_relative_to(place) for place in own):
+            log.warning("%s: a link that leads out of its folder, to %s", link, target)
 
 
 def has_config(folder: Path) -> bool:

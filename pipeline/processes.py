@@ -153,8 +153,11 @@ def num_oom_kills() -> int:
     return 0
 
 
-class TimeLimitError(Exception):
-    """The time limit of a call is over."""
+REPEAT_LIMIT_S = 1.0  # after a time limit: an exception is lost where Python calls it from a finalizer
+
+
+class TimeLimitError(BaseException):
+    """The time limit of a call is over. No Exception: a library that goes on after one, as jinja does, would eat it."""
 
 
 @contextmanager
@@ -168,7 +171,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeLimitError
 
     before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_LIMIT_S)
     try:
         yield
     finally:

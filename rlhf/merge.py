@@ -92,6 +92,8 @@ def run(argv: list[str], prog: str) -> None:
     trained = logits_of(
         load(source, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences
     )
+    if not all(logits.isfinite().all() for logits in trained):
+        raise InputError(f"{path}: its base with it gives NaN or infinity; train it anew, or give another --dtype")
     write_merged(source, output, tokenizer, dtype=dtype, scores=scores)
     merged = logits_of(
         load(ModelSource(output), dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences
@@ -121,13 +123,20 @@ def sixteen_bits(config: "PretrainedConfig") -> "torch.dtype":
 
 
 def load(source: "ModelSource", dtype: "torch.dtype", *, scores: bool, **settings: Any) -> Any:
-    """Load a language model, decoder or encoder-decoder, or a reward model, without its wrapper, for inference."""
+    """Load a language model, decoder or encoder-decoder, or a reward model, without its wrapper, for inference.
+
+    Raises InputError for a weight that is not finite.
+    """
+    from pipeline.models.loaded import check_finite
     from pipeline.models.loading import load_language_model
     from pipeline.models.reward_model import load_reward_model
 
     if scores:
-        return load_reward_model(source, dtype=dtype, **settings).model.eval()
-    return load_language_model(source, dtype=dtype, **settings).eval()
+        model = load_reward_model(source, dtype=dtype, **settings).model
+    else:
+        model = load_language_model(source, dtype=dtype, **settings)
+    check_finite(model, source.path)
+    return model.eval()
 
 
 def logits_of(

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from pipeline.configuration.flags import (
     scan,
     without_flag,
 )
-from pipeline.configuration.names import Names, normalise
+from pipeline.configuration.names import FILE_FLAGS, Names, normalise
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError, nearest
 from pipeline.launching.hosts import ranks_by_host
@@ -93,7 +94,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     shared = [word for flag, problem in zip(common, problems, strict=True) if not problem for word in flag]
     for kind in chosen.values():
         # What is given for one stage is stronger.
-        overrides[kind.section] = [*shared, *overrides[kind.section]]
+        overrides[kind.section] = overridden(kind, shared, overrides[kind.section])
     stages: dict[int, PlannedStage] = {}
     for number, kind in sorted(kinds.items()):
         try:
@@ -158,6 +159,8 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     config, given = TrainConfig(), frozenset[str]()
     try:
         resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=short_help)
+        for line in resolved.notes:
+            print(f"note: {line}", file=sys.stderr)
         config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if origin != "default")
         errors += contradictions(config)
     except InputError as error:
@@ -197,13 +200,25 @@ def plan_stage(
         replaceable = {name: value for name, value in replaceable.items() if name not in from_file}
     for name, value in (replaceable | fixed).items():
         argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
-    argv += override
+    argv = overridden(stage, argv, override)
     resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
     run_dir = stage.run_folder(resolved.config.run)
     if chosen := automatic_words(resolved, run_dir):
-        argv += chosen
+        argv = overridden(stage, argv, chosen)
         resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
     return PlannedStage(stage, resolved, argv, stage.outputs(resolved.config)[0], run_dir)
+
+
+def overridden(stage: Stage, words: list[str], stronger: list[str]) -> list[str]:
+    """Return the words of a stage with those of `stronger` behind them, and without the flags that these give."""
+    names = Names(stage.config)
+    # A switch changes one word of a list, and goes with others.
+    own = {name: name if name in names.switches else flag for name, flag in names.known.items()}
+    given = {own.get(name, name) for name, _ in scan(stronger)}
+    for name in (*own, *FILE_FLAGS):
+        if own.get(name, name) in given:
+            words = without_flag(words, name)
+    return [*words, *stronger]
 
 
 def path_from_here(path: Path) -> str:

@@ -3,6 +3,7 @@
 It reads `kind` and `needs` at each flag's field. Combinations that a stage refuses are checked by its configuration.
 """
 
+import sys
 import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
-STEERING = ("Cc", "Cs", "Cf")
+STEERING = {"Cc", "Cf"}
 ZERO_STAGES = {"ZeRO stage 3": {3}, "ZeRO stage 1 or 2": {1, 2}}
 
 
@@ -29,7 +30,11 @@ def unsafe_paths(table: Mapping[str, Flag], values: Mapping[str, Any], origins: 
 
 def path_problem(flag: Flag, text: str) -> str:
     """Return the reason why a path cannot be used, or ""."""
-    if any(unicodedata.category(character) in STEERING for character in text):
+    categories = {unicodedata.category(character) for character in text}
+    if "Cs" in categories:  # a byte that Python could not read
+        encoding = sys.getfilesystemencoding()
+        return f"not {encoding} text, as this locale has it; set LC_ALL=C.UTF-8, or give a name of ASCII letters"
+    if categories & STEERING:
         return "a control character; name a file without it"
     try:
         path = Path(text).expanduser()

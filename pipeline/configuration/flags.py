@@ -154,7 +154,7 @@ def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return (given flags, error lines, notes); the last of a repeated flag counts."""
+    """Return (given flags, error lines, notes); the last of a repeated flag counts, and a note says so."""
     given: dict[str, Any] = {}
     errors, notes = [], []
     for word, words in scan(argv):
@@ -168,10 +168,13 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
             errors.append(f"--{name}: {names.unknown(name, FILE_FLAGS, '--')}")
         elif problem := wrong_count(flag, words):
             errors.append(f"--{word or name}: {problem}")
-        elif flag and flag.is_list:
-            given = {key: value for key, value in given.items() if key not in flag.switches} | {name: words}
         else:
-            given[name] = words[0] if words else "true"
+            if name in given:
+                notes.append(f"--{name}: given more than once; the last replaces {redacted(shown_value(given[name]))}")
+            is_list = flag is not None and flag.is_list
+            ended = flag.switches if flag and is_list else ()
+            given = {key: value for key, value in given.items() if key not in ended}
+            given[name] = words if is_list else words[0] if words else "true"
     return given, errors, notes
 
 

@@ -8,11 +8,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.config_fields import MAX_LORA_ALPHA
 from pipeline.configuration.flag_table import flag
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Offload = Literal["auto", "none", "cpu"]
 OptimizerStates = Literal["fp32", "8bit"]
+MAX_LEARNING_RATE = 10.0  # AdamW moves each weight by up to the rate in a step; weights are below 1
 STAGE = "zero_stage"  # The field of ModelConfig that says what ZeRO partitions.
 # DeepSpeed-Chat's flags of special tokens, and why they change nothing here.
 TOKEN_FLAGS = {
@@ -135,7 +137,9 @@ class ModelConfig(Group):
         "Frozen base weights in 4 bits (nf4, by bitsandbytes) or 8 (int8 per output channel), with LoRA",
         other_tools="load_in_4bit load_in_8bit bnb_4bit_quant_type",
     )
-    learning_rate: float = flag(1e-5, "Peak learning rate of all but LoRA weights", gt=0, per_stage=True)
+    learning_rate: float = flag(
+        1e-5, "Peak learning rate of all but LoRA weights", gt=0, le=MAX_LEARNING_RATE, per_stage=True
+    )
     weight_decay: float = flag(0.0, "AdamW decay; norms, biases and embeddings are exempt", ge=0)
     dropout: float = flag(
         0.0,
@@ -151,7 +155,9 @@ class ModelConfig(Group):
         other_tools="lora_r lora_rank",
         refused={"enable_mixed_precision_lora": "use --actor_lora_dim with --actor_zero_stage 3"},
     )
-    lora_alpha: float = flag(16.0, "LoRA updates are scaled by lora_alpha / lora_dim", gt=0, needs="LoRA")
+    lora_alpha: float = flag(
+        16.0, "LoRA updates are scaled by lora_alpha / lora_dim", gt=0, le=MAX_LORA_ALPHA, needs="LoRA"
+    )
     lora_dropout: float = flag(0.0, "Dropout on the input of LoRA layers", ge=0, lt=1, needs="LoRA")
     lora_module_name: str = flag(
         "all-linear",
@@ -159,7 +165,9 @@ class ModelConfig(Group):
         needs="LoRA",
         other_tools="lora_target_modules",
     )
-    lora_learning_rate: float = flag(5e-4, "Peak learning rate of LoRA weights", gt=0, needs="LoRA", per_stage=True)
+    lora_learning_rate: float = flag(
+        5e-4, "Peak learning rate of LoRA weights", gt=0, le=MAX_LEARNING_RATE, needs="LoRA", per_stage=True
+    )
 
     @property
     def partitioned(self) -> Literal["nothing", "states", "weights"]:

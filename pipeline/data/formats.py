@@ -128,7 +128,7 @@ class UnknownColumnsError(ValueError):
 
 
 def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_columns: bool) -> Record:
-    values = _renamed(row, column_map)
+    values = _renamed(row, column_map, counts)
     form = _format_of(values, row.origin)
     content = form.parse(values)
     read = {*form.needed, *form.any_of, *form.optional, *column_map.values(), "split"}
@@ -185,13 +185,15 @@ def _check_characters(content: Content) -> None:
         raise BadRowError("text is no valid Unicode") from error
 
 
-def _renamed(row: Row, column_map: Mapping[str, str]) -> Values:
+def _renamed(row: Row, column_map: Mapping[str, str], counts: Counts) -> Values:
     present = {ours: row.values[theirs] for ours, theirs in column_map.items() if theirs in row.values}
     for ours, theirs in column_map.items():
         # A source that already has our column needs no mapping: one map may serve several sources.
         if theirs not in row.values and ours not in row.values:
             others = _names(row.values) + nearest(theirs, row.values)
             raise UnknownColumnsError(f"{row.origin}: no column {theirs!r} (column_map {ours}={theirs}), only {others}")
+        if theirs not in row.values:
+            counts.add("kept", f"no column {theirs!r} (column_map {ours}={theirs}): {ours} is read", row.origin)
     return {**row.values, **present}
 
 

@@ -17,7 +17,7 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS, KnownSet
 from pipeline.data.readers import READERS, Row, Split, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
-from pipeline.files import digest
+from pipeline.files import digest, warn_of_links
 from pipeline.hub import commits_read, go_offline_without_network, offline, split_revision
 from pipeline.marks import CACHE_TAG, OURS, RUN_LOCK
 
@@ -89,6 +89,7 @@ def _local_path(path: str) -> Path | None:
     """Return the existing local file or folder, None for a hub id. InputError if it looks local but is missing."""
     local = Path(path).expanduser()
     if local.exists():
+        warn_of_links(local)
         return local
     if looks_local(path):
         raise InputError(f"data path {path!r}: no such file or folder{_nearest(local)}")

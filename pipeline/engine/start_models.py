@@ -23,6 +23,7 @@ from pipeline.configuration.ds_json import read_user_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.models.decoders.architecture import longrope_limit
+from pipeline.models.decoders.families import fields_not_understood
 from pipeline.models.lora import check_quantization, linear_names
 from pipeline.models.source import (
     ModelSource,
@@ -59,8 +60,10 @@ class StartModel:
     fits: Sequence[Check] = ()
 
     def warn_of_limits(self) -> None:
-        """Warn of a type of model that no test trains, and of what is not trained in a mixture of experts."""
+        """Warn of a type or a field that no test trains, and of what is not trained in a mixture of experts."""
         warn_if_untested(self.path, self.source.config.model_type)
+        for problem in fields_not_understood(self.source.config):
+            warn_once(f"{self.path}: config.json: {problem}: left to transformers, and untested here")
         if num_experts(self.source.config):
             text = "mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA"
             warn_once(f"{self.path}: {text}")

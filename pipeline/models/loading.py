@@ -4,6 +4,7 @@ Configuration and files are checked first (`source.py`). Reward heads are in `re
 """
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -23,7 +24,7 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from pipeline import dist
-from pipeline.errors import InputError
+from pipeline.errors import InputError, RunError
 from pipeline.hub import commits_read, split_revision
 from pipeline.models.lora import (
     check_quantization,
@@ -35,8 +36,10 @@ from pipeline.models.lora import (
 )
 from pipeline.models.paths import check_language_model, reading_error
 from pipeline.models.source import ModelSource, attention_for, check_decoder, check_stored_quantization
+from pipeline.models.weight_files import ADAPTER_WEIGHTS, warn_once
 from pipeline.out_of_memory import is_out_of_memory
 
+LAYER = re.compile(r"\.\d+\.")  # in the name of a layer's weight
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -111,10 +114,33 @@ def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
             config.task_type = None  # a reward model that starts from the adapter of a language model
         with warnings.catch_warnings():  # of GPT-2's layers, which are stored transposed, but not once quantised
             warnings.filterwarnings("ignore", "fan_in_fan_out")
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
             wrapped: Any = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merged)
+        check_adapter_names(wrapped, path, folder)
         return merge_adapter(wrapped) if merged else wrapped
+    except RunError:
+        raise
     except Exception as error:
+        if isinstance(error, KeyError) and "base_model." in str(error):  # of a module that is saved whole
+            raise InputError(f"{path}: 1 weights are not in its {ADAPTER_WEIGHTS}, the first is {error}") from error
         raise reading_error(path, "cannot load the adapter", error) from error
+
+
+def check_adapter_names(wrapped: PeftModel, path: str, folder: str) -> None:
+    """Raise InputError if the file of an adapter lacks weights, which peft leaves random, or holds others.
+
+    peft's first loading does not tell: the weights are set once more.
+    """
+    found: Any = set_peft_model_state_dict(wrapped, load_peft_weights(folder, device="cpu"))
+    weights = dict(wrapped.named_parameters(remove_duplicate=False))  # some kinds share one between their layers
+    absent = set(found.missing_keys)
+    held = {id(weight) for name, weight in weights.items() if name not in absent}
+    missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in held]
+    # A head may go where another takes its place.
+    others = [name for name in found.unexpected_keys if LAYER.search(name) or base_model(wrapped).can_generate()]
+    for names, fault in ((missing, "are not in"), (others, "of another model are in")):
+        if names:
+            raise InputError(f"{path}: {len(names)} weights {fault} its {ADAPTER_WEIGHTS}, the first is {names[0]}")
 
 
 @contextmanager
@@ -205,6 +231,10 @@ def read_weights(auto_class: Any, path: str, config: PretrainedConfig, may_lack:
         raise reading_error(path, "cannot load the model", error) from error
     if missing := sorted(set(info["missing_keys"]) - may_lack):
         raise InputError(f"{path}: {len(missing)} weights are not in its files, the first is {missing[0]}")
+    if others := sorted(name for name in info["unexpected_keys"] if LAYER.search(name)):  # a head may go
+        warn_once(
+            f"{path}: {len(others)} weights of layers that its config.json does not have are left out: {others[0]}, ..."
+        )
     return model
 
 

@@ -6,17 +6,18 @@ Imports no torch, for programs that must start quickly. Headers of weights are r
 import contextlib
 import difflib
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.config_fields import MAX_LORA_ALPHA
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import CONFIG_FILES, has_config
 from pipeline.hub import HUB_ID, is_reachable, split_revision
 
 SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models
+MOST = 1e12  # of the constants of scores: what it divides or shifts can still be squared in fp32
 MAX_REASON = 300  # characters of a library's error that are quoted
 
 
@@ -62,7 +63,7 @@ def check_reward_config(config: Mapping[str, Any], where: str) -> None:
     num_labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     if num_labels != 1:
         raise InputError(f"{where}: its head has {num_labels} labels, a reward model has 1; give the output of stage 2")
-    for name, is_valid in (("score_mean", math.isfinite), ("score_std", lambda std: 0 < std < math.inf)):
+    for name, is_valid in (("score_mean", lambda x: abs(x) <= MOST), ("score_std", lambda x: 1 / MOST <= x <= MOST)):
         value = config.get(name, 1.0)
         if not isinstance(value, int | float) or not is_valid(value):
             raise InputError(
@@ -82,12 +83,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any] | None:
-    """Read adapter_config.json; None for a folder without an adapter. Raises InputError if it names no base model."""
+    """Read adapter_config.json; None for a folder without an adapter.
+
+    Raises InputError if it names no base model, or scales its weights beyond what stays finite.
+    """
     file = folder / CONFIG_FILES[1]
-    config = _read_object(file)
-    if config is not None and not isinstance(config.get("base_model_name_or_path"), str):
+    if (config := _read_object(file)) is None:
+        return None
+    if not isinstance(config.get("base_model_name_or_path"), str):
         raise InputError(f"{file}: base_model_name_or_path is missing; it names the model that the adapter belongs to")
-    if config and config.get("revision") and may_be_hub_id(config["base_model_name_or_path"]):
+    patterns = config.get("alpha_pattern")
+    for alpha in (config.get("lora_alpha", 1), *(patterns.values() if isinstance(patterns, dict) else ())):
+        if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_LORA_ALPHA:
+            raise InputError(f"{file}: lora_alpha: found {alpha}, wanted a number of at most {MAX_LORA_ALPHA:,}")
+    if config.get("revision") and may_be_hub_id(config["base_model_name_or_path"]):
         config["base_model_name_or_path"] += f"@{config['revision']}"
     return config
 
@@ -133,6 +142,10 @@ def reading_error(path: str, what: str, error: Exception) -> RunError:
     """Describe in one line why transformers did not read a model or tokenizer: a fault of network or files."""
     if type(error).__name__ == "UnpicklingError":
         return InputError(f"{path}: {what}: its .bin file holds more than tensors and is refused (weights_only)")
+    if "weights_only" in str(error):  # torch goes on with how to switch that off
+        return InputError(
+            f"{path}: {what}: its .bin file is TorchScript or an old archive, and is refused (weights_only)"
+        )
     if "ignore_mismatched_sizes" in str(error):
         return InputError(f"{path}: {what}: the shapes in its files are not those of config.json")
     reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__

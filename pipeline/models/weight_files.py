@@ -14,7 +14,7 @@ import safetensors
 
 from pipeline.config_fields import declared
 from pipeline.errors import InputError
-from pipeline.files import CONFIG_FILES
+from pipeline.files import CONFIG_FILES, warn_of_links
 from pipeline.marks import OURS
 from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config
 
@@ -67,6 +67,7 @@ def check_model_files(path: str, flag: str = "", *, pickles: bool = True) -> Non
     """
     check_model_path(path, flag)
     folder = Path(path).expanduser()
+    warn_of_links(folder)
     if (adapter := read_adapter_config(folder)) is not None:
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise InputError(f"{at_flag(flag)}{path}: an adapter without {ADAPTER_WEIGHTS}; no pickle is read here")
@@ -140,6 +141,10 @@ def check_text_model(path: str, config: "PretrainedConfig", raw: Mapping[str, An
         raise InputError(
             f"{path}: layers of {kind} attend within chunks (config.json: attention_chunk_size); take another model"
         )
+    if declared(config.get_text_config(), "use_bidirectional_attention") in (True, "all"):
+        raise InputError(
+            f"{path}: a token of {kind} sees later ones (config.json: use_bidirectional_attention); take another model"
+        )
     classes: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder:
         classes = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
@@ -185,7 +190,8 @@ def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pi
             raise InputError(f"{at_flag(flag)}{folder} holds no weights (no {WEIGHTS}){extra}")
         warn_once(f"{folder}: no safetensors; {PICKLED} is read with weights_only")
         return
-    shapes = {name: shape for file in files for name, shape in read_shapes(file).items()}
+    has_codes = bool(config.get("quantization_config"))
+    shapes = {name: shape for file in files for name, shape in read_shapes(file, has_codes=has_codes).items()}
     inner = config.get("text_config")
     sizes = [source.get("vocab_size") for source in (config, inner if isinstance(inner, Mapping) else {})]
     vocab_size = next((size for size in sizes if isinstance(size, int)), None)
@@ -214,12 +220,32 @@ def weight_files(folder: Path, flag: str = "") -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor by the header of a safetensors file. Raises InputError for a broken file."""
+def read_shapes(file: Path, *, has_codes: bool = False) -> dict[str, list[int]]:
+    """Return the shape of each tensor by the header of a safetensors file.
+
+    Args:
+        has_codes: True allows weights that are no floating-point numbers. Masks and positions, which files of older
+            versions hold, are not called weights.
+
+    Raises:
+        InputError: a broken file, or weights of a type that would be cast to other values.
+    """
     try:
-        with safetensors.safe_open(file, framework="numpy") as opened:
+        with file.open("rb"), safetensors.safe_open(file, framework="numpy") as opened:
             names = opened.keys()
-            return {name: opened.get_slice(name).get_shape() for name in names}
+            parts = {name: opened.get_slice(name) for name in names}
+            shapes = {name: part.get_shape() for name, part in parts.items()}
+            types = {name: part.get_dtype() for name, part in parts.items()}
     except (OSError, safetensors.SafetensorError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise InputError(f"{file}: cannot be read: {error.strerror}") from None
         size = file.stat().st_size
         raise InputError(f"{file}: cut short or no safetensors file ({size} bytes: {error}); fetch it again") from None
+    for name, kind in types.items():
+        is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shapes[name]) == 1)
+        if is_weight and not has_codes and not kind.startswith(("F", "BF")):
+            raise InputError(
+                f"{file}: {name} is stored as {kind}, not as floating-point numbers, and nothing says what its numbers "
+                "mean; take a checkpoint in 16 or 32 bits"
+            )
+    return shapes

@@ -136,8 +136,11 @@ def test_numbers():
     ]
 
 
-def test_the_last_of_a_repeated_flag_counts():
-    assert one("--steps", "1", "--steps", "2").config.steps == 2
+def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so():
+    resolved = one("--steps", "1", "--steps", "2")
+    assert resolved.config.steps == 2
+    assert resolved.notes == ("--steps: given more than once; the last replaces 1",)
+    assert "hf_" not in str(one("--steps", f"hf_{'a' * 20}", "--steps", "2").notes)
 
 
 # --- files and layers -----------------------------------------------------------------------------------------------

@@ -127,6 +127,19 @@ def test_folders_that_a_run_wrote_are_no_data(tmp_path, caplog):
     assert [row.values["prompt"] for row in read_rows(str(tmp_path / "files"))] == ["z", "x"]
 
 
+def test_links_that_lead_out_of_a_folder_are_named_but_those_of_a_hub_cache(tmp_path, caplog):
+    folder, line = tmp_path / "snapshots" / "main", json.dumps(ROWS[0]).encode()
+    for place in (folder, tmp_path / "blobs"):
+        place.mkdir(parents=True)
+    write(tmp_path / "blobs" / "1", line)
+    write(tmp_path / "secret.jsonl", line)
+    for name, target in (("a", "../../blobs/1"), ("b", "a.jsonl"), ("c", "../../secret.jsonl")):
+        (folder / f"{name}.jsonl").symlink_to(target)
+    for _ in range(2):
+        assert len(list(read_rows(str(folder)))) == 3
+    assert caplog.messages == [f"{folder}/c.jsonl: a link that leads out of its folder, to {tmp_path}/secret.jsonl"]
+
+
 def test_folder_without_data_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("x")
     with pytest.raises(InputError, match=r"no data file; .jsonl"):

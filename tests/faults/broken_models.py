@@ -6,8 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
 Break = Callable[[Path], object]
-WEIGHTS = "model.safetensors"
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 MISSING = object()
 
 
@@ -73,10 +78,43 @@ def adapter(**values: Any) -> Break:
     return change
 
 
+def lora(change: Callable[[dict[str, Any]], object]) -> Break:
+    """An adapter, whose base is moved into `whole/` below it, with its weights changed."""
+
+    def make_adapter(folder: Path) -> None:
+        files = list(folder.iterdir())
+        (folder / "whole").mkdir()
+        for file in files:
+            shutil.copy(file, folder / "whole" / file.name)
+        for name in (WEIGHTS, "config.json"):
+            (folder / name).unlink()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder / "whole")
+        settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        get_peft_model(model, settings).save_pretrained(folder)
+        weights = load_file(folder / ADAPTER)
+        change(weights)
+        save_file(weights, folder / ADAPTER, metadata={"format": "pt"})
+
+    return make_adapter
+
+
+def stored_as(dtype: torch.dtype) -> Break:
+    """One weight in another type."""
+
+    def change(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        weights[FIRST_NORM] = weights[FIRST_NORM].to(dtype)
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return change
+
+
 def template(content: Any) -> Break:
     return tokenizer(chat_template=content)
 
 
+FIRST_NORM = "model.decoder.layers.0.final_layer_norm.weight"
+Q_OF_LAYER_1 = "base_model.model.model.decoder.layers.1.self_attn.q_proj.lora_"
 INDEX = "model.safetensors.index.json"
 HEADER = (8).to_bytes(8, "little") + b"{[[[[[[[" + b"0" * 64
 FAILS = "the chat template of {path} refuses a conversation: "
@@ -122,6 +160,9 @@ BROKEN: dict[str, Broken] = {
     "shard-elsewhere": Broken(
         all_of(without(WEIGHTS), text(INDEX, '{"weight_map": {"a": "../base/model.safetensors"}}')), "are missing"
     ),
+    "int8-weights": Broken(stored_as(torch.int8), f"{FIRST_NORM} is stored as I8, not as floating-point numbers"),
+    "bool-weights": Broken(stored_as(torch.bool), f"{FIRST_NORM} is stored as BOOL, not as floating-point numbers"),
+    "complex-weights": Broken(stored_as(torch.complex64), f"{FIRST_NORM} is stored as C64, not as floating-point"),
     "half-index": Broken(all_of(without(WEIGHTS), text(INDEX, '{"weight')), "cannot be read as an index of weights"),
     "no-tokenizer": Broken(without("tokenizer.json", "tokenizer_config.json"), "holds no tokenizer (no tokenizer"),
     "half-tokenizer": Broken(cut("tokenizer.json", 0.5), "no tokenizer that transformers can load"),
@@ -131,8 +172,30 @@ BROKEN: dict[str, Broken] = {
     ),
     "adapter-without-weights": Broken(adapter(base_model_name_or_path="x"), "an adapter without adapter_model"),
     "adapter-without-base": Broken(adapter(), "base_model_name_or_path is missing"),
+    "adapter-that-scales": Broken(
+        adapter(base_model_name_or_path="x", lora_alpha=1e38), "lora_alpha: found 1e+38, wanted a number of at most 1,0"
+    ),
+    "adapter-that-scales-a-layer": Broken(
+        adapter(base_model_name_or_path="x", lora_alpha=1, alpha_pattern={"q_proj": float("nan")}),
+        "lora_alpha: found nan",
+    ),
     "half-adapter": Broken(
         all_of(adapter(), text("adapter_config.json", '{"peft')), "adapter_config.json: cannot be read as JSON"
+    ),
+    "adapter-lacks-a-matrix": Broken(
+        lora(lambda weights: weights.pop(Q_OF_LAYER_1 + "A.weight")),
+        f"1 weights are not in its adapter_model.safetensors, the first is {Q_OF_LAYER_1}A.default.weight",
+        at_load=True,
+    ),
+    "adapter-of-more-layers": Broken(
+        lora(lambda weights: weights.update({Q_OF_LAYER_1.replace("1", "7") + "A.weight": torch.ones(2, 32)})),
+        f"1 weights of another model are in its adapter_model.safetensors, the first is {Q_OF_LAYER_1[:20]}",
+        at_load=True,
+    ),
+    "adapter-of-another-rank": Broken(
+        lora(lambda weights: weights.update({Q_OF_LAYER_1 + "B.weight": torch.ones(32, 3)})),
+        f"size mismatch for {Q_OF_LAYER_1}B.default.weight: copying a param with shape torch.Size([32, 3])",
+        at_load=True,
     ),
     "template-syntax": Broken(template("{% for m in messages %}"), FAILS + "Unexpected end of template"),
     "template-attribute": Broken(template("{{ messages[0].foo.bar }}"), FAILS + "'dict object' has no attribute"),

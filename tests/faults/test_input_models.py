@@ -1,14 +1,21 @@
 """Broken model folders, wrong paths, and tokenizers that are not the model's: one line, before rows are tokenised."""
 
+import errno
 import importlib.util
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from broken_models import BROKEN, MISSING, WEIGHTS, Broken, config, make, tokenizer
 from input_calls import Ending, call, make_inputs, stage_words, stopped_at_the_models
 from safetensors.torch import load_file, save_file
+
+from pipeline.models.loading import load_causal_lm
+from pipeline.models.reward_model import load_reward_model
+from pipeline.models.source import ModelSource
 
 FLAG = {"sft": "model_name_or_path", "reward": "model_name_or_path", "chat": "path", "prompt_eval": "models"}
 
@@ -49,6 +56,51 @@ def test_a_broken_model_folder(
             ending = call(command, words)
     line = refusal(ending)
     assert str(path) in line and broken.says.format(path=path) in line
+
+
+def test_layers_beyond_those_of_the_configuration_are_told_of(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An odd folder, and right: the first layers of a model are a start that people take."""
+    path = shutil.copytree(folder / "base", tmp_path / "short")
+    config(num_hidden_layers=1)(path)
+    assert load_causal_lm(str(path), dtype=torch.float32).config.num_hidden_layers == 1
+    (line,) = caplog.messages
+    says = f"{path}: 16 weights of layers that its config.json does not have are left out: model.decoder.layers.1."
+    assert line.startswith(says)
+    caplog.clear()
+    load_causal_lm(str(folder / "base"), dtype=torch.float32)
+    load_reward_model(ModelSource(str(folder / "base")), dtype=torch.float32, new_head=True)
+    assert not caplog.messages
+
+
+def test_weights_that_may_not_be_read_are_not_called_cut_short(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(folder / "base", tmp_path / "closed")
+    opened = Path.open
+
+    def refuse(file: Path, *mode: str, **words: Any) -> Any:  # root may read all
+        if file == path / WEIGHTS:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(file, *mode, **words)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with stopped_at_the_models(monkeypatch):
+        ending = call("sft", stage_words("sft", folder, tmp_path / "out", model_name_or_path=path))
+    assert refusal(ending) == f"error: {path / WEIGHTS}: cannot be read: Permission denied"
+
+
+def test_a_link_that_leads_out_of_a_models_folder_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tokenizer.model` is copied into the saved model."""
+    path = shutil.copytree(folder / "base", tmp_path / "linked")
+    (tmp_path / "secret").write_text("key")
+    (path / "tokenizer.model").symlink_to(tmp_path / "secret")
+    with stopped_at_the_models(monkeypatch):
+        ending = call("sft", stage_words("sft", folder, tmp_path / "out", model_name_or_path=path))
+    assert f"{path}/tokenizer.model: a link that leads out of its folder, to {tmp_path}/secret" in ending.stderr
 
 
 # Fault 24: what is looked for, where, and the nearest one that exists.
@@ -155,6 +207,8 @@ SCORERS = {
     "two labels": (config(id2label=MISSING, label2id=MISSING), "its head has 2 labels, a reward model has 1"),
     "three labels": (config(id2label={"0": "a", "1": "b", "2": "c"}), "its head has 3 labels"),
     "std 0": (config(score_std=0), "config.json: score_std 0 cannot normalise scores; run stage 2 again"),
+    "std of nearly 0": (config(score_std=1e-300), "config.json: score_std 1e-300 cannot normalise scores"),
+    "mean beyond fp32": (config(score_mean=-1e300), "config.json: score_mean -1e+300 cannot normalise scores"),
     "std NaN": (config(score_std=float("nan")), "config.json: score_std nan cannot"),
     "std as a word": (config(score_std="1"), "config.json: score_std 1 cannot"),
     "mean inf": (config(score_mean=float("inf")), "config.json: score_mean inf cannot"),

@@ -57,6 +57,11 @@ def pickled(*files: str, instead_of: str = WEIGHTS) -> Plant:
     return plant
 
 
+def scripted(folder: Path, marker: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), str(folder / "pytorch_model.bin"))
+
+
 def raw_pickle(file: str) -> Plant:
     return lambda folder, marker: (folder / file).write_bytes(pickle.dumps(Trap(marker)))
 
@@ -128,6 +133,7 @@ INDEX = '{"weight_map": {"weight": "pytorch_model-1.bin"}}'
 ESCAPE = "{{ cycler.__init__.__globals__.os.mkdir('MARKER') }}"
 SUBCLASSES = "{% for c in ''.__class__.__mro__[1].__subclasses__() %}{{ c }}{% endfor %}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+CONSTANT = "{% if 0 %}{{ 7**(10**8) }}{% endif %}{{ messages }}"  # jinja computes it, and passes over what is raised
 DOUBLING = "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}"
 LOUD = "{{ messages[0].content }}{{ messages[-1].content }}{% for i in range(99999) %}xxxx{% endfor %}"
 MODEL, ACTOR, CRITIC = "model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path"
@@ -136,6 +142,7 @@ ARTIFACTS: dict[str, Artifact] = {
     "weights in .bin, step 1": Artifact(pickled("pytorch_model.bin"), "sft", MODEL, 2, "holds more than tensors"),
     "weights in .bin, step 2": Artifact(pickled("pytorch_model.bin"), "reward", MODEL, 2, "holds more than tensors"),
     "weights in .bin, chat": Artifact(pickled("pytorch_model.bin"), "chat", "path", 2, "holds more than tensors"),
+    "weights in .bin, TorchScript": Artifact(scripted, "sft", MODEL, 2, "is TorchScript or an old archive"),
     "weights in shards of .bin": Artifact(
         after(pickled("pytorch_model-1.bin"), change(text("pytorch_model.bin.index.json", INDEX))),
         "sft", MODEL, 2, "cannot load the model",
@@ -204,6 +211,7 @@ ARTIFACTS: dict[str, Artifact] = {
     "template that reaches os": Artifact(jinja(ESCAPE), "chat", "path", 2, "unsafe"),
     "template that lists classes": Artifact(jinja(SUBCLASSES), "sft", MODEL, 2, "unsafe"),
     "template that never ends": Artifact(jinja(ENDLESS), "sft", MODEL, 2, "does not end within"),
+    "template that never compiles": Artifact(jinja(CONSTANT), "sft", MODEL, 2, "does not end within"),
     "template that fills the memory": Artifact(jinja(DOUBLING), "chat", "path", 2, "the chat template of"),
     "template that says too much": Artifact(jinja(LOUD), "chat", "path", 2, "characters of"),
     "adapter that imports": Artifact(

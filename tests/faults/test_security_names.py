@@ -113,6 +113,14 @@ def test_control_characters_are_refused_by_every_command(command: str, folder: P
     assert "a control character" in ending.errors[0] and "\x1b" not in ending.stderr
 
 
+def test_bytes_that_the_locale_does_not_read_are_not_called_control_characters(folder: Path, inside: Path) -> None:
+    """As Python has `modèle` in a C locale without its UTF-8 mode."""
+    name = "mod\u00e8le".encode().decode("ascii", "surrogateescape")
+    ending = call("sft", stage_words("sft", folder, inside, data_path=inside / name))
+    assert ending.code == 2 and len(ending.errors) == 1
+    assert "text, as this locale has it; set LC_ALL=C.UTF-8, or give a name of ASCII letters" in ending.errors[0]
+
+
 @pytest.mark.parametrize("flag", ["output_dir", "run_dir", "data_output_path"])
 def test_a_file_in_the_place_of_a_folder_and_a_tilde_are_refused(flag: str, folder: Path, inside: Path) -> None:
     (inside / "file").write_text("precious")

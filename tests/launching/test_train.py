@@ -103,6 +103,20 @@ def test_the_last_of_a_repeated_flag_counts_in_train_and_in_its_stages(tmp_path,
     assert planned("--sft.max_steps", "7", "--max-steps", "3", "--max-steps", "4")["sft"]["max_steps"] == 7
 
 
+def test_a_note_names_what_a_repeated_flag_replaces_but_not_what_is_stronger_by_its_place(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["--step", "1", "--step", "2", "--actor-model", "tiny", "--reward-model", "tiny"]
+    words += ["--reward.seed=4", "--seed", "5", "--reward.seed", "6", "--reward.output_dir", "mine"]
+    words += ["--enable_wandb", "true", "--reward.enable_tensorboard", "false"]
+    (reward,) = make_plan(words, prog="python train.py").chosen
+    assert capsys.readouterr().err == "note: --step: given more than once; the last replaces 1\n"
+    assert reward.resolved.notes == ("--seed: given more than once; the last replaces 4",)
+    run = reward.resolved.config.run
+    assert (run.seed, run.output_dir, run.monitors) == (6, "mine", ["wandb"])
+
+
 def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert planned("--step", "1", "2", "--max_seq_len", "64")["reward"]["max_seq_len"] == 64

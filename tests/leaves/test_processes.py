@@ -1,5 +1,8 @@
-"""The memory of a machine as the cgroups of this process limit it, in made folders."""
+"""The memory of a machine as the cgroups of this process limit it, in made folders, and time limits of calls."""
 
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -45,3 +48,14 @@ def test_the_memory_of_a_machine_is_limited_by_its_cgroups(monkeypatch, tmp_path
 def test_without_cgroups_the_memory_is_the_machines(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "none")
     assert processes.memory_of_machine() == psutil.virtual_memory().total
+
+
+def test_a_time_limit_comes_again_where_its_error_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "REPEAT_LIMIT_S", 0.05)
+    handler, start = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with pytest.raises(processes.TimeLimitError), processes.time_limit(0.05):
+        with suppress(BaseException):
+            time.sleep(5)
+        time.sleep(5)
+    assert time.monotonic() - start < 4
+    assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -18,6 +18,7 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.start_models import check_settings
 from pipeline.errors import EXIT_INPUT, InputError
 from pipeline.models.loading import load_causal_lm
+from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
 from pipeline.models.weight_files import check_model_files
 from rlhf import merge
@@ -62,6 +63,17 @@ def test_an_adapter_that_is_not_plain_lora_is_merged_first(name: str, folder: Pa
     check_settings(ModelSource(str(tmp_path)), ModelConfig(model_name_or_path=str(tmp_path)))
     with pytest.raises(InputError, match=rf"{name}.*; rlhf merge {tmp_path} FOLDER makes a whole model"):
         check_settings(ModelSource(str(tmp_path)), ModelConfig(model_name_or_path=str(tmp_path), lora_dim=2))
+
+
+def test_a_reward_model_starts_from_an_adapter_that_reaches_the_head_of_the_language_model(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The head is replaced, and its adapter goes with it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "base")
+    settings = LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    get_peft_model(model, settings).save_pretrained(tmp_path)
+    load_causal_lm(str(tmp_path), dtype=torch.float32)
+    load_reward_model(ModelSource(str(tmp_path)), dtype=torch.float32, quantization="none", new_head=True)
 
 
 def test_the_base_of_an_adapter_is_found_from_any_folder(

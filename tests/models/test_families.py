@@ -178,6 +178,12 @@ def save_config(kind: str, folder: Path) -> None:
     AutoConfig.for_model(kind, vocab_size=len(AutoTokenizer.from_pretrained(folder))).save_pretrained(folder)
 
 
+def save_embedding_gemma(folder: Path) -> None:
+    save_family("gemma-3", folder)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"use_bidirectional_attention": True}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+
+
 def save_llama_4(folder: Path) -> None:
     sizes = {
         "hidden_size": 16,
@@ -211,6 +217,10 @@ REFUSED = {
         save_xlnet, "step1_sft", {},
         "base: xlnet does not generate text from left to right (encoders such as BERT do not); give a language "
         "model (OPT, Llama, Qwen, ...)",
+    ),
+    "tokens that see what follows, by a field": (
+        save_embedding_gemma, "step1_sft", {},
+        "base: a token of gemma3_text sees later ones (config.json: use_bidirectional_attention); take another model",
     ),
     "attention within chunks": (
         save_llama_4, "step1_sft", {},

@@ -105,6 +105,17 @@ def test_only_training_warns_of_what_experts_do_not_get(tmp_path, caplog):
     assert "the router's auxiliary loss is not added, and experts get no LoRA" in caplog.text
 
 
+def test_training_names_a_field_that_is_not_understood(tmp_path, caplog):
+    """Its forward pass is transformers', which goes by it; past their length these positions depend on the batch."""
+    path = str(tmp_path)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    for changes in ({}, {"rope_parameters": rope}):
+        AutoModelForCausalLM.from_config(tiny_config("llama", **changes)).save_pretrained(path)
+        StartModel("--model", path, ModelSource(path), check_language_model).warn_of_limits()
+    says = "config.json: rope_parameters: rotary positions of type dynamic: left to transformers, and untested here"
+    assert caplog.messages == [f"{path}: {says}"]
+
+
 def test_a_private_field_that_transformers_writes_is_no_reason_to_warn(tmp_path, caplog):
     """Gemma 3's pattern of windows, which `layer_types` spells out."""
     config = family_config("gemma-3", 50)

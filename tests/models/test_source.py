@@ -28,9 +28,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def count(module: Any, name: str) -> None:
         original = getattr(module, name)
 
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **words: Any) -> Any:
             counts[name.strip("_")] += 1
-            return original(*args)
+            return original(*args, **words)
 
         monkeypatch.setattr(module, name, counted)
 

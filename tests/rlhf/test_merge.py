@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.families import save_family
 from support.model_card import run_example
 from support.tiny_models import save_tiny
@@ -33,6 +33,7 @@ from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import load_reward_model, score_head_fields
 from pipeline.models.source import ModelSource
+from pipeline.models.weight_files import ADAPTER_WEIGHTS
 from rlhf.export import main as export
 from rlhf.merge import SENTENCES, main, sixteen_bits
 
@@ -183,6 +184,44 @@ def test_a_reward_models_adapter_brings_its_head(
     (Path(folder) / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     (Path(folder) / "README.md").write_text(f"```python\n{example(scores=True, adapter=True)}```")
     run_example(Path(folder), monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["lora_A.weight", "model.score.weight"])
+def test_an_adapter_that_lacks_a_weight_is_not_filled_with_random_numbers(
+    name: str, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two merges of such a folder differed."""
+    model = load_reward_model(ModelSource(base), dtype=torch.float32, quantization="int8", new_head=True).model
+    fields = score_head_fields(PreTrainedTokenizerFast.from_pretrained(base), score_mean=0, score_std=1, label="value")
+    model = add_lora(model, **SETTINGS, task="SEQ_CLS")
+    folder = save_adapter(model, base, tmp_path / "adapter", "int8", config_changes=fields)
+    file = Path(folder) / ADAPTER_WEIGHTS
+    weights = load_file(file)
+    weights.pop(next(key for key in weights if key.endswith(name)))
+    save_file(weights, file, metadata={"format": "pt"})
+    assert main([folder, f"{tmp_path}/merged"]) == EXIT_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder}: 1 weights are not in its {ADAPTER_WEIGHTS}") and name[:6] in line
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [
+        (1e15, ": its base with it gives NaN or infinity"),
+        (float("nan"), f"/{ADAPTER_WEIGHTS}: base_model."),
+    ],
+)
+def test_an_adapter_whose_outputs_are_not_finite_is_not_merged(
+    factor: float, says: str, adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Differences were printed as nan where its weights are finite; else a learning rate was blamed."""
+    folder = shutil.copytree(adapter, tmp_path / "large")
+    weights = {key: value * factor for key, value in load_file(folder / ADAPTER_WEIGHTS).items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    assert main([str(folder), f"{tmp_path}/merged"]) == EXIT_INPUT
+    assert f"{folder}{says}" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
 
 
 @torch.no_grad()

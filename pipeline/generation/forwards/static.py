@@ -18,6 +18,7 @@ from pipeline.generation.device_work import Lockstep
 from pipeline.generation.forwards.kv_cache import CacheLayout
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.decoders.architecture import UnsupportedModel, rotary_types
+from pipeline.models.decoders.families import fields_not_understood
 from pipeline.models.forward.hidden_states import masks_of_layers
 from pipeline.models.forward.packed_attention import NAME as PACKED
 from pipeline.models.loading import backbone, base_model
@@ -144,3 +145,5 @@ def check_static_cache_forward(model: nn.Module) -> None:
         raise UnsupportedModel("some layers see a window of tokens only")
     for kind in rotary_types(config) & {"dynamic", "longrope"}:
         raise UnsupportedModel(f"rotary positions of type {kind} depend on how long the sequence is")
+    for problem in fields_not_understood(config):
+        raise UnsupportedModel(f"config.json: {problem}")
