@@ -26,18 +26,19 @@ OF_A_STAGE: dict[str, str] = {
         "offload_parameters",
     f"{ALL_JSON}[fp16-{{0}}]": "initial_scale_power loss_scale_window hysteresis min_loss_scale",
     f"{ALL_JSON}[fp16 with a fixed scale-{{0}}]": "loss_scale",
-    f"{ALL_JSON}[rows of a step-{{0}}]": "train_batch_size",
     f"{OPTIMIZERS}[{{0}}]": "adam_beta1 adam_beta2 adam_eps lr_scheduler_type num_warmup_steps min_learning_rate_ratio",
     f"{ONLY_LORA}[false-{{0}}]": "only_optimize_lora",
 }  # fmt: skip
 ROLES = {"reward-model": "reward.", "ppo-actor": "ppo.actor_", "ppo-critic": "ppo.critic_"}
 
-# The twins of stage 1 that are made in the others too, where they are not refused.
+# The twins of stage 1 that are made in the others too, where they are not refused; what they set otherwise there.
 TWINS = """
     column_map data_path data_seed data_split dtype eval_data_path eval_fraction eval_interval eval_iters max_steps
     mixture monitors num_train_epochs overwrite run_dir save_adapter_only save_dtype save_steps keep_checkpoints seed
-    template per_device_eval_batch_size data_output_path output_dir deterministic dry_run explain target zero3_gather
+    template train_batch_size per_device_eval_batch_size data_output_path output_dir deterministic
+    dry_run explain target zero3_gather
 """.split()
+OTHERWISE: dict[str, dict[str, Any]] = {"ppo.train_batch_size": {"both": {"per_device_generation_batch_size": 8}}}
 REFUSED = {"reward.save_adapter_only": "a reward model is always saved whole"}
 
 # Flags that one place reads for all stages, none of whose packages names them: stage 1's test is that of all.
@@ -68,7 +69,7 @@ def shared_tests() -> dict[str, str]:
 def shared_twins(first: dict[str, Any]) -> dict[str, Any]:
     """Return the twins of the other stages, which are those of stage 1."""
     return {
-        f"{stage}.{name}": first[f"sft.{name}"]
+        f"{stage}.{name}": first[f"sft.{name}"]._replace(**OTHERWISE.get(f"{stage}.{name}", {}))
         for stage in STAGES
         for name in TWINS
         if f"{stage}.{name}" not in REFUSED
