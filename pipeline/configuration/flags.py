@@ -38,6 +38,10 @@ class Resolved:
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
 
+    def is_given(self, name: str) -> bool:
+        """Return True for a flag whose value is not left to its default."""
+        return self.origins.get(name, "default") != "default"
+
 
 class FlagLoader(yaml.SafeLoader):
     """A YAML loader that refuses a key that occurs twice and reads 2e-5 as a number."""

@@ -63,7 +63,7 @@ class RunConfig(Group):
     save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="output")
     print_steps: int = flag(
         1,
-        "Steps between progress lines",
+        "Steps between progress lines; left out without a terminal: lines are 30 s to 5 minutes apart",
         ge=1,
         on_resume="free",
         other_tools="logging_steps",

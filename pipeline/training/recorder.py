@@ -3,6 +3,7 @@
 import logging
 import textwrap
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import rich.progress
@@ -20,8 +21,10 @@ from pipeline.training.metrics import Metric, MetricsWriter, metric_of
 log = logging.getLogger(__name__)
 
 LINE_WIDTH = 100
-# Rates and the time left are those of the last steps: as many as this time holds, at most 1,000.
-RATE_PERIOD_S = 600.0
+# Rates and the time left are those of so many last steps, or of all in this time where these are more.
+RATE_STEPS, RATE_PERIOD_S = 20, 30.0
+# Seconds between two lines of a log that nobody watches; between the limits, a share of the time since the start.
+LEAST_PAUSE_S, PAUSE_SHARE, MOST_PAUSE_S = 30.0, 0.05, 300.0
 
 
 class Recorder:
@@ -62,7 +65,11 @@ class Recorder:
                 start_step=start_step,
             )
             self._progress = Progress(
-                run.stage.section, total_steps=total_steps, start_step=max(start_step, 0), every=config.print_steps
+                run.stage.section,
+                total_steps=total_steps,
+                start_step=max(start_step, 0),
+                every=config.print_steps,
+                is_given=run.resolved.is_given("print_steps"),
             )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -119,13 +126,28 @@ class Recorder:
 
 
 class Progress:
-    """The progress of a run: a logged line every `every` steps, and on a terminal a bar below all other lines."""
+    """The progress of a run: logged lines, and on a terminal a bar below them.
+
+    The lines are `every` so many steps apart on a terminal, or where that `is_given` by hand. Else they are of the
+    first and the last step, and in between LEAST_PAUSE_S to MOST_PAUSE_S apart.
+    """
 
     def __init__(
-        self, label: str, *, total_steps: int, start_step: int, every: int, console: Console | None = None
+        self,
+        label: str,
+        *,
+        total_steps: int,
+        start_step: int,
+        every: int,
+        is_given: bool = True,
+        console: Console | None = None,
     ) -> None:
-        self._label, self._every = label, every
         console = console or Terminal(stderr=True)
+        self._label, self._total, self._first = label, total_steps, start_step + 1
+        self._every = every if is_given or console.is_terminal else 0  # 0: by time
+        self._now = console.get_time
+        self._began = self._logged = self._now()
+        self._ended: deque[tuple[float, int]] = deque()  # when the last steps ended
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -138,7 +160,6 @@ class Progress:
             auto_refresh=False,  # no thread beside the one that launches the kernels
             transient=True,
             redirect_stdout=False,
-            speed_estimate_period=RATE_PERIOD_S,
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task(label, total=total_steps, completed=start_step, rate="")
@@ -146,13 +167,28 @@ class Progress:
 
     def update(self, step: int, shown: Mapping[str, float]) -> None:
         """Show `step` of the total, the given numbers, the rate of the last steps and the time left."""
-        self._bar.update(self._task, completed=step)
-        task = self._bar.tasks[0]
-        rate = f"{task.speed:.3g} steps/s  {duration(task.time_remaining or 0)} left" if task.speed else ""
-        self._bar.update(self._task, rate=rate, refresh=True)
-        if step % self._every == 0 or step == task.total:
+        now = self._now()
+        is_due = self._is_due(step, now)
+        self._ended.append((now, step))
+        while len(self._ended) > RATE_STEPS + 1 and self._ended[1][0] <= now - RATE_PERIOD_S:
+            self._ended.popleft()
+        then, first = self._ended[0]
+        speed = (step - first) / (now - then) if now > then else 0.0
+        rate = f"{speed:.3g} steps/s  {duration((self._total - step) / speed)} left" if speed else ""
+        self._bar.update(self._task, completed=step, rate=rate, refresh=True)
+        if is_due:
+            self._logged = now
             numbers = [f"{name} {readable(value)}" for name, value in shown.items()]
-            log.info("%s", "  ".join([f"[{self._label}] {step}/{task.total}", *numbers, *filter(None, [rate])]))
+            log.info("%s", "  ".join([f"[{self._label}] {step}/{self._total}", *numbers, *filter(None, [rate])]))
+
+    def _is_due(self, step: int, now: float) -> bool:
+        """Tell whether the step that has just ended gets a line; a time limit is kept where steps are short enough."""
+        if self._every:
+            return step % self._every == 0 or step == self._total
+        waited, last = now - self._logged, self._ended[-1][0] if self._ended else now
+        pause = min(max(LEAST_PAUSE_S, PAUSE_SHARE * (now - self._began)), MOST_PAUSE_S)
+        is_late = waited >= LEAST_PAUSE_S and waited + (now - last) > MOST_PAUSE_S  # behind the next step
+        return step in (self._first, self._total) or waited >= pause or is_late
 
     def end(self) -> None:
         """Remove the bar."""

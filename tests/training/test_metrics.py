@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -15,6 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.run.run import StderrHandler
@@ -22,6 +24,7 @@ from pipeline.training.metrics import MetricGroup, MetricsWriter, Unit, finite, 
 from pipeline.training.recorder import Progress, Recorder, Terminal, duration
 from pipeline.training.sinks import SINKS, Sink
 from rlhf.stages import STAGES
+from step1_sft.config import SFTConfig
 from step1_sft.metrics import METRICS
 from step1_sft.stage import STAGE
 from step2_reward import metrics as reward_metrics
@@ -36,6 +39,10 @@ def files_in_the_order_of_their_names(monkeypatch):
 
 def writer(folder, *monitors, start_step=-1) -> MetricsWriter:
     return MetricsWriter(folder, stage="sft", metrics=METRICS, monitors=monitors, start_step=start_step)
+
+
+def run_of(folder, world: World) -> SimpleNamespace:
+    return SimpleNamespace(world=world, folder=folder, stage=STAGE, resolved=Resolved(SFTConfig(), {}))
 
 
 def lines(folder) -> list[dict]:
@@ -85,7 +92,7 @@ def test_what_a_stage_has_reached_is_told_by_its_own_metrics():
 
 
 def test_a_progress_line_shows_declared_metrics_only(tmp_path):
-    run = SimpleNamespace(world=World(1, 2, 1, torch.device("cpu")), folder=tmp_path, stage=STAGE)
+    run = run_of(tmp_path, World(1, 2, 1, torch.device("cpu")))
     with pytest.raises(KeyError, match="objective/scores"):
         Recorder(run, RunConfig(), start_step=0, total_steps=4, metrics=METRICS, shown=ppo_metrics.SHOWN)
     Recorder(run, RunConfig(), start_step=0, total_steps=4, metrics=ppo_metrics.METRICS, shown=ppo_metrics.SHOWN)
@@ -207,6 +214,64 @@ def test_rate_and_time_left_are_those_of_the_last_steps(info):
     assert info.messages[119] == "[sft] 120/200  0.01 steps/s  2h 13m left"
 
 
+def logged_times(info, *, seconds: list[float], total: int, terminal: bool = False, **given) -> list[float]:
+    """Let steps of these seconds end; return the times at which a line was logged."""
+    now, times = 0.0, []
+    console = Terminal(file=io.StringIO(), force_terminal=terminal, get_time=lambda: now)
+    progress = Progress("sft", total_steps=total, start_step=0, every=1, console=console, **given)
+    for step, took in enumerate(seconds, 1):
+        now += took
+        before = len(info.messages)
+        progress.update(step, {})
+        times += [now] * (len(info.messages) - before)
+    progress.end()
+    return times
+
+
+def test_a_slow_first_step_is_not_in_the_rate_for_long(info):
+    """After a first step of 100 s, steps of 2 s: the rate of the last 20 is theirs, and 40 s are left of the run."""
+    now, console = 0.0, Terminal(stderr=True, get_time=lambda: now)
+    progress = Progress("sft", total_steps=60, start_step=0, every=1, console=console)
+    for step in range(1, 41):
+        now += 100.0 if step == 2 else 2.0
+        progress.update(step, {})
+    progress.end()
+    assert info.messages[0] == "[sft] 1/60", "one step says nothing of the next ones"
+    assert info.messages[39] == "[sft] 40/60  0.5 steps/s  40s left"
+
+
+def test_short_steps_have_the_rate_of_half_a_minute(info):
+    """Of steps of 0.1 s, 20 would be 2 s, in which one pause of a second is half of the time."""
+    now, console = 0.0, Terminal(stderr=True, get_time=lambda: now)
+    progress = Progress("sft", total_steps=1000, start_step=0, every=1, console=console)
+    for step in range(1, 401):
+        now += 1.1 if step == 395 else 0.1
+        progress.update(step, {})
+    progress.end()
+    (rate,) = re.findall(r"  ([\d.]+) steps/s", info.messages[399])
+    assert float(rate) == pytest.approx(290 / 30, rel=0.02)
+
+
+def test_a_log_that_nobody_watches_gets_few_lines(info):
+    """First and last step; in between 30 s apart at first, five minutes at most, whatever the steps take."""
+    times = logged_times(info, seconds=[1.0] * 20_000, total=20_000, is_given=False)
+    assert times[0] == 1.0 and times[-1] == 20_000
+    apart = [after - before for before, after in pairwise(times)][:-1]
+    assert min(apart) >= 29 and max(apart) <= 300 and apart == sorted(apart) and apart[-1] == 300
+    assert len(times) < 120
+    assert logged_times(info, seconds=[200.0] * 50, total=50, is_given=False) == [200.0 * n for n in range(1, 51)]
+    assert logged_times(info, seconds=[0.1] * 100, total=100, is_given=False) == pytest.approx([0.1, 10.0])
+    resumed = Progress("sft", total_steps=9, start_step=4, every=1, is_given=False)
+    resumed.update(5, {})
+    assert info.messages[-1].startswith("[sft] 5/9")
+
+
+def test_a_flag_given_by_hand_and_a_terminal_get_a_line_a_step(info):
+    short = {"seconds": [0.1] * 10, "total": 10}
+    assert len(logged_times(info, **short, is_given=True)) == 10
+    assert len(logged_times(info, **short, terminal=True, is_given=False)) == 10
+
+
 def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
     """Reference: a terminal emulator. No line is joined to another, none is lost, and the bar is as wide as fits."""
     stream = io.StringIO()
@@ -237,7 +302,7 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
 
 
 def test_the_numbers_of_an_evaluation_are_cut_between_two_of_them(tmp_path, info):
-    run = SimpleNamespace(world=World(0, 1, 0, torch.device("cpu")), folder=tmp_path, stage=STAGE)
+    run = run_of(tmp_path, World(0, 1, 0, torch.device("cpu")))
     values = {f"eval_{name}": index / 7 for index, name in enumerate(list(METRICS)[:20])}
     Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS).write(2, values)
     (text,) = info.messages
@@ -252,7 +317,7 @@ def test_durations_are_readable():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_records(tmp_path, rank, info):
     world = World(rank=rank, size=2, local_rank=rank, device=torch.device("cpu"))
-    run = SimpleNamespace(world=world, folder=tmp_path, stage=STAGE)
+    run = run_of(tmp_path, world)
     recorder = Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS)
     recorder.write(0, {"eval_loss": 2.0})
     recorder.write_training(1, {"loss": 3.0}, seconds=2.0, num_tokens=100, num_rows=8)
