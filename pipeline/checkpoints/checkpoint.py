@@ -240,7 +240,7 @@ def publish(pending: Pending, *, keep: int) -> None:
     final = pending.fresh.with_name(f"step-{pending.step}")
     with replacing(final, pending.fresh):
         pass
-    delete_older(final, keep)
+    delete_older(final.parent, keep)
 
 
 def load(

@@ -37,11 +37,20 @@ def write_manifest(folder: Path, step: int, files: dict[str, Any]) -> None:
     write_json(folder / MANIFEST, with_checksum({"format": FORMAT, "step": step, "files": files}))
 
 
-def delete_older(final: Path, keep: int) -> None:
+def delete_older(checkpoints: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints; the next save completes a deletion that was interrupted."""
-    for number, folder in enumerate(candidates(final.parent)):
+    for number, folder in enumerate(candidates(checkpoints)):
         if number >= keep or folder.name.endswith(".old"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def held_line(checkpoints: Path) -> str:
+    """Return in words which checkpoints a finished run holds, how large they are, and what for; "" without any."""
+    if not (names := ", ".join(folder.name for folder in candidates(checkpoints))):
+        return ""
+    size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    purpose = "a larger --max_steps goes on from the newest; --keep_checkpoints 0 holds none"
+    return f"{checkpoints} holds {names}, {size / 1e9:.3g} GB: {purpose}"
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> None:

@@ -42,7 +42,7 @@ class RunConfig(Group):
     save_steps: int = flag(0, "Steps between checkpoints; 0: only at the end or on a signal", ge=0, on_resume="free")
     keep_checkpoints: int = flag(
         2,
-        "Resume checkpoints kept; older ones are deleted; 0: none",
+        "Resume checkpoints kept; older ones are deleted; 0: none; left out: 1 where a run is done",
         ge=0,
         on_resume="free",
         other_tools="save_total_limit",

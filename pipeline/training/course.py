@@ -3,11 +3,13 @@
 A loop asks it once per optimizer step; what it says is the same on every rank.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from pipeline.checkpoints.checkpoint import Content, Saver, attempt
+from pipeline.checkpoints.checkpoint_files import delete_older, held_line
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -20,6 +22,8 @@ from pipeline.training.halving import Buffers, Halving
 from pipeline.training.metrics import Metric
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters, Stopping, divergence_advice
+
+log = logging.getLogger(__name__)
 
 
 class Course:
@@ -113,6 +117,8 @@ class Course:
     def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
         """Write the model folders and the last checkpoint, and mark the run as done.
 
+        Unless `--keep_checkpoints` was given, earlier checkpoints are deleted: nothing goes on from them any more.
+
         Raises:
             DivergedError: every step was skipped, so that the models are those of the start.
             EnvironmentFault: the disk refused one of them; the run is not done.
@@ -128,8 +134,13 @@ class Course:
         self._saver.finish()
         run, inputs = self._run, self._fingerprint.inputs
         ranks, config, stage = run.world.size, run.resolved.config, run.stage
+        checkpoints, kept = run.folder / "checkpoints", self._config.keep_checkpoints
+        kept = kept if run.resolved.is_given("keep_checkpoints") else min(kept, 1)
+        on_each_storage(lambda: delete_older(checkpoints, kept))
         on_each_storage(lambda: write_done(run.folder, config, stage, steps=state.step, ranks=ranks, inputs=inputs))
         self.recorder.close(EXIT_DONE)
+        if run.world.is_main and (line := held_line(checkpoints)):
+            log.info("%s", line)
 
     def _write(self, state: Counters, content: Content) -> None:
         """Write a checkpoint, unless that of this very state was written last."""

@@ -37,6 +37,7 @@ def words(stage: str, folder: Path, out: str, steps: int) -> list[object]:
         "dtype": "fp32",
         "output_dir": out if stage == "ppo" else f"{out}/{stage}",
         "save_steps": FIRST_END // 2,
+        "keep_checkpoints": 2,
         "enable_tensorboard": "false",
         **(ppo_flags(folder) if stage == "ppo" else pretraining_flags(folder)),
     }

@@ -16,7 +16,10 @@ from stage_runs import Story, metrics, run
 from support.tiny_run import make_folder
 
 STEPS = 2
-SAME = ("--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant", "--eval_interval", "0")
+SAME = (
+    "--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant", "--eval_interval", "0",
+    "--keep_checkpoints", "2",
+)  # fmt: skip
 
 
 EACH_STAGE = pytest.mark.parametrize(

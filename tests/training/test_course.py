@@ -1,6 +1,7 @@
 """The course of a run: what is due at which step, and what a stop becomes."""
 
 import json
+import logging
 from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -141,6 +142,26 @@ def test_a_run_whose_last_checkpoint_finds_no_room_is_not_done(tmp_path, caplog)
     with pytest.raises(EnvironmentFault, match="no space left"):
         course.finish(Counters(step=9), content(Counters(step=9)), lambda: models.append("saved"))
     assert models == ["saved"] and not (tmp_path / "done.json").exists() and "goes on" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, ["step-9"]), (2, ["step-6", "step-9"]), (0, [])], ids=["left out", "2", "0"]
+)
+def test_a_finished_run_holds_its_newest_checkpoint_alone_or_as_many_as_were_asked_for(tmp_path, caplog, given, kept):
+    for step in (3, 6, 9):
+        folder = tmp_path / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(1_000_000 * step))
+    (tmp_path / "checkpoints" / ".step-6.old").mkdir()
+    settings = {} if given is None else {"keep_checkpoints": given}
+    course = make_course(tmp_path, **settings)
+    course._run.resolved.origins.update(dict.fromkeys(settings, "command line"))
+    with caplog.at_level(logging.INFO):
+        course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
+    said = [line for line in caplog.messages if "checkpoints holds" in line]
+    size = {1: "holds step-9, 0.009 GB", 2: "holds step-9, step-6, 0.015 GB"}.get(len(kept))
+    assert len(said) == bool(kept) and all(size in line and "--keep_checkpoints 0" in line for line in said)
 
 
 def test_the_mark_of_a_finished_run_says_what_it_was_made_of(tmp_path):
