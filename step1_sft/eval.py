@@ -37,17 +37,18 @@ def forward_log_probs(model: TrainingEngine, batch: Batch, *, packed: bool) -> t
 
 @torch.no_grad()
 def evaluate(model: TrainingEngine, batches: Iterable[Callable[[], Batch]], device: torch.device) -> dict[str, float]:
-    """`eval_loss` (nats per trained token over all ranks) and `eval_perplexity`; {} where nothing is held out."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    """Return `eval_loss` (nats per trained token over all ranks), `eval_perplexity` and `eval_rows`; {} without rows."""
+    total = torch.zeros(3, dtype=torch.float64, device=device)
     for make in batches:
         batch = to_device(make(), device)
         log_probs, trained = forward_log_probs(model, batch, packed=False)
-        total += torch.stack([token_sum_loss(log_probs, trained).double(), trained.sum().double()])
-    loss_sum, count = dist.sum_over_ranks(total).tolist()
+        counts = torch.stack([trained.sum(), trained.any(1).sum()]).double()  # a padding row has no trained token
+        total += torch.cat([token_sum_loss(log_probs, trained).double().unsqueeze(0), counts])
+    loss_sum, count, num_rows = dist.sum_over_ranks(total).tolist()
     if not count:
         return {}
     loss = loss_sum / count
-    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_rows": num_rows}
 
 
 def evaluate_answers(

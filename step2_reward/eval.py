@@ -104,6 +104,7 @@ def summary(scores: PairScores) -> dict[str, float]:
         "eval_margin": difference.mean().item(),
         "eval_mean_chosen_score": scores.chosen.mean().item(),
         "eval_mean_rejected_score": scores.rejected.mean().item(),
+        "eval_rows": float(len(scores.chosen)),
     }
 
 

@@ -211,6 +211,7 @@ class Rewarded:
     valid: (N,) bool, True = the row counts and all its numbers are finite.
     scores: (N,) fp32, raw scores, of several rewards their weighted sum; NaN where a reward gives no score.
     sequence_rewards: (N,) fp32, rewards before the KL penalty.
+    total_rewards: (N,) fp32, sums of the rewards of a row's tokens: with the KL penalty unless it is in the loss.
     clipped: (N,) bool, True = `reward_clip` cut the score of a reward.
     kl: (N, T) fp32, KL estimate k1.
     kl_k3: (N, T) fp32, KL estimate k3.
@@ -222,6 +223,7 @@ class Rewarded:
     valid: Tensor
     scores: Tensor
     sequence_rewards: Tensor
+    total_rewards: Tensor
     clipped: Tensor
     kl: Tensor
     kl_k3: Tensor
@@ -268,6 +270,7 @@ def reward_responses(
         valid=valid,
         scores=weighted_sum(judged.unbind(1), weights),
         sequence_rewards=shaped,
+        total_rewards=of_tokens.sum(1),
         clipped=torch.stack(normalised).abs().amax(0) > ppo.reward_clip,
         kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
         kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),

@@ -10,6 +10,7 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch
 from pipeline.data.loader import Step, to_device
 from pipeline.engine.engine import TrainingEngine
+from pipeline.engine.gradient_sketch import GradientSketch
 from pipeline.models.flops import TrainingWork
 from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
@@ -43,6 +44,7 @@ class Sums:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
+        self.sketches: dict[str, GradientSketch] = {}  # of the parts "loss" and "text" of a gradient, where it has both
 
     def add(self, **terms: Tensor) -> None:
         """Add scalars to the sums of their names; a sum that is not finite drops the step."""
@@ -56,11 +58,12 @@ class Sums:
             self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
 
     def over_ranks(self) -> dict[str, float]:
-        """The sums under their names, the maxima as `<name>_max`. A collective, and the update's one wait for them."""
+        """The sums under their names, maxima as `<name>_max`, norms as `<part>_norm`. A collective, which waits."""
         everywhere = dist.gather_rows(torch.stack([*self.sums.values(), *self.maxima.values()]).unsqueeze(0))
         sums, maxima = everywhere.split([len(self.sums), len(self.maxima)], dim=1)
         totals = torch.cat([sums.sum(0), maxima.amax(0)]).tolist()
-        return dict(zip([*self.sums, *(f"{name}_max" for name in self.maxima)], totals, strict=True))
+        norms = {f"{part}_norm": sketch.norm() for part, sketch in self.sketches.items()}
+        return dict(zip([*self.sums, *(f"{name}_max" for name in self.maxima)], totals, strict=True)) | norms
 
 
 class Objective(ABC):
@@ -139,7 +142,9 @@ class PolicyObjective(Objective):
             sums.add(entropy=masked_sum(entropy, mask))
         sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
         if self.ppo.kl_in_loss:
-            loss = loss + self.kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
+            kl = self.kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
+            sums.add(kl=kl)
+            loss = loss + kl
         return loss
 
     def text_backward(self, sums: Sums) -> None:
@@ -160,7 +165,8 @@ class PolicyObjective(Objective):
             )
             loss = -outputs.log_probs.sum()
             sums.add(ptx=loss)
-            self.engine.backward(loss * scale, last=number + 1 == len(self.text.micro_batches))
+            last = number + 1 == len(self.text.micro_batches)
+            self.engine.backward(loss * scale, last=last, sketch=sums.sketches["text"])
 
     def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
         """Return the metrics of the policy."""
@@ -172,8 +178,11 @@ class PolicyObjective(Objective):
             "policy/clipfrac": totals["clipped"] / num_tokens,
             "policy/approx_kl": totals["approx_kl"] / num_tokens,
         }
+        if self.ppo.kl_in_loss:
+            metrics["loss/kl"] = totals["kl"] / num_tokens
         if self.text is not None:
-            metrics["loss/ptx"] = totals["ptx"] / max(self.text.num_trained, 1)
+            norms = {"actor/policy_grad_norm": totals["loss_norm"], "actor/ptx_grad_norm": totals["text_norm"]}
+            metrics |= norms | {"loss/ptx": totals["ptx"] / max(self.text.num_trained, 1)}
         if self.ppo.old_log_probs == "sampler":
             metrics |= {
                 "objective/entropy": totals["entropy"] / num_tokens,

@@ -244,7 +244,7 @@ class Sampler:
         return Prompt(prompt["prompt_ids"], prompt["prompt_id"])
 
 
-def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *, kl_coef: float) -> dict[str, float]:
+def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded) -> dict[str, float]:
     """Compute the objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows).
 
     NaN where no row counts: it is logged as null.
@@ -258,7 +258,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, *,
         "objective/kl_k3": mean_of(kl_k3, valid),
         "objective/scores": mean_of(rewarded.scores, valid),
         "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
-        "objective/rlhf_reward": mean_of(rewarded.sequence_rewards - kl_coef * kl, valid),
+        "objective/rlhf_reward": mean_of(rewarded.total_rewards, valid),
         "advantages/mean": rewarded.advantage_mean if mask.any() else math.nan,
         "advantages/std": rewarded.advantage_std if mask.any() else math.nan,
         "completions/mean_length": mean_of(responses.response_lengths.float(), valid),
@@ -313,10 +313,10 @@ def value_metrics(experience: Experience) -> dict[str, float]:
     return {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
 
 
-def evaluation_metrics(found: dict[str, float]) -> dict[str, float]:
-    """Keep the metrics that describe a policy on held-out prompts, with the prefix `eval_`."""
+def evaluation_metrics(found: dict[str, float], *, num_rows: int) -> dict[str, float]:
+    """Keep the metrics that describe a policy on `num_rows` held-out prompts, with the prefix `eval_`."""
     kept = ("objective/", "completions/")
-    return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)}
+    return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)} | {"eval_rows": num_rows}
 
 
 def append_samples(

@@ -140,7 +140,7 @@ def reward(
 ) -> Collected:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
     rewarded = ppo.rewarded(responses, scores, judged, state)
-    metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
+    metrics = rollout_metrics(responses, scores, rewarded)
     warn_of_rollout(metrics, step=state.step, dtype=weights_dtype(ppo.run))
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
@@ -266,8 +266,8 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         scores = score_others(ppo, responses, policy, state, course)
         judged = judge(ppo, responses, rows, state, course)
         rewarded = ppo.rewarded(responses, scores, judged, state)
-        metrics = rollout_metrics(responses, scores, rewarded, kl_coef=state.kl_coef)
-        course.recorder.write(state.step, evaluation_metrics(metrics))
+        metrics = rollout_metrics(responses, scores, rewarded)
+        course.recorder.write(state.step, evaluation_metrics(metrics, num_rows=int(rewarded.valid.sum())))
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
             append_samples(path, step=state.step, responses=responses, rewarded=rewarded, tokenizer=tokenizer)

@@ -103,13 +103,15 @@ class Updater:
         # Each engine with the objective whose gradients are its last: the one with text, else the last in the list.
         engines = {one.engine: one for one in objectives} | {one.engine: one for one in objectives if one.text}
         sums = Sums()
+        sums.sketches = {part: one.engine.sketch() for one in objectives if one.text for part in ("loss", "text")}
         for number, (batch, rows, part) in enumerate(cut(responses, batches)):
             stopping.within_step(engines)
             known = experience.select(rows).narrowed(batch.width)
             for objective in objectives:
                 loss = objective.loss(batch, part, known, sums)
                 last = number + 1 == len(batches) and objective.text is None and engines[objective.engine] is objective
-                objective.engine.backward(loss * scale, last=last)
+                sketch = sums.sketches["loss"] if engines[objective.engine].text else None
+                objective.engine.backward(loss * scale, last=last, sketch=sketch)
         for objective in objectives:
             objective.text_backward(sums)
         totals = sums.over_ranks()

@@ -7,7 +7,7 @@ ranks.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import deepspeed
@@ -17,6 +17,7 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.engine.eight_bit import adamw_8bit
+from pipeline.engine.gradient_sketch import GradientSketch
 from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
 from pipeline.kernels.fused_layers import fuse_layers
 from pipeline.models.partitions import gathered
@@ -132,10 +133,24 @@ class TrainingEngine:
         floor = getattr(scaler, "min_scale", None) or getattr(scaler, "min_loss_scale", None) or 1.0
         return scaler.cur_scale > floor
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss` (a scalar). `last` closes the accumulation: gradients are averaged over ranks."""
+    @property
+    def loss_scale(self) -> float:
+        """The factor of gradients in fp16; 1 in other types."""
+        return float(getattr(self.optimizer, "loss_scale", 1.0) or 1.0)
+
+    def sketch(self) -> GradientSketch:
+        """Return an empty projection of the gradient of a part of this accumulation."""
+        device = torch.device(get_accelerator().current_device_name())
+        return GradientSketch(list(self.module.parameters()), device=device, loss_scale=self.loss_scale)
+
+    def backward(self, loss: torch.Tensor, *, last: bool, sketch: GradientSketch | None = None) -> None:
+        """Add the gradient of `loss` (a scalar), also to a `sketch`.
+
+        `last` closes the accumulation: gradients are averaged over ranks.
+        """
         self.deepspeed.set_gradient_accumulation_boundary(last)
-        self.deepspeed.backward(loss, scale_wrt_gas=False)
+        with sketch.added() if sketch else nullcontext():
+            self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
         """The global L2 norm of the averaged gradients before clipping; inf where any of them is not finite.
@@ -156,7 +171,7 @@ class TrainingEngine:
         self._norms = norms
         if not torch.isfinite(norms).all() or (norms < 0).any():
             return float("inf")  # DeepSpeed writes -1 for a norm that is not finite
-        return norms.double().norm().item() / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
+        return norms.double().norm().item() / self.loss_scale
 
     def set_rate(self, rate_factor: float) -> None:
         """Set the learning rates to `rate_factor` times their peaks."""

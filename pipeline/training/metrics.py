@@ -43,6 +43,7 @@ SHARED: dict[str, Metric] = {
     "epoch": Metric("passes over the training rows so far", "epochs", "progress", better=0),
     "num_tokens": Metric("real tokens that went through training so far, all ranks", "tokens", "progress", better=0),
     "skipped_updates": Metric("steps so far that changed nothing: gradient or loss not finite", "steps", "progress"),
+    "eval_rows": Metric("held-out rows that an evaluation's means are of", "rows", "progress", better=0),
     "micro_batch_size": Metric(
         "rows (stage 2: pairs) of a micro-batch on each rank in force at this step: that of the flags unless an "
         "out-of-memory error has halved it",

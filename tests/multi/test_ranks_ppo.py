@@ -238,6 +238,11 @@ def test_evaluation_counts_each_prompt_once(found: Found, stage: int) -> None:
         assert numbers_apart(list(mine.values()), list(found[1][0]["z0 eval"].values())) < TOLERANCE
 
 
+def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
+    assert [found[size][0]["some held out"]["rows"] for size in (1, 2)] == [[3, 8], [6, 8]]
+    assert all(rank["some held out"] == found[2][0]["some held out"] for rank in found[2])
+
+
 def test_ranks_agree_bit_for_bit(found: Found) -> None:
     first, second = (rank["z3 m1"] for rank in found[2])
     assert first["metrics"] == second["metrics"] and first["state"] == second["state"]

@@ -76,6 +76,11 @@ def test_fresh_head_and_held_out_scores_are_the_same_at_every_stage(found: Found
         assert numbers_apart(list(mine["summary"].values()), list(reference["summary"].values())) < TOLERANCE
 
 
+def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
+    assert [found[size][0]["some held out"]["rows"] for size in (1, 2)] == [[3, 3], [6, 6]]
+    assert all(rank["some held out"] == found[2][0]["some held out"] for rank in found[2])
+
+
 @pytest.mark.parametrize(
     ("stage", "variant"),
     slow_but([(3, "lora"), (0, "per token"), (3, "centred")], [(stage, name) for stage in (0, 3) for name in VARIANTS]),

@@ -27,7 +27,8 @@ Words = tuple[object, ...]
 PROMPTS_PER_ROLLOUT = 8
 ROWS_PER_STEP = 4
 LOGGED = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "policy/ratio_max", "policy/clipfrac",
-          "value/clipfrac", "actor/grad_norm", "critic/grad_norm")  # fmt: skip
+          "value/clipfrac", "loss/kl", "actor/grad_norm", "actor/policy_grad_norm", "actor/ptx_grad_norm",
+          "critic/grad_norm")  # fmt: skip
 
 
 def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stage: int = 0) -> PPOLoop:
@@ -273,6 +274,16 @@ def evaluated(inputs: Path, stage: int) -> dict[str, Any]:
     return loop.course.evaluations[0]
 
 
+def some_held_out(inputs: Path) -> dict[str, Any]:
+    """Prompts of an evaluation in one batch of three on each rank, and of all."""
+    counts = []
+    for limit in (1, 0):
+        loop = setup(inputs, 2 // dist.world_size(), ("--eval_iters", limit))
+        loop.evaluate()
+        counts.append(loop.course.evaluations[0]["eval_rows"])
+    return {"rows": counts}
+
+
 def shape_cases(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for stage in range(4):
@@ -288,7 +299,7 @@ def shape_cases(size: int) -> dict[str, Any]:
 
 def cases() -> dict[str, Any]:
     size = num_ranks()
-    found: dict[str, Any] = {"plain": plain_scores, **shape_cases(size)}
+    found: dict[str, Any] = {"plain": plain_scores, "some held out": some_held_out, **shape_cases(size)}
     micro = 2 // size
     lora = ("--actor_lora_dim", 4, "--critic_lora_dim", 4)
     recompute = ("--actor_gradient_checkpointing", "--critic_gradient_checkpointing")

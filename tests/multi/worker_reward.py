@@ -119,9 +119,17 @@ def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     }
 
 
+def some_held_out(inputs: Path) -> dict[str, Any]:
+    """Pairs of an evaluation in one batch of three pairs on each rank, whatever batch it is made in."""
+    reward = setup(inputs, 2, ("--eval_iters", 1))
+    scores = [score_pairs(reward.engine, reward.held_out(size), reward.run.world.device) for size in (3, 1)]
+    return {"rows": [summary(found)["eval_rows"] for found in scores]}
+
+
 def cases() -> dict[str, Any]:
     per_rank = ROWS_PER_STEP // num_ranks()
     found: dict[str, Any] = {"exact": partial(exact, step=0), "exact partial": partial(exact, step=PARTIAL_STEP)}
+    found["some held out"] = some_held_out
     for stage in range(4):
         here = ("--zero_stage", stage)
         for micro in (per_rank, 2, 1):

@@ -216,6 +216,16 @@ def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     }
 
 
+def some_held_out(inputs: Path) -> dict[str, Any]:
+    """Rows of an evaluation in two batches of one row on each rank, whatever batch it is made in; and all of them."""
+    words = ("--eval_data_path", inputs / "test.jsonl", "--per_device_eval_batch_size", 1, "--eval_iters")
+    some, whole = setup(inputs, 2, (*words, 2)), setup(inputs, 2, (*words, 0))
+    counts = [
+        training.measure(sft, sft.held_out(size))["eval_rows"] for sft, size in ((some, 1), (some, 3), (whole, 3))
+    ]
+    return {"rows": counts}
+
+
 def cases() -> dict[str, Any]:
     size = num_ranks()
     per_rank = ROWS_PER_STEP // size
@@ -230,6 +240,7 @@ def cases() -> dict[str, Any]:
         found[f"z{stage} resume"] = partial(checkpointed, micro=2, words=("--zero_stage", stage))
         bf16 = ("--zero_stage", stage, "--dtype", "bf16")
         found[f"z{stage} resume bf16"] = partial(checkpointed, micro=2, words=bf16)
+    found["some held out"] = some_held_out
     lora = ("--lora_dim", 4)
     for stage in (0, 3):
         here = ("--zero_stage", stage)

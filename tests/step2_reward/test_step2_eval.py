@@ -78,7 +78,7 @@ def test_summary_by_hand():
     found = summary(scores_of([3.0, 0.0, 1.0], [1.0, 1.0, 1.0]))
     assert found == pytest.approx(
         {"eval_loss": 0.25, "eval_accuracy": 0.5, "eval_margin": 1 / 3, "eval_mean_chosen_score": 4 / 3,
-         "eval_mean_rejected_score": 1.0}
+         "eval_mean_rejected_score": 1.0, "eval_rows": 3}
     )  # fmt: skip
 
 

@@ -246,7 +246,7 @@ def test_rollout_metrics_by_hand():
     )
     responses = rows_of([2, 1, 2], [True, False, True], [True, True, False])
     found = rewarded(responses, scores, kl_coef=0.5, missing_eos_penalty=1.0)
-    metrics = rollout_metrics(responses, scores.scores, found, kl_coef=0.5)
+    metrics = rollout_metrics(responses, scores.scores, found)
     # KL per sequence: 0.5 - 1 = -0.5 and 1; mean 0.25. Shaped 3 and -1 - 1 = -2; minus half the KL: 3.25 and -2.5.
     assert metrics["objective/kl"] == pytest.approx(0.25)
     assert metrics["objective/rlhf_reward"] == pytest.approx((3.25 - 2.5) / 2)
@@ -261,8 +261,28 @@ def test_rollout_metrics_by_hand():
     returns, values = found.experience.targets.returns[found.experience.response_mask].numpy(), np.array([0.0, 1, 2])
     assert metrics["value/explained_variance"] == pytest.approx(1 - (returns - values).var() / returns.var(), rel=1e-5)
     assert metrics["rows_masked"] == 0
-    shown = evaluation_metrics(metrics)
+    shown = evaluation_metrics(metrics, num_rows=2)
     assert shown["eval_objective/kl"] == metrics["objective/kl"] and "eval_policy/sampler_error" not in shown
+
+
+@pytest.mark.parametrize(
+    ("estimator", "in_loss"), [("k1", False), ("k2", False), ("k3", False), ("k2", True), ("k3", True)]
+)
+def test_the_rlhf_reward_is_that_of_the_flags_by_a_slow_loop(estimator, in_loss):
+    """The KL of the estimator that the rewards are made with, and none where the loss takes it."""
+    outputs, finished = random_scores(LENGTHS), [True, False, True, True, False]
+    found = rewarded(
+        rows_of(LENGTHS, finished), outputs, kl_coef=0.3, kl_estimator=estimator, kl_in_loss=in_loss,
+        missing_eos_penalty=0.7, reward_clip=1.0,
+    )  # fmt: skip
+    total = 0.0
+    for n, length in enumerate(LENGTHS):
+        total += min(max(outputs.judged[n, 0].item(), -1.0), 1.0) - (0.0 if finished[n] else 0.7)
+        for t in range(0 if in_loss else length):
+            d = (outputs.scores.log_probs[n, t] - outputs.scores.ref_log_probs[n, t]).item()
+            total -= 0.3 * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+    metrics = rollout_metrics(rows_of(LENGTHS, finished), outputs.scores, found)
+    assert metrics["objective/rlhf_reward"] == pytest.approx(total / len(LENGTHS), rel=1e-4)
 
 
 def test_the_share_of_clipped_scores_by_hand():
@@ -270,15 +290,15 @@ def test_the_share_of_clipped_scores_by_hand():
     scores = scores_by_hand([[-1.0]] * 5, [[-1.0]] * 5, [[0.0]] * 5, [9.0, -9.0, 1.0, 7.0, 50.0])
     responses = rows_of([1] * 5, [False] * 5, [True, True, True, True, False])
     found = rewarded(responses, scores, mean=1.0, std=2.0, reward_clip=3.0)
-    metrics = evaluation_metrics(rollout_metrics(responses, scores.scores, found, kl_coef=0.5))
-    assert metrics["eval_objective/score_clipfrac"] == 0.5
+    metrics = evaluation_metrics(rollout_metrics(responses, scores.scores, found), num_rows=2)
+    assert metrics["eval_objective/score_clipfrac"] == 0.5 and metrics["eval_rows"] == 2
 
 
 def test_masked_rows_are_counted_and_left_out_of_the_metrics():
     scores = random_scores(LENGTHS)
     bad = scores._replace(judged=torch.where(torch.arange(5).unsqueeze(1) == 2, math.nan, scores.judged))
     responses = rows_of(LENGTHS, [True] * 5)
-    metrics = rollout_metrics(responses, bad.scores, rewarded(responses, bad), kl_coef=0.5)
+    metrics = rollout_metrics(responses, bad.scores, rewarded(responses, bad))
     assert metrics["rows_masked"] == 1
     assert metrics["objective/scores"] == pytest.approx(scores.judged[[0, 1, 3, 4]].mean().item(), rel=1e-5)
     assert all(math.isfinite(value) for value in metrics.values())

@@ -212,7 +212,7 @@ def test_without_a_pass_of_the_policy_the_samplers_log_probs_serve(folders):
     assert found.ref_log_probs.equal(expected.ref_log_probs)
     scores = judged(models, responses, [list(range(8))])
     rewards = reward_responses(responses, found, scores, PPOCoefficients(), kl_coef=0.1, rewards=models.rewards)
-    metrics = rollout_metrics(responses, found, rewards, kl_coef=0.1)
+    metrics = rollout_metrics(responses, found, rewards)
     assert "objective/kl" in metrics and not {"objective/entropy", "policy/sampler_error"} & set(metrics)
 
 

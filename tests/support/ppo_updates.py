@@ -140,7 +140,7 @@ def make_experience(folders, responses: Responses, *, spread: float = 0.3) -> Ex
 def slow_update(folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False, text=None, unsup_coef=2.0):
     """(gradients of the actor, of the critic, numbers) by a loop over tokens; PPO's equations written out again."""
     actor, critic = plain_models(folders)
-    policy = value = torch.zeros(())
+    policy = value = kl = torch.zeros(())
     ratios, clipped, value_clipped, approx_kl = [], 0, 0, 0.0
     for n in range(5):
         new, now = plain_log_probs(actor, responses, n), plain_values(critic, responses, n)
@@ -151,7 +151,7 @@ def slow_update(folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False
             clipped += bool(ratio.clamp(0.8, 1.2) * advantage < ratio * advantage)
             policy = policy - kept
             if kl_in_loss:
-                policy = policy + kl_coef * 0.5 * (new[t] - experience.ref_log_probs[n, t]) ** 2
+                kl = kl + kl_coef * 0.5 * (new[t] - experience.ref_log_probs[n, t]) ** 2
             ratios.append(ratio.item())
             approx_kl += (ratio - 1 - ratio.log()).item()
             before, target = experience.targets.values[n, t], experience.targets.returns[n, t]
@@ -165,7 +165,8 @@ def slow_update(folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False
         "policy/approx_kl": approx_kl / len(ratios),
         "policy/first_ratio_error": max(abs(math.log(ratio)) for ratio in ratios),
     }  # fmt: skip
-    loss = policy / NUM_RESPONSE_TOKENS
+    numbers |= {"loss/kl": kl.item() / NUM_RESPONSE_TOKENS} if kl_in_loss else {}
+    loss = (policy + kl) / NUM_RESPONSE_TOKENS
     if text is not None:
         batches = text.micro_batches
         labels = [torch.where(b.trained_mask, b.input_ids, -100) for b in batches]
