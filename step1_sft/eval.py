@@ -37,7 +37,7 @@ def forward_log_probs(model: TrainingEngine, batch: Batch, *, packed: bool) -> t
 
 @torch.no_grad()
 def evaluate(model: TrainingEngine, batches: Iterable[Callable[[], Batch]], device: torch.device) -> dict[str, float]:
-    """Return `eval_loss` (nats per trained token over all ranks), `eval_perplexity` and `eval_rows`; {} without rows."""
+    """Return `eval_loss` (nats per trained token over all ranks), `eval_perplexity`, `eval_rows`; {} without rows."""
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for make in batches:
         batch = to_device(make(), device)

@@ -9,10 +9,7 @@ METRICS: dict[str, Metric] = SHARED | {
     "objective/scores": Metric("mean raw score; of several rewards their weighted sum", "score", better=1),
     "objective/score_clipfrac": Metric("share of responses with a normalised score that reward_clip cut", "share"),
     "objective/rlhf_reward": Metric(
-        "mean over sequences of the sum of their tokens' rewards: the shaped reward, and minus kl_coef times the KL by "
-        "kl_estimator unless kl_in_loss takes it",
-        "score",
-        better=1,
+        "mean sum of a response's rewards, with the KL if it is in them", "score", better=1
     ),
     "objective/kl_coef": Metric("weight of the KL penalty in this rollout", "number", better=0),
     "policy/ratio_mean": Metric("mean over response tokens of new over old probability", "number", "policy", better=0),
@@ -25,16 +22,10 @@ METRICS: dict[str, Metric] = SHARED | {
         "policy",
     ),
     "policy/sampler_error": Metric("largest |trainer's - sampler's log-probability| of a token", "nats", "policy"),
-    "policy/clipfrac": Metric(
-        "share of response tokens where the clipped objective is the smaller one, so that they have no gradient; the "
-        "ratio of others may have left the range too",
-        "share",
-        "policy",
-        better=0,
-    ),
+    "policy/clipfrac": Metric("share of tokens whose clipped objective is the smaller", "share", "policy", better=0),
     "policy/approx_kl": Metric("estimate of KL(old || new) per token", "nats", "policy", better=0),
     "loss/policy": Metric("clipped policy loss per response token, without loss/kl, loss/ptx", "number", better=0),
-    "loss/kl": Metric("with kl_in_loss: kl_coef times the KL by kl_estimator per response token", better=0),
+    "loss/kl": Metric("KL of the loss (kl_in_loss) per response token, times kl_coef", better=0),
     "loss/value": Metric("value loss per response token", "squared score"),
     "loss/ptx": Metric("language-model loss per token of the ptx text"),
     "value/clipfrac": Metric(
@@ -51,19 +42,9 @@ METRICS: dict[str, Metric] = SHARED | {
     "completions/empty_fraction": Metric("share of responses that are an EOS alone", "share", "completions"),
     "actor/grad_norm": Metric("L2 norm of the actor's gradient before clipping", "number", "optimizer", better=0),
     "actor/policy_grad_norm": Metric(
-        "with ptx text: norm of the policy loss's part (and of loss/kl) of that gradient, by a random projection whose "
-        "standard error is 0.14 %",
-        "number",
-        "optimizer",
-        better=0,
+        "with ptx: that of the policy loss's part, +- 0.14 %", "number", "optimizer", better=0
     ),
-    "actor/ptx_grad_norm": Metric(
-        "the same of the text's part, unsup_coef included: where it is the larger one, clipping leaves little of the "
-        "policy's",
-        "number",
-        "optimizer",
-        better=0,
-    ),
+    "actor/ptx_grad_norm": Metric("that of the text's part, unsup_coef included", "number", "optimizer", better=0),
     "critic/grad_norm": Metric("L2 norm of the critic's gradient before clipping", "number", "optimizer", better=0),
     "actor/learning_rate": Metric(
         "rate of the actor's first parameter group in this step", "number", "optimizer", better=0

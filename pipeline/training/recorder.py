@@ -64,12 +64,9 @@ class Recorder:
                 monitors=config.monitors,
                 start_step=start_step,
             )
+            every = config.print_steps if run.resolved.is_given("print_steps") else 0
             self._progress = Progress(
-                run.stage.section,
-                total_steps=total_steps,
-                start_step=max(start_step, 0),
-                every=config.print_steps,
-                is_given=run.resolved.is_given("print_steps"),
+                run.stage.section, total_steps=total_steps, start_step=max(start_step, 0), every=every
             )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -128,23 +125,16 @@ class Recorder:
 class Progress:
     """The progress of a run: logged lines, and on a terminal a bar below them.
 
-    The lines are `every` so many steps apart on a terminal, or where that `is_given` by hand. Else they are of the
-    first and the last step, and in between LEAST_PAUSE_S to MOST_PAUSE_S apart.
+    The lines are `every` so many steps apart. Where that is 0, a terminal gets one for each step; a log gets those of
+    the first and the last step, and in between some that are LEAST_PAUSE_S to MOST_PAUSE_S apart.
     """
 
     def __init__(
-        self,
-        label: str,
-        *,
-        total_steps: int,
-        start_step: int,
-        every: int,
-        is_given: bool = True,
-        console: Console | None = None,
+        self, label: str, *, total_steps: int, start_step: int, every: int, console: Console | None = None
     ) -> None:
         console = console or Terminal(stderr=True)
         self._label, self._total, self._first = label, total_steps, start_step + 1
-        self._every = every if is_given or console.is_terminal else 0  # 0: by time
+        self._every = every or int(console.is_terminal)  # 0: by time
         self._now = console.get_time
         self._began = self._logged = self._now()
         self._ended: deque[tuple[float, int]] = deque()  # when the last steps ended

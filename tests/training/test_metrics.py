@@ -214,11 +214,11 @@ def test_rate_and_time_left_are_those_of_the_last_steps(info):
     assert info.messages[119] == "[sft] 120/200  0.01 steps/s  2h 13m left"
 
 
-def logged_times(info, *, seconds: list[float], total: int, terminal: bool = False, **given) -> list[float]:
+def logged_times(info, *, seconds: list[float], total: int, every: int, terminal: bool = False) -> list[float]:
     """Let steps of these seconds end; return the times at which a line was logged."""
     now, times = 0.0, []
     console = Terminal(file=io.StringIO(), force_terminal=terminal, get_time=lambda: now)
-    progress = Progress("sft", total_steps=total, start_step=0, every=1, console=console, **given)
+    progress = Progress("sft", total_steps=total, start_step=0, every=every, console=console)
     for step, took in enumerate(seconds, 1):
         now += took
         before = len(info.messages)
@@ -254,22 +254,22 @@ def test_short_steps_have_the_rate_of_half_a_minute(info):
 
 def test_a_log_that_nobody_watches_gets_few_lines(info):
     """First and last step; in between 30 s apart at first, five minutes at most, whatever the steps take."""
-    times = logged_times(info, seconds=[1.0] * 20_000, total=20_000, is_given=False)
+    times = logged_times(info, seconds=[1.0] * 20_000, total=20_000, every=0)
     assert times[0] == 1.0 and times[-1] == 20_000
     apart = [after - before for before, after in pairwise(times)][:-1]
     assert min(apart) >= 29 and max(apart) <= 300 and apart == sorted(apart) and apart[-1] == 300
     assert len(times) < 120
-    assert logged_times(info, seconds=[200.0] * 50, total=50, is_given=False) == [200.0 * n for n in range(1, 51)]
-    assert logged_times(info, seconds=[0.1] * 100, total=100, is_given=False) == pytest.approx([0.1, 10.0])
-    resumed = Progress("sft", total_steps=9, start_step=4, every=1, is_given=False)
+    assert logged_times(info, seconds=[200.0] * 50, total=50, every=0) == [200.0 * n for n in range(1, 51)]
+    assert logged_times(info, seconds=[0.1] * 100, total=100, every=0) == pytest.approx([0.1, 10.0])
+    resumed = Progress("sft", total_steps=9, start_step=4, every=0)
     resumed.update(5, {})
     assert info.messages[-1].startswith("[sft] 5/9")
 
 
 def test_a_flag_given_by_hand_and_a_terminal_get_a_line_a_step(info):
     short = {"seconds": [0.1] * 10, "total": 10}
-    assert len(logged_times(info, **short, is_given=True)) == 10
-    assert len(logged_times(info, **short, terminal=True, is_given=False)) == 10
+    assert len(logged_times(info, **short, every=1)) == 10
+    assert len(logged_times(info, **short, terminal=True, every=0)) == 10
 
 
 def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
