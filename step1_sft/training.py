@@ -92,7 +92,8 @@ def build(run: Run, config: SFTConfig) -> SFT:
     data = config.data
     tokenizer, seq2seq = prepare_tokenizer(source, data.template), source.is_encoder_decoder
     # The turns before the last one are the encoder's input.
-    rows = prepare_data(data, tokenizer, **run.stage.row_options, train_turns="last" if seq2seq else data.train_turns)
+    turns = "last" if seq2seq else data.train_turns
+    rows = prepare_data(data, tokenizer, keep_best=config.keep_best, **run.stage.row_options, train_turns=turns)
     if seq2seq:
         check_sources(rows)
     collate = partial(seq2seq_batch if seq2seq else packed_sft_batch, pad_id=tokenizer.pad_token_id)

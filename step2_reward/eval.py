@@ -24,7 +24,7 @@ from pipeline.errors import InputError
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.paths import check_reward_model
-from pipeline.models.reward_model import last_token_scores, load_reward_model
+from pipeline.models.reward_model import last_token_scores, load_reward_model, measured_constants
 from pipeline.models.source import ModelSource
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.run.entry import command_config, run_command
@@ -109,10 +109,8 @@ def summary(scores: PairScores) -> dict[str, float]:
 
 
 def score_statistics(scores: PairScores) -> tuple[float, float]:
-    """Return (mean, population standard deviation) of all evaluated scores, which normalise them in stage 3."""
-    both = torch.cat([scores.chosen, scores.rejected]).double()
-    std = both.std(correction=0).item() if len(both) else 0.0
-    return (both.mean().item(), std) if std > 0 else (0.0, 1.0)
+    """Return (mean, population standard deviation) of all evaluated scores."""
+    return measured_constants(torch.cat([scores.chosen, scores.rejected]))
 
 
 def report(scores: PairScores, texts: tuple[list[str], list[str]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Stage 2's loop: evaluate, save, accumulate gradients, take an optimizer step, log; from build to finish."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, save_trained
 from pipeline.data.batching import PairBatch
-from pipeline.data.loader import PrefetchedSteps, Step, pair_lengths
+from pipeline.data.loader import PrefetchedSteps, Step, evaluation_batches, pair_lengths
 from pipeline.engine.build import start_engines, value_model_engine
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.reward_model import score_head_fields
@@ -28,18 +29,22 @@ from step2_reward.metrics import METRICS
 
 log = logging.getLogger(__name__)
 
+SCORED_PAIRS = 1_000  # training pairs that give the mean and std of scores where none is held out
+
 
 @dataclass(slots=True)
 class State(Counters):
     """Everything of stage 2 that evolves, besides the engine.
 
-    best_step: of the model that `--keep_best` has saved. score_mean, score_std: of the last evaluation.
+    best_step: of the model that `--keep_best` has saved. score_mean, score_std: of the pairs last scored.
+    score_pairs: which pairs these were; "" before.
     """
 
     best_accuracy: float | None = None
     best_step: int = 0
     score_mean: float = 0.0
     score_std: float = 1.0
+    score_pairs: str = ""
 
 
 Reward = Supervised[RewardConfig, PairBatch]
@@ -88,7 +93,7 @@ def build(run: Run, config: RewardConfig) -> Reward:
     make_room(run)
     data = config.data
     tokenizer = prepare_tokenizer(source, data.template)
-    pairs = prepare_data(data, tokenizer, **run.stage.row_options)
+    pairs = prepare_data(data, tokenizer, keep_best=config.keep_best, **run.stage.row_options)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
     engine = value_model_engine(run, source, config.model, new_head=True)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)
@@ -111,18 +116,29 @@ def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, co
 
 
 def evaluate(reward: Reward, state: State, course: Course) -> None:
-    """Score the held-out pairs, once a step; with `--keep_best`, save the most accurate model so far."""
+    """Score the held-out pairs, once a step; with `--keep_best`, save the most accurate model so far.
+
+    Where none is held out, the last training pairs give the constants of a model that is saved, and nothing else.
+    """
     if state.evaluated == state.step:
         return
     per_token, centering_coef = reward.config.reward_loss == "per_token", reward.config.centering_coef
-    with reward.evaluation(state, course) as batches:
+    saves = state.step >= reward.total_steps or course.save_is_due(state)
+    with reward.evaluation(state, course) as held_out:
+        batches = held_out or (last_training_pairs(reward, state) if saves else [])
         scores = score_pairs(
             reward.engine, batches, reward.run.world.device, per_token=per_token, centering_coef=centering_coef
         )
+    state.evaluated = state.step
+    if not batches:
+        return
+    state.score_mean, state.score_std = score_statistics(scores)
+    state.score_pairs = f"{len(scores.chosen)} {'held-out' if held_out else 'training'} pairs"
+    if not held_out:
+        log.warning("no pair is held out: mean and std of scores are those of the last %s", state.score_pairs)
+        return
     measured = summary(scores)
     course.recorder.write(state.step, measured)
-    state.evaluated = state.step
-    state.score_mean, state.score_std = score_statistics(scores)
     accuracy = measured.get("eval_accuracy")
     if not reward.config.keep_best or accuracy is None:
         return
@@ -130,6 +146,15 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
     # A model that cannot be saved does not count: the next one has to beat what is on the disk.
     if is_best and checkpoint.attempt(lambda: save(reward, state)):
         state.best_accuracy, state.best_step = accuracy, state.step
+
+
+def last_training_pairs(reward: Reward, state: State) -> list[Callable[[], PairBatch]]:
+    """Return this rank's batches of the last SCORED_PAIRS pairs to train on."""
+    rows, world = reward.loader.rows, reward.run.world
+    last = rows.select(range(max(0, len(rows) - SCORED_PAIRS), len(rows)))
+    size = state.batch_size("evaluate", reward.config.optimizer.per_device_eval_batch_size)
+    collate, ranks = reward.loader.collate, {"world_size": world.size, "rank": world.rank}
+    return evaluation_batches(last, collate, batch_size=size, **ranks)
 
 
 def save_unless_best(reward: Reward, state: State) -> None:
@@ -148,6 +173,7 @@ def save(reward: Reward, state: State) -> None:
 def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, state: State) -> None:
     """Write the model folder of a trained module, with the constants that normalise its scores. A collective."""
     config: RewardConfig = run.resolved.config
-    fields = score_head_fields(tokenizer, score_mean=state.score_mean, score_std=state.score_std, label="reward")
+    names = ("score_mean", "score_std", "score_pairs") if state.score_pairs else ()
+    fields = score_head_fields(tokenizer, label="reward", **{name: getattr(state, name) for name in names})
     folder, kind = Path(config.run.output_dir), "Reward model"
     save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=state.step, score_fields=fields)

@@ -94,6 +94,8 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
     take_halved(state, ppo.config, buffers=ppo.hybrid)
     if resumed is None:
         return state, None
+    if ppo.models.rewards[0].takes_first and state.step:
+        ppo.models.normalise_by(*(state.score_constants or (0.0, 1.0)))  # an older version's run: raw scores
     if ppo.average is not None and "average" in resumed.fragments:
         ppo.average.restore(resumed.fragments["average"])
     if not state.update:

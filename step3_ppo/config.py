@@ -120,7 +120,7 @@ class PPOCoefficients(Group):
     approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase above this KL; 0: never", ge=0)
     reward_clip: float = flag(5.0, "Normalised scores are cut to plus and minus this", gt=0)
     missing_eos_penalty: float = flag(1.0, "Subtracted from the reward of a response without EOS", ge=0)
-    normalise_scores: bool = flag(True, "Use the mean and std of scores stored by stage 2")
+    normalise_scores: bool = flag(True, "Use the mean and std of scores that stage 2 stored, else the first rollout's")
     critic_warmup_steps: int = flag(0, "First steps in which only the critic learns", ge=0)
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor (actor_ema/)")
     ema_decay: float = flag(0.992, "Decay of that average per optimizer step", ge=0, lt=1)

@@ -39,12 +39,14 @@ class State(Counters):
     update: minibatches of the current rollout that are done; 0: a new rollout has to be sampled.
     first_ratio_error: ratio error of the current rollout's first update; None where that trained no policy.
     kl_coef: KL coefficient of the current rollout.
+    score_constants: mean and std of the first rollout's scores; None where the reward model brings its own.
     """
 
     rollout: int = 0
     update: int = 0
     first_ratio_error: float | None = None
     kl_coef: float = 0.0
+    score_constants: list[float] | None = None
 
     def finish_rollout(self) -> None:
         """Go on to the next rollout."""
@@ -110,8 +112,11 @@ class PPO:
 
     def rewarded(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Rewarded:
         """Return rewards and advantages of raw scores (N, R), with the coefficients of the run."""
-        settings, rewards = self.config.ppo, self.models.rewards
-        return reward_responses(responses, scores, judged, settings, kl_coef=state.kl_coef, rewards=rewards)
+        first, *others = self.models.rewards
+        if first.takes_first:  # an evaluation before the first rollout
+            first = first.fitted(judged[responses.valid, 0])
+        rewards = [first, *others]
+        return reward_responses(responses, scores, judged, self.config.ppo, kl_coef=state.kl_coef, rewards=rewards)
 
     def objectives(self, state: State) -> list[Objective]:
         """Return what the next step trains: the critic alone in its warm-up."""

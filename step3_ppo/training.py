@@ -3,8 +3,10 @@
 The functions below the loop are its steps, in order: each hands the settings of the run to the module that does it.
 """
 
+import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,8 @@ from step3_ppo.rollout import append_samples, evaluation_metrics, rollout_metric
 from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
 from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
+
+log = logging.getLogger(__name__)
 
 
 def train(run: Run, config: PPOConfig) -> None:
@@ -139,6 +143,8 @@ def reward(
     ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, *, state: State, course: Course
 ) -> Collected:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
+    if ppo.models.rewards[0].takes_first:
+        scores = normalise_by_first(ppo, responses, scores, judged, state)
     rewarded = ppo.rewarded(responses, scores, judged, state)
     metrics = rollout_metrics(responses, scores, rewarded)
     warn_of_rollout(metrics, step=state.step, dtype=weights_dtype(ppo.run))
@@ -154,6 +160,17 @@ def reward(
     }
     course.begin("train")  # optimizer states that were in host memory come back now: they are no memory of scoring
     return Collected(responses, rewarded.experience, metrics, ppo.cut(responses, state))
+
+
+def normalise_by_first(ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
+    """Normalise by the scores of this first rollout from now on; return its `scores` with values on that scale."""
+    first = ppo.models.rewards[0].fitted(judged[responses.valid, 0])
+    state.score_constants = [first.mean, first.std]
+    text = "--normalise_scores: the reward model has no mean and std of its scores: the first rollout's, %.4g and %.4g"
+    log.info(text, first.mean, first.std)
+    if not ppo.models.normalise_by(first.mean, first.std) or scores.values is None:
+        return scores
+    return replace(scores, values=(scores.values - first.mean) / first.std)
 
 
 def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:

@@ -60,7 +60,7 @@ def convert(source: Path, output: Path, *, tokenizer_path: str) -> str:
     # DeepSpeed-Chat names the EOS, whose embedding would then get no gradient in further training.
     changes: dict[str, Any] = {"pad_token_id": padding.pad_id}
     if is_reward:
-        changes = score_head_fields(tokenizer, score_mean=0.0, score_std=1.0, label="reward")
+        changes = score_head_fields(tokenizer, label="reward")
     kind = "reward model" if is_reward else "language model"
     card = f"# A {kind} of DeepSpeed-Chat\n\nConverted from `{source.resolve().name}` by rlhf-pipeline.\n\n"
     documents = {

@@ -130,8 +130,8 @@ def start_value_model(
     """
     merged = new_head or not model.lora_dim
     loaded = load_reward_model(source, **load_settings(model, dtype), new_head=new_head, merged=merged)
-    if normalised:
-        loaded.score_mean, loaded.score_std = score_constants(loaded.model.source_config)
+    if normalised and (constants := score_constants(loaded.model.source_config)):
+        loaded.score_mean, loaded.score_std = constants
     return loaded
 
 

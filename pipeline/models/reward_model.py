@@ -87,9 +87,20 @@ def last_token_scores(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
     return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
 
 
-def score_constants(config: PretrainedConfig) -> tuple[float, float]:
-    """Return (mean, std) of the scores that the reward stage stored in the configuration; (0, 1) if it stored none."""
-    return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
+def score_constants(config: PretrainedConfig) -> tuple[float, float] | None:
+    """Return (mean, std) of the scores that the reward stage stored in the configuration; None if it stored none."""
+    stored = hasattr(config, "score_mean") or hasattr(config, "score_std")
+    return (float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))) if stored else None
+
+
+def measured_constants(scores: torch.Tensor) -> tuple[float, float]:
+    """Return (mean, population standard deviation) of the finite ones of (n,) scores; (0, 1) where they are all alike.
+
+    They normalise scores in stage 3.
+    """
+    scores = scores[scores.isfinite()].double()
+    std = scores.std(correction=0).item() if len(scores) else 0.0
+    return (scores.mean().item(), std) if std > 0 else (0.0, 1.0)
 
 
 def load_reward_model(
@@ -186,18 +197,19 @@ def initialise_head(head: Any, *, seed: int) -> None:
         head.weight.data.copy_(drawn) if head.weight.numel() else None
 
 
-def score_head_fields(
-    tokenizer: PreTrainedTokenizerBase, *, score_mean: float, score_std: float, label: str
-) -> dict[str, Any]:
-    """Return the fields of config.json of a saved model whose score head has one output, named `label`."""
+def score_head_fields(tokenizer: PreTrainedTokenizerBase, *, label: str, **measured: Any) -> dict[str, Any]:
+    """Return the fields of config.json of a saved model whose score head has one output, named `label`.
+
+    Args:
+        measured: score_mean and score_std, and of which pairs; none where no score was measured.
+    """
     return {
         "num_labels": 1,
         "id2label": {0: label},
         "label2id": {label: 0},
         "problem_type": "regression",  # else vLLM answers the sigmoid of the score
         "pad_token_id": pad_id_for_pooling(tokenizer),
-        "score_mean": score_mean,
-        "score_std": score_std,
+        **measured,
     }
 
 

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.turns import Message
+from pipeline.models.reward_model import measured_constants
 from pipeline.tensor_ops import lengths_to_mask
 
 
@@ -83,6 +84,7 @@ class WeightedReward:
     weight: factor of its normalised score in the sum.
     mean: mean of its raw scores.
     std: standard deviation of its raw scores, above 0.
+    takes_first: both are to be those of the scores of the first rollout.
     """
 
     name: str
@@ -90,6 +92,12 @@ class WeightedReward:
     weight: float
     mean: float
     std: float
+    takes_first: bool = False
+
+    def fitted(self, scores: Tensor) -> "WeightedReward":
+        """Return it with the mean and standard deviation of these raw scores, (n,)."""
+        mean, std = measured_constants(scores)
+        return replace(self, mean=mean, std=std, takes_first=False)
 
     def score(self, rows: ScoredRows) -> Tensor:
         """Return (n,) fp32 raw scores on the rows' device. Raises ValueError for another number of scores."""

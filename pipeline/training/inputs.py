@@ -11,6 +11,7 @@ from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.row_kinds import BLOCKS, RowKind
 from pipeline.data.selection import options_of
+from pipeline.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,11 +22,17 @@ MOST_DROPPED = 0.1  # the share of a data set's rows above which dropping them i
 KEPT_SHARE = 0.95  # the share of a data set's rows that fit into the length that a warning proposes
 
 
-def prepare_data(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", **changes: object) -> StageData:
+def prepare_data(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", *, keep_best: bool = False, **changes: object
+) -> StageData:
     """Tokenise the rows of a data set, or read them from the cache; rank 0 logs once what was dropped or repaired.
 
     Args:
+        keep_best: whether the best model is to be chosen on held-out rows.
         changes: fields of DataOptions that are not the flags of `data`: rows, shares, title, limits.
+
+    Raises:
+        InputError: a source cannot be read, or `keep_best` where no row is held out.
     """
     options = options_of(data, **changes)
     # Machines may share the cache or not: the first rank of each builds it, or finds it built.
@@ -36,6 +43,9 @@ def prepare_data(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", **chang
             log.info("%s", line)
         for line in row_warnings(options.title, options.kind, built.counts):
             log.warning("%s", line)
+    if keep_best and not len(built.eval):
+        way = "give --eval_fraction above 0, or --eval_data_path"
+        raise InputError(f"--keep_best: no row is held out, so that no model is seen to be the best; {way}")
     return built
 
 

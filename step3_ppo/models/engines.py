@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -65,6 +65,14 @@ class Models:
             for engine in self.named().values()
         )
 
+    def normalise_by(self, mean: float, std: float) -> bool:
+        """Take these constants for the reward model's scores, and for a critic without its own: then return True."""
+        self.rewards[0] = replace(self.rewards[0], mean=mean, std=std, takes_first=False)
+        if self.critic is None or (self.critic.module.score_mean, self.critic.module.score_std) != (0.0, 1.0):
+            return False
+        self.critic.module.score_mean, self.critic.module.score_std = mean, std
+        return True
+
     def release_gathered(self, *names: str) -> None:
         """Release what ZeRO-3 gathered of these models (all where none is named), after a phase that read them."""
         for name, engine in self.named().items():
@@ -125,10 +133,12 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     """Load and wrap the models that the run holds."""
     start = sources.starts["reward"].config
-    mean, std = score_constants(start) if config.ppo.normalise_scores else (0.0, 1.0)
+    constants = score_constants(start) if config.ppo.normalise_scores else (0.0, 1.0)
+    mean, std = constants or (0.0, 1.0)
     models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[])
     reward_model = RewardModel(models.reward_model, sources.reward_tokenizer, num_positions(start))
-    models.rewards.append(WeightedReward("reward model", reward_model, weight=1.0, mean=mean, std=std))
+    judge = WeightedReward("reward model", reward_model, weight=1.0, mean=mean, std=std, takes_first=constants is None)
+    models.rewards.append(judge)
     for role in config.held_roles:
         source = sources.starts[role.name]
         if not role.is_trained:

@@ -48,6 +48,8 @@ def export(checkpoint: OfflineCheckpoint) -> None:
         flags = config.flags_of(role)
         if role.has_values:
             module = checkpoint.value_model(role.name, flags, normalised=config.ppo.normalise_scores)
+            if (module.score_mean, module.score_std) == (0.0, 1.0):
+                module.score_mean, module.score_std = checkpoint.state["ppo"].get("score_constants") or (0.0, 1.0)
         else:
             module = checkpoint.language_model(role.name, flags)
         save_model(run, role, module, tokenizer, step=step)

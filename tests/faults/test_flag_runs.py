@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from input_calls import call, make_inputs, stage_words
 from safetensors.torch import load_file
 from support.tiny_run import read_metrics
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.checkpoints import checkpoint
+from pipeline.configuration.flags import without_flag
 from pipeline.engine.memory import model_memory
 from pipeline.generation.hybrid_engine import HybridEngine
 
@@ -65,6 +68,40 @@ def test_the_best_model_is_kept_and_not_the_last(stage: str, folder: Path, tmp_p
     end = {"max_steps": best} if best else {"max_steps": 1, "learning_rate": 1e-60}
     expected, _ = run(stage, folder, tmp_path / "best", **{**flags, **end})
     assert are_equal(kept, expected) and not are_equal(kept, last)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_the_best_model_of_no_held_out_row_is_refused_before_weights_are_read(
+    stage: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.engine.build.training_engine", None)  # would be a TypeError
+    words = map(str, stage_words(stage, folder, tmp_path, **FEW, keep_best="true", eval_fraction=0))
+    ending = call(stage, without_flag(words, "eval_data_path"))
+    assert ending.code == 2 and "Traceback" not in ending.stderr
+    assert "error: --keep_best: no row is held out" in ending.stderr and "--eval_fraction" in ending.stderr
+
+
+def test_without_held_out_pairs_the_scores_of_training_pairs_are_measured_and_marked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reference: transformers' scores of the last pairs' texts, row by row, on the saved model."""
+    monkeypatch.setattr("step2_reward.training.SCORED_PAIRS", 3)
+    few = {**FEW, "max_steps": 2, "eval_fraction": 0, "per_device_eval_batch_size": 2}
+    words = map(str, stage_words("reward", folder, tmp_path, **few))
+    ending = call("reward", without_flag(words, "eval_data_path"))
+    assert ending.code == 0 and ending.stderr.count("those of the last 3 training pairs") == 1
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    scores = []
+    for row in [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()][-3:]:
+        for answer in (row["chosen"], row["rejected"]):
+            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
+            ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
+            scores.append(model(ids).logits.item())
+    assert model.config.score_pairs == "3 training pairs"
+    assert model.config.score_mean == pytest.approx(statistics.fmean(scores), rel=1e-3, abs=1e-4)
+    assert model.config.score_std == pytest.approx(statistics.pstdev(scores), rel=1e-3, abs=1e-4)
+    assert not any("eval_loss" in line for line in read_metrics(tmp_path / "runs" / "model"))
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(

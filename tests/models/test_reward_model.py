@@ -76,7 +76,7 @@ def test_the_critic_reads_on_the_normalised_scale(reward_folder):
 
 def test_score_constants_are_those_of_the_configuration(reward_folder):
     config = loaded(reward_folder).config
-    assert score_constants(config) == (0.0, 1.0)
+    assert score_constants(config) is None
     config.score_mean, config.score_std = 0.25, 3.0
     assert score_constants(config) == (0.25, 3.0)
 

@@ -148,7 +148,8 @@ def test_a_reward_model_gives_the_same_scores(bpe_folder, bpe_tokenizer, tmp_pat
     output = converted(source, tmp_path / "out", bpe_folder)
     torch.testing.assert_close(scores_after(output), end_scores(model), **CLOSE)
     config = AutoConfig.from_pretrained(output)
-    assert (config.num_labels, config.score_mean, config.score_std) == (1, 0.0, 1.0) and config.pad_token_id != EOS
+    assert config.num_labels == 1 and config.pad_token_id != EOS
+    assert not hasattr(config, "score_mean") and not hasattr(config, "score_std"), "nothing was measured"
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "bloom"])

@@ -134,6 +134,7 @@ def test_metrics_of_masked_rewards_are_not_numbers(world, trained_folders, tmp_p
     assert loop.state.kl_coef == 0.1, "no KL was observed"
     loop.evaluate()
     (evaluation,) = loop.course.evaluations
+    assert evaluation.pop("eval_rows") == 0
     assert "eval_objective/score_clipfrac" in evaluation and all(map(math.isnan, evaluation.values()))
     samples = (tmp_path / "samples.jsonl").read_text().splitlines()
     for line in samples:
