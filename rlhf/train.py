@@ -25,7 +25,7 @@ from pipeline.launching.scripts import run_script
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_stage
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.run.earlier_runs import is_finished
-from pipeline.run.evaluations import evaluations
+from pipeline.run.evaluations import reached
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import start_preflight
 from rlhf.train_config import TrainConfig, known_model
@@ -179,21 +179,15 @@ def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[s
         code, asked = run_script([*command_of(planned, config), *again], environment)
     took = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:
-        print(f"== stage {stage.number}: done in {took}{reached(planned)}; model: {planned.model_dir}", flush=True)
+        told, worse = reached(planned.run_dir, stage, planned.resolved.config)
+        parts = [f"done in {took}", told, f"WORSE than at the start: {worse}" if worse else ""]
+        said = ", ".join(filter(None, parts))
+        print(f"== stage {stage.number}: {said}; model: {planned.model_dir}", flush=True)
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
         end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}"
         print(f"{kind}: {end}; log: {planned.run_dir / 'log.txt'}", file=sys.stderr)
     return code
-
-
-def reached(planned: PlannedStage) -> str:
-    """Return `, eval_perplexity 15.4 -> 5.1`: the first and the last evaluation of a run; empty without its metrics."""
-    text, lines = "", evaluations(planned.run_dir)
-    for name in planned.stage.reached:
-        values = [line[name] for line in lines if line.get(name) is not None]
-        text += f", {name} {values[0]:.4g} -> {values[-1]:.4g}" if values else ""
-    return text
 
 
 def run(argv: list[str], prog: str) -> int:
@@ -238,7 +232,12 @@ def run(argv: list[str], prog: str) -> int:
         last = plan.chosen[-1]
         # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
         chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
-        print(f"next: {chat if last.stage.makes_chat_model else f'{prog} --step {last.stage.number + 1}'}")
+        following = chat if last.stage.makes_chat_model else f"{prog} --step {last.stage.number + 1}"
+        worse = [one for one in plan.chosen if reached(one.run_dir, one.stage, one.resolved.config)[1]]
+        for stage, flags in ((one.stage, f"--{one.stage.section}.") for one in worse[:1]):
+            again = f"{flags}overwrite and a lower {flags}{next(iter(stage.starts))}learning_rate"
+            following = f"stage {stage.number} ended worse than it began: again with {again}"
+        print(f"next: {following}")
     return code
 
 

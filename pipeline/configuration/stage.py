@@ -64,7 +64,7 @@ class Stage:
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
     outputs: configuration -> model folders that it writes; later stages start from the first.
     makes_chat_model: the first output answers prompts.
-    reached: metrics of the evaluations that the last line of a stage tells.
+    reached: metrics of the evaluations that the last line of a stage tells -> which way is better, as a `Metric` says.
     train: (run, configuration) runs its loop.
     start_models: (configuration, bases of folders to come) -> `StartModel`s with their checks.
     needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
@@ -86,7 +86,7 @@ class Stage:
     methods: tuple[str, ...] = ()
     outputs: Callable[[Any], list[Path]] = field(default=one_folder)
     makes_chat_model: bool = True
-    reached: tuple[str, ...] = ()
+    reached: Mapping[str, Literal[-1, 0, 1]] = field(default_factory=dict)
 
     @property
     def program(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import is_flash_attn_2_available
@@ -36,6 +37,7 @@ from pipeline.models.source import (
 from pipeline.models.weight_files import check_plain_lora, warn_if_untested, warn_once
 
 Check = Callable[[], object]
+LARGE = 10_000_000  # weights from which on a high learning rate is warned of
 # Programs with which DeepSpeed compiles its asynchronous files -> where they are from.
 BUILT_WITH = {"g++": "Debian, Ubuntu: apt-get install g++", "ninja": "pip install ninja"}
 
@@ -152,14 +154,26 @@ def check_settings(source: ModelSource, settings: ModelConfig, prefix: str = "",
     attention_for(source.config, settings.attn_implementation, source.path, flag=f"--{prefix}attn_implementation")
     if not learns:
         return
+    warn_of_rate(source, settings, prefix)
     is_adapter, is_quantised = source.base is not None, settings.quantization != "none"
     if settings.lora_dim and is_adapter and not is_quantised:
         check_plain_lora(source.path)
     if settings.lora_dim and not (is_adapter and is_quantised):
-        auto_class = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
-        with torch.device("meta"):
-            model = auto_class.from_config(copy.deepcopy(source.config))
-        linear_names(model, settings.lora_module_name, flag=f"--{prefix}lora_module_name")
+        linear_names(without_memory(source), settings.lora_module_name, flag=f"--{prefix}lora_module_name")
+
+
+def without_memory(source: ModelSource) -> PreTrainedModel:
+    """Return the language model of a configuration, with weights of the meta device."""
+    auto_class = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto_class.from_config(copy.deepcopy(source.config))
+
+
+def warn_of_rate(source: ModelSource, settings: ModelConfig, prefix: str) -> None:
+    """Warn of a peak learning rate that is far above what models of LARGE weights or more bear."""
+    name, most = ("lora_learning_rate", 1e-2) if settings.lora_dim else ("learning_rate", 1e-3)
+    if (rate := getattr(settings, name)) > most and without_memory(source).num_parameters() >= LARGE:
+        warn_once(f"{source.path}: --{prefix}{name} {rate:g} is above {most:g}: training will probably diverge")
 
 
 def check_rotary_length(source: ModelSource, longest: int, flag: str) -> None:

@@ -4,14 +4,37 @@ Imports no torch.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+from pipeline.configuration.stage import Stage, StageConfig
+
+CUT = "eval_completions/truncated_fraction"
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that hold an evaluation, in order; null where a number was not finite."""
     # Most lines are of training steps: they are not parsed.
     return [json.loads(line) for line in metrics_lines(run_dir) if '"eval_' in line]
+
+
+def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]:
+    """Return the first and the last evaluation of a run in words, of how many rows; and by what it ends worse.
+
+    `eval_perplexity 15.4 -> 5.1 (25 sequences)` and "", or two empty texts without an evaluation. A run that keeps its
+    best model ends well.
+    """
+    lines, told, worse = evaluations(run_dir), list[str](), list[str]()
+    for name, better in stage.reached.items():
+        if values := [math.nan if line[name] is None else line[name] for line in lines if name in line]:
+            told.append(f"{name} {values[0]:.4g} -> {values[-1]:.4g}")
+            # NaN at the end is worse too.
+            worse += [name] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
+    if lines and lines[-1].get(CUT) == 1.0 != lines[0].get(CUT):
+        worse.append("every answer is cut at --max_answer_seq_len")
+    rows = f" ({lines[-1]['eval_rows']:g} {stage.rows})" if told and "eval_rows" in lines[-1] else ""
+    return ", ".join(told) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
 
 
 def memory_peaks(run_dir: Path) -> dict[str, float]:

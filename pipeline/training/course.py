@@ -16,6 +16,7 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, Interrupted
 from pipeline.heartbeat import beat
 from pipeline.run.earlier_runs import write_done
+from pipeline.run.evaluations import reached
 from pipeline.run.host_storage import on_each_storage
 from pipeline.run.run import Run
 from pipeline.training.halving import Buffers, Halving
@@ -139,8 +140,12 @@ class Course:
         on_each_storage(lambda: delete_older(checkpoints, kept))
         on_each_storage(lambda: write_done(run.folder, config, stage, steps=state.step, ranks=ranks, inputs=inputs))
         self.recorder.close(EXIT_DONE)
-        if run.world.is_main and (line := held_line(checkpoints)):
-            log.info("%s", line)
+        if run.world.is_main:
+            told, worse = reached(run.folder, stage, config)
+            if worse:
+                log.warning("the run ends worse than it began: %s: %s; lower its learning rate", worse, told)
+            if line := held_line(checkpoints):
+                log.info("%s", line)
 
     def _write(self, state: Counters, content: Content) -> None:
         """Write a checkpoint, unless that of this very state was written last."""

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from pipeline import hub
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.stage import Stage
+from pipeline.engine import start_models
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.models import paths
 from pipeline.models.weight_files import warn_once
@@ -149,6 +150,28 @@ def test_an_untested_type_is_called_so_only_where_nothing_is_refused(caplog):
     assert problems(sft="--model_name_or_path untested --max_seq_len 1000") and not caplog.messages
     look_before_start(configs(sft="--model_name_or_path untested"), dry_run=True, named_by_section=True)
     assert [line.partition(" here")[0] for line in caplog.messages] == ["untested: model type stablelm is untested"]
+
+
+RATES = {  # flags of a stage -> what is said of them
+    "sft --learning_rate 1.1e-3": "base: --learning_rate 0.0011 is above 0.001",
+    "sft --learning_rate 1e-3 --lora_learning_rate 1": "",
+    "sft --learning_rate 1 --lora_dim 2 --lora_learning_rate 1e-2": "",
+    "reward --learning_rate 1 --lora_dim 2 --lora_learning_rate 2e-2": "base: --lora_learning_rate 0.02 is above 0.01",
+    "ppo --critic_learning_rate 1": "base: --critic_learning_rate 1 is above 0.001",
+}
+
+
+@pytest.mark.parametrize("words", RATES)
+def test_a_learning_rate_out_of_range_is_warned_of_but_not_of_a_small_model(caplog, monkeypatch, words):
+    stage, _, flags = words.partition(" ")
+    assert start_models.LARGE == 10_000_000
+    size = sum(one.numel() for one in AutoModelForCausalLM.from_pretrained("base").parameters())
+    for large, said in ((size, [RATES[words]] if RATES[words] else []), (size + 1, [])):
+        monkeypatch.setattr(start_models, "LARGE", large)
+        warn_once.cache_clear()
+        caplog.clear()
+        look_before_start(configs(**{stage: flags}), dry_run=True)
+        assert [line.partition(": training")[0] for line in caplog.messages] == said
 
 
 def test_what_is_not_trained_in_a_mixture_of_experts_is_said(caplog):

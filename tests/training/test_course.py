@@ -144,6 +144,17 @@ def test_a_run_whose_last_checkpoint_finds_no_room_is_not_done(tmp_path, caplog)
     assert models == ["saved"] and not (tmp_path / "done.json").exists() and "goes on" not in caplog.text
 
 
+@pytest.mark.parametrize("last", [2.0, 4.0])
+def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog, last):
+    course = make_course(tmp_path)
+    for step, value in ((0, 3.0), (9, last)):
+        course.recorder.write(step, {"eval_perplexity": value, "eval_rows": 7})
+    course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    text = "the run ends worse than it began: eval_perplexity: eval_perplexity 3 -> 4 (7 sequences)"
+    assert [line.partition(";")[0] for line in warned] == ([text] if last > 3 else [])
+
+
 @pytest.mark.parametrize(
     ("given", "kept"), [(None, ["step-9"]), (2, ["step-6", "step-9"]), (0, [])], ids=["left out", "2", "0"]
 )

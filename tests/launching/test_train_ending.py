@@ -1,0 +1,53 @@
+"""What `train.py` says at the end of a stage, and proposes next: launch scripts whose stages are stand-ins."""
+
+import json
+
+import pytest
+from support.launch_stub import TINY, train
+
+WORSE = {  # stage -> first and last evaluation -> what the stage's line says of them
+    "1": (
+        {"eval_perplexity": 15.0, "eval_rows": 25}, {"eval_perplexity": 3e44, "eval_rows": 25},
+        "eval_perplexity 15 -> 3e+44 (25 sequences), WORSE than at the start: eval_perplexity;",
+    ),
+    "1 nan": ({"eval_perplexity": 15.0}, {"eval_perplexity": None}, "15 -> nan, WORSE than at the start"),
+    "1 kept": ({"eval_perplexity": 15.0}, {"eval_perplexity": 20.0}, "eval_perplexity 15 -> 20; model"),
+    "2": ({"eval_accuracy": 1.0, "eval_rows": 2}, {"eval_accuracy": 0.5, "eval_rows": 2}, "1 -> 0.5 (2 pairs), WORSE"),
+    "3": (
+        {"eval_objective/scores": 0.5, "eval_objective/kl": 0.0, "eval_completions/truncated_fraction": 0.2},
+        {"eval_objective/scores": -0.5, "eval_objective/kl": 9.0, "eval_completions/truncated_fraction": 1.0},
+        "WORSE than at the start: eval_objective/scores, every answer is cut at --max_answer_seq_len;",
+    ),
+    "3 cut": (
+        {"eval_objective/scores": 0.5, "eval_completions/truncated_fraction": 0.9},
+        {"eval_objective/scores": 0.6, "eval_completions/truncated_fraction": 1.0},
+        "0.5 -> 0.6, WORSE than at the start: every answer is cut",
+    ),
+    "3 well": (
+        {"eval_objective/scores": 0.5, "eval_completions/truncated_fraction": 1.0, "eval_rows": 8},
+        {"eval_objective/scores": 0.5, "eval_completions/truncated_fraction": 1.0, "eval_rows": 8},
+        "eval_objective/scores 0.5 -> 0.5 (8 prompts); model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WORSE)
+def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_path, case):
+    first, last, said = WORSE[case]
+    number, section = case[0], {"1": "sft", "2": "reward", "3": "ppo"}[case[0]]
+    run_dir = tmp_path / "out/runs" / section
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (first, last)))
+    more = ["--sft.keep_best"] if case == "1 kept" else []
+    for name in ("sft", "reward") if number == "3" else ():
+        (tmp_path / "out" / name).mkdir()
+        (tmp_path / "out" / name / "config.json").write_text("{}")
+        (tmp_path / "out" / name / "model.safetensors").touch()
+    done = train(tmp_path, *TINY, "--step", number, "--output-dir", "out", *more, STUB_OUTCOMES="0")
+    assert said in done.stdout, done.stdout + done.stderr
+    following = done.stdout.splitlines()[-1]
+    if "WORSE" in said:
+        rate = {"1": "--sft.learning_rate", "2": "--reward.learning_rate", "3": "--ppo.actor_learning_rate"}[number]
+        assert following.startswith(f"next: stage {number} ended worse") and following.endswith(f"a lower {rate}")
+    else:
+        assert following.startswith("next: python chat.py")
