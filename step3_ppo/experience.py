@@ -270,7 +270,7 @@ def reward_responses(
         valid=valid,
         scores=weighted_sum(judged.unbind(1), weights),
         sequence_rewards=shaped,
-        total_rewards=of_tokens.sum(1),
+        total_rewards=per_token.sum(1),
         clipped=torch.stack(normalised).abs().amax(0) > ppo.reward_clip,
         kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
         kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
