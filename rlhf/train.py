@@ -179,8 +179,8 @@ def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[s
         code, asked = run_script([*command_of(planned, config), *again], environment)
     took = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:
-        told, worse = reached(planned.run_dir, stage, planned.resolved.config)
-        parts = [f"done in {took}", told, f"WORSE than at the start: {worse}" if worse else ""]
+        figures, worse = reached(planned.run_dir, stage, planned.resolved.config)
+        parts = [f"done in {took}", figures, f"WORSE than at the start: {worse}" if worse else ""]
         said = ", ".join(filter(None, parts))
         print(f"== stage {stage.number}: {said}; model: {planned.model_dir}", flush=True)
     else:

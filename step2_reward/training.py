@@ -36,8 +36,11 @@ SCORED_PAIRS = 1_000  # training pairs that give the mean and std of scores wher
 class State(Counters):
     """Everything of stage 2 that evolves, besides the engine.
 
-    best_step: of the model that `--keep_best` has saved. score_mean, score_std: of the pairs last scored.
-    score_pairs: which pairs these were; "" before.
+    best_accuracy: accuracy of the model that `--keep_best` has saved; None before.
+    best_step: step of that model.
+    score_mean: mean of the scores of the pairs that were scored last.
+    score_std: standard deviation of these scores.
+    score_pairs: number and kind of these pairs; "" before.
     """
 
     best_accuracy: float | None = None

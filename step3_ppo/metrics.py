@@ -8,9 +8,7 @@ METRICS: dict[str, Metric] = SHARED | {
     "objective/entropy": Metric("mean entropy of the policy per response token", better=0),
     "objective/scores": Metric("mean raw score; of several rewards their weighted sum", "score", better=1),
     "objective/score_clipfrac": Metric("share of responses with a normalised score that reward_clip cut", "share"),
-    "objective/rlhf_reward": Metric(
-        "mean sum of a response's rewards, with the KL if it is in them", "score", better=1
-    ),
+    "objective/rlhf_reward": Metric("mean over responses of the sum of their tokens' rewards", "score", better=1),
     "objective/kl_coef": Metric("weight of the KL penalty in this rollout", "number", better=0),
     "policy/ratio_mean": Metric("mean over response tokens of new over old probability", "number", "policy", better=0),
     "policy/ratio_max": Metric("largest of these ratios", "number", "policy", better=0),
@@ -41,10 +39,8 @@ METRICS: dict[str, Metric] = SHARED | {
     "completions/eos_fraction": Metric("share of responses that ended with an EOS", "share", "completions", better=1),
     "completions/empty_fraction": Metric("share of responses that are an EOS alone", "share", "completions"),
     "actor/grad_norm": Metric("L2 norm of the actor's gradient before clipping", "number", "optimizer", better=0),
-    "actor/policy_grad_norm": Metric(
-        "with ptx: that of the policy loss's part, +- 0.14 %", "number", "optimizer", better=0
-    ),
-    "actor/ptx_grad_norm": Metric("that of the text's part, unsup_coef included", "number", "optimizer", better=0),
+    "actor/policy_grad_norm": Metric("that of its part without the text, +- 0.14 %", "number", "optimizer", better=0),
+    "actor/ptx_grad_norm": Metric("that of its part of the ptx text, +- 0.14 %", "number", "optimizer", better=0),
     "critic/grad_norm": Metric("L2 norm of the critic's gradient before clipping", "number", "optimizer", better=0),
     "actor/learning_rate": Metric(
         "rate of the actor's first parameter group in this step", "number", "optimizer", better=0

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline import dist
 from pipeline.models.partitions import whole_numel
@@ -44,10 +45,8 @@ class GradientSketch:
         generator, own = torch.Generator(gradient.device).manual_seed(number), torch.zeros_like(self._sums)
         for part in gradient.detach().flatten().split(CHUNK):
             signs = torch.randint(2, part.shape, generator=generator, dtype=torch.int8, device=part.device)
-            signed = part.float() * (2 * signs - 1)
-            whole = len(signed) // SIZE * SIZE
-            own += signed[:whole].view(-1, SIZE).sum(0)
-            own[: len(signed) - whole] += signed[whole:]
+            signed = functional.pad(part.float() * (2 * signs - 1), (0, -len(part) % SIZE))
+            own += signed.view(-1, SIZE).sum(0)
         self._sums += own.roll(self._starts[number])  # else all small parameters would share the first numbers
 
     def norm(self) -> float:

@@ -25,16 +25,16 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
     `eval_perplexity 15.4 -> 5.1 (25 sequences)` and "", or two empty texts without an evaluation. A run that keeps its
     best model ends well.
     """
-    lines, told, worse = evaluations(run_dir), list[str](), list[str]()
+    lines, figures, worse = evaluations(run_dir), list[str](), list[str]()
     for name, better in stage.reached.items():
         if values := [math.nan if line[name] is None else line[name] for line in lines if name in line]:
-            told.append(f"{name} {values[0]:.4g} -> {values[-1]:.4g}")
+            figures.append(f"{name} {values[0]:.4g} -> {values[-1]:.4g}")
             # NaN at the end is worse too.
             worse += [name] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
     if lines and lines[-1].get(CUT) == 1.0 != lines[0].get(CUT):
         worse.append("every answer is cut at --max_answer_seq_len")
-    rows = f" ({lines[-1]['eval_rows']:g} {stage.rows})" if told and "eval_rows" in lines[-1] else ""
-    return ", ".join(told) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
+    rows = f" ({lines[-1]['eval_rows']:g} {stage.rows})" if figures and "eval_rows" in lines[-1] else ""
+    return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
 
 
 def memory_peaks(run_dir: Path) -> dict[str, float]:

@@ -141,9 +141,9 @@ class Course:
         on_each_storage(lambda: write_done(run.folder, config, stage, steps=state.step, ranks=ranks, inputs=inputs))
         self.recorder.close(EXIT_DONE)
         if run.world.is_main:
-            told, worse = reached(run.folder, stage, config)
+            figures, worse = reached(run.folder, stage, config)
             if worse:
-                log.warning("the run ends worse than it began: %s: %s; lower its learning rate", worse, told)
+                log.warning("the run ends worse than it began: %s: %s; lower its learning rate", worse, figures)
             if line := held_line(checkpoints):
                 log.info("%s", line)
 

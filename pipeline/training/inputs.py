@@ -44,8 +44,9 @@ def prepare_data(
         for line in row_warnings(options.title, options.kind, built.counts):
             log.warning("%s", line)
     if keep_best and not len(built.eval):
-        way = "give --eval_fraction above 0, or --eval_data_path"
-        raise InputError(f"--keep_best: no row is held out, so that no model is seen to be the best; {way}")
+        raise InputError(
+            "--keep_best: no row is held out to choose by; give --eval_fraction above 0 or --eval_data_path"
+        )
     return built
 
 
