@@ -22,8 +22,9 @@ MODEL_FILES = {
     "training_config.json",
 }  # fmt: skip
 RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "samples.jsonl", "checkpoints"}
-# Metrics of GPUs.
+# Metrics of GPUs, and of --kl_in_loss.
 ONLY_ELSEWHERE = {
+    "loss/kl",
     "mfu",
     "gpu_memory_gib",
     "gpu_reserved_gib",
