@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline import dist
+from pipeline.dist import sum_over_ranks, world_size
 from pipeline.models.partitions import whole_numel
 
 # Numbers of a projection; the standard error of the norm is 1 / sqrt(2 * SIZE), 0.14 %.
@@ -51,4 +51,4 @@ class GradientSketch:
 
     def norm(self) -> float:
         """Return the estimate of the L2 norm of the gradient, averaged over ranks. A collective."""
-        return dist.sum_over_ranks(self._sums).norm().item() / dist.world_size() / self._loss_scale
+        return sum_over_ranks(self._sums).norm().item() / world_size() / self._loss_scale

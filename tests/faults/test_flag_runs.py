@@ -118,7 +118,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         return write(*given)
 
     monkeypatch.setattr(checkpoint, "write_rank_files", held_back)
-    run("sft", folder, tmp_path, max_steps=2, save_steps=1, save_in_background="true")
+    run("sft", folder, tmp_path, max_steps=2, save_steps=1, keep_checkpoints=2, save_in_background="true")
     assert waited[0], "training waited for the files"
     assert json.loads((tmp_path / "runs" / "model" / "checkpoints" / "step-1" / "manifest.json").read_text())
 
