@@ -176,7 +176,8 @@ def save(reward: Reward, state: State) -> None:
 def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, state: State) -> None:
     """Write the model folder of a trained module, with the constants that normalise its scores. A collective."""
     config: RewardConfig = run.resolved.config
-    names = ("score_mean", "score_std", "score_pairs") if state.score_pairs else ()
+    is_measured = (state.score_mean, state.score_std) != (0.0, 1.0)  # also in a checkpoint that names no pairs
+    names = ("score_mean", "score_std", "score_pairs") if is_measured else ()
     fields = score_head_fields(tokenizer, label="reward", **{name: getattr(state, name) for name in names})
     folder, kind = Path(config.run.output_dir), "Reward model"
     save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=state.step, score_fields=fields)
