@@ -24,6 +24,7 @@ from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
+from pipeline.run.data_split import resolve_splits
 from pipeline.run.earlier_runs import automatic_words
 from rlhf.stages import SECTIONS, stages_of_method, word_of
 from rlhf.train_config import (
@@ -104,7 +105,25 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
             errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
-    return Plan(config, stages, given)
+    return with_splits(Plan(config, stages, given))
+
+
+def with_splits(plan: Plan) -> Plan:
+    """Return the plan whose stages are told what --data_split auto is, since they run one by one; print notes about it.
+
+    Raises:
+        InputError: see `resolve_splits`.
+    """
+    stages = dict(plan.stages)
+    for stage, resolved in resolve_splits({planned.stage: planned.resolved for planned in plan.chosen}).items():
+        planned = stages[stage.number]
+        for note in resolved.notes[len(planned.resolved.notes) :]:
+            print(f"note: {stage.section}: {note}")
+        if resolved is not planned.resolved:
+            argv = [*planned.argv, "--data_split", resolved.config.data.data_split]
+            resolved = replace(resolved, notes=planned.resolved.notes)
+            stages[stage.number] = replace(planned, resolved=resolved, argv=argv)
+    return replace(plan, stages=stages)
 
 
 def is_common(name: str, stages: Collection[Names]) -> bool:

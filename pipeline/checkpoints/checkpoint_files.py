@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -14,13 +13,13 @@ from typing import Any
 from pipeline.errors import CheckpointError
 from pipeline.files import digest, write_json
 from pipeline.run.earlier_runs import check_resume
+from pipeline.run.layout import candidates, step_number
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # raised when the content of the files changes its meaning
 HASHING_THREADS = 8
-NAME = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
 
 
 def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
@@ -60,16 +59,6 @@ def set_aside_newer(checkpoints: Path, step: int) -> None:
             aside = folder.with_name(f"set-aside-{time.time_ns()}-{folder.name.strip('.')}")
             folder.rename(aside)
             log.warning("%s: newer than what is resumed; kept as %s", folder, aside.name)
-
-
-def step_number(folder: Path) -> int:
-    return int(folder.name.strip(".").split("-")[1].split(".")[0])
-
-
-def candidates(checkpoints: Path) -> list[Path]:
-    """Return the checkpoint folders, newest first; one that is being replaced follows its successor."""
-    folders = [path for path in checkpoints.glob("*") if NAME.fullmatch(path.name)]
-    return sorted(folders, key=lambda path: (step_number(path), path.name.startswith("step-")), reverse=True)
 
 
 def problem_with(folder: Path) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.checkpoint_files import candidates, first_whole
+from pipeline.checkpoints.checkpoint_files import first_whole
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.groups import ModelConfig
@@ -25,7 +25,7 @@ from pipeline.errors import InputError
 from pipeline.files import model_fingerprint
 from pipeline.models.loading import DTYPES
 from pipeline.models.source import ModelSource
-from pipeline.run.layout import environment_file
+from pipeline.run.layout import candidates, environment_file
 from pipeline.run.run import Run
 from pipeline.run.stop_request import StopRequest
 

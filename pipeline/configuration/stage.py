@@ -105,7 +105,9 @@ class Stage:
 
     def run_folder(self, run: RunConfig) -> Path:
         """Return --run_dir, else <parent of output>/runs/<name of output>; <output>/runs/<section> beside several."""
-        if run.run_dir:
-            return Path(run.run_dir)
+        return Path(run.run_dir) if run.run_dir else self.usual_run_folder(run)
+
+    def usual_run_folder(self, run: RunConfig) -> Path:
+        """Return the folder of a run of this output that names none by --run_dir."""
         output = Path(run.output_dir)
         return output / "runs" / self.section if self.folder == "." else output.parent / "runs" / output.name

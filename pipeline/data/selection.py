@@ -113,7 +113,7 @@ def parse_shares(text: str) -> ShareSizes | None:
     except ValueError:
         numbers = []
     if len(numbers) != 3 or not all(math.isfinite(n) and n >= 0 for n in numbers) or sum(numbers) <= 0:
-        raise InputError(f"data_split {text!r}: three numbers >= 0 like 2,4,4 (stages 1, 2, 3), or none, are right")
+        raise InputError(f"data_split {text!r}: three numbers >= 0 like 2,4,4 (stages 1, 2, 3), none or auto are right")
     first, second, third = (number / sum(numbers) for number in numbers)
     return first, second, third
 

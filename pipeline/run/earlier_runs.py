@@ -22,7 +22,7 @@ from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError
 from pipeline.files import has_config, model_fingerprint, read_object, refused_by_disk, write_json, write_text
-from pipeline.run.layout import automatic_file, done_file
+from pipeline.run.layout import automatic_file, candidates, done_file
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,20 @@ def check_resume(resume: str) -> None:
     """Raise InputError for the value of --resume that names a folder which does not exist."""
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise InputError(f"--resume {resume}: no such folder; wanted auto, never, or a checkpoint folder")
+
+
+def checkpoint_state(run_folder: Path, resume: str) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint that `resume` (auto, never or a folder) goes on from, and its state.json; {} for none."""
+    named = {"auto": candidates(run_folder / "checkpoints")[:1], "never": []}.get(resume, [Path(resume)])
+    folder = next(iter(named), run_folder)
+    return folder, read_object(folder / "state.json")
+
+
+def earlier_settings(run_folder: Path, resume: str) -> dict[str, Any]:
+    """Return the settings of the finished run of a folder, else of the checkpoint to go on from; {} for neither."""
+    records = [read_object(done_file(run_folder))] if resume == "auto" else []
+    records.append(checkpoint_state(run_folder, resume)[1])
+    return next((record["settings"] for record in records if isinstance(record.get("settings"), dict)), {})
 
 
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from pipeline.errors import (
 )
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.rendezvous import num_ranks
+from pipeline.run.data_split import resolve_splits
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.output_checks import check_outputs
 from pipeline.run.stop_request import StopRequest, quit_now
@@ -95,9 +96,9 @@ def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ())
     Raises:
         InputError: wrong flags, files or folders.
     """
-    resolved = parse(stage.config, argv, section=stage.section, sections=sections, prog=stage.program)
-    check_outputs({stage: resolved.config})
-    return resolved
+    given = parse(stage.config, argv, section=stage.section, sections=sections, prog=stage.program)
+    check_outputs({stage: given.config})
+    return resolve_splits({stage: given})[stage]
 
 
 def leave_early(run_dir: Path) -> None:

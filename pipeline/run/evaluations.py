@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.stage import Stage, StageConfig
+from pipeline.files import read_object
 
 CUT = "eval_completions/truncated_fraction"
 
@@ -50,9 +51,8 @@ def memory_peaks(run_dir: Path) -> dict[str, float]:
 
 def run_flags(run_dir: Path) -> dict[str, Any]:
     """Return the flags of the last run in a folder; {} where there is none."""
-    file = run_dir / "config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return {name: flag["value"] for name, flag in content.items()}
+    content = read_object(run_dir / "config.json")
+    return {name: flag["value"] for name, flag in content.items() if isinstance(flag, dict) and "value" in flag}
 
 
 def metrics_lines(run_dir: Path) -> list[str]:

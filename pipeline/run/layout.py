@@ -1,8 +1,11 @@
 """Layout of a run folder: the paths of its files, for the stages and for `rlhf train`. Imports no torch."""
 
+import re
 from pathlib import Path
 
 from pipeline.marks import RUN_LOCK
+
+CHECKPOINT = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
 
 
 def outcome_file(run_dir: Path, rank: int) -> Path:
@@ -37,3 +40,14 @@ def automatic_file(run_dir: Path) -> Path:
 def done_file(run_dir: Path) -> Path:
     """Return the file that a stage writes last when it has finished."""
     return run_dir / "done.json"
+
+
+def step_number(checkpoint: Path) -> int:
+    """Return the optimizer step in the name of a checkpoint's folder."""
+    return int(checkpoint.name.strip(".").split("-")[1].split(".")[0])
+
+
+def candidates(checkpoints: Path) -> list[Path]:
+    """Return the checkpoint folders, newest first; one that is being replaced follows its successor."""
+    folders = [path for path in checkpoints.glob("*") if CHECKPOINT.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: (step_number(path), path.name.startswith("step-")), reverse=True)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import traceback
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from pipeline.errors import (
 )
 from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
+from pipeline.run.data_split import with_split
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
 from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file
@@ -276,8 +277,11 @@ def described(error: Exception, config: StageConfig) -> tuple[int, str]:
 
 def begin(run: Run) -> None:
     """Start the loop unless the folder holds this run, finished."""
-    if dist.on_main(lambda: is_finished(run.folder, run.resolved.config, run.stage, ranks=run.world.size)):
+    config = run.resolved.config
+    if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
         return
+    # Hosts without a common storage may see other runs: rank 0 says what --data_split auto is.
+    run = replace(run, resolved=with_split(run.resolved, dist.on_main(lambda: config.data.data_split)))
     if run.world.is_main:
         for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins)]:
             log.warning("%s", line)

@@ -85,7 +85,7 @@ def test_train_py_takes_it_as_an_override(tmp_path, monkeypatch):
     stages = (dataclasses.replace(STAGES[0], config=MadeUp), *STAGES[1:])
     monkeypatch.setattr("rlhf.stages.STAGES", stages)
     plan = make_plan(["--step", "1", "--actor-model", "tiny", "--sft.focal_gamma", "2"], prog="train.py")
-    assert plan.stages[1].resolved.config.focal_gamma == 2 and plan.stages[1].argv[-2:] == ["--focal_gamma", "2"]
+    assert plan.stages[1].resolved.config.focal_gamma == 2 and plan.stages[1].argv[-4:-2] == ["--focal_gamma", "2"]
     with pytest.raises(InputError, match="--reward.focal_gamma: unknown flag"):
         make_plan(["--actor-model", "tiny", "--reward.focal_gamma", "2"], prog="train.py")
 

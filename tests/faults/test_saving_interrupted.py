@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from saved_runs import FINGERPRINT, count_operations, make_engine, make_run, operations_watched, save
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint_files import candidates, find, problem_with, with_checksum
+from pipeline.checkpoints.checkpoint_files import find, problem_with, with_checksum
 from pipeline.errors import CheckpointError
+from pipeline.run.layout import candidates
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from rlhf.train_config import split_overrides
 from rlhf.train_plan import make_plan
 
 PRESETS = ROOT / "launch" / "presets"
+SHARED, WHOLE = ("--data_split", "2,4,4"), ("--data_split", "none")
 
 
 # --- commands and chaining ------------------------------------------------------------------------------------------
@@ -26,11 +27,11 @@ def test_three_steps_in_order_with_chained_folders(tmp_path):
     done = train(tmp_path, *TINY, "--output-dir", "my out", STUB_OUTCOMES="0,0")
     assert done.returncode == 0, done.stderr
     assert started(tmp_path) == [
-        ["step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output_dir", "my out/sft"],
-        ["step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output_dir", "my out/reward"],
+        ["step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output_dir", "my out/sft", *SHARED],
+        ["step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output_dir", "my out/reward", *SHARED],
         ["step3_ppo.main", "--preset", f"{PRESETS}/tiny.ppo.yaml",
          "--actor_model_name_or_path", "my out/sft", "--critic_model_name_or_path", "my out/reward",
-         "--output_dir", "my out"],
+         "--output_dir", "my out", *SHARED],
     ]  # fmt: skip
     assert done.stdout.splitlines()[-1] == "next: python chat.py 'my out/actor'"
     assert "== stage 2: reward model" in done.stdout and "== stage 3: done in" in done.stdout
@@ -55,10 +56,10 @@ def test_flags_reach_their_step(tmp_path):
     assert done.returncode == 0, done.stderr
     sft, reward, ppo = started(tmp_path)
     assert {note["environment"]["WORLD_SIZE"] for note in notes(tmp_path)} == {"2"}
-    assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", *common, "--data_path", "a b.jsonl", "c'd"]
-    assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", *common, "--column_map", "two\nlines"]
+    assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", *common, "--data_path", "a b.jsonl", "c'd", *WHOLE]
+    assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", *common, "--column_map", "two\nlines", "--data_split", "0,4,4"]
     assert ppo[ppo.index("--actor_zero_stage") :] == [
-        "--actor_zero_stage", "2", "--critic_zero_stage", "1", *common, "--kl-coef=0.2"
+        "--actor_zero_stage", "2", "--critic_zero_stage", "1", *common, "--kl-coef=0.2", "--data_split", "0,4,4"
     ]  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def test_models(tmp_path, given, flags, preset):
     assert done.returncode == 0, done.stderr
     words = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("$ ")))
     expected = ["--preset", str(PRESETS / f"{preset}.sft.yaml")] if preset else []
-    assert words[4:] == [*expected, "--output_dir", "output/sft", *flags]
+    assert words[4:] == [*expected, "--output_dir", "output/sft", *flags, *WHOLE]
     assert ("no preset" in done.stdout) == (preset is None)
 
 

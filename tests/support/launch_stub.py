@@ -80,6 +80,7 @@ if wanted.startswith("wait"):
     sys.exit(1)
 codes = json.loads(f"[{wanted}]")
 if codes and set(codes) == {0}:
+    from pipeline.configuration.flag_table import flat_items
     from pipeline.errors import InputError
     from rlhf.stages import STAGES
     from pipeline.run.entry import read_flags
@@ -93,6 +94,8 @@ if codes and set(codes) == {0}:
             (model / name).write_text("{}" if name.endswith("json") else "")
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "env.json").write_text(json.dumps({"stage": kind.section}))
+    values = {name: {"value": value} for name, value in flat_items(resolved.config)}
+    (run_dir / "config.json").write_text(json.dumps(values))
     inputs = {}
     with suppress(InputError):  # most tests have neither data nor models
         inputs = input_contents(resolved.config)
