@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.configuration.flags import (
     TRAIN,
+    ContradictionError,
     Resolved,
     check_dashes,
     load_yaml,
@@ -102,28 +103,23 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
             file, override = config_file_of(number, config, config_file), overrides[kind.section]
             stages[number] = plan_stage(kind, config, config_file=file, override=override, before=stages)
         except InputError as error:
+            if isinstance(error, ContradictionError) and number > max(chosen):
+                continue  # it does not run, and no stage that runs reads what it would write
             errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
-    return with_splits(Plan(config, stages, given))
+    resolved = resolve_splits({stages[number].stage: stages[number].resolved for number in chosen})
+    stages |= {stage.number: with_settings(stages[stage.number], settings) for stage, settings in resolved.items()}
+    return Plan(config, stages, given)
 
 
-def with_splits(plan: Plan) -> Plan:
-    """Return the plan whose stages are told what --data_split auto is, since they run one by one; print notes about it.
-
-    Raises:
-        InputError: see `resolve_splits`.
-    """
-    stages = dict(plan.stages)
-    for stage, resolved in resolve_splits({planned.stage: planned.resolved for planned in plan.chosen}).items():
-        planned = stages[stage.number]
-        for note in resolved.notes[len(planned.resolved.notes) :]:
-            print(f"note: {stage.section}: {note}")
-        if resolved is not planned.resolved:
-            argv = [*planned.argv, "--data_split", resolved.config.data.data_split]
-            resolved = replace(resolved, notes=planned.resolved.notes)
-            stages[stage.number] = replace(planned, resolved=resolved, argv=argv)
-    return replace(plan, stages=stages)
+def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
+    """Return a stage with its settings of `resolve_splits`, which it could not find by itself; print notes on them."""
+    notes = planned.resolved.notes
+    for note in resolved.notes[len(notes) :]:
+        print(f"note: {planned.stage.section}: {note}")
+    words = ["--data_split", resolved.config.data.data_split] if resolved is not planned.resolved else []
+    return replace(planned, resolved=replace(resolved, notes=notes), argv=[*planned.argv, *words])
 
 
 def is_common(name: str, stages: Collection[Names]) -> bool:

@@ -45,7 +45,8 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     models = make_models(run, config, sources)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
     reads_columns = any(one.reward.reads_columns for one in models.rewards)
-    fingerprint = replace(fingerprint_of(config, prompts, text, ranks=run.world.size), reads_columns=reads_columns)
+    fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
+    fingerprint = replace(fingerprint, reads_columns=reads_columns, total_steps=schedule.total_steps)
     resumed = checkpoint.load(run, config.run.resumes_from, models.trained, fingerprint, force=config.run.force_resume)
     ppo = assemble(run, config, models, prompts=prompts, text=text, schedule=schedule, fingerprint=fingerprint)
     return ppo, resumed

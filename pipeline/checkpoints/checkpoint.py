@@ -30,7 +30,7 @@ from pipeline.checkpoints.checkpoint_files import (
     write_manifest,
 )
 from pipeline.checkpoints.fingerprint import RunFingerprint
-from pipeline.configuration.resume_rules import check_same_fingerprints, check_same_settings
+from pipeline.configuration.resume_rules import SAME, check_same_fingerprints, check_same_settings, refuse
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.fragments import Fragment, FragmentReader, write_fragments
@@ -38,6 +38,7 @@ from pipeline.engine.state import counters, engine_fragments, restore_counters, 
 from pipeline.errors import CheckpointError, EnvironmentFault, InputError
 from pipeline.files import GIB, cannot_write, flush, free_bytes, is_disk_trouble, replacing, write_json
 from pipeline.heartbeat import result_of
+from pipeline.run.earlier_runs import changed_contents
 from pipeline.run.host_storage import on_each_storage, unite
 from pipeline.run.run import Run
 
@@ -135,6 +136,8 @@ class Saver:
             "fingerprints": self.fingerprint.hashes,
             "columns": self.fingerprint.columns,
             "sizes": self.fingerprint.sizes,
+            "inputs": self.fingerprint.inputs,
+            "total_steps": self.fingerprint.total_steps,
             "layout": self.fingerprint.rounding,
             "versions": {name: metadata.version(name) for name in PACKAGES},
             "time": time.time(),
@@ -269,10 +272,16 @@ def load(
     columns = saved.get("columns", {}) if fingerprint.reads_columns else {}
     then = saved["fingerprints"] | saved["sizes"] | columns
     now = {**fingerprint.hashes, **fingerprint.sizes, **{name: fingerprint.columns.get(name) for name in columns}}
+    if any(now.get(name) != content for name, content in saved["fingerprints"].items()):
+        lines = changed_contents(run.resolved.config, saved.get("inputs", {}), fingerprint.inputs, "the checkpoint")
+        refuse(folder, list(lines), SAME, force=force)
     check_same_fingerprints(folder, then, now, force=force)
     if (found := ", ".join(sorted(saved["engines"]))) != (expected := ", ".join(sorted(engines))):
         raise InputError(f"{folder}: found the state of {found}, expected that of {expected}: it is of another stage")
     log_differences(folder, saved, rounding, defaults)
+    if fingerprint.total_steps < (before := saved.get("total_steps", 0)):
+        end = "ends at step %d, before it was to end at %d: learning rates follow the new end (--max_steps, epochs)"
+        log.warning(end, fingerprint.total_steps, before)
     if resume != "auto":
         on_each_storage(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))
     names = {path.name.split(".rank-")[0] for path in folder.glob("*.rank-*.safetensors")}

@@ -34,6 +34,7 @@ class RunFingerprint:
     defaults: values assumed for flags that the checkpoint's version did not have.
     inputs: contents of the flags that name data and start models, for the mark of a finished run.
     columns: hashes of columns that only rewards read, of the data sets that have any.
+    total_steps: optimizer steps of the run; fewer than before are told of.
     reads_columns: a reward of the run reads them: a checkpoint that has their hashes must have the same.
     """
 
@@ -44,6 +45,7 @@ class RunFingerprint:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
+    total_steps: int = 0
     reads_columns: bool = False
 
 

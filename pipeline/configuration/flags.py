@@ -43,6 +43,10 @@ class Resolved:
         return self.origins.get(name, "default") != "default"
 
 
+class ContradictionError(InputError):
+    """Values of a stage that are right one by one, and do not go together."""
+
+
 class FlagLoader(yaml.SafeLoader):
     """A YAML loader that refuses a key that occurs twice and reads 2e-5 as a number."""
 
@@ -251,15 +255,16 @@ def resolve_layers(
         values |= layer | {name: table[name].default for name in ended}
         origins |= dict.fromkeys([*layer, *ended], origin)
     errors += [*secret_values(table, values, origins), *unsafe_paths(table, values, origins)]
-    config, notes = None, list[str]()
+    config, notes, kind = None, list[str](), InputError
     try:
         config = validated(config_class, values, origins)
         if path := values.get("deepspeed_config"):
             config, notes = with_deepspeed_json(config, origins, str(path))
     except InputError as error:
+        kind = InputError if errors else type(error)
         errors += str(error).splitlines()
     if errors:
-        raise InputError(redacted("\n".join(errors)))
+        raise kind(redacted("\n".join(errors)))
     return Resolved(config, origins, tuple(notes))
 
 
@@ -269,8 +274,9 @@ def validated(config_class: type[BaseModel], values: Mapping[str, Any], origins:
     try:
         return config_class.model_validate(nest(values, table))
     except ValidationError as error:
+        kind = InputError if any(flag_of(problem, table) for problem in error.errors()) else ContradictionError
         lines = [describe(problem, table, values, origins) for problem in error.errors()]
-        raise InputError("\n".join(lines)) from None
+        raise kind("\n".join(lines)) from None
 
 
 def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -> tuple[BaseModel, list[str]]:
@@ -316,16 +322,20 @@ def shown_value(value: Any) -> str:
 
 def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """Return a line for one pydantic error: flag, value, origin, what would be right."""
-    location = tuple(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "wanted")
-    for name, flag in table.items():
-        if location[: len(flag.path)] == flag.path:
-            found = problem["input"]
-            if problem["type"] == "missing":
-                return f"--{name}: missing; wanted {flag.type_name}: {flag.meaning}"
-            hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
-            return f"--{name}: found {found!r} ({origins[name]}): {message}{hint}"
-    return message
+    if (flag := flag_of(problem, table)) is None:
+        return str(message)
+    found = problem["input"]
+    if problem["type"] == "missing":
+        return f"--{flag.name}: missing; wanted {flag.type_name}: {flag.meaning}"
+    hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
+    return f"--{flag.name}: found {found!r} ({origins[flag.name]}): {message}{hint}"
+
+
+def flag_of(problem: Any, table: Mapping[str, Flag]) -> Flag | None:
+    """Return the flag that a pydantic error is about; None for values that do not go together."""
+    location = tuple(str(part) for part in problem["loc"])
+    return next((flag for flag in table.values() if location[: len(flag.path)] == flag.path), None)
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:

@@ -67,11 +67,7 @@ class DataConfig(Group):
         "which small sources repeat theirs",
         other_tools="mix_strategy",
     )
-    data_split: str = flag(
-        "auto",
-        "Shares of the rows for stages 1, 2, 3; none: every stage uses all rows; auto: 2,4,4 for the stages of one "
-        "command on a common source, none for a single one",
-    )
+    data_split: str = flag("auto", "Shares of stages 1, 2, 3; none: all rows; auto: 2,4,4 if several run on one source")
     data_seed: int = flag(1234, "Seed of the split; the same in all steps keeps prompts apart", ge=0)
     eval_data_path: list[str] = flag(
         [],

@@ -3,6 +3,7 @@
 `on_resume` at a flag's field says whether it is compared; the checkpoint's files are read elsewhere.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from pipeline.configuration.flag_table import OnResume, flag_table, flat_items
 from pipeline.errors import InputError
 
 log = logging.getLogger(__name__)
+
+SAME = "resume with the same flags, data, models and batch sizes, or start over with --overwrite"
 
 
 def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
@@ -50,6 +53,38 @@ def batch_sizes(config: BaseModel, ranks: int) -> dict[str, int]:
     return sizes
 
 
+def settings_of(config: BaseModel, *rules: OnResume) -> dict[str, Any]:
+    """Return the flags whose fields say one of `rules`, as JSON has them."""
+    values = [values_by_rule(config, rule) for rule in rules]
+    return {name: value for flags in json.loads(json.dumps(values)) for name, value in flags.items()}
+
+
+def other_settings(
+    saved: Mapping[str, Any], config: BaseModel, *rules: OnResume, ranks: int | None, holder: str
+) -> Iterator[str]:
+    """Yield a line for each flag of these `rules`, and each size of a batch, that is not what `holder` has.
+
+    Args:
+        saved: what `holder` has as "settings" and "sizes". ranks: None where not known; then sizes are not compared.
+    """
+    current, sizes = settings_of(config, *rules), batch_sizes(config, ranks) if ranks else {}
+    yield from changed_settings(saved["settings"], current, defaults=defaults_of(config), holder=holder)
+    for name, size in sizes.items():
+        if size != saved["sizes"].get(name, size):
+            yield f"{name}: found {size}, {holder} has {saved['sizes'][name]}"
+
+
+def check_resumed(folder: Path, saved: Mapping[str, Any], config: BaseModel, ranks: int | None) -> None:
+    """Raise InputError, a line each, for settings and batches that are not those of a checkpoint.
+
+    Args:
+        saved: its state.json, {} for none.
+    """
+    if saved.keys() >= {"settings", "sizes"}:
+        lines = list(other_settings(saved, config, "same", ranks=ranks, holder="the checkpoint"))
+        refuse(folder, lines, SAME, force=False)
+
+
 def changed_settings(
     saved: Mapping[str, Any], current: Mapping[str, Any], *, defaults: Mapping[str, Any], holder: str
 ) -> Iterator[str]:
@@ -79,7 +114,7 @@ def check_same_settings(
     The flags are as in `changed_settings`.
     """
     lines = list(changed_settings(saved, current, defaults=defaults or {}, holder="the checkpoint"))
-    refuse(folder, lines, "resume with the same flags, or start over with --overwrite", force=force)
+    refuse(folder, lines, SAME, force=force)
 
 
 def check_same_fingerprints(folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any], *, force: bool) -> None:
@@ -88,7 +123,7 @@ def check_same_fingerprints(folder: Path, saved: Mapping[str, Any], current: Map
     lines = [
         f"{name}: found {short(current.get(name))}, the checkpoint has {short(saved.get(name))}" for name in changed
     ]
-    refuse(folder, lines, "give the same data, models and batch sizes, or start over with --overwrite", force=force)
+    refuse(folder, lines, SAME, force=force)
 
 
 def short(value: Any) -> str:

@@ -16,6 +16,7 @@ from pipeline.launching.target import parse_target
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, look_before_start
 from pipeline.rendezvous import local_size, num_ranks
+from pipeline.run.earlier_runs import is_finished
 
 NOTHING_STARTED = "dry run: nothing was started"
 
@@ -77,6 +78,8 @@ def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | No
     """
     described = resolved.config.run.target
     ranks = parse_target(described).num_gpus if described else None if slots is None else sum(slots)
+    if not described:
+        is_finished(stage.run_folder(resolved.config.run), with_ranks(resolved, ranks).config, stage, ranks=ranks)
     show_stage(stage, resolved, ranks=ranks)
     try:
         look_and_plan({stage: resolved}, slots=slots)

@@ -4,7 +4,7 @@ Stages of one command that read a source in common share its prompts; a stage by
 on keeps the split that it has, and one on a source of another stage's run takes that run's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,31 +12,33 @@ from typing import NamedTuple
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.data.selection import parse_shares
-from pipeline.data.sources import is_local, parse_path
+from pipeline.data.sources import hub_id, parse_path
 from pipeline.files import read_object
-from pipeline.hub import split_revision
 from pipeline.run.earlier_runs import earlier_settings
 from pipeline.run.evaluations import run_flags
 from pipeline.run.layout import environment_file
 
+AUTO, ALL_ROWS = "auto", "none"
 SHARED = "2,4,4"  # for stages 1, 2, 3; also what a run has whose record does not say it
-NOTE = (
-    "--data_split {}: the run in {} was trained on rows of the same source (--data_split {}); --data_split {} in both "
-    "keeps them apart"
-)
+NOTE = "{} reads the same source with --data_split {}, so some rows train both; --data_split 2,4,4 in both parts them"
 
 
-class Split(NamedTuple):
-    """A split that is settled, the sources that it is of, and the folder of a run that has trained with it."""
+class Reader(NamedTuple):
+    """The section of a stage, its data paths, and the split that it reads them by; AUTO where that is not settled."""
 
-    text: str
-    sources: Sequence[str]
-    folder: Path | None = None
+    section: str
+    paths: list[str]
+    split: str
 
-    def serves(self, stage: Stage) -> bool:
-        """Return True if the stage has a share of it. Raises InputError for a text that is no split."""
-        sizes = parse_shares(self.text)
-        return sizes is not None and any(sizes[place] for place in stage.shares)
+    def meets(self, other: "Reader") -> bool:
+        """Return True if both read one source, or one a folder and the other what is in it. Raises InputError."""
+        pairs = [(place_of(one), place_of(two)) for one in self.paths for two in other.paths]
+        return any(one == two or one in two.parents or two in one.parents for one, two in pairs)
+
+
+def place_of(text: str) -> Path:
+    """Return the absolute path of a source, as if a hub id were a folder here. Raises InputError for a wrong weight."""
+    return Path(hub_id(parse_path(text)[0])).expanduser().resolve()
 
 
 def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
@@ -45,68 +47,56 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
     Raises:
         InputError: a data path with a wrong weight, or a split that is none.
     """
-    settled = {stage: split for stage, given in stages.items() if (split := settled_split(stage, given))}
-    paths = {stage: given.config.data.data_path for stage, given in stages.items() if stage not in settled}
-    known = [*settled.values(), *(splits_of_others(stages) if paths else ())]
-    sharing = [stage for stage in paths if any(have_common_source(paths[stage], paths[o]) for o in paths if o != stage)]
-    resolved = {stage: with_split(stages[stage], split.text) for stage, split in settled.items()}
-    for group in [sharing, *([stage] for stage in paths if stage not in sharing)]:
-        read = [path for stage in group for path in paths[stage]]
-        text, note = split_of_group(group, [split for split in known if have_common_source(split.sources, read)])
-        resolved |= {stage: with_split(stages[stage], text, note if stage is group[0] else "") for stage in group}
-    return {stage: resolved[stage] for stage in stages}
+    readers = {stage: reader_of(stage, given) for stage, given in stages.items()}
+    settled = [*(reader for reader in readers.values() if reader.split != AUTO), *other_readers(stages)]
+    unset = [stage for stage, reader in readers.items() if reader.split == AUTO]
+    joined = [one for one in unset if any(readers[one].meets(readers[other]) for other in unset if other != one)]
+    notes = dict[Stage, str]()
+    for group in [joined, *([stage] for stage in unset if stage not in joined)]:
+        met = [reader for reader in settled if any(reader.meets(readers[stage]) for stage in group)]
+        split = next((reader.split for reader in met if all(has_share(stage, reader.split) for stage in group)), "")
+        if met and not split:
+            notes[group[0]] = NOTE.format(met[0].section, met[0].split)
+        split = split or (split_among(group) if len(group) > 1 else ALL_ROWS)
+        readers |= {stage: readers[stage]._replace(split=split) for stage in group}
+    return {stage: with_split(given, readers[stage].split, notes.get(stage, "")) for stage, given in stages.items()}
 
 
-def settled_split(stage: Stage, given: Resolved) -> Split | None:
-    """Return the split that is given, or that of the run that goes on; None where it is open."""
+def reader_of(stage: Stage, given: Resolved) -> Reader:
+    """Return what a stage of this command reads, by the split that is given, else by that of the run that goes on."""
     data, run = given.config.data, given.config.run
-    text = data.data_split if stage.shares else "none"
-    if text != "auto":
-        return Split(text, data.data_path)
-    folder = stage.run_folder(run)
-    settings = earlier_settings(folder, run.resumes_from)
-    return Split(str(settings.get("data_split", SHARED)), data.data_path, folder) if settings else None
+    split = data.data_split if stage.shares else ALL_ROWS
+    if split == AUTO and (settings := earlier_settings(stage.run_folder(run), run.resumes_from)):
+        split = str(settings.get("data_split", SHARED))
+    return Reader(stage.section, data.data_path, split)
 
 
-def splits_of_others(stages: Mapping[Stage, Resolved]) -> Iterator[Split]:
-    """Yield the splits of runs in the output folder that are of no stage of this command, if they saved anything."""
-    sections = {stage.section for stage in stages}
+def other_readers(stages: Mapping[Stage, Resolved]) -> Iterator[Reader]:
+    """Yield what runs in the output folder have read that are of no stage of this command, if they saved anything."""
     runs = {stage.usual_run_folder(given.config.run).parent for stage, given in stages.items()}
     for folder in sorted(folder for parent in runs for folder in parent.glob("*")):
-        settings = earlier_settings(folder, "auto")
-        if settings and read_object(environment_file(folder)).get("stage") not in sections:
-            yield Split(str(settings.get("data_split", SHARED)), run_flags(folder).get("data_path", []), folder)
+        section = read_object(environment_file(folder)).get("stage")
+        settings = earlier_settings(folder, AUTO)
+        if settings and section not in {stage.section for stage in stages}:
+            yield Reader(str(section), run_flags(folder).get("data_path", []), str(settings.get("data_split", SHARED)))
 
 
-def have_common_source(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Return True if two lists of data paths name one source, or a folder and what is in it. Raises InputError."""
-    ours, theirs = ([place_of(path) for path in paths] for paths in (first, second))
-    return any(one == other or one in other.parents or other in one.parents for one in ours for other in theirs)
+def has_share(stage: Stage, split: str) -> bool:
+    """Return True if a split has rows for a stage that it does not have for others. Raises InputError."""
+    sizes = parse_shares(split)
+    return sizes is not None and any(sizes[place] for place in stage.shares)
 
 
-def place_of(text: str) -> Path:
-    """Return the absolute path of a local source, the relative one `org/name` of a hub id. Raises InputError."""
-    path, _ = parse_path(text)
-    return Path(path).expanduser().resolve() if is_local(path) else Path(split_revision(path)[0])
+def split_among(stages: list[Stage]) -> str:
+    """Return 2,4,4 without the shares that none of the stages takes: they fall to the others in proportion."""
+    taken = {place for stage in stages for place in stage.shares}
+    return ",".join(size if place in taken else "0" for place, size in enumerate(SHARED.split(",")))
 
 
-def split_of_group(group: Sequence[Stage], related: Sequence[Split]) -> tuple[str, str]:
-    """Return the split of stages that share sources, and the note about it or "".
-
-    related: settled splits of other runs on these sources.
-    """
-    if taken := next((split for split in related if all(map(split.serves, group))), None):
-        return taken.text, ""
-    places = {place for stage in group for place in stage.shares}
-    sizes = [size if place in places else "0" for place, size in enumerate(SHARED.split(","))]
-    text, used = ",".join(sizes) if len(group) > 1 else "none", [split for split in related if split.folder]
-    return text, NOTE.format(text, used[0].folder, used[0].text, SHARED) if used else ""
-
-
-def with_split(resolved: Resolved, text: str, note: str = "") -> Resolved:
+def with_split(resolved: Resolved, split: str, note: str = "") -> Resolved:
     """Return the settings with a split in place of `auto`, and with a note."""
-    if resolved.config.data.data_split == text:
+    if resolved.config.data.data_split == split:
         return resolved
-    config = resolved.config.replace(data=resolved.config.data.replace(data_split=text).model_dump())
-    origins = resolved.origins | {"data_split": "--data_split auto"}
+    config = resolved.config.replace(data=resolved.config.data.replace(data_split=split).model_dump())
+    origins = resolved.origins | {"data_split": f"--data_split {AUTO}"}
     return replace(resolved, config=config, origins=origins, notes=(*resolved.notes, *filter(None, [note])))

@@ -9,6 +9,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import yaml
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
-from pipeline.configuration.resume_rules import batch_sizes, changed_settings, defaults_of, values_by_rule
+from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError
-from pipeline.files import has_config, model_fingerprint, read_object, refused_by_disk, write_json, write_text
+from pipeline.files import digest, has_config, model_fingerprint, read_object, refused_by_disk, write_json, write_text
 from pipeline.run.layout import automatic_file, candidates, done_file
 
 log = logging.getLogger(__name__)
@@ -51,10 +52,17 @@ def check_resume(resume: str) -> None:
 
 
 def checkpoint_state(run_folder: Path, resume: str) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint that `resume` (auto, never or a folder) goes on from, and its state.json; {} for none."""
-    named = {"auto": candidates(run_folder / "checkpoints")[:1], "never": []}.get(resume, [Path(resume)])
-    folder = next(iter(named), run_folder)
-    return folder, read_object(folder / "state.json")
+    """Return the checkpoint that `resume` (auto, never or a folder) goes on from, and its state.json; {} for none.
+
+    One whose state.json is not as it was written is passed over, as it is when a run resumes.
+    """
+    named = {"auto": candidates(run_folder / "checkpoints"), "never": []}.get(resume, [Path(resume)])
+    for folder in named:
+        with suppress(OSError, KeyError, TypeError):
+            entry, file = read_object(folder / "manifest.json")["files"]["state.json"], folder / "state.json"
+            if entry["sha256"] == digest(file):
+                return folder, read_object(file)
+    return run_folder, {}
 
 
 def earlier_settings(run_folder: Path, resume: str) -> dict[str, Any]:
@@ -124,12 +132,6 @@ def data_content(text: str) -> str:
     return f"{fingerprint(path) if is_local(path) else path}:{weight:g}"
 
 
-def compared_settings(config: StageConfig) -> dict[str, Any]:
-    """Return the flags that a finished run must share, as JSON has them."""
-    settings: dict[str, Any] = json.loads(json.dumps(values_by_rule(config, "same") | values_by_rule(config, "output")))
-    return settings
-
-
 def write_done(
     run_folder: Path, config: StageConfig, stage: Stage, *, steps: int, ranks: int, inputs: Mapping[str, Any]
 ) -> None:
@@ -144,7 +146,7 @@ def write_done(
         "time": time.time(),
         "max_steps": config.run.max_steps,
         "num_train_epochs": config.run.num_train_epochs,
-        "settings": compared_settings(config),
+        "settings": settings_of(config, "same", "output"),
         "inputs": inputs,
         "sizes": batch_sizes(config, ranks),
     }
@@ -159,17 +161,23 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
         ranks: None where only the launcher will know; then sizes of batches are not compared.
 
     Raises:
-        InputError: another run is finished here; a line for each difference, and how to go on.
+        InputError: another run is finished here, or has left the checkpoint to go on from; a line for each difference,
+            and how to go on.
     """
     run: RunConfig = config.run
     done = read_object(done_file(run_folder))
-    # Without a complete record the last checkpoint decides: its settings are compared before it is resumed.
-    if run.resumes_from != "auto" or "sizes" not in done or run.max_steps > done["steps"]:
-        return False
-    if missing := [folder for folder in stage.outputs(config) if not has_config(folder)]:
+    # Without a complete record the last checkpoint decides.
+    goes_on = run.resumes_from != "auto" or "sizes" not in done or run.max_steps > done["steps"]
+    missing = [] if goes_on else [folder for folder in stage.outputs(config) if not has_config(folder)]
+    if missing:
         log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
+    if goes_on or missing:
+        if not run.force_resume:  # else the differences are told when it resumes
+            check_resumed(*checkpoint_state(run_folder, run.resumes_from), config, ranks)
         return False
-    others, lengths = list(other_inputs(config, done, ranks)), list(other_length(run, done))
+    holder, lengths = "the finished run", list(other_length(run, done))
+    others = list(other_settings(done, config, "same", "output", ranks=ranks, holder=holder))
+    others += changed_contents(config, done["inputs"], input_contents(config), holder)
     if others or lengths:
         longer = f", --max_steps above {done['steps']} trains it further" if not others else ""
         hint = f"--overwrite starts over{longer}, another --output_dir keeps it"
@@ -178,19 +186,15 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
     return True
 
 
-def other_inputs(config: StageConfig, done: Mapping[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yield a line for each setting, source, start model and batch that is not the finished run's."""
-    yield from changed_settings(
-        done["settings"], compared_settings(config), defaults=defaults_of(config), holder="the finished run"
-    )
+def changed_contents(config: StageConfig, before: dict[str, Any], now: Mapping[str, Any], holder: str) -> Iterator[str]:
+    """Yield a line for each flag that names data or a start model of another content, with the sources that changed."""
     table = values_by_rule(config, "data") | values_by_rule(config, "model")
-    for name, content in input_contents(config).items():
-        if content != done["inputs"].get(name, content):
-            value = " ".join(table[name]) if isinstance(table[name], list) else table[name]
-            yield f"--{name}: the content of {value or 'no path'} is not what the finished run was made of"
-    for name, size in batch_sizes(config, ranks).items() if ranks else ():
-        if size != done["sizes"].get(name, size):
-            yield f"{name}: found {size}, the finished run has {done['sizes'][name]}"
+    for name, content in now.items():
+        if content != before.get(name, content):
+            paths = table[name] if isinstance(table[name], list) else [table[name]]
+            changed = [path for path, digest_now in zip(paths, content, strict=False) if digest_now not in before[name]]
+            which = " ".join(changed if len(paths) > 1 and changed else paths)
+            yield f"--{name}: the content of {which or 'no path'} is not what {holder} was made of"
 
 
 def other_length(run: RunConfig, done: Mapping[str, Any]) -> Iterator[str]:

@@ -5,7 +5,7 @@ Loops, losses, evaluations and model folders are the stages' own.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -71,6 +71,7 @@ class Supervised(Generic[C, B]):
             data={"training rows": self.loader.rows},
             ranks=self.run.world.size,
         )
+        fingerprint = replace(fingerprint, total_steps=self.total_steps)
         resumed = checkpoint.load(self.run, settings.resumes_from, engines, fingerprint, force=settings.force_resume)
         state = state_type(**resumed.state) if resumed else state_type()
         take_halved(state, self.config)

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from stage_runs import Story, metrics, run
 from support.tiny_run import make_folder
 
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
+
 STEPS = 2
 SAME = (
     "--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant", "--eval_interval", "0",
@@ -105,9 +107,36 @@ def test_changed_data_is_refused_unless_forced(folder, stage):
     (folder / "train.jsonl").write_text("\n".join([json.dumps(row), *rows[1:]]) + "\n")
     code, said = go_on(folder, stage=stage)
     kind = "prompts" if stage == "ppo" else "training rows"
-    assert code == 2 and f"error: {kind}: found content " in said
+    changed = f"--data_path: the content of {folder / 'train.jsonl'} is not what the checkpoint was made of"
+    assert code == 2 and f"error: {changed}" in said and "found content" not in said, said
     code, said = go_on(folder, "--force_resume", "true", stage=stage)
-    assert code == 0 and f"resumed nevertheless: {kind}: found content " in said
+    assert code == 0 and f"resumed nevertheless: {changed}" in said
+    assert f"resumed nevertheless: {kind}: found content " in said
+
+
+def test_changed_data_of_an_older_checkpoint_is_refused_by_its_rows(folder):
+    """It does not say what its sources were."""
+    for checkpoint in (folder / "run/runs/sft/checkpoints").iterdir():
+        state, manifest = (json.loads((checkpoint / f"{name}.json").read_text()) for name in ("state", "manifest"))
+        for name in ("inputs", "total_steps"):
+            del state[name]
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        files = manifest["files"] | {"state.json": manifest_entry(checkpoint / "state.json")}
+        write_manifest(checkpoint, state["step"], files)
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(lines[1:]))
+    code, said = go_on(folder)
+    assert code == 2 and "error: training rows: found content " in said, said
+
+
+def test_fewer_steps_than_before_are_told_of(folder):
+    ended = "ends at step 2, before it was to end at 4: learning rates follow the new end"
+    code, said = go_on(folder)
+    assert code == 0 and "before it was to end" not in said
+    shutil.rmtree(folder / "run/runs/sft/checkpoints/step-4")
+    (folder / "run/runs/sft/done.json").unlink()
+    story = Story("sft", folder, steps=STEPS, more=SAME)
+    assert run(story, "run") == 0 and story.log("run").read_text().count(ended) == 1
 
 
 def test_another_start_model_is_refused(folder):
@@ -117,7 +146,7 @@ def test_another_start_model_is_refused(folder):
     weights[name] = weights[name] + torch.ones_like(weights[name])
     save_file(weights, file, metadata={"format": "pt"})
     code, said = go_on(folder)
-    assert code == 2 and "error: model: found content " in said
+    assert code == 2 and f"error: --model_name_or_path: the content of {folder / 'base'} is not what the check" in said
 
 
 def test_data_that_was_only_moved_is_the_same(folder):

@@ -12,8 +12,11 @@ import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
 from support.marks import slow
 
-from pipeline.errors import EnvironmentFault
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
+from pipeline.errors import EnvironmentFault, InputError
 from pipeline.launching.machine import check_device_count, count_gpus, device_kind
+from pipeline.run.layout import lock_file
+from rlhf.train_plan import make_plan
 
 # --- ends -----------------------------------------------------------------------------------------------------------
 
@@ -60,6 +63,7 @@ def test_old_outcomes_are_not_read(tmp_path):
         "time": 0,
     }
     (folder / "rank-7.json").write_text(json.dumps(old))
+    lock_file(folder.parent).touch()
     assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="0").returncode == 0
     assert [file.name for file in folder.iterdir()] == ["rank-0.json"]
 
@@ -98,6 +102,38 @@ def test_a_finished_step_of_other_settings_or_data_is_refused_before_any_step_st
     assert lines[1].startswith("error: --sft.data_path: the content of output/demo/data is not what the finished run")
     assert lines[2].startswith("error: sft: output/runs/sft: another run is finished here; --overwrite starts over")
     assert train(finished, *TINY, "--step", "1", "--dry-run").returncode == 2, "the dry run finds the same"
+
+
+def test_what_a_later_step_contradicts_refuses_none_that_runs(tmp_path, monkeypatch):
+    """Names and values of its flags are checked all the same."""
+    monkeypatch.chdir(tmp_path)
+    batches = ("--per-device-train-batch-size", "4", "--ppo.per_device_generation_batch_size", "3")
+    (first,) = make_plan([*TINY, "--step", "1", *batches], prog="train.py").chosen
+    assert first.resolved.config.optimizer.per_device_train_batch_size == 4
+    for words, line in (
+        (("--step", "1", "3"), "--ppo.per_device_generation_batch_size: a rollout has 3 rows"),
+        (("--step", "1", "--ppo.kl_coef=-1"), "--ppo.kl_coef: found '-1'"),
+        (("--step", "1", "--ppo.kl_coeff=1"), "--ppo.kl_coeff: unknown flag"),
+    ):
+        with pytest.raises(InputError) as refused:
+            make_plan([*TINY, *words, *batches], prog="train.py")
+        assert line in str(refused.value)
+
+
+def test_a_later_step_of_other_settings_is_refused_before_an_earlier_one_starts(finished):
+    """Its finished run is to take more steps, or it has a checkpoint; the dry run finds the same."""
+    assert train(finished, *TINY, "--step", "2", STUB_OUTCOMES="0").returncode == 0
+    folder = finished / "output/runs/reward/checkpoints/step-10"
+    folder.mkdir(parents=True)
+    done = json.loads((finished / "output/runs/reward/done.json").read_text())
+    (folder / "state.json").write_text(json.dumps({"settings": done["settings"], "sizes": done["sizes"]}))
+    write_manifest(folder, 10, {"state.json": manifest_entry(folder / "state.json")})
+    words = ("--step", "1", "2", "--overwrite", "--reward.overwrite", "false", "--reward.learning_rate", "0.5")
+    for more in (("--reward.max_steps", "20"), ("--reward.max_steps", "20", "--dry-run")):
+        refused = train(finished, *TINY, *words, *more, STUB_OUTCOMES="0")
+        assert refused.returncode == 2 and len(started(finished)) == 2, refused.stderr
+        assert refused.stderr.startswith("error: --reward.learning_rate: found 0.5, the checkpoint has ")
+        assert "error: reward: output/runs/reward/checkpoints/step-10: resume with the same flags" in refused.stderr
 
 
 def test_a_finished_step_whose_start_model_is_to_be_made_again_is_refused(finished):
@@ -170,6 +206,7 @@ def test_a_restart_goes_on_from_what_was_saved_since_the_start(tmp_path, saved):
         manifest.parent.mkdir(parents=True)
         manifest.touch()
         os.utime(manifest, (time.time() + 60,) * 2)
+        lock_file(tmp_path / "output/runs/sft").touch()
     words = (*TINY, "--step", "1", "--max-restarts", "1", "--overwrite", "--resume", "never")
     assert train(tmp_path, *words, STUB_OUTCOMES="1").returncode == 1
     first, second = started(tmp_path)

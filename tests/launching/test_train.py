@@ -41,6 +41,7 @@ def test_the_last_line_of_a_stage_tells_what_was_reached(tmp_path):
     run_dir = tmp_path / "out/runs/sft"
     run_dir.mkdir(parents=True)
     values = [{"eval_perplexity": 15.391}, {"loss": 2.0}, {"eval_perplexity": None}, {"eval_perplexity": 5.104}]
+    (run_dir / "run.lock").touch()
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in values))
     done = train(tmp_path, *TINY, "--step", "1", "--output-dir", "out", STUB_OUTCOMES="0")
     assert re.search(r"stage 1: done in [\d:]+, eval_perplexity 15.39 -> 5.104; model: out/sft", done.stdout)
@@ -57,7 +58,15 @@ def test_flags_reach_their_step(tmp_path):
     sft, reward, ppo = started(tmp_path)
     assert {note["environment"]["WORLD_SIZE"] for note in notes(tmp_path)} == {"2"}
     assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", *common, "--data_path", "a b.jsonl", "c'd", *WHOLE]
-    assert reward[reward.index("--zero_stage") :] == ["--zero_stage", "1", *common, "--column_map", "two\nlines", "--data_split", "0,4,4"]
+    assert reward[reward.index("--zero_stage") :] == [
+        "--zero_stage",
+        "1",
+        *common,
+        "--column_map",
+        "two\nlines",
+        "--data_split",
+        "0,4,4",
+    ]
     assert ppo[ppo.index("--actor_zero_stage") :] == [
         "--actor_zero_stage", "2", "--critic_zero_stage", "1", *common, "--kl-coef=0.2", "--data_split", "0,4,4"
     ]  # fmt: skip

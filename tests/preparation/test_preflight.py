@@ -1,5 +1,6 @@
 """What would end a later stage is found before the first one starts, in the dry run too: models, rows, room."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from support.tiny_run import make_folder, make_tokenizer, save_base, write_lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline import hub
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.engine import start_models
 from pipeline.errors import EnvironmentFault, InputError
@@ -62,6 +65,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
     monkeypatch.setattr(preflight, "is_reachable", lambda: False)
 
 
+SPLIT = "--data_split 2,4,4"  # as `train.py` hands it to its stages
+
+
 def configs(**changed: str) -> dict[Stage, Any]:
     """The three stages of a plan, chained as `train.py` does it; `changed`: further words of a stage."""
     words = {
@@ -71,7 +77,7 @@ def configs(**changed: str) -> dict[Stage, Any]:
         "--output_dir out --max_prompt_seq_len 64 --max_answer_seq_len 32",
     }
     return {
-        stage_of(stage): parse(CLASSES[stage], f"{line} {changed.get(stage, '')}".split(), section=stage).config
+        stage_of(stage): parse(CLASSES[stage], f"{line} {SPLIT} {changed.get(stage, '')}".split(), section=stage).config
         for stage, line in words.items()
     }
 
@@ -311,11 +317,23 @@ def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(mon
 
 def test_a_dry_run_prints_its_plan_where_the_disk_is_too_small(monkeypatch, capsys):
     monkeypatch.setattr(preflight, "free_bytes", lambda folder: 1)
-    words = "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96"
+    words = f"--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96 {SPLIT}"
     with pytest.raises(EnvironmentFault, match=r"^out/runs/sft: the outputs need .* are free"):
         dry_run_stage(SFT, parse(SFTConfig, words.split(), section="sft"), slots=[1])
     plan = capsys.readouterr().out
     assert plan.startswith("plan of sft, on 1 x CPU") and "CUDA" not in plan
+
+
+def test_a_dry_run_finds_what_the_checkpoint_would_refuse(tmp_path):
+    words = f"--model_name_or_path base --data_path train.jsonl --output_dir out/sft --run_dir {tmp_path} {SPLIT}"
+    resolved = parse(SFTConfig, words.split(), section="sft")
+    settings = values_by_rule(resolved.config, "same") | {"seed": 7}
+    folder = tmp_path / "checkpoints/step-3"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"settings": settings, "sizes": {}}))
+    write_manifest(folder, 3, {"state.json": manifest_entry(folder / "state.json")})
+    with pytest.raises(InputError, match=r"^--seed: found 1234, the checkpoint has 7\n"):
+        dry_run_stage(SFT, resolved, slots=None)
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])

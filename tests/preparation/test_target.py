@@ -138,7 +138,7 @@ def planned(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     before = sorted(inputs.rglob("*"))
-    done = planned("--target", "small.yaml")
+    done = planned("--target", "small.yaml", "--data_split", "2,4,4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 16
@@ -221,13 +221,12 @@ def test_groups_of_ranks_are_on_the_machines_that_the_host_file_gives_them():
 def test_the_steps_of_a_run_are_told_from_its_rows(planned):
     """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
     words = ("--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
+    for more in ((), ("--data_split", "none")):
+        assert "  steps    8 of the optimizer (about; --num_train_epochs 2)\n" in planned(*words, *more).stdout
     assert (
-        "  steps    8 of the optimizer (about; --num_train_epochs 2)\n"
-        in planned(*words, "--data_split", "none").stdout
-    )
-    assert "  steps    2 of the optimizer (about; --num_train_epochs 2)\n" in planned(*words).stdout, (
-        "20 % are for this stage"
-    )
+        "  steps    2 of the optimizer (about; --num_train_epochs 2)\n"
+        in planned(*words, "--data_split", "2,4,4").stdout
+    ), "20 % are for this stage"
     assert "  steps    3 of the optimizer (--max_steps)\n" in planned(*words, "--max_steps", "3").stdout
     assert "  steps " not in planned(*words, "--packing", "true").stdout
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.launch_stub import TINY, started, train
 
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
@@ -70,6 +71,8 @@ def test_stages_without_a_common_source_take_all_rows():
     assert splits("123", *of("a.jsonl", "b.jsonl", "b.jsonl")) == {"sft": "none", "reward": "0,4,4", "ppo": "0,4,4"}
     words = [*of("a.jsonl", "a.jsonl", "c.jsonl"), "--reward.data_path", "a.jsonl", "c.jsonl"]
     assert set(splits("123", *words).values()) == {"2,4,4"}, "two of them by way of the third: else shares overlap"
+    words = [*of("a.jsonl", "b.jsonl", "a.jsonl"), "--ppo.data_path", "a.jsonl", "b.jsonl"]
+    assert set(splits("123", *words).values()) == {"2,4,4"}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,8 @@ def save_run(run: str, split: str | None, path: str = "a.jsonl", *, done: bool =
     record = folder / ("done.json" if done else "checkpoints/step-3/state.json")
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps({"settings": {"seed": 1234, **settings}}))
+    if not done:
+        write_manifest(record.parent, 3, {record.name: manifest_entry(record)})
     values = {"data_path": [path], **settings}
     (folder / "config.json").write_text(json.dumps({name: {"value": value} for name, value in values.items()}))
     (folder / "env.json").write_text(json.dumps({"stage": run}))
@@ -130,13 +135,15 @@ def test_a_command_takes_the_split_of_another_stage_on_its_source(capsys):
 
 @pytest.mark.parametrize("split", ["none", "2,4,0"])
 def test_rows_that_another_stage_has_used_are_told_of(capsys, split):
-    folder = save_run("sft", split)
+    save_run("sft", split)
     assert splits("3", *COMMON) == {"ppo": "none"}
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"note: ppo: --data_split none: the run in {folder} was trained on rows of the same source")
-    assert f"(--data_split {split})" in line and line.endswith("--data_split 2,4,4 in both keeps them apart")
+    told = (
+        f"sft reads the same source with --data_split {split}, so some rows train both; --data_split 2,4,4 in both "
+        "parts them"
+    )
+    assert capsys.readouterr().out == f"note: ppo: {told}\n"
     assert splits("23", *COMMON) == {"reward": "0,4,4", "ppo": "0,4,4"}
-    assert capsys.readouterr().out.startswith("note: reward: --data_split 0,4,4: the run in")
+    assert capsys.readouterr().out == f"note: reward: {told}\n"
 
 
 def test_a_folder_of_a_run_that_saved_nothing_says_nothing(capsys):
@@ -153,13 +160,13 @@ def test_a_stage_by_hand_does_the_same():
     resolved = by_hand("sft")
     assert resolved.config.data.data_split == "none" and resolved.notes == ()
     assert resolved.origins["data_split"] == "--data_split auto"
-    folder = save_run("sft", "2,4,0")
+    save_run("sft", "2,4,0")
     resolved = by_hand("reward", "--run_dir", "elsewhere")
     assert resolved.config.data.data_split == "2,4,0" and resolved.notes == ()
     resolved = by_hand("ppo", "--actor_model_name_or_path", "x", "--critic_model_name_or_path", "y")
     assert resolved.config.data.data_split == "none", "2,4,0 has nothing for it"
     (note,) = resolved.notes
-    assert note.startswith(f"--data_split none: the run in {folder} was trained on rows of the same source")
+    assert note.startswith("sft reads the same source with --data_split 2,4,0")
 
 
 def test_a_split_that_is_none_is_refused_in_one_line(capsys):

@@ -1,13 +1,17 @@
 """Folders of earlier runs: nothing foreign is deleted, nothing finished redone, nothing resumed under other flags."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
-from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
+from pipeline.configuration.resume_rules import batch_sizes, check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.files import check_replaceable
 from pipeline.marks import OURS
-from pipeline.run.earlier_runs import clear, input_contents, is_finished, write_done
+from pipeline.run.earlier_runs import changed_contents, clear, input_contents, is_finished, write_done
 from step1_sft.config import SFTConfig
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.config import PPOConfig
@@ -122,6 +126,69 @@ def test_changed_content_under_the_same_path_is_a_difference(tmp_path):
     (tmp_path / "base" / "model.safetensors").write_bytes(bytes(64))
     lines = differences(run, sft(tmp_path))
     assert [line.partition(":")[0] for line in lines[:2]] == ["--data_path", "--model_name_or_path"]
+
+
+def test_of_several_sources_the_changed_one_is_named(tmp_path):
+    (tmp_path / "more.jsonl").write_text('{"prompt": "x", "response": "y"}\n')
+    both = {"data_path": f"{tmp_path}/rows.jsonl"}
+    make_inputs(tmp_path)
+    config = sft(tmp_path, **both)
+    config = config.replace(data=config.data.replace(data_path=[*config.data.data_path, f"{tmp_path}/more.jsonl"]))
+    before = input_contents(config)
+    (tmp_path / "more.jsonl").write_text('{"prompt": "x", "response": "z"}\n')
+    (line,) = changed_contents(config, before, input_contents(config), "the checkpoint")
+    assert line == f"--data_path: the content of {tmp_path}/more.jsonl is not what the checkpoint was made of"
+
+
+def save_checkpoint(run, config, step=3, *, settings=None) -> Path:
+    """What a checkpoint of that run says of it, as far as it is read before a start."""
+    folder = run / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    settings = values_by_rule(config, "same") | (settings or {})
+    state = {"step": step, "settings": settings, "sizes": batch_sizes(config, 1)}
+    (folder / "state.json").write_text(json.dumps(state))
+    write_manifest(folder, step, {"state.json": manifest_entry(folder / "state.json")})
+    return folder
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["unfinished", "finished, and more steps"])
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"learning_rate": 0.5}, "--learning_rate: found 0.5, the checkpoint has 1e-05"),
+        ({"per_device_train_batch_size": 2}, "rows of an optimizer step: found 2, the checkpoint has 16"),
+    ],
+    ids=["a setting", "batches"],
+)
+def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_loaded(tmp_path, done, changes, line):
+    run = finish(tmp_path) if done else tmp_path / "runs"
+    folder = save_checkpoint(run, sft(tmp_path))
+    found, hint = differences(run, sft(tmp_path, max_steps=6, **changes))
+    assert found == line and hint.startswith(f"{folder}: ") and "--overwrite" in hint and "--force_resume" in hint
+    assert not is_finished(run, sft(tmp_path, max_steps=6), SFT, ranks=1)
+    for way in ("overwrite", "force_resume"):
+        assert not is_finished(run, sft(tmp_path, max_steps=6, **changes, **{way: "true"}), SFT, ranks=1)
+    if "learning_rate" not in changes:
+        assert not is_finished(run, sft(tmp_path, max_steps=6, **changes), SFT, ranks=None)
+
+
+def test_the_checkpoint_that_is_named_is_compared(tmp_path):
+    run, other = tmp_path / "runs", tmp_path / "elsewhere"
+    save_checkpoint(run, sft(tmp_path))
+    named = save_checkpoint(other, sft(tmp_path, seed=7))
+    (line, _) = differences(run, sft(tmp_path, resume=named))
+    assert line == "--seed: found 1234, the checkpoint has 7"
+    assert not is_finished(run, sft(tmp_path, seed=7, resume=named), SFT, ranks=1)
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_as_a_resume_does(tmp_path):
+    run = tmp_path / "runs"
+    save_checkpoint(run, sft(tmp_path))
+    newest = save_checkpoint(run, sft(tmp_path), step=4)
+    (newest / "state.json").write_text((newest / "state.json").read_text().replace("1234", "1235"))
+    assert not is_finished(run, sft(tmp_path), SFT, ranks=1)
+    (newest / "manifest.json").unlink()
+    assert not is_finished(run, sft(tmp_path), SFT, ranks=1)
 
 
 def test_what_cannot_matter_is_no_difference(tmp_path):
