@@ -51,7 +51,8 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
     run_dir = stage.run_folder(resolved.config.run)
     if request.check:
         return check(stage, request, resolved, signals)
-    with locked(run_dir) if request.is_first_host else nullcontext(), pid_file(request):
+    outputs = stage.outputs(resolved.config)
+    with locked(run_dir, outputs) if request.is_first_host else nullcontext(), pid_file(request):
         if searches(request, resolved):
             chosen = chosen_words(stage, resolved, request, signals)
             request = replace(request, words=(*request.words, *chosen))

@@ -27,6 +27,11 @@ def lock_file(run_dir: Path) -> Path:
     return run_dir / RUN_LOCK
 
 
+def output_lock(folder: Path) -> Path:
+    """Return the file that names the process that writes a model folder; beside it, because saving replaces it."""
+    return folder.resolve().parent / f".{folder.resolve().name}.lock"
+
+
 def environment_file(run_dir: Path) -> Path:
     """Return the file of a run's stage, versions, hardware and command, which it writes when its models are loaded."""
     return run_dir / "env.json"

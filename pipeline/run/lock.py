@@ -1,4 +1,4 @@
-"""Lock of a run folder: `run.lock` names the one process that may run there. Imports no torch.
+"""Locks of a run's folder and of the models that it writes: each names the one process that may do so. No torch.
 
 The kernel holds the lock (flock), so it ends with its process; the text in the file only says whose it is.
 """
@@ -8,42 +8,53 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from pipeline.errors import EnvironmentFault
 from pipeline.processes import is_alive
-from pipeline.run.layout import lock_file
+from pipeline.run.layout import lock_file, output_lock
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without flock
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir` while the context is open. A lock whose process has died is taken over, in one line.
+def locked(run_dir: Path, outputs: Iterable[Path] = ()) -> Iterator[None]:
+    """Hold `run_dir` and the model folders `outputs` while the context is open.
+
+    A lock whose process has died is taken over, of the run's folder in one line.
 
     Raises:
-        EnvironmentFault: another run holds it, or the folder cannot be written.
+        EnvironmentFault: another run holds one of them, or it cannot be written.
     """
-    file = lock_file(run_dir)
+    with ExitStack() as locks:
+        locks.enter_context(lock_held(run_dir, lock_file(run_dir), "--run_dir"))
+        for folder in outputs:
+            locks.enter_context(lock_held(folder, output_lock(folder), "--output_dir"))
+        yield
+
+
+@contextmanager
+def lock_held(folder: Path, file: Path, flag: str) -> Iterator[None]:
+    """Hold a folder by its lock file, which `flag` names. Raises EnvironmentFault: see `locked`."""
     lock = FileLock(file, timeout=0, fallback_to_soft=False)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise EnvironmentFault(in_use(run_dir, read_holder(file))) from None
+        raise EnvironmentFault(in_use(folder, read_holder(file), flag)) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise EnvironmentFault(f"{run_dir}: cannot write there: {error.strerror}") from None
+            raise EnvironmentFault(f"{folder}: cannot write there: {error.strerror}") from None
         holder = read_holder(file)
         if holder and (holder[1] != socket.gethostname() or is_alive(holder[0])):
-            raise EnvironmentFault(in_use(run_dir, holder)) from None
+            raise EnvironmentFault(in_use(folder, holder, flag)) from None
     try:
-        if holder := read_holder(file):
-            print(f"{run_dir}: taking over from pid {holder[0]} on {holder[1]}, which is gone", file=sys.stderr)
+        if (holder := read_holder(file)) and file.parent == folder:
+            print(f"{folder}: taking over from pid {holder[0]} on {holder[1]}, which is gone", file=sys.stderr)
         file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n", encoding="utf-8")
         try:
             yield
@@ -62,6 +73,6 @@ def read_holder(file: Path) -> tuple[int, str] | None:
     return None
 
 
-def in_use(run_dir: Path, holder: tuple[int, str] | None) -> str:
+def in_use(folder: Path, holder: tuple[int, str] | None, flag: str) -> str:
     who = "pid {} on {}".format(*holder) if holder else "another process"
-    return f"{run_dir}: {who} runs in this folder; wait for its end, stop it, or name another --run_dir"
+    return f"{folder}: {who} runs in this folder; wait for its end, stop it, or name another {flag}"

@@ -12,8 +12,10 @@ from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import parse_path
 from pipeline.errors import InputError
 from pipeline.files import check_replaceable, has_config, read_object
+from pipeline.marks import RUN_LOCK
 from pipeline.run.earlier_runs import RUN_FILES
 from pipeline.run.layout import environment_file
+from pipeline.run.outcome import supervisor_name
 
 Named = tuple[str, Path]  # a flag, and a file or folder that follows from it
 
@@ -72,6 +74,10 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
     owner = read_object(environment_file(run_dir)).get("stage", stage.section)
     if owner != stage.section:
         yield f"{dashes}run_dir: {run_dir} holds a run of {owner}, this is {stage.section}; name another folder"
+    # Hidden files are those of ranks that start at this moment; a supervisor has looked before its ranks did.
+    names = sorted(path.name for path in run_dir.glob("[!.]*"))
+    if names and not {RUN_LOCK, "heartbeat"} & {*names} and not started and supervisor_name() is None:
+        yield f"{dashes}run_dir: {run_dir} holds other files ({names[0]}) and no {RUN_LOCK}; name a new or empty folder"
     for folder in stage.outputs(config):
         try:
             check_replaceable(folder)

@@ -85,13 +85,14 @@ def test_a_rank_that_hangs(run: Start) -> None:
 
 @dataclass(frozen=True)
 class Story:
-    """A run that was looked at while it ran, met by a second one, and stopped."""
+    """A run that was looked at while it ran, met by two others, one with a run folder of its own, and stopped."""
 
     run: RankRun
     ended: Ended
     pid: int
     listening: set[str]
     second: subprocess.CompletedProcess[str]
+    third: subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +103,16 @@ def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
         job.wait_for_steps(3)
         listening = listening_addresses([job.pid(0), job.pid(1)])
         script = str(ROOT / "launch" / "single_gpu.sh")
-        second = subprocess.run(
-            ["bash", script, "1", *words(1, data)], env=os.environ | {"PYTHON": sys.executable},
-            cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+        second, third = (
+            subprocess.run(
+                ["bash", script, "1", *words(1, data), *more], env=os.environ | {"PYTHON": sys.executable},
+                cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+            )
+            for more in ((), ("--run_dir", "third"))
         )  # fmt: skip
         since = time.monotonic()
         job.process.send_signal(signal.SIGTERM)
-        return Story(job, job.ended(since), job.process.pid, listening, second)
+        return Story(job, job.ended(since), job.process.pid, listening, second, third)
     finally:
         job.clean_up()
 
@@ -130,6 +134,12 @@ def test_a_second_run_in_the_folder_is_refused(story: Story) -> None:
     assert story.second.returncode == 3
     lines = story.second.stderr.splitlines()
     assert len(lines) == 1 and f"pid {story.pid} on {HOST} runs in this folder" in lines[0]
+
+
+def test_a_second_run_of_the_same_output_is_refused_whatever_its_run_folder(story: Story) -> None:
+    assert story.third.returncode == 3
+    (line,) = story.third.stderr.splitlines()
+    assert f": pid {story.pid} on {HOST} runs in this folder" in line and line.endswith("name another --output_dir")
 
 
 @pytest.mark.slow

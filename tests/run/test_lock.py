@@ -22,15 +22,15 @@ HOLD = """
 import sys
 from pathlib import Path
 from pipeline.run.lock import locked
-with locked(Path(sys.argv[1])):
+with locked(Path(sys.argv[1]), map(Path, sys.argv[2:])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def hold(folder: Path) -> subprocess.Popen[str]:
-    """Another process that holds `folder` until its input ends."""
-    command = [sys.executable, "-c", HOLD, str(folder)]
+def hold(folder: Path, *outputs: Path) -> subprocess.Popen[str]:
+    """Another process that holds `folder`, and the model folders `outputs`, until its input ends."""
+    command = [sys.executable, "-c", HOLD, str(folder), *map(str, outputs)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "held\n"
     return process
@@ -47,10 +47,25 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
     assert (tmp_path / "run" / "run.lock").read_text() == ""
 
 
+def test_one_run_at_a_time_writes_a_model_folder_whatever_its_run_folder(tmp_path):
+    """Also by way of a link; the file is beside the model's folder, which saving replaces."""
+    (tmp_path / "link").symlink_to(tmp_path / "actor")
+    with hold(tmp_path / "one", tmp_path / "critic", tmp_path / "actor") as holder:
+        for name in ("critic", "actor", "link"):
+            said = f"{tmp_path / name}: pid {holder.pid} on {HOST} runs in this folder; .* name another --output_dir"
+            with pytest.raises(EnvironmentFault, match=said), locked(tmp_path / "two", [tmp_path / name]):
+                pass
+        with locked(tmp_path / "two", [tmp_path / "other"]):
+            pass
+        holder.communicate()
+    with locked(tmp_path / "two", [tmp_path / "critic", tmp_path / "actor"]):
+        assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["one", "two"]
+
+
 def test_a_dead_runs_lock_is_taken_over_in_one_line(tmp_path, capfd):
-    with hold(tmp_path) as holder:
+    with hold(tmp_path, tmp_path / "sft") as holder:
         holder.kill()
-    with locked(tmp_path):
+    with locked(tmp_path, [tmp_path / "sft"]):
         pass
     assert capfd.readouterr().err == f"{tmp_path}: taking over from pid {holder.pid} on {HOST}, which is gone\n"
     with locked(tmp_path):

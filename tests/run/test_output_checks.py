@@ -8,9 +8,12 @@ import pytest
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from pipeline.marks import OURS
+from pipeline.run.lock import locked
+from pipeline.run.outcome import SUPERVISOR
 from pipeline.run.output_checks import check_outputs
 from rlhf.stages import stage_of
 from step1_sft.config import SFTConfig
+from step1_sft.main import main as sft_main
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main as ppo_main
@@ -113,6 +116,46 @@ def test_a_folder_of_other_files_is_refused_by_the_flag_that_names_it(tmp_path):
     (tmp_path / "actor" / "thesis.txt").write_text("x")
     (line,) = problems({"ppo": f"--output_dir {tmp_path}"}, named_by_section=True)
     assert line.startswith(f"--ppo.output_dir: {tmp_path / 'actor'} holds other files (thesis.txt)")
+
+
+@pytest.mark.parametrize("more", ["", " --overwrite"])
+@pytest.mark.parametrize("name", ["config.json", "checkpoints", "samples.jsonl", "thesis.txt"])
+def test_a_run_folder_of_other_files_is_refused(tmp_path, name, more):
+    """A model's folder, or one of the user's, whose files a run would replace or delete."""
+    folder = tmp_path / "mine"
+    (folder / name).mkdir(parents=True) if name == "checkpoints" else model(folder)
+    (folder / name).touch()
+    (line,) = problems({"sft": f"--output_dir {tmp_path / 'sft'} --run_dir {folder}{more}"}, named_by_section=True)
+    first = min(path.name for path in folder.iterdir())
+    assert line == f"--sft.run_dir: {folder} holds other files ({first}) and no run.lock; name a new or empty folder"
+
+
+def test_a_run_folder_is_new_or_empty_or_that_of_a_run(tmp_path, monkeypatch):
+    words = {"sft": f"--output_dir {tmp_path / 'sft'} --run_dir {tmp_path / 'run'}"}
+    assert problems(words) == []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".probe-1").touch()
+    assert problems(words) == [], "another rank starts at this moment"
+    (tmp_path / "run" / "heartbeat").mkdir()
+    assert problems(words) == [], "on a host without rank 0, or before that has its lock"
+    (tmp_path / "run" / "heartbeat").rmdir()
+    (tmp_path / "run" / "outcome").mkdir()
+    assert len(problems(words)) == 1
+    monkeypatch.setenv(SUPERVISOR, "7@host")
+    assert problems(words) == [], "the supervisor has looked, then each of its ranks writes there"
+    monkeypatch.delenv(SUPERVISOR)
+    with locked(tmp_path / "run"):
+        assert problems(words) == []
+    assert problems(words) == [], "whatever the run has left"
+
+
+def test_a_stage_by_hand_leaves_a_model_that_is_named_as_its_run_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = model(tmp_path / "model") / "config.json"
+    config.write_text('{"model_type": "opt"}')
+    assert sft_main("--model_name_or_path x --data_path y --run_dir model --overwrite".split()) == 2
+    assert "--run_dir: model holds other files (config.json)" in capsys.readouterr().err
+    assert config.read_text() == '{"model_type": "opt"}'
 
 
 def test_a_stage_ends_with_2_and_has_written_nothing(tmp_path, monkeypatch, capsys):
