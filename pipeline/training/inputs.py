@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_DROPPED = 0.1  # the share of a data set's rows above which dropping them is warned of
-KEPT_SHARE = 0.95  # the share of a data set's rows that fit into the length that a warning proposes
+KEPT_SHARE = 0.95  # the share of the rows, without those dropped for other reasons, that fit into a proposed length
 
 
 def prepare_data(
@@ -94,9 +94,10 @@ def _fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
 
 
 def _length_hint(kind: RowKind, num_kept: int, lengths: Counter[int]) -> str:
-    """Name the limit that KEPT_SHARE of the rows would fit; nothing where they fit already."""
+    """Name the limit that KEPT_SHARE of the rows would fit, and the rows it helps; nothing where they fit already."""
     num_more = math.ceil(KEPT_SHARE * (num_kept + lengths.total())) - num_kept
     if num_more <= 0:
         return ""
     length = max(kind.least_length, sorted(lengths.elements())[num_more - 1])
-    return f"; --{kind.length_flag} {length} would keep {KEPT_SHARE:.0%}"
+    helped = sum(number for size, number in lengths.items() if size <= length)
+    return f"; --{kind.length_flag} {length} would keep {helped} of the {lengths.total()} that are too long"

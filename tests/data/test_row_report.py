@@ -72,7 +72,7 @@ def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all()
     lengths = tuple(range(601, 621))
     for title, kind, flag in (("reward", PAIRS, "--max_seq_len"), ("ppo", PROMPTS, "--max_prompt_seq_len")):
         (line,) = row_warnings(title, kind, counts_of(kept=80, lengths=lengths))
-        assert line == f"{title} rows: 20% dropped; {flag} 615 would keep 95%"
+        assert line == f"{title} rows: 20% dropped; {flag} 615 would keep 15 of the 20 that are too long"
     # By brute force: of 80 rows that fit and 20 longer ones, 615 is the least limit that 95 rows fit.
     assert [limit for limit in range(600, 620) if 80 + sum(size <= limit for size in lengths) >= 95][0] == 615
 
@@ -80,7 +80,14 @@ def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all()
 def test_the_length_that_is_advised_is_one_that_the_flag_takes():
     for title, kind, flag in (("reward", PAIRS, "--max_seq_len 8"), ("ppo", PROMPTS, "--max_prompt_seq_len 1")):
         (line,) = row_warnings(title, kind, counts_of(kept=8, lengths=(1, 1)))
-        assert line == f"{title} rows: 20% dropped; {flag} would keep 95%"
+        assert line == f"{title} rows: 20% dropped; {flag} would keep 2 of the 2 that are too long"
+
+
+def test_the_length_that_is_advised_speaks_of_the_rows_that_it_would_help():
+    """Of 209 dropped prompts 191 are repeated: no length keeps these. 40 fit, and 56 of 58 is the least of 95 %."""
+    lengths = tuple(range(41, 59))
+    (line,) = row_warnings("ppo", PROMPTS, counts_of(kept=40, dropped=191, lengths=lengths))
+    assert line == "ppo rows: 84% dropped; --max_prompt_seq_len 56 would keep 16 of the 18 that are too long"
 
 
 def test_no_held_out_row_is_warned_of_where_there_is_an_evaluation():
