@@ -325,7 +325,7 @@ def test_a_dry_run_prints_its_plan_where_the_disk_is_too_small(monkeypatch, caps
 
 
 def test_a_dry_run_finds_what_the_checkpoint_would_refuse(tmp_path):
-    words = f"--model_name_or_path base --data_path train.jsonl --output_dir out/sft --run_dir {tmp_path} {SPLIT}"
+    words = f"--model_name_or_path base --data_path train.jsonl --max_seq_len 96 --run_dir {tmp_path} {SPLIT}"
     resolved = parse(SFTConfig, words.split(), section="sft")
     settings = values_by_rule(resolved.config, "same") | {"seed": 7}
     folder = tmp_path / "checkpoints/step-3"
@@ -334,6 +334,8 @@ def test_a_dry_run_finds_what_the_checkpoint_would_refuse(tmp_path):
     write_manifest(folder, 3, {"state.json": manifest_entry(folder / "state.json")})
     with pytest.raises(InputError, match=r"^--seed: found 1234, the checkpoint has 7\n"):
         dry_run_stage(SFT, resolved, slots=None)
+    fitted = parse(SFTConfig, [*words.split(), "--auto_fit"], section="sft")
+    dry_run_stage(SFT, fitted, slots=None)  # the run adds what was chosen before
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])
