@@ -59,8 +59,9 @@ def lock_held(folder: Path, file: Path, flag: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # Not deleted: a run that opened it a moment ago would lock a file that nobody else sees.
             file.write_text("", encoding="utf-8")
+            if file.parent != folder:  # by the other one a run's folder is recognised
+                file.unlink()  # while it is held: who opened it a moment ago finds that it has no name any more
     finally:
         lock.release()
 

@@ -60,6 +60,7 @@ def test_one_run_at_a_time_writes_a_model_folder_whatever_its_run_folder(tmp_pat
         holder.communicate()
     with locked(tmp_path / "two", [tmp_path / "critic", tmp_path / "actor"]):
         assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["one", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "one", "two"], "no file is left beside models"
 
 
 def test_a_dead_runs_lock_is_taken_over_in_one_line(tmp_path, capfd):
