@@ -118,8 +118,9 @@ def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
     notes = planned.resolved.notes
     for note in resolved.notes[len(notes) :]:
         print(f"note: {planned.stage.section}: {note}")
-    words = ["--data_split", resolved.config.data.data_split] if resolved is not planned.resolved else []
-    return replace(planned, resolved=replace(resolved, notes=notes), argv=[*planned.argv, *words])
+    argv = [*without_flag(planned.argv, "data_split"), "--data_split", resolved.config.data.data_split]
+    argv = planned.argv if resolved is planned.resolved else argv
+    return replace(planned, resolved=replace(resolved, notes=notes), argv=argv)
 
 
 def is_common(name: str, stages: Collection[Names]) -> bool:

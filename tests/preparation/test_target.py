@@ -236,6 +236,7 @@ def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):
     lines = [{"step": 1, "memory/train_gib": 1.5, "host_memory_gib": 2.5}, {"step": 2, "memory/train_gib": 1.25},
              {"step": 2, "eval_loss": 1.0}]  # fmt: skip
     (inputs / "earlier").mkdir()
+    (inputs / "earlier/run.lock").touch()
     text = "\n".join(map(json.dumps, lines))
     (inputs / "earlier/metrics.jsonl").write_text(text, encoding="utf-8")
     words = ("--target", "small.yaml", "--run_dir", "earlier", "--overwrite")

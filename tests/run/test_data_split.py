@@ -52,6 +52,7 @@ COMMON = ("--data-path", "a.jsonl")
         ("13", COMMON, ["2,0,4", "2,0,4"]),
         ("23", COMMON, ["0,4,4", "0,4,4"]),
         ("2", COMMON, ["none"]),
+        ("2", (*COMMON, "--data-split", "auto"), ["none"]),
         ("123", (*COMMON, "--data-split", "1,1,1"), ["1,1,1"] * 3),
         ("123", (*COMMON, "--data-split", "none"), ["none"] * 3),
         ("123", (*COMMON, "--sft.data_split", "3,1,1"), ["3,1,1"] * 3),
