@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,16 @@ def test_exit_code_is_derived_from_the_ranks(tmp_path, outcomes, launcher_code, 
     assert done.returncode == code
     if code:
         assert f"stage 1 ended with {code} (" in done.stderr and "output/runs/sft/log.txt" in done.stderr
+
+
+def test_the_last_line_of_a_stage_tells_what_was_reached(tmp_path):
+    run_dir = tmp_path / "out/runs/sft"
+    run_dir.mkdir(parents=True)
+    values = [{"eval_perplexity": 15.391}, {"loss": 2.0}, {"eval_perplexity": None}, {"eval_perplexity": 5.104}]
+    (run_dir / "run.lock").touch()
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in values))
+    done = train(tmp_path, *TINY, "--step", "1", "--output-dir", "out", STUB_OUTCOMES="0")
+    assert re.search(r"stage 1: done in [\d:]+, eval_perplexity 15.39 -> 5.104; model: out/sft", done.stdout)
 
 
 def test_a_failed_step_ends_the_run(tmp_path):

@@ -37,16 +37,6 @@ def test_three_steps_in_order_with_chained_folders(tmp_path):
     assert "== stage 2: reward model" in done.stdout and "== stage 3: done in" in done.stdout
 
 
-def test_the_last_line_of_a_stage_tells_what_was_reached(tmp_path):
-    run_dir = tmp_path / "out/runs/sft"
-    run_dir.mkdir(parents=True)
-    values = [{"eval_perplexity": 15.391}, {"loss": 2.0}, {"eval_perplexity": None}, {"eval_perplexity": 5.104}]
-    (run_dir / "run.lock").touch()
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in values))
-    done = train(tmp_path, *TINY, "--step", "1", "--output-dir", "out", STUB_OUTCOMES="0")
-    assert re.search(r"stage 1: done in [\d:]+, eval_perplexity 15.39 -> 5.104; model: out/sft", done.stdout)
-
-
 def test_flags_reach_their_step(tmp_path):
     common = ("--resume", "never", "--overwrite", "--debug")
     done = train(
