@@ -1,7 +1,5 @@
 """train.py as a real process: plans, commands, chaining, refusals. Launchers are stubs (launch_stub.py)."""
 
-import json
-import re
 import shlex
 import socket
 from itertools import product
