@@ -22,13 +22,35 @@ FIRST_LINE_S = 10.0  # each later line takes twice as long as the one before
 POLL_S = 0.2
 CONNECT_S = 5.0
 NAMED = 8  # most missing ranks that are named
+# Variables of launchers that are numbers -> the least that each may be.
+NUMBERS = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "SLURM_NTASKS": 1}
+NUMBERS |= {"RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 0}
+OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_environment() -> None:
+    """Raise EnvironmentFault for a variable of a launcher that is no possible number, alone or beside another."""
+    advice = "the launcher of the ranks sets it; unset it for a run of one rank"
+    found = {name: os.environ[name] for name in NUMBERS if name in os.environ}
+    for name, text in found.items():
+        if not (text.isdecimal() and len(text) <= 5 and NUMBERS[name] <= int(text) <= 65535):
+            raise EnvironmentFault(f"{name} is {text[:20]!r}, wanted a number from {NUMBERS[name]} to 65535; {advice}")
+    for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE")):
+        if name in found and size in found and int(found[name]) >= int(found[size]):
+            raise EnvironmentFault(f"{name} is {found[name]} of {size} {found[size]}, and counts from 0; {advice}")
 
 
 def read_environment() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) of the launcher's environment; else a world of one."""
-    if "RANK" not in os.environ:
+    """Return (rank, world size, local rank) of the launcher's environment; else a world of one.
+
+    Raises EnvironmentFault where only some of the variables of a rank are set.
+    """
+    if "RANK" not in os.environ and num_ranks() == 1:
         # Port 0 is any free one, taken as it is found: another process cannot take it in between.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
+    if missing := [name for name in OF_A_RANK if name not in os.environ]:
+        names = ", ".join(name for name in OF_A_RANK if name not in missing)
+        raise EnvironmentFault(f"{missing[0]} is not set beside {names}; start the ranks by torchrun, or unset all")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
 
 

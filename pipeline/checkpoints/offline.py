@@ -71,9 +71,10 @@ class OfflineCheckpoint:
     def _start(self, name: str, model: ModelConfig) -> ModelSource:
         """Return the start model. Raises InputError where the checkpoint was trained from another one."""
         key, path = name if name == "model" else f"{name} model", model.model_name_or_path
-        if model_fingerprint(path) != self.saved["fingerprints"].get(key):
+        if (here := model_fingerprint(path)) != self.saved["fingerprints"].get(key):
+            what = "no such folder here, which is" if here == path else "not"
             raise InputError(
-                f"{path}: not the {key} that {self.folder} was trained from; configuration, tokenizer and frozen"
+                f"{path}: {what} the {key} that {self.folder} was trained from; configuration, tokenizer and frozen"
                 " weights are read from it, so leave it as it was, and export in the folder where the run was started"
             )
         return ModelSource(path)

@@ -26,7 +26,7 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.out_of_memory import is_out_of_memory, memory_line
-from pipeline.rendezvous import num_ranks
+from pipeline.rendezvous import check_environment, num_ranks
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.output_checks import check_outputs
 from pipeline.run.stop_request import StopRequest, quit_now
@@ -40,6 +40,10 @@ def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Res
     In a dry run, rank 0 calls `dry_run(stage, flags)` instead. Returns the exit code of design.md, section 3.
     """
     outlive_console()
+    try:
+        check_environment()
+    except RunError as error:
+        return print_error(error)  # of every process: which of them is the first, is not known
     try:
         check_srun()
         resolved = read_flags(stage, stage_arguments(argv))

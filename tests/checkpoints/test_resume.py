@@ -247,12 +247,16 @@ def test_what_cannot_be_exported(spoilt: Story, tmp_path: Path, capsys: pytest.C
     settings = json.loads((moved / "config.json").read_text())
     settings["model_name_or_path"]["value"] = str(model)
     (moved / "config.json").write_text(json.dumps(settings))
+    elsewhere = shutil.copytree(moved, tmp_path / "elsewhere")
+    settings["model_name_or_path"]["value"] = "models/base"
+    (elsewhere / "config.json").write_text(json.dumps(settings))
     refused = {
         (tmp_path / "nothing", tmp_path / "out"): "found no checkpoint; name one",
         (model, tmp_path / "out"): f"{model}: found no checkpoint; name one",
         (run, model): f"--output: {model} exists; name a new folder",
         (tmp_path / "alone" / "step-4", tmp_path / "out"): "a checkpoint is read within the folder of its run",
         (moved, tmp_path / "out"): f"{model}: not the model that {moved / 'checkpoints'}",
+        (elsewhere, tmp_path / "out"): "models/base: no such folder here, which is the model that ",
     }
     for (checkpoint, output), words in refused.items():
         assert export_to(output, checkpoint) == EXIT_INPUT

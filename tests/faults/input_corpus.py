@@ -58,6 +58,7 @@ LINES, ARRAY, TABLE = lines_of(GOOD), json.dumps(GOOD).encode(), csv_of(GOOD)
 PARQUET = parquet_of(json.dumps(GOOD))
 PACKED = gzip.compress(LINES, mtime=0)
 HUGE_NUMBER = b'{"prompt": ' + b"1" * 5000 + b"}"
+LINES_IN_A_CELL = b'"' + b"line\n" * 10 + b'"'
 NESTED = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 # name: (content, ending, what the line says; {name} is the file's).
@@ -113,7 +114,10 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
     "utf16.csv": (TABLE.decode().encode("utf-16"), "REFUSED", "{name}:1: byte 1 is not UTF-8"),
     "latin.csv": (TABLE + b"\xe9,b,c\n", "REFUSED", "{name}:8: byte 1 is not UTF-8"),
     "nul.csv": (TABLE + b"a\0,b,c\n", "COUNTED", "1 dropped: text holds a NUL character (first: {name}:8)"),
-    "no-header.csv": (TABLE.split(b"\n", 1)[1], "REFUSED", "{name}:2: columns 'Describe the red otter.'"),
+    "no-header.csv": (TABLE.split(b"\n", 1)[1], "REFUSED", "{name}:1: columns 'Describe the red otter.'"),
+    "wrong-header.csv": (b"question,best\n" + LINES_IN_A_CELL + b",a\n", "REFUSED", "{name}:1: columns 'question', "),
+    "lines.csv": (TABLE + LINES_IN_A_CELL + b",b\n", "REFUSED", "{name}:8: the header names 3 columns, this row has 2"),
+    "nul-line.csv": (TABLE + b'"a\n\0",b,c\n', "COUNTED", "1 dropped: text holds a NUL character (first: {name}:8)"),
     "bom.csv": (b"\xef\xbb\xbf" + TABLE, "TAKEN", "6 to train on"),
     "crlf.csv": (TABLE.replace(b"\n", b"\r\n"), "TAKEN", "6 to train on"),
     "half.parquet": (PARQUET[: len(PARQUET) // 2], "REFUSED", "{name}: broken parquet file"),

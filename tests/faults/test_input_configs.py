@@ -53,6 +53,8 @@ CASES = [
     typo("chat", "max_new_token", "max_new_tokens"),
     typo("prompt_eval", "rewards_model", "reward_model"),
     typo("reward_eval", "data_paths", "data_path"),
+    Case("sft", {"eval_batch": 4}, "--eval_batch: unknown flag; did you mean --per_device_eval_batch_size?"),
+    Case("train", {"eval_batch": 4}, "--eval_batch: unknown flag; did you mean --per_device_eval_batch_size?"),
     Case("train", {"sft.learning_rte": 1}, "--sft.learning_rte: unknown flag; did you mean --sft.learning_rate?"),
     Case("train", {"actor-modle": "tiny"}, "--actor-modle: unknown flag; did you mean --actor_model?"),
     # Words that no value may be.

@@ -94,7 +94,7 @@ def test_a_python_without_the_environment_is_told_in_one_line(tmp_path, command)
         (("chat.py",), "pydantic"),
         (("prompt_eval.py",), "pydantic"),
         (("-m", "rlhf", "chat"), "pydantic"),
-        (("-m", "step2_reward.eval"), "torch"),
+        (("-m", "step2_reward.eval"), "pydantic"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
