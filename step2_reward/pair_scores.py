@@ -161,10 +161,8 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     transformers.logging.disable_progress_bar()
     tokenizer = load_tokenizer(options.model)
     if tokenizer.chat_template is None:
-        raise InputError(
-            f"--model: {options.model}: its tokenizer has no chat template, which writes the pairs as the model was "
-            "trained on them; the folder that stage 2 writes has it, or put it there as chat_template.jinja"
-        )
+        missing = "its tokenizer has no chat template, as stage 2 saves it; put it there as chat_template.jinja"
+        raise InputError(f"--model: {options.model}: {missing}")
     settings = DataOptions(
         rows="pairs",
         shares=(1,),

@@ -31,6 +31,7 @@ Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")
 # Margins are on the scale of scores; the sum of a step's losses has to stay finite in fp32.
 MAX_MARGIN = 1e6
+MAX_ROW_CHARS = 5_000_000  # a long book; tokenising takes 180 bytes for each, far more than the row in its file
 PROMPT_COLUMNS = ("messages", "conversations", "prompt")
 LABELS = {"true": True, "false": False}
 
@@ -177,6 +178,8 @@ def _check_characters(content: Content) -> None:
     """Raise BadRowError for text that is no Unicode (JSON can spell half a surrogate pair) or holds a NUL character."""
     texts = [turn.content for turn in content.messages] + [content.chosen, content.rejected, content.text]
     whole = "".join(text for text in texts if text is not None)
+    if len(whole) > MAX_ROW_CHARS:
+        raise BadRowError(f"text longer than {MAX_ROW_CHARS:,} characters")
     if "\0" in whole:
         raise BadRowError("text holds a NUL character")
     try:

@@ -137,25 +137,21 @@ def _read_json(stream: IO[bytes], path: Path) -> NumberedRows:
 def _read_csv(stream: IO[bytes], path: Path) -> NumberedRows:
     # csv refuses cells above 128 KiB by default; long documents are legitimate here.
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader((line for _, line in _lines(stream, path)), strict=True)
-    last = 0  # line of the row before
+    reader = csv.DictReader((line for _, line in _lines(stream, path)), strict=True)
     try:
-        names = next(reader, [])
+        names = list(reader.fieldnames or ())
         # csv would silently keep the last of two columns with one name.
         if twice := [name for number, name in enumerate(names) if name in names[:number]]:
             raise InputError(f"{path}:1: the column {twice[0]!r} is repeated in the header")
         if len(names) == 1 and any(separator in names[0] for separator in ";\t|"):
             raise InputError(f"{path}:1: one column, {names[0]!r}; columns are separated by commas")
-        last = reader.line_num
-        for cells in reader:
-            first, last = last + 1, reader.line_num  # a cell may hold line ends
-            if cells and len(cells) != len(names):
-                found = f"the header names {len(names)} columns, this row has {len(cells)}"
-                raise InputError(f"{path}:{first}: {found}")
-            if cells:
-                yield first, dict(zip(names, cells, strict=True))
+        for row in reader:
+            if None in row or None in row.values():
+                where = f"{path}:{reader.line_num}"
+                raise InputError(f"{where}: the header names {len(names)} columns, this row has others")
+            yield reader.line_num, dict(row)
     except csv.Error as error:
-        raise InputError(f"{path}:{last + 1}: not a CSV row ({error})") from error
+        raise InputError(f"{path}:{reader.line_num + 1}: not a CSV row ({error})") from error
 
 
 def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
@@ -167,7 +163,7 @@ def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
     try:
         batches = pyarrow.parquet.ParquetFile(source).iter_batches(PARQUET_ROWS)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # texts and dates that Python has not
         raise InputError(f"{path}: broken parquet file ({error})") from error
 
 

@@ -43,7 +43,7 @@ def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Res
     try:
         check_environment()
     except RunError as error:
-        return print_error(error)  # of every process: which of them is the first, is not known
+        return print_error(error)  # of each process: which one is the first, is what cannot be said
     try:
         check_srun()
         resolved = read_flags(stage, stage_arguments(argv))
@@ -140,6 +140,7 @@ def run_command(work: Callable[[], None]) -> int:
     """Do the `work` of a small command and return its exit code. A fault of ours keeps its traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries announce what nobody here can act on
     try:
+        outlive_console(needs_output=True)
         raise_on_interrupt()
         work()
         sys.stdout.flush()
@@ -147,9 +148,6 @@ def run_command(work: Callable[[], None]) -> int:
         return print_error(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has read enough. The interpreter must not flush into the closed pipe at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -29,6 +29,8 @@ def locked(run_dir: Path) -> Iterator[None]:
         EnvironmentFault: another run holds it, or the folder cannot be written.
     """
     file = lock_file(run_dir)
+    if file.exists() and not file.is_file():  # to open a FIFO could wait for ever
+        raise EnvironmentFault(f"{file}: found no file, wanted one that can be locked; remove it")
     lock = FileLock(file, timeout=0, fallback_to_soft=False)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

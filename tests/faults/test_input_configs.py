@@ -87,6 +87,10 @@ CASES = [
     Case("prompt_eval", {"top_p": "0"}, "--top_p: found '0'"),
     Case("sft", {"data_split": "2,4"}, "data_split '2,4': three numbers"),
     Case("sft", {"data_path": "train.jsonl:1.5"}, "'1.5' is no weight"),
+    Case("sft", {"data_split": "1e308,1e308,1e308"}, "data_split '1e308,1e308,1e308': three numbers >= 0"),
+    Case("ppo", {"num_samples_per_prompt": 1_000_000}, "wanted less than or equal to 4096"),
+    Case("prompt_eval", {"num_return_sequences": 4097, "temperature": 1}, "wanted less than or equal to 4096"),
+    Case("sft", {"lora_dim": 1_000_000}, "found '1000000' (command line): wanted less than or equal to 16384"),
     # Conflicts.
     Case("sft", {"packing": "true", "attn_implementation": "flash_attention_2"}, "packing: flash_attention_2"),
     Case("reward", {"reward_loss": "per_token", "centering_coef": "0.1"}, "centering_coef: needs --reward_loss"),
@@ -101,6 +105,7 @@ CASES = [
     in_yaml("ppo", "ppo:\n  kl_targt: 5", "c.yaml: kl_targt: unknown flag; did you mean kl_target?"),
     in_yaml("train", "sft: {seed: 1}\nrewad: {seed: 1}", "c.yaml: rewad: unknown section; did you mean reward?"),
     in_yaml("train", "sfft: {seed: 1}", "c.yaml: sfft: unknown section; did you mean sft?"),
+    in_yaml("sft", f"seed: {'1' * 5000}", "c.yaml: not YAML: Exceeds the limit (4300 digits)"),
     in_yaml("reward", "seed: 1\nseed: 2", "c.yaml: line 2: seed: occurs twice"),
     # DeepSpeed's JSON, which DeepSpeed itself would take without a word.
     in_json('{"gradient_clippping": 1}', "gradient_clippping: DeepSpeed has no such key", command="reward"),

@@ -1,9 +1,14 @@
 """Wrong variables of the environment: one line that names the variable and what it may be, before data are read."""
 
+import resource
 from pathlib import Path
 
 import pytest
 from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+
+from pipeline.errors import EnvironmentFault
+from pipeline.launching.scripts import run_script
+from pipeline.run.run import git_commit
 
 RANK_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 # The variables, and what the line says.
@@ -26,6 +31,7 @@ WRONG = [
     ),
     (RANK_OF_TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
     ({"WORLD_SIZE": "2"}, "RANK is not set beside WORLD_SIZE; start the ranks by torchrun, or unset all"),
+    ({"DS_ACCELERATOR": "banana"}, "DS_ACCELERATOR is 'banana', wanted cpu or cuda; unset, it is what the machine has"),
     ({"RANK": "0"}, "WORLD_SIZE is not set beside RANK"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set beside RANK, WORLD_SIZE"),
 ]
@@ -47,3 +53,23 @@ def test_a_launchers_variable_that_is_no_possible_number(
         ending = call("sft", stage_words("sft", folder, tmp_path / "out"))
     assert ending.code == 3 and len(ending.errors) == 1, ending.stderr
     assert says in ending.errors[0]
+
+
+def test_too_few_open_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries end with a traceback, or take a full table of files for a full disk."""
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (24, 4096))
+    with stopped_at_the_models(monkeypatch):
+        ending = call("sft", stage_words("sft", folder, tmp_path / "out"))
+    assert ending.code == 3 and ending.errors == [
+        "error: 24 open files are allowed, a run needs 64; give `ulimit -n 1024`"
+    ]
+
+
+def test_without_a_path_a_run_has_no_commit_and_a_launch_script_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert git_commit()
+    monkeypatch.setenv("PATH", "")
+    assert git_commit() is None
+    with pytest.raises(EnvironmentFault, match="bash cannot be started: No such file or directory; look at PATH"):
+        run_script(["bash", "launch/single_gpu.sh"], {"PATH": ""})
