@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
-from pipeline.data.readers import NO_COLUMNS, Row, Split, header_place, to_json
+from pipeline.data.readers import MAX_ROW_CHARS, NO_COLUMNS, Row, Split, header_place, to_json
 from pipeline.data.sources import split_of
 from pipeline.data.turns import (
     BadRowError,
@@ -31,7 +31,6 @@ Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")
 # Margins are on the scale of scores; the sum of a step's losses has to stay finite in fp32.
 MAX_MARGIN = 1e6
-MAX_ROW_CHARS = 5_000_000  # a long book; tokenising takes 180 bytes for each, far more than the row in its file
 PROMPT_COLUMNS = ("messages", "conversations", "prompt")
 LABELS = {"true": True, "false": False}
 

@@ -25,6 +25,7 @@ Values = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Values]]
 Split = Literal["train", "test"]
 NO_COLUMNS = "{}"  # what `to_json` makes of none
+MAX_ROW_CHARS = 5_000_000  # a long book; tokenising takes 180 bytes for each, far more than the row in its file
 PARQUET_ROWS = 1000  # rows of a batch, which is in memory as Python objects
 
 

@@ -4,11 +4,16 @@ The table: command, its wrong words (flags that differ from a valid run's), what
 A name that starts with `@` stands for a file of the case's folder.
 """
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from input_calls import call, flags, make_inputs, stage_words, stopped_at_the_models
+
+from rlhf.stages import STAGES
+from rlhf.train_config import TrainConfig, short_help
+from rlhf.train_plan import why_not_common
 
 YAML, JSON = "c.yaml", "ds.json"
 
@@ -178,6 +183,13 @@ def test_flags_that_contradict_each_other_are_refused_before_data_are_read(
         ending = call(command, stage_words(command, folder, tmp_path, **changes))
     assert ending.code == 2 and len(ending.errors) == 1 and says in ending.errors[0], ending.errors
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_short_help_names_flags_of_all_stages() -> None:
+    stages = {stage.number: stage for stage in STAGES}
+    line = re.search(r"^  (--.*): of all stages$", short_help(TrainConfig, "train.py"), re.MULTILINE)
+    assert line and {"--data-path", "--target", "--explain", "--auto-fit", "--auto-batch"} == set(line[1].split(", "))
+    assert all(why_not_common(flag, stages, stages) == "" for flag in line[1].split(", "))
 
 
 def test_the_valid_runs_come_to_their_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,8 @@ from support.marks import slow_but
 from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import InputError
 from pipeline.launching.request import parse_request
-from rlhf.stages import STAGES
 from rlhf.train_config import split_overrides
-from rlhf.train_plan import make_plan, why_not_common
+from rlhf.train_plan import make_plan
 
 PRESETS = ROOT / "launch" / "presets"
 
@@ -378,10 +377,6 @@ def test_help_is_one_fast_screen():
     lines = output.splitlines()
     assert len(lines) <= 25 and max(map(len, lines)) <= 80
     assert all(f"--{name}" in output for name in ("actor-model", "dry-run", "sft.FLAG", "config FILE"))
-    stages = {stage.number: stage for stage in STAGES}
-    common = re.search(r"^  (--.*): of all stages$", output, re.MULTILINE)[1].split(", ")
-    assert {"--data-path", "--target", "--explain", "--auto-fit", "--auto-batch"} == set(common)
-    assert all(why_not_common(flag, stages, stages) == "" for flag in common)
 
 
 def test_split_overrides():
